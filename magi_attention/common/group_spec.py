@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One group cast as one rank sees it. The group reduce is its transpose.
+
+Rows are tokens. The sender's rows are cut into consecutive *input splits*; split ``i`` goes to every rank
+in ``dst_indices[i]``. The receiver's buffer is cut into consecutive *output splits*; split ``j`` comes from
+rank ``src_index[j]``. Splits of one source arrive in the order in which that source holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magi_attention.errors import ContractError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Arguments of a group cast for ``rank`` of ``world`` ranks; all sizes in rows (tokens)."""
+
+    rank: int
+    world: int
+    input_splits: tuple[int, ...]
+    dst_indices: tuple[tuple[int, ...], ...]
+    output_splits: tuple[int, ...]
+    src_index: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls,
+        rank: int,
+        world: int,
+        input_splits: Sequence[int],
+        dst_indices: Sequence[Sequence[int]],
+        output_splits: Sequence[int],
+        src_index: Sequence[int],
+    ) -> GroupSpec:
+        """Copies the lists to tuples and checks them; ``ContractError`` names the first fault."""
+        spec = cls(
+            rank,
+            world,
+            tuple(int(n) for n in input_splits),
+            tuple(tuple(int(r) for r in dst) for dst in dst_indices),
+            tuple(int(n) for n in output_splits),
+            tuple(int(r) for r in src_index),
+        )
+        spec.check()
+        return spec
+
+    @property
+    def input_rows(self) -> int:
+        return sum(self.input_splits)
+
+    @property
+    def output_rows(self) -> int:
+        return sum(self.output_splits)
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows put on the wire by this rank in a point-to-point cast, copies counted, itself excluded."""
+        return sum(
+            size * sum(dst != self.rank for dst in dsts) for size, dsts in zip(self.input_splits, self.dst_indices)
+        )
+
+    def check(self) -> None:
+        if len(self.input_splits) != len(self.dst_indices):
+            raise ContractError(
+                f"{len(self.input_splits)} input splits but {len(self.dst_indices)} destination lists; "
+                "give one list of ranks (possibly empty) per input split."
+            )
+        if len(self.output_splits) != len(self.src_index):
+            raise ContractError(
+                f"{len(self.output_splits)} output splits but {len(self.src_index)} source ranks; "
+                "give one source rank per output split."
+            )
+        if any(n < 0 for n in self.input_splits + self.output_splits):
+            raise ContractError("A split size is negative; sizes are row counts >= 0.")
+        for dsts in self.dst_indices:
+            if len(set(dsts)) != len(dsts) or any(not 0 <= r < self.world for r in dsts):
+                raise ContractError(
+                    f"Destination list {list(dsts)} repeats a rank or leaves 0..{self.world - 1}; "
+                    "list each destination of a split once."
+                )
+        if any(not 0 <= r < self.world for r in self.src_index):
+            raise ContractError(f"A source rank lies outside 0..{self.world - 1}.")

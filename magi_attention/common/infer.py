@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of packed sequences: cu_seqlens, sliding windows, global prefixes.
+
+A window ``(left, right)`` lets query row ``i`` of a segment with ``sq`` queries and ``sk`` keys see the keys
+``c - left .. c + right`` with ``c = i + sk - sq`` (aligned to the end of the segment). A side of -1, or of at
+least ``sk - 1``, is unlimited. With more queries than keys the first ``sq - sk`` rows see nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, cut_k, trim
+from magi_attention.errors import ContractError
+
+
+def as_cu_seqlens(value, name: str = "cu_seqlens") -> np.ndarray:
+    """Cumulative lengths as int64 ``(n + 1,)`` from a list, array or tensor (CPU or CUDA).
+
+    ``ContractError`` unless one-dimensional, starting at 0 and never decreasing.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    cu = np.asarray(value)
+    if cu.ndim != 1 or len(cu) < 1 or (cu.size and not np.issubdtype(cu.dtype, np.integer)):
+        raise ContractError(f"{name} must be a non-empty 1-D array of integers such as [0, 512, 2048].")
+    cu = cu.astype(np.int64)
+    if cu[0] != 0:
+        raise ContractError(f"{name} starts at {cu[0]}; the first entry must be 0.")
+    falls = np.flatnonzero(np.diff(cu) < 0)
+    if len(falls):
+        i = int(falls[0])
+        raise ContractError(
+            f"{name} decreases from {cu[i]} to {cu[i + 1]} at entry {i + 1}; give cumulative lengths, not lengths."
+        )
+    return cu
+
+
+def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) -> np.ndarray:
+    """Disjoint slices of a sliding window on every segment ``(q0, q1, k0, k1)``.
+
+    ``prefix`` keys at the start of every segment are seen by each row as far as its right side reaches,
+    whatever ``left`` says; the window itself then covers the other keys.
+    """
+    if left < -1 or right < -1:
+        raise ContractError(f"window ({left}, {right}) has a side below -1; use -1 for unlimited.")
+    if prefix < 0:
+        raise ContractError(f"The global prefix is {prefix}; it counts keys and must be >= 0.")
+    q0, q1, k0, k1 = segments.T
+    sk = k1 - k0
+    q0 = np.maximum(q0, q1 - sk)
+    lefts = np.where((left == -1) | (left >= sk - 1), sk, left)
+    rights = np.where((right == -1) | (right >= sk - 1), sk, right)
+    limited = not (left == -1 and right == -1)
+    heads = np.minimum(prefix, sk) if limited else np.zeros_like(sk)
+    local = _band(q0, q1, k1, lefts, rights)
+    pieces, parent = cut_k(local, k0 + heads, k1)
+    order = [parent]
+    parts = [pieces]
+    if heads.any():
+        head_pieces, head_parent = cut_k(_band(q0, q1, k1, sk, rights), k0, k0 + heads)
+        parts.insert(0, head_pieces)
+        order.insert(0, head_parent)
+    merged, owner = np.concatenate(parts), np.concatenate(order)
+    return merged[np.argsort(owner, kind="stable")]
+
+
+def _band(q0: np.ndarray, q1: np.ndarray, k1: np.ndarray, left, right) -> np.ndarray:
+    """Imaginary bi-causal slice whose real keys are cut out of it: the window before clipping."""
+    start = k1 - (q1 - q0) - left
+    return np.stack([q0, q1, start, k1 + right, np.full_like(q0, BICAUSAL)], axis=1)
+
+
+def varlen_slices(
+    cu_q: np.ndarray,
+    cu_k: np.ndarray,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    prefix: int = 0,
+) -> np.ndarray:
+    """One block per sample, full, causal or windowed; samples never see each other."""
+    if len(cu_q) != len(cu_k):
+        raise ContractError(
+            f"cu_seqlens_q describes {len(cu_q) - 1} samples and cu_seqlens_k {len(cu_k) - 1}; "
+            "give both the same number of samples."
+        )
+    windowed = tuple(window) != (-1, -1)
+    if causal and windowed:
+        raise ContractError(
+            f"causal=True together with window_size={tuple(window)}; "
+            "write a causal window as window_size=(w, 0) with causal=False."
+        )
+    segments = np.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], axis=1)
+    if windowed:
+        return window_slices(segments, int(window[0]), int(window[1]), prefix)
+    kind = np.full((len(segments), 1), CAUSAL if causal else FULL)
+    return np.concatenate([segments, kind], axis=1)
+
+
+def dense_slices(mask: np.ndarray) -> np.ndarray:
+    """Exact disjoint slices of a boolean mask: every run of a row joins the diagonal it continues."""
+    mask = np.asarray(mask)
+    if mask.ndim != 2:
+        raise ContractError(f"A dense mask has two dimensions (queries, keys), not {mask.ndim}.")
+    edges = np.diff(mask.astype(bool).astype(np.int8), axis=1, prepend=0, append=0)
+    rows, starts = np.nonzero(edges == 1)
+    ends = np.nonzero(edges == -1)[1]
+    open_slices: dict[tuple[int, int], list[int]] = {}  # last row's (k0, k1) -> slice, step in k0 and k1
+    done: list[list[int]] = []
+    previous = -1
+    for row, k0, k1 in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+        if row != previous:
+            current = {} if row != previous + 1 else open_slices
+            last_row, open_slices, previous = current, {}, row
+        entry = _continue(last_row, k0, k1)
+        if entry is None:
+            entry = [row, row + 1, k0, k1, -1]
+            done.append(entry)
+        entry[1] = row + 1
+        open_slices[(k0, k1)] = entry
+        # A causal slice is named by the widest right edge, an inverse one by the first left edge.
+        entry[3] = k1
+    for entry in done:
+        entry[4] = max(entry[4], FULL)
+    return trim(np.array(done, dtype=np.int64).reshape(-1, 5))
+
+
+def _continue(last_row: dict[tuple[int, int], list[int]], k0: int, k1: int) -> list[int] | None:
+    for kind, step in ((0, (0, 0)), (1, (0, 1)), (2, (1, 0)), (3, (1, 1))):
+        key = (k0 - step[0], k1 - step[1])
+        entry = last_row.get(key)
+        if entry is not None and entry[4] in (-1, kind):
+            entry[4] = kind
+            del last_row[key]
+            return entry
+    return None

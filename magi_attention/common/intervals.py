@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set algebra on half-open integer intervals held as int64 arrays of shape ``(n, 2)``.
+
+A *merged* array is sorted, non-empty everywhere and its intervals neither overlap nor touch. Every
+function takes any array, returns a merged one and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from magi_attention.errors import ContractError
+
+
+def as_intervals(ranges: Iterable) -> np.ndarray:
+    """``(n, 2)`` int64 from an array or any iterable of pairs."""
+    if isinstance(ranges, np.ndarray):
+        return ranges.astype(np.int64, copy=False).reshape(-1, 2)
+    return np.array([tuple(r) for r in ranges], dtype=np.int64).reshape(-1, 2)
+
+
+def merge_intervals(ranges: np.ndarray) -> np.ndarray:
+    """Union of all intervals; overlapping or touching ones are joined and empty ones dropped."""
+    ranges = ranges[ranges[:, 1] > ranges[:, 0]]
+    if len(ranges) <= 1:
+        return ranges.copy()
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(ranges[:, 1])
+    first = np.concatenate([[True], ranges[1:, 0] > reach[:-1]])
+    starts = np.flatnonzero(first)
+    ends = np.concatenate([starts[1:] - 1, [len(ranges) - 1]])
+    return np.stack([ranges[starts, 0], reach[ends]], axis=1)
+
+
+def intersect_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Points in both unions."""
+    a, b = merge_intervals(a), merge_intervals(b)
+    if not len(a) or not len(b):
+        return np.zeros((0, 2), dtype=np.int64)
+    # For each a, the run of b's that meet it.
+    low = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    high = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    counts = np.maximum(high - low, 0)
+    ia = np.repeat(np.arange(len(a)), counts)
+    ib = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    return np.stack([np.maximum(a[ia, 0], b[ib, 0]), np.minimum(a[ia, 1], b[ib, 1])], axis=1)
+
+
+def subtract_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Points in the union of ``a`` and not in the union of ``b``."""
+    a, b = merge_intervals(a), merge_intervals(b)
+    if not len(a) or not len(b):
+        return a
+    gaps = np.empty((len(b) + 1, 2), dtype=np.int64)
+    gaps[0, 0] = min(a[0, 0], b[0, 0])
+    gaps[1:, 0] = b[:, 1]
+    gaps[:-1, 1] = b[:, 0]
+    gaps[-1, 1] = max(a[-1, 1], b[-1, 1])
+    return intersect_intervals(a, gaps)
+
+
+def total_length(ranges: np.ndarray) -> int:
+    """Sum of lengths (points counted once per interval that holds them)."""
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def split_at(ranges: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """The same points as merged ``ranges``, cut wherever one of ``points`` lies strictly inside."""
+    ranges = merge_intervals(ranges)
+    if not len(ranges):
+        return ranges
+    points = np.unique(points)
+    low = np.searchsorted(points, ranges[:, 0], side="right")
+    high = np.searchsorted(points, ranges[:, 1], side="left")
+    counts = np.maximum(high - low, 0)
+    inner = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    edges = np.sort(np.concatenate([ranges[:, 0], points[inner]]))
+    ends = np.sort(np.concatenate([ranges[:, 1], points[inner]]))
+    return np.stack([edges, ends], axis=1)
+
+
+class Packing:
+    """Packed buffer that holds merged intervals one after another, in ascending order.
+
+    Translates global coordinates that lie inside an interval to offsets in the buffer.
+    """
+
+    __slots__ = ("ranges", "offsets", "length")
+
+    def __init__(self, ranges: np.ndarray) -> None:
+        self.ranges = merge_intervals(ranges)
+        lengths = self.ranges[:, 1] - self.ranges[:, 0]
+        self.offsets = np.cumsum(lengths) - lengths
+        self.length = int(lengths.sum())
+
+    def localize(self, ranges: np.ndarray) -> np.ndarray:
+        """Offsets of ``ranges`` in the buffer; each non-empty one must lie inside one interval."""
+        if not len(ranges):
+            return ranges.copy()
+        if not len(self.ranges):
+            raise ContractError(f"Range [{ranges[0, 0]}, {ranges[0, 1]}) lies in no interval: there are none.")
+        index = np.maximum(np.searchsorted(self.ranges[:, 0], ranges[:, 0], side="right") - 1, 0)
+        bad = np.flatnonzero((ranges[:, 0] < self.ranges[index, 0]) | (ranges[:, 1] > self.ranges[index, 1]))
+        if len(bad):
+            start, end = ranges[bad[0]]
+            raise ContractError(
+                f"Range [{start}, {end}) is not inside one interval of {self.ranges.tolist()[:8]}; "
+                "cut it at the interval bounds first."
+            )
+        return ranges + (self.offsets[index] - self.ranges[index, 0])[:, None]
+
+    def globalize(self, packed: np.ndarray) -> np.ndarray:
+        """Merged global intervals behind merged buffer offsets; inverse of ``localize`` on sets."""
+        cut = split_at(packed, self.offsets)
+        if not len(cut):
+            return cut
+        index = np.searchsorted(self.offsets, cut[:, 0], side="right") - 1
+        return merge_intervals(cut + (self.ranges[index, 0] - self.offsets[index])[:, None])
+
+    def positions(self) -> np.ndarray:
+        """Global coordinate of every row of the buffer, int64 ``(length,)``."""
+        lengths = self.ranges[:, 1] - self.ranges[:, 0]
+        return np.arange(self.length) + np.repeat(self.ranges[:, 0] - self.offsets, lengths)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Mask``: which query may see which key, as disjoint AttnSlices over one packed sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from magi_attention.common import infer
+from magi_attention.common.slices import (
+    CAUSAL,
+    FULL,
+    SliceTable,
+    empty_slices,
+    first_overlap,
+    to_dense,
+)
+from magi_attention.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Immutable attention mask of ``total_q`` queries by ``total_k`` keys (token counts).
+
+    Build one with a constructor below; ``slices`` is what plans and kernels read. Slices must be disjoint:
+    ``check`` proves it and names the first two that are not.
+    """
+
+    slices: SliceTable
+    total_q: int
+    total_k: int
+    name: str = "slices"
+
+    def __post_init__(self) -> None:
+        array = self.slices.array
+        for axis, end, total in (("q", 1, self.total_q), ("k", 3, self.total_k)):
+            if total < 0:
+                raise ContractError(f"total_{axis} is {total}; it counts tokens and must be >= 0.")
+            bad = np.flatnonzero(array[:, end] > total)
+            if len(bad):
+                i = int(bad[0])
+                raise ContractError(
+                    f"Slice {i} has {axis} range [{array[i, end - 1]}, {array[i, end]}), beyond the "
+                    f"{total} {axis} tokens; raise the total or cut the range."
+                )
+
+    # ---- constructors -----------------------------------------------------------------------------
+
+    @classmethod
+    def full(cls, total: int, total_k: int | None = None) -> Mask:
+        """Every query sees every key."""
+        return cls._from_rows([(0, total, 0, total if total_k is None else total_k, FULL)], "full")
+
+    @classmethod
+    def causal(cls, total: int, total_k: int | None = None) -> Mask:
+        """Query i sees keys up to ``i + total_k - total`` (bottom-right alignment)."""
+        return cls._from_rows([(0, total, 0, total if total_k is None else total_k, CAUSAL)], "causal")
+
+    @classmethod
+    def varlen(
+        cls,
+        cu_seqlens,
+        cu_seqlens_k=None,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+        global_prefix: int = 0,
+    ) -> Mask:
+        """Packed documents that never see each other.
+
+        ``cu_seqlens`` is ``[0, n0, n0 + n1, ...]`` (list, array or tensor). ``window=(left, right)`` and
+        ``global_prefix`` apply inside every document; a causal window is ``window=(w, 0)``.
+        """
+        cu_q = infer.as_cu_seqlens(cu_seqlens)
+        cu_k = cu_q if cu_seqlens_k is None else infer.as_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
+        array = infer.varlen_slices(cu_q, cu_k, causal, window, global_prefix)
+        name = "varlen window" if tuple(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
+        return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name)
+
+    @classmethod
+    def sliding_window(cls, total: int, window: tuple[int, int], *, global_prefix: int = 0) -> Mask:
+        """Query i sees keys ``i - left .. i + right``, and of the first ``global_prefix`` keys those
+        up to ``i + right``; -1 is unlimited."""
+        mask = cls.varlen([0, total], window=window, global_prefix=global_prefix)
+        return replace(mask, name="sliding window")
+
+    @classmethod
+    def block_causal(cls, cu_seqlens, block: int) -> Mask:
+        """Every document is cut into blocks; a block sees its document up to its own end (video frames).
+
+        ``cu_seqlens`` may also be one total length.
+        """
+        cu = infer.as_cu_seqlens([0, cu_seqlens] if np.isscalar(cu_seqlens) else cu_seqlens)
+        if block < 1:
+            raise ContractError(f"block is {block}; give the block length in tokens, >= 1.")
+        rows = [
+            (start, min(start + block, end), first, min(start + block, end), FULL)
+            for first, end in zip(cu[:-1].tolist(), cu[1:].tolist())
+            for start in range(first, end, block)
+        ]
+        return cls._from_rows(rows, "block causal", int(cu[-1]))
+
+    @classmethod
+    def prefix_lm(cls, cu_seqlens, prefix: int | Sequence[int]) -> Mask:
+        """In every document the first ``prefix`` tokens see each other; the rest is causal.
+
+        ``cu_seqlens`` may be one total length; ``prefix`` one length for all documents or one for each.
+        """
+        cu = infer.as_cu_seqlens([0, cu_seqlens] if np.isscalar(cu_seqlens) else cu_seqlens)
+        lengths = np.diff(cu)
+        prefixes = np.broadcast_to(np.asarray(prefix, dtype=np.int64), lengths.shape) if len(lengths) else lengths
+        if (prefixes < 0).any() or (prefixes > lengths).any():
+            raise ContractError(
+                f"A prefix lies outside 0..document length ({prefixes.tolist()[:8]} for {lengths.tolist()[:8]})."
+            )
+        rows = []
+        for start, end, p in zip(cu[:-1].tolist(), cu[1:].tolist(), prefixes.tolist()):
+            rows.append((start, start + p, start, start + p, FULL))
+            rows.append((start + p, end, start, end, CAUSAL))
+        return cls._from_rows(rows, "prefix lm", int(cu[-1]))
+
+    @classmethod
+    def shared_question(cls, cu_seqlens) -> Mask:
+        """Document 0 is a question: documents 0 and 1 form one causal block, every later document is
+        causal on itself and sees the whole question."""
+        cu = infer.as_cu_seqlens(cu_seqlens).tolist()
+        rows = [(0, cu[min(2, len(cu) - 1)], 0, cu[min(2, len(cu) - 1)], CAUSAL)]
+        for start, end in zip(cu[2:-1], cu[3:]):
+            rows += [(start, end, 0, cu[1], FULL), (start, end, start, end, CAUSAL)]
+        return cls._from_rows(rows, "shared question", cu[-1])
+
+    @classmethod
+    def prefix_tree(cls, lengths: Sequence[int], parents: Sequence[int]) -> Mask:
+        """Nodes stored one after another; a node is causal on itself and sees all of its ancestors.
+
+        ``parents[i]`` is the index of an earlier node, or -1 for a root.
+        """
+        if len(lengths) != len(parents):
+            raise ContractError(f"{len(lengths)} lengths but {len(parents)} parents; give one per node.")
+        bounds = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).tolist()
+        rows: list[tuple[int, int, int, int, int]] = []
+        ancestors: list[list[tuple[int, int]]] = []
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node or lengths[node] < 0:
+                raise ContractError(
+                    f"Node {node} has parent {parent} and length {lengths[node]}; "
+                    "parents are earlier nodes or -1 and lengths are >= 0."
+                )
+            start, end = bounds[node], bounds[node + 1]
+            line = [] if parent == -1 else ancestors[parent] + [(bounds[parent], bounds[parent + 1])]
+            ancestors.append(line)
+            rows += [(start, end, k0, k1, FULL) for k0, k1 in line]
+            rows.append((start, end, start, end, CAUSAL))
+        return cls._from_rows(rows, "prefix tree", bounds[-1])
+
+    @classmethod
+    def from_slices(
+        cls,
+        q_ranges: Iterable[Sequence[int]],
+        k_ranges: Iterable[Sequence[int]],
+        types=FULL,
+        total_q: int | None = None,
+        total_k: int | None = None,
+    ) -> Mask:
+        """From half-open ranges and types (names, codes or enums; one for all or one each).
+
+        Totals default to the largest range end.
+        """
+        table = SliceTable.from_ranges(q_ranges, k_ranges, types)
+        ends = table.array[:, [1, 3]].max(axis=0).tolist() if len(table) else [0, 0]
+        total_q = ends[0] if total_q is None else total_q
+        return cls(table, total_q, (max(total_q, ends[1]) if total_k is None else total_k))
+
+    @classmethod
+    def from_dense(cls, mask) -> Mask:
+        """Exact slices of a boolean matrix (array or tensor), True where attention is allowed."""
+        array = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
+        return cls(SliceTable(infer.dense_slices(array)), *array.shape, "dense")
+
+    @classmethod
+    def batched(cls, masks: Sequence[Mask]) -> Mask:
+        """The samples of a batch packed one after another; none sees another."""
+        parts, q, k = [empty_slices()], 0, 0
+        for mask in masks:
+            parts.append(mask.slices.array + np.array([q, q, k, k, 0]))
+            q, k = q + mask.total_q, k + mask.total_k
+        return cls(SliceTable(np.concatenate(parts)), q, k, "batched")
+
+    @classmethod
+    def _from_rows(cls, rows, name: str, total: int | None = None) -> Mask:
+        array = np.array(rows, dtype=np.int64).reshape(-1, 5)
+        if total is None:
+            if (array < 0).any():
+                raise ContractError("A total is negative; totals count tokens and must be >= 0.")
+            return cls(SliceTable(array), int(array[:, 1].max()), int(array[:, 3].max()), name)
+        return cls(SliceTable(array), total, total, name)
+
+    # ---- reading ----------------------------------------------------------------------------------
+
+    @property
+    def area(self) -> int:
+        """Number of allowed (query, key) pairs; exact for disjoint slices."""
+        return self.slices.area
+
+    def to_dense(self) -> np.ndarray:
+        """Boolean ``(total_q, total_k)``, True where attention is allowed."""
+        return to_dense(self.slices.array, self.total_q, self.total_k)
+
+    def check(self) -> Mask:
+        """Raises ``ContractError`` naming two slices that share a pair; returns itself otherwise."""
+        hit = first_overlap(self.slices.array)
+        if hit is not None:
+            first, second = (self.slices.array[i].tolist() for i in hit)
+            raise ContractError(
+                f"Slices {hit[0]} and {hit[1]} overlap (q [{first[0]}, {first[1]}) k [{first[2]}, {first[3]}) "
+                f"type {first[4]} and q [{second[0]}, {second[1]}) k [{second[2]}, {second[3]}) type "
+                f"{second[4]}); slices must be disjoint, so cut one of them."
+            )
+        return self

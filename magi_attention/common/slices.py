@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AttnSlices as one integer array, and the exact algebra on them.
+
+A slice array has shape ``(N, 5)``, int64, columns ``q_start, q_end, k_start, k_end, type``. With local
+indices ``i = q - q_start`` and ``j = k - k_start`` and lengths ``sq``, ``sk`` the allowed pairs are
+
+=========  ====  ===============================
+type       int   allowed
+=========  ====  ===============================
+FULL       0     all
+CAUSAL     1     ``j <= i + sk - sq``
+INVCAUSAL  2     ``j >= i``
+BICAUSAL   3     ``i <= j <= i + sk - sq``
+=========  ====  ===============================
+
+All functions are vectorised over slices, take and return plain arrays and never change their input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from magi_attention.common.enum import AttnMaskType
+from magi_attention.errors import ContractError, RangeError
+
+FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
+Q0, Q1, K0, K1, TYPE = range(5)
+_UNBOUNDED = np.int64(1) << 60
+
+
+def empty_slices() -> np.ndarray:
+    return np.zeros((0, 5), dtype=np.int64)
+
+
+def areas(slices: np.ndarray) -> np.ndarray:
+    """Number of allowed pairs of each slice, int64 ``(N,)``."""
+    sq = slices[:, Q1] - slices[:, Q0]
+    sk = slices[:, K1] - slices[:, K0]
+    rows = np.minimum(sq, sk)
+    trapezoid = (2 * sk - rows + 1) * rows // 2
+    band = np.where(sk >= sq, sq * (sk - sq + 1), 0)
+    kind = slices[:, TYPE]
+    out = np.where(kind == FULL, sq * sk, np.where(kind == BICAUSAL, band, trapezoid))
+    return np.where((sq > 0) & (sk > 0), out, 0)
+
+
+def trim(slices: np.ndarray) -> np.ndarray:
+    """Drops rows that see nothing and slices without pairs; afterwards non-FULL slices have sq <= sk."""
+    out = slices.copy()
+    excess = np.maximum((out[:, Q1] - out[:, Q0]) - (out[:, K1] - out[:, K0]), 0)
+    out[:, Q0] += np.where(out[:, TYPE] == CAUSAL, excess, 0)
+    out[:, Q1] -= np.where(out[:, TYPE] == INVCAUSAL, excess, 0)
+    keep = (out[:, Q1] > out[:, Q0]) & (out[:, K1] > out[:, K0])
+    keep &= ~((out[:, TYPE] == BICAUSAL) & (excess > 0))
+    return out[keep]
+
+
+def cut_q(slices: np.ndarray, start, end) -> tuple[np.ndarray, np.ndarray]:
+    """Rows ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
+
+    ``start`` and ``end`` are global rows, scalars or one per slice.
+    """
+    a = np.clip(start, slices[:, Q0], slices[:, Q1])
+    b = np.clip(end, slices[:, Q0], slices[:, Q1])
+    out = slices.copy()
+    causal = (slices[:, TYPE] & 1) == 1
+    inverse = (slices[:, TYPE] & 2) == 2
+    out[:, Q0], out[:, Q1] = a, b
+    out[:, K0] += np.where(inverse, a - slices[:, Q0], 0)
+    out[:, K1] -= np.where(causal, slices[:, Q1] - b, 0)
+    keep = np.flatnonzero((b > a) & (out[:, K1] > out[:, K0]))
+    return out[keep], keep
+
+
+def cut_k(slices: np.ndarray, start, end) -> tuple[np.ndarray, np.ndarray]:
+    """Keys ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
+
+    ``start`` and ``end`` are global keys, scalars or one per slice. One slice gives up to three disjoint
+    pieces whose areas sum to the number of allowed pairs inside the window.
+    """
+    n = len(slices)
+    a = np.clip(start, slices[:, K0], slices[:, K1]) - slices[:, K0]
+    b = np.clip(end, slices[:, K0], slices[:, K1]) - slices[:, K0]
+    sq = slices[:, Q1] - slices[:, Q0]
+    diagonal = (slices[:, K1] - slices[:, K0]) - sq
+    kind = slices[:, TYPE]
+    causal = (kind & 1) == 1
+    inverse = (kind & 2) == 2
+    # A row i meets the window's left edge a through its causal bound at i = a - D and loses key a through
+    # its inverse bound after i = a; the same for b. These four rows are all the breakpoints there are.
+    low = np.where(causal, np.clip(a - diagonal, 0, sq), 0)
+    high = np.where(inverse, np.minimum(b, sq), sq)
+    left_bound = np.where(inverse, np.clip(a, 0, sq), sq)
+    right_bound = np.where(causal, np.clip(b - diagonal, 0, sq), 0)
+    first = np.clip(np.minimum(left_bound, right_bound), low, high)
+    second = np.clip(np.maximum(left_bound, right_bound), low, high)
+    out = np.empty((3, n, 5), dtype=np.int64)
+    live = np.empty((3, n), dtype=bool)
+    edges = (low, first, second, high)
+    for part in range(3):
+        row0, row1 = edges[part], edges[part + 1]
+        bound_right = causal & (row1 <= right_bound)  # the causal diagonal ends these rows, not b
+        bound_left = inverse & (row0 >= left_bound)  # the inverse diagonal starts them, not a
+        key0 = np.where(bound_left, row0, a)
+        key1 = np.where(bound_right, row1 + diagonal, b)
+        out[part, :, Q0] = slices[:, Q0] + row0
+        out[part, :, Q1] = slices[:, Q0] + row1
+        out[part, :, K0] = slices[:, K0] + key0
+        out[part, :, K1] = slices[:, K0] + key1
+        out[part, :, TYPE] = bound_right * CAUSAL + bound_left * INVCAUSAL
+        live[part] = (row1 > row0) & (key1 > key0) & (b > a)
+    keep = live.T.reshape(-1)
+    pieces = out.transpose(1, 0, 2).reshape(-1, 5)[keep]
+    parent = np.repeat(np.arange(n), 3)[keep]
+    return pieces, parent
+
+
+def merge(slices: np.ndarray) -> np.ndarray:
+    """Joins pieces that touch in k (same q range) or in q (same diagonal), keeping the pair set."""
+    before = -1
+    while before != len(slices):
+        before = len(slices)
+        slices = _merge_rows(_merge_keys(slices))
+    return slices
+
+
+def _merge_keys(slices: np.ndarray) -> np.ndarray:
+    order = np.lexsort((slices[:, K0], slices[:, Q1], slices[:, Q0]))
+    rows = slices[order].tolist()
+    out: list[list[int]] = []
+    for row in rows:
+        last = out[-1] if out else None
+        if last is not None and last[:2] == row[:2] and last[K1] == row[K0]:
+            sq = row[Q1] - row[Q0]
+            left, right = last[TYPE], row[TYPE]
+            # A diagonal bound may only stand at the outer side and must not reach into the other piece.
+            left_ok = left == FULL or (left == INVCAUSAL and sq <= last[K1] - last[K0])
+            right_ok = right == FULL or (right == CAUSAL and sq <= row[K1] - row[K0])
+            if left_ok and right_ok:
+                last[K1] = row[K1]
+                last[TYPE] = left | right
+                continue
+        out.append(row)
+    return np.array(out, dtype=np.int64).reshape(-1, 5)
+
+
+def _merge_rows(slices: np.ndarray) -> np.ndarray:
+    # Sorting by the invariants of each type brings the pieces of one diagonal side by side.
+    kind = slices[:, TYPE]
+    right = np.where(kind & 1, slices[:, K1] - slices[:, Q1], slices[:, K1])
+    left = np.where(kind & 2, slices[:, K0] - slices[:, Q0], slices[:, K0])
+    order = np.lexsort((slices[:, Q0], right, left, kind))
+    rows, lefts, rights = slices[order].tolist(), left[order].tolist(), right[order].tolist()
+    out: list[list[int]] = []
+    key = None
+    for row, lo, hi in zip(rows, lefts, rights):
+        if out and key == (row[TYPE], lo, hi) and out[-1][Q1] == row[Q0]:
+            out[-1][Q1] = row[Q1]
+            out[-1][K0] = min(out[-1][K0], row[K0])
+            out[-1][K1] = max(out[-1][K1], row[K1])
+        else:
+            out.append(row)
+            key = (row[TYPE], lo, hi)
+    return np.array(out, dtype=np.int64).reshape(-1, 5)
+
+
+def diagonal_bounds(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Closed bounds of ``d = k - q`` per slice; unbounded sides are +-2**60."""
+    low = np.where(slices[:, TYPE] & 2, slices[:, K0] - slices[:, Q0], -_UNBOUNDED)
+    high = np.where(slices[:, TYPE] & 1, slices[:, K1] - slices[:, Q1], _UNBOUNDED)
+    return low, high
+
+
+def first_overlap(slices: np.ndarray) -> tuple[int, int] | None:
+    """Indices of two slices that share an allowed pair, or None. Exact; O(N log N) plus candidates."""
+    order = np.argsort(slices[:, Q0], kind="stable")
+    s = slices[order]
+    low, high = diagonal_bounds(s)
+    stop = np.searchsorted(s[:, Q0], s[:, Q1], side="left")
+    for i in range(len(s)):
+        j = slice(i + 1, max(int(stop[i]), i + 1))
+        q0, q1 = s[j, Q0], np.minimum(s[j, Q1], s[i, Q1])
+        k0, k1 = np.maximum(s[j, K0], s[i, K0]), np.minimum(s[j, K1], s[i, K1])
+        # Every diagonal between the corners of a non-empty rectangle holds an integer point of it.
+        d0 = np.maximum(np.maximum(low[j], low[i]), k0 - q1 + 1)
+        d1 = np.minimum(np.minimum(high[j], high[i]), k1 - 1 - q0)
+        hit = np.flatnonzero((q1 > q0) & (k1 > k0) & (d0 <= d1))
+        if len(hit):
+            return tuple(sorted((int(order[i]), int(order[i + 1 + hit[0]]))))
+    return None
+
+
+def row_bounds(row: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Half-open allowed key range of every row of one slice: two int64 arrays of length sq."""
+    q0, q1, k0, k1, kind = (int(x) for x in row)
+    i = np.arange(q1 - q0, dtype=np.int64)
+    start = k0 + (i if kind & 2 else np.zeros_like(i))
+    end = k1 - (q1 - q0 - 1 - i if kind & 1 else np.zeros_like(i))
+    start, end = np.maximum(start, k0), np.minimum(end, k1)
+    return start, np.maximum(end, start)
+
+
+def to_dense(slices: np.ndarray, total_q: int, total_k: int) -> np.ndarray:
+    """Boolean mask ``(total_q, total_k)``, True where attention is allowed; the ground truth of tests."""
+    mask = np.zeros((total_q, total_k), dtype=bool)
+    columns = np.arange(total_k)
+    for row in slices:
+        start, end = row_bounds(row)
+        mask[row[Q0] : row[Q1]] |= (columns >= start[:, None]) & (columns < end[:, None])
+    return mask
+
+
+class SliceTable:
+    """Immutable, hashable list of AttnSlices: what plans hold and kernels consume.
+
+    ``array`` is int64 ``(N, 5)`` and read-only. Equality and hash are by value, order included.
+    """
+
+    __slots__ = ("array", "__dict__")
+
+    def __init__(self, array: np.ndarray) -> None:
+        array = np.ascontiguousarray(array, dtype=np.int64).reshape(-1, 5).copy()
+        array.setflags(write=False)
+        self.array = array
+
+    @classmethod
+    def from_ranges(
+        cls,
+        q_ranges: Iterable[Sequence[int]],
+        k_ranges: Iterable[Sequence[int]],
+        types: Iterable[int | str | AttnMaskType] | int | str | AttnMaskType = FULL,
+    ) -> SliceTable:
+        """From pairs of half-open ranges and one type, or one type per slice."""
+        q = np.array([tuple(r) for r in q_ranges], dtype=np.int64).reshape(-1, 2)
+        k = np.array([tuple(r) for r in k_ranges], dtype=np.int64).reshape(-1, 2)
+        if isinstance(types, (int, np.integer, str, AttnMaskType)):
+            kinds = [type_code(types)] * len(q)
+        else:
+            kinds = [type_code(t) for t in types]
+        if not len(q) == len(k) == len(kinds):
+            raise ContractError(
+                f"{len(q)} q ranges, {len(k)} k ranges and {len(kinds)} mask types; "
+                "give one k range and one type (or one type for all) per q range."
+            )
+        for name, ranges in (("q", q), ("k", k)):
+            bad = np.flatnonzero((ranges[:, 0] > ranges[:, 1]) | (ranges[:, 0] < 0))
+            if len(bad):
+                i = int(bad[0])
+                raise RangeError(
+                    f"{name} range {i} is [{ranges[i, 0]}, {ranges[i, 1]}); "
+                    "ranges are half-open with 0 <= start <= end."
+                )
+        return cls(np.concatenate([q, k, np.array(kinds, dtype=np.int64)[:, None]], axis=1))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SliceTable) and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"SliceTable({len(self)} slices, area {self.area})"
+
+    def __reduce__(self):
+        return SliceTable, (np.array(self.array),)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.array.tobytes(), digest_size=16).digest()
+
+    @cached_property
+    def area(self) -> int:
+        """Number of allowed (q, k) pairs; exact when the slices are disjoint."""
+        return int(areas(self.array).sum())
+
+    @cached_property
+    def _tensors(self) -> dict:
+        return {}
+
+    def tensors(self, device="cpu"):
+        """``(q_ranges (N,2), k_ranges (N,2), types (N,))`` as int32 torch tensors, made once per device."""
+        import torch
+
+        device = torch.device(device)
+        if device not in self._tensors:
+            packed = torch.from_numpy(self.array.astype(np.int32)).to(device)
+            self._tensors[device] = (
+                packed[:, 0:2].contiguous(),
+                packed[:, 2:4].contiguous(),
+                packed[:, 4].contiguous(),
+            )
+        return self._tensors[device]
+
+
+def type_code(value: int | str | AttnMaskType) -> int:
+    """Integer code of a mask type given as code, string or enum; ``ContractError`` if unknown."""
+    if isinstance(value, AttnMaskType):
+        return value.to_int_type()
+    if isinstance(value, (int, np.integer)):
+        return AttnMaskType.from_int_type(int(value)).to_int_type()
+    try:
+        return AttnMaskType(value).to_int_type()
+    except ValueError:
+        names = ", ".join(f"'{t.value}'" for t in AttnMaskType)
+        raise ContractError(f"Unknown mask type {value!r}; use one of {names}.") from None

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch algorithms and ``DispatchConfig``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from magi_attention.common.enum import DispatchAlgType
+from magi_attention.config.checks import check_fraction, check_positive_int
+from magi_attention.errors import ContractError
+
+
+@dataclass(frozen=True)
+class DispatchAlg:
+    """How n chunks with known areas are given to k ranks so that the largest load is small.
+
+    Use one of the subclasses. The four flags describe the answer: is it the best one, does it come with
+    partitions (or only with a bound), has every rank the same number of chunks, and do chunks with
+    common keys tend to go to the same rank.
+    """
+
+    _type: ClassVar[DispatchAlgType]
+    _is_optimal: ClassVar[bool] = False
+    _is_partitions_returned: ClassVar[bool] = True
+    _is_equal_num_workloads: ClassVar[bool] = False
+    _is_affinity_considered: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if type(self) is DispatchAlg:
+            raise ContractError("DispatchAlg is only a base class; use for example MinHeapDispatchAlg().")
+
+    @property
+    def type(self) -> DispatchAlgType:
+        return self._type
+
+    @property
+    def is_optimal(self) -> bool:
+        return self._is_optimal
+
+    @property
+    def is_partitions_returned(self) -> bool:
+        return self._is_partitions_returned
+
+    @property
+    def is_equal_num_workloads(self) -> bool:
+        return self._is_equal_num_workloads
+
+    @property
+    def is_affinity_considered(self) -> bool:
+        return self._is_affinity_considered
+
+
+@dataclass(frozen=True)
+class LBDispatchAlg(DispatchAlg):
+    """The lower bound ``total / k``, for analysis; it gives no partitions."""
+
+    _type = DispatchAlgType.LOWER_BOUND
+    _is_partitions_returned = False
+
+
+@dataclass(frozen=True)
+class DPDispatchAlg(DispatchAlg):
+    """The exact smallest maximum by dynamic programming over subsets, for analysis; no partitions."""
+
+    _type = DispatchAlgType.DYNAMIC_PROGRAMMING
+    _is_optimal = True
+    _is_partitions_returned = False
+
+
+@dataclass(frozen=True)
+class BSDispatchAlg(DispatchAlg):
+    """Binary search on the load limit with exact feasibility; any number of chunks per rank."""
+
+    _type = DispatchAlgType.BINARY_SEARCH
+    _is_optimal = True
+
+
+@dataclass(frozen=True)
+class BTPDispatchAlg(DispatchAlg):
+    """Backtracking with pruning under equal chunk counts; needs ``n % k == 0``."""
+
+    _type = DispatchAlgType.BACKTRACKING_PRUNING
+    _is_optimal = True
+    _is_equal_num_workloads = True
+
+
+@dataclass(frozen=True)
+class MinHeapDispatchAlg(DispatchAlg):
+    """Largest chunk first, each to the least loaded rank with fewer than ``ceil(n / k)`` chunks."""
+
+    _type = DispatchAlgType.MIN_HEAP
+
+
+@dataclass(frozen=True)
+class ToppHeapDispatchAlg(DispatchAlg):
+    """As MinHeap with ``n / k`` chunks per rank, preferring ranks that share keys.
+
+    Among the ``max(1, ceil(k * top_p))`` least loaded ranks the one closest by affinity takes the chunk.
+    """
+
+    top_p: float = 0.0
+
+    _type = DispatchAlgType.TOPP_HEAP
+    _is_equal_num_workloads = True
+    _is_affinity_considered = True
+
+    def __post_init__(self) -> None:
+        check_fraction("ToppHeapDispatchAlg", "top_p", self.top_p)
+
+
+@dataclass(frozen=True)
+class BatchToppHeapDispatchAlg(DispatchAlg):
+    """As ToppHeap, with the candidate ranks renewed once per ``num_of_select_chunk`` chunks."""
+
+    top_p: float = 0.0
+    num_of_select_chunk: int = 1
+
+    _type = DispatchAlgType.BATCH_TOPP_HEAP
+    _is_equal_num_workloads = True
+    _is_affinity_considered = True
+
+    def __post_init__(self) -> None:
+        check_fraction("BatchToppHeapDispatchAlg", "top_p", self.top_p)
+        check_positive_int("BatchToppHeapDispatchAlg", "num_of_select_chunk", self.num_of_select_chunk)
+
+
+@dataclass(frozen=True)
+class RandomSelectDispatchAlg(DispatchAlg):
+    """A random permutation cut into equal blocks. ``seed`` makes all ranks draw the same one."""
+
+    seed: int = 0
+
+    _type = DispatchAlgType.RANDOM_SELECT
+    _is_equal_num_workloads = True
+
+
+@dataclass(frozen=True)
+class SequentialDispatchAlg(DispatchAlg):
+    """Contiguous blocks; the first ``n % k`` ranks get one chunk more."""
+
+    _type = DispatchAlgType.SEQUENTIAL_SELECT
+
+
+@dataclass(frozen=True)
+class SortedSequentialSelectAlg(DispatchAlg):
+    """Sample after sample by area; a sample spreads over ranks in runs of ``ratio * its chunks``."""
+
+    allocation_ratio: float = 1.0
+
+    _type = DispatchAlgType.SORTED_SEQUENTIAL_SELECT
+    _is_equal_num_workloads = True
+
+    def __post_init__(self) -> None:
+        check_fraction("SortedSequentialSelectAlg", "allocation_ratio", self.allocation_ratio)
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How the sequence is cut into chunks and the chunks are given to ranks.
+
+    Args:
+        chunk_size: tokens per chunk, an upper bound; None lets the key maker choose.
+        uneven_shard: no padding; ranks may own different numbers of tokens.
+        alg: the dispatch algorithm.
+    Raises:
+        ContractError: chunk_size not positive, or uneven_shard with an algorithm of equal counts.
+    """
+
+    chunk_size: int | None = None
+    uneven_shard: bool = False
+    alg: DispatchAlg = field(default_factory=MinHeapDispatchAlg)
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            check_positive_int("DispatchConfig", "chunk_size", self.chunk_size)
+        if not isinstance(self.alg, DispatchAlg):
+            raise ContractError(f"DispatchConfig.alg is {self.alg!r}; give for example MinHeapDispatchAlg().")
+        if self.uneven_shard and self.alg.is_equal_num_workloads:
+            raise ContractError(
+                f"{type(self.alg).__name__} gives every rank the same number of chunks, which uneven_shard "
+                "does not promise; use MinHeapDispatchAlg, SequentialDispatchAlg or BSDispatchAlg."
+            )

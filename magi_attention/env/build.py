@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getters of the variables for kernels compiled on the spot. Each reads the environment when called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from magi_attention.env import registry
+
+
+def is_no_build_cache() -> bool:
+    return registry.get("MAGI_ATTENTION_NO_BUILD_CACHE")
+
+
+def workspace_base_dir() -> str:
+    """Folder in which ``.cache/magi_attention`` lies; the home folder if unset. Nothing is created."""
+    return registry.get("MAGI_ATTENTION_WORKSPACE_BASE") or str(Path.home())
+
+
+def is_force_jit_build() -> bool:
+    return registry.get("MAGI_ATTENTION_FORCE_JIT_BUILD")
+
+
+def is_build_verbose() -> bool:
+    return registry.get("MAGI_ATTENTION_BUILD_VERBOSE")
+
+
+def is_build_debug() -> bool:
+    return registry.get("MAGI_ATTENTION_BUILD_DEBUG")
+
+
+def nvcc_threads() -> int:
+    """Threads of one nvcc process, 4 if unset."""
+    return registry.get("NVCC_THREADS")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getters of the communication variables. Each reads the environment when called."""
+
+from __future__ import annotations
+
+from magi_attention.env import registry
+from magi_attention.env.general import is_cuda_device_max_connections_one
+
+
+def is_hierarchical_comm_enable() -> bool:
+    return registry.get("MAGI_ATTENTION_HIERARCHICAL_COMM")
+
+
+def _sm_margin(name: str) -> int:
+    value = registry.get(name)
+    if is_native_grpcoll_enable():
+        return 0  # native collectives reserve their SMs themselves
+    if value is None:
+        return 0 if is_cuda_device_max_connections_one() else 4
+    return value
+
+
+def ffa_fwd_sm_margin_save_for_comm() -> int:
+    """SMs that forward kernels leave free; by default 4, or 0 with one connection or native collectives."""
+    return _sm_margin("MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN")
+
+
+def ffa_bwd_sm_margin_save_for_comm() -> int:
+    """SMs that backward kernels leave free; by default 4, or 0 with one connection or native collectives."""
+    return _sm_margin("MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN")
+
+
+def is_qo_comm_enable() -> bool:
+    return registry.get("MAGI_ATTENTION_QO_COMM")
+
+
+def is_fwd_high_precision_reduce_enable() -> bool:
+    return registry.get("MAGI_ATTENTION_FORWARD_HIGH_PRECISION_REDUCE")
+
+
+def is_bwd_high_precision_reduce_enable() -> bool:
+    return registry.get("MAGI_ATTENTION_BACKWARD_HIGH_PRECISION_REDUCE")
+
+
+def is_native_grpcoll_enable() -> bool:
+    return registry.get("MAGI_ATTENTION_NATIVE_GRPCOLL")
+
+
+def dsink_all_reduce_op() -> str:
+    """``none``, ``sum`` or ``avg``."""
+    return registry.get("MAGI_ATTENTION_DSINK_ALL_REDUCE_OP")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mask constructors against their definitions, pair by pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_attention.common.infer import dense_slices, window_slices
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import areas, first_overlap, to_dense
+from magi_attention.errors import ContractError
+
+
+def dense(n, rule) -> np.ndarray:
+    return np.array([[rule(i, j) for j in range(n)] for i in range(n)], dtype=bool).reshape(n, n)
+
+
+def same(mask: Mask, expected: np.ndarray) -> None:
+    assert np.array_equal(mask.to_dense(), expected)
+    assert mask.area == expected.sum()
+    assert mask.check() is mask
+
+
+def doc_of(cu, i) -> int:
+    return int(np.searchsorted(cu, i, side="right") - 1)
+
+
+CU = [0, 3, 3, 10, 17, 24]
+
+
+def test_full_and_causal() -> None:
+    same(Mask.full(7), np.ones((7, 7), bool))
+    same(Mask.causal(7), np.tril(np.ones((7, 7), bool)))
+    assert Mask.causal(2, 5).to_dense().astype(int).tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(causal) -> None:
+    expected = dense(24, lambda i, j: doc_of(CU, i) == doc_of(CU, j) and (j <= i or not causal))
+    same(Mask.varlen(CU, causal=causal), expected)
+    same(Mask.varlen(torch.tensor(CU, dtype=torch.int32), causal=causal), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sq=st.integers(0, 10), sk=st.integers(0, 10), left=st.integers(-1, 9), right=st.integers(-1, 9), g=st.integers(0, 5)
+)
+def test_windows(sq, sk, left, right, g) -> None:
+    rows = window_slices(np.array([[2, 2 + sq, 3, 3 + sk]]), left, right, g)
+    reach_left = sk if left == -1 or left >= sk - 1 else left
+    reach_right = sk if right == -1 or right >= sk - 1 else right
+    limited = (left, right) != (-1, -1)
+    expected = np.zeros((14, 15), bool)
+    for i in range(max(0, sq - sk), sq):
+        c = i + sk - sq
+        for j in range(sk):
+            inside = c - reach_left <= j <= c + reach_right
+            expected[2 + i, 3 + j] = inside or (limited and j < min(g, c + reach_right + 1))
+    assert np.array_equal(to_dense(rows, 14, 15), expected)
+    assert first_overlap(rows) is None
+    assert g or len(rows) <= 3
+
+
+def test_windows_of_documents() -> None:
+    expected = dense(24, lambda i, j: doc_of(CU, i) == doc_of(CU, j) and 0 <= i - j <= 2)
+    same(Mask.varlen(CU, window=(2, 0)), expected)
+    expected = dense(20, lambda i, j: j <= i + 1 and (i - j <= 3 or j < 2))
+    same(Mask.sliding_window(20, (3, 1), global_prefix=2), expected)
+
+
+def test_block_causal() -> None:
+    def rule(i, j):
+        start = CU[doc_of(CU, i)]
+        return doc_of(CU, i) == doc_of(CU, j) and (j - start) // 4 <= (i - start) // 4
+
+    same(Mask.block_causal(CU, 4), dense(24, rule))
+    same(Mask.block_causal(10, 3), dense(10, lambda i, j: j // 3 <= i // 3))
+
+
+def test_prefix_lm() -> None:
+    same(Mask.prefix_lm(9, 4), dense(9, lambda i, j: j <= i or (i < 4 and j < 4)))
+    prefixes = [2, 0, 7, 3, 1]
+
+    def rule(i, j):
+        d = doc_of(CU, i)
+        inside = i - CU[d] < prefixes[d] and j - CU[d] < prefixes[d]
+        return d == doc_of(CU, j) and (j <= i or inside)
+
+    same(Mask.prefix_lm(CU, prefixes), dense(24, rule))
+
+
+def test_shared_question() -> None:
+    cu = [0, 5, 9, 12, 20]
+
+    def rule(i, j):
+        di, dj = doc_of(cu, i), doc_of(cu, j)
+        return j <= i and (di == dj or dj == 0)
+
+    same(Mask.shared_question(cu), dense(20, rule))
+    same(Mask.shared_question([0, 4]), dense(4, lambda i, j: j <= i))
+
+
+def test_prefix_tree() -> None:
+    lengths, parents = [4, 3, 2, 5, 1], [-1, 0, 0, 2, -1]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    line = {0: [], 1: [0], 2: [0], 3: [2, 0], 4: []}
+
+    def rule(i, j):
+        a, b = doc_of(bounds, i), doc_of(bounds, j)
+        return (a == b and j <= i) or b in line[a]
+
+    same(Mask.prefix_tree(lengths, parents), dense(15, rule))
+
+
+def test_batched() -> None:
+    parts = [Mask.causal(4), Mask.full(3), Mask.sliding_window(5, (1, 0))]
+    expected = np.zeros((12, 12), bool)
+    expected[:4, :4], expected[4:7, 4:7] = parts[0].to_dense(), parts[1].to_dense()
+    expected[7:, 7:] = parts[2].to_dense()
+    same(Mask.batched(parts), expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), density=st.floats(0, 1))
+def test_from_dense_is_exact(seed, density) -> None:
+    matrix = np.random.default_rng(seed).random((9, 11)) < density
+    rows = dense_slices(matrix)
+    assert np.array_equal(to_dense(rows, 9, 11), matrix) and areas(rows).sum() == matrix.sum()
+
+
+def test_from_dense_finds_diagonals() -> None:
+    assert dense_slices(np.tril(np.ones((6, 6)))).tolist() == [[0, 6, 0, 6, 1]]
+    assert len(dense_slices(np.triu(np.tril(np.ones((40, 40)), 3), -2))) == 3
+    same(Mask.from_dense(torch.ones(5, 5).tril().bool()), np.tril(np.ones((5, 5), bool)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mask.varlen([1, 4]), "must be 0"),
+        (lambda: Mask.varlen([0, 4, 2]), "decreases from 4 to 2"),
+        (lambda: Mask.varlen([[0, 4]]), "1-D"),
+        (lambda: Mask.varlen([0.0, 4.0]), "integers"),
+        (lambda: Mask.varlen([0, 4], [0, 2, 4]), "same number of samples"),
+        (lambda: Mask.varlen([0, 4], causal=True, window=(1, 0)), "causal=False"),
+        (lambda: Mask.sliding_window(4, (-2, 0)), "-1 for unlimited"),
+        (lambda: Mask.block_causal(8, 0), "block length"),
+        (lambda: Mask.prefix_lm([0, 4], 5), "document length"),
+        (lambda: Mask.prefix_tree([1, 1], [-1, 1]), "earlier nodes"),
+        (lambda: Mask.from_slices([[0, 9]], [[0, 4]], "full", total_q=8, total_k=8), "beyond the 8 q tokens"),
+        (lambda: Mask.from_slices([[0, 4]], [[0, 4]], "triangular"), "'inv_causal'"),
+        (lambda: Mask.from_dense(np.ones(3)), "two dimensions"),
+        (lambda: Mask.full(-1), "must be >= 0"),
+        (lambda: Mask.from_slices([[0, 4], [2, 6]], [[0, 4], [3, 8]], "full").check(), "Slices 0 and 1 overlap"),
+    ],
+)
+def test_bad_masks_say_what_to_do(make, words) -> None:
+    with pytest.raises(ContractError, match=words):
+        make()
