@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting the packed sequence into chunks, the units that dispatch hands to ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from magi_attention.common.slices import Q0, Q1, areas, cut_q, trim
+from magi_attention.errors import ContractError
+
+
+def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
+    """Smallest pad >= 0 (tokens) that makes the total a multiple of ``chunk_size * cp_size``."""
+    if cp_size < 1 or chunk_size < 1:
+        raise ContractError(f"cp_size is {cp_size} and chunk_size {chunk_size}; both must be >= 1.")
+    return -total_seqlen_q % (chunk_size * cp_size)
+
+
+def pad_size(total: int, cp_size: int, chunk_size: int, uneven_shard: bool) -> int:
+    """Pad tokens of a plan: none for uneven shards or a single rank."""
+    return 0 if uneven_shard or cp_size == 1 else compute_pad_size(total, cp_size, chunk_size)
+
+
+def resolve_chunk_size(total: int, cp_size: int, requested: int | None, min_chunks_per_rank: int) -> int:
+    """Chunk length in tokens: ``ceil(total / (min_chunks_per_rank * cp_size))``, or ``requested`` if smaller.
+
+    So a requested chunk size is an upper bound: larger chunks could not be balanced.
+    """
+    if total < 1:
+        raise ContractError(f"The sequence has {total} tokens; give at least one.")
+    if cp_size < 1:
+        raise ContractError(f"cp_size is {cp_size}; give the number of ranks, >= 1.")
+    if requested is not None and requested < 1:
+        raise ContractError(f"chunk_size is {requested}; give a positive number of tokens or None.")
+    auto = -(-total // (max(min_chunks_per_rank, 1) * cp_size))
+    chunk = min(auto, requested) if requested else auto
+    if -(-total // chunk) < cp_size:
+        raise ContractError(
+            f"{total} tokens in chunks of {chunk} give {-(-total // chunk)} chunks for {cp_size} ranks; "
+            "use a smaller chunk_size or fewer ranks."
+        )
+    return chunk
+
+
+def chunk_bounds(padded_total: int, chunk_size: int) -> np.ndarray:
+    """``(num_chunks, 2)`` half-open token ranges; only the last may be short (uneven shard)."""
+    starts = np.arange(0, padded_total, chunk_size, dtype=np.int64)
+    return np.stack([starts, np.minimum(starts + chunk_size, padded_total)], axis=1)
+
+
+def split_by_chunk(slices: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts slices at chunk bounds.
+
+    Returns ``(pieces, chunk of each piece, index of its slice in q order)``, pieces in chunk order. Rows that
+    see nothing are gone, and every non-FULL piece has at least as many keys as queries.
+    """
+    ordered = trim(slices[np.lexsort((slices[:, Q1], slices[:, Q0]))])
+    low = np.searchsorted(bounds[:, 1], ordered[:, Q0], side="right")
+    high = np.searchsorted(bounds[:, 0], ordered[:, Q1], side="left")
+    counts = np.maximum(high - low, 0)
+    slice_of = np.repeat(np.arange(len(ordered)), counts)
+    chunk_of = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    pieces, keep = cut_q(ordered[slice_of], bounds[chunk_of, 0], bounds[chunk_of, 1])
+    chunk_of, slice_of = chunk_of[keep], slice_of[keep]
+    order = np.argsort(chunk_of, kind="stable")
+    return pieces[order], chunk_of[order], slice_of[order]
+
+
+def sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Exact int64 sums of ``values`` per index (bincount would go through float64)."""
+    out = np.zeros(size, dtype=np.int64)
+    np.add.at(out, index, values)
+    return out
+
+
+def chunk_areas(pieces: np.ndarray, chunk_of: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Allowed pairs per chunk, int64 ``(num_chunks,)``."""
+    return sum_by(chunk_of, areas(pieces), num_chunks)

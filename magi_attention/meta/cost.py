@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted bytes and times of a plan: what its communication costs, and where it hides.
+
+Time is in units chosen by the factors: ``calc_cost_factor`` is time per allowed pair and
+``comm_cost_factor`` time per K/V row. ``utils.get_calc_cost_factor`` and ``get_comm_cost_factor`` make them from a
+machine's rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from magi_attention.meta.plan import Plan
+
+# A machine for pictures when none is given: 60% of a 989 TFLOP/s GPU, 300 GB/s per link, bf16.
+_DEFAULT_FLOPS = 0.6 * 989e12
+_DEFAULT_BYTES_PER_S = 300e9
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """``pair_s``: seconds per allowed pair (all heads); ``row_s``: seconds per received K and V row."""
+
+    pair_s: float
+    row_s: float
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: Plan,
+        flops_per_s: float = _DEFAULT_FLOPS,
+        bytes_per_s: float = _DEFAULT_BYTES_PER_S,
+        element_bytes: int = 2,
+    ) -> CostModel:
+        """Forward pass: 4 flops per pair, query head and head dim; K and V elements per row."""
+        return cls(
+            pair_s=4 * plan.num_heads_q * plan.head_dim / flops_per_s,
+            row_s=row_bytes(plan, element_bytes) / bytes_per_s,
+        )
+
+
+def row_bytes(plan: Plan, element_bytes: int = 2) -> int:
+    """Bytes of one token's K and V."""
+    return 2 * plan.num_heads_kv * plan.head_dim * element_bytes
+
+
+def ring_rows(plan: Plan) -> int:
+    """K/V rows that ring attention moves in all: every shard visits every other rank."""
+    return plan.padded_tokens * (plan.cp_size - 1)
+
+
+def stage_rows(plan: Plan) -> np.ndarray:
+    """Rows received per rank and stage, int64 ``(cp_size, num_stages)``."""
+    rows = [[int((r[:, 1] - r[:, 0]).sum()) for r in stages] for stages in plan.stage_ranges]
+    return np.array(rows, dtype=np.int64).reshape(plan.cp_size, plan.num_stages)
+
+
+def contiguous_areas(plan: Plan) -> np.ndarray:
+    """Areas per rank if the sequence were simply cut into ``cp_size`` equal runs of chunks: no balancing."""
+    chunks = np.array_split(plan.chunk_areas, plan.cp_size)
+    return np.array([int(part.sum()) for part in chunks], dtype=np.int64)
+
+
+def timeline(plan: Plan, model: CostModel | None = None) -> list[dict]:
+    """Bars of the forward pass: dicts of ``rank, lane ("compute" or "comm"), stage, start, end`` in seconds.
+
+    Stage -1 is the host. Fetches follow one another on a link of their own; a stage starts when its rows are
+    there and the stage before is done. At degree 0 the kernel starts after the one fetch.
+    """
+    model = model or CostModel.for_plan(plan)
+    rows, bars = stage_rows(plan), []
+    for rank in range(plan.cp_size):
+        part = plan.rank(rank)
+        arrived, clock = 0.0, 0.0
+        arrivals = []
+        for s in range(plan.num_stages):
+            start, arrived = arrived, arrived + float(rows[rank, s]) * model.row_s
+            arrivals.append(arrived)
+            bars.append(_bar(rank, "comm", s, start, arrived))
+        if plan.degree == 0 and plan.num_stages:
+            clock = arrived
+            bars.append(_bar(rank, "compute", -1, clock, clock + part.area * model.pair_s))
+            continue
+        bars.append(_bar(rank, "compute", -1, 0.0, part.host.area * model.pair_s))
+        clock = bars[-1]["end"]
+        for s, stage in enumerate(part.stages):
+            start = max(clock, arrivals[s])
+            clock = start + stage.area * model.pair_s
+            bars.append(_bar(rank, "compute", s, start, clock))
+    return bars
+
+
+def _bar(rank: int, lane: str, stage: int, start: float, end: float) -> dict:
+    return {"rank": rank, "lane": lane, "stage": stage, "start": start, "end": end}

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in numbers: what ``magi explain`` prints and ``plan.explain()`` returns."""
+
+from __future__ import annotations
+
+from magi_attention.meta import cost
+from magi_attention.meta.plan import Plan
+
+
+def explain(plan: Plan, element_bytes: int = 2) -> dict:
+    """Plain numbers and lists, ready for JSON.
+
+    Keys: ``tokens, padded_tokens, cp_size, chunk_size, num_chunks, degree, area, areas`` (per rank),
+    ``imbalance`` (heaviest rank over the mean), ``imbalance_contiguous`` (without dispatch), ``shard_sizes``,
+    ``rows_sent, rows_received`` (per rank), ``stage_rows`` (per rank and stage), ``bytes_per_stage`` (all ranks),
+    ``bytes_total``, ``ring_bytes`` and ``all_gather_bytes`` (what those move for the same K and V; they are equal,
+    the all-gather only holds everything at once), ``row_bytes``.
+    """
+    rows = cost.stage_rows(plan)
+    matrix = plan.comm_matrix()
+    per_row = cost.row_bytes(plan, element_bytes)
+    area = int(plan.areas.sum())
+    mean = area / plan.cp_size
+    contiguous = cost.contiguous_areas(plan)
+    return {
+        "tokens": plan.total_tokens,
+        "padded_tokens": plan.padded_tokens,
+        "cp_size": plan.cp_size,
+        "chunk_size": plan.chunk_size,
+        "num_chunks": plan.num_chunks,
+        "degree": plan.degree,
+        "area": area,
+        "areas": plan.areas.tolist(),
+        "imbalance": float(plan.areas.max() / mean) if area else 1.0,
+        "imbalance_contiguous": float(contiguous.max() / mean) if area else 1.0,
+        "shard_sizes": list(plan.shard_sizes),
+        "rows_sent": matrix.sum(axis=1).tolist(),
+        "rows_received": matrix.sum(axis=0).tolist(),
+        "stage_rows": rows.tolist(),
+        "bytes_per_stage": [int(n) * per_row for n in rows.sum(axis=0)],
+        "bytes_total": int(matrix.sum()) * per_row,
+        "ring_bytes": cost.ring_rows(plan) * per_row,
+        "all_gather_bytes": cost.ring_rows(plan) * per_row,
+        "row_bytes": per_row,
+    }

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Plan``: everything that a group of ranks has to know about one mask, as one value.
+
+A plan is computed from (mask, number of ranks, configuration) on the CPU, without collectives, and is the same
+on every rank. ``plan.rank(r)`` derives what rank ``r`` computes, sends and receives; any process may ask for
+any rank. Coordinates are *global* tokens of the padded sequence unless called local.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.intervals import (
+    Packing,
+    merge_intervals,
+    split_at,
+    subtract_intervals,
+    total_length,
+)
+from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, areas, cut_k, merge
+from magi_attention.config import OverlapConfig
+from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk, sum_by
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """One overlap stage of one rank.
+
+    ``slices`` has local query rows and keys counted in the stage's receive buffer, which holds
+    ``recv_ranges`` (global, merged, ascending) one after another. ``cast`` moves the rows.
+    """
+
+    slices: SliceTable
+    recv_ranges: np.ndarray
+    cast: GroupSpec
+
+    @property
+    def recv_rows(self) -> int:
+        return total_length(self.recv_ranges)
+
+    @property
+    def area(self) -> int:
+        return self.slices.area
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank does. ``host`` slices have local query rows and local key rows."""
+
+    rank: int
+    host_ranges: np.ndarray
+    host: SliceTable
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return total_length(self.host_ranges)
+
+    @property
+    def area(self) -> int:
+        return self.host.area + sum(stage.area for stage in self.stages)
+
+    @cached_property
+    def joined(self) -> SliceTable:
+        """All slices over local keys followed by every stage's buffer: the one-kernel form."""
+        parts, offset = [self.host.array], self.num_tokens
+        for stage in self.stages:
+            parts.append(stage.slices.array + np.array([0, 0, offset, offset, 0]))
+            offset += stage.recv_rows
+        return SliceTable(merge(np.concatenate(parts)))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Frozen, hashable and picklable; equality is by content (``fingerprint``).
+
+    ``slices`` are the caller's, in padded coordinates (pad rows attend to nothing). ``partitions[r]`` are the
+    chunk ids of rank r, ascending. ``stage_ranges[r][s]`` are the key ranges that rank r receives in stage s.
+    ``degree`` 0 means that the one stage is fetched before a single kernel call.
+    """
+
+    slices: SliceTable
+    total_tokens: int
+    pad_size: int
+    chunk_size: int
+    cp_size: int
+    partitions: tuple[tuple[int, ...], ...]
+    degree: int
+    stage_ranges: tuple[tuple[np.ndarray, ...], ...]
+    overlap: OverlapConfig
+    uneven_shard: bool = False
+    num_heads_q: int = 1
+    num_heads_kv: int = 1
+    head_dim: int = 1
+
+    # ---- identity -----------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the whole content; equal on ranks that agree."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(self.slices.array.tobytes())
+        head = (
+            self.total_tokens,
+            self.pad_size,
+            self.chunk_size,
+            self.cp_size,
+            self.partitions,
+            self.degree,
+            repr(self.overlap),
+            self.uneven_shard,
+            self.num_heads_q,
+            self.num_heads_kv,
+            self.head_dim,
+        )
+        digest.update(repr(head).encode())
+        for stages in self.stage_ranges:
+            for ranges in stages:
+                digest.update(len(ranges).to_bytes(8, "little") + ranges.tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __getstate__(self) -> dict:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.total_tokens} tokens, cp {self.cp_size}, {self.num_chunks} chunks of "
+            f"{self.chunk_size}, degree {self.degree}, {self.fingerprint[:8]})"
+        )
+
+    # ---- sizes --------------------------------------------------------------------------------------
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.total_tokens + self.pad_size
+
+    @cached_property
+    def chunk_ranges(self) -> np.ndarray:
+        """``(num_chunks, 2)`` token ranges."""
+        return chunk_bounds(self.padded_tokens, self.chunk_size)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunk_ranges)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranges[0])
+
+    @cached_property
+    def rank_of_chunk(self) -> np.ndarray:
+        owner = np.empty(self.num_chunks, dtype=np.int64)
+        for rank, chunks in enumerate(self.partitions):
+            owner[list(chunks)] = rank
+        return owner
+
+    @cached_property
+    def local_start_of_chunk(self) -> np.ndarray:
+        """First local row of every chunk on the rank that owns it."""
+        start = np.empty(self.num_chunks, dtype=np.int64)
+        for chunks in self.partitions:
+            lengths = np.diff(self.chunk_ranges[list(chunks)], axis=1)[:, 0]
+            start[list(chunks)] = np.cumsum(lengths) - lengths
+        return start
+
+    @cached_property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Tokens per rank, pad included."""
+        return tuple(total_length(self.chunk_ranges[list(chunks)]) for chunks in self.partitions)
+
+    def host_ranges(self, rank: int) -> np.ndarray:
+        """Merged token ranges of a rank."""
+        return merge_intervals(self.chunk_ranges[list(self.partitions[rank])])
+
+    def position_array(self, rank: int) -> np.ndarray:
+        """Global position of every local row, int64, pad rows beyond ``total_tokens`` included."""
+        return Packing(self.host_ranges(rank)).positions()
+
+    # ---- areas --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        pieces, chunk_of, _ = split_by_chunk(self.slices.array, self.chunk_ranges)
+        return pieces, chunk_of
+
+    @cached_property
+    def chunk_areas(self) -> np.ndarray:
+        """Allowed pairs per chunk."""
+        return chunk_areas(*self._pieces, self.num_chunks)
+
+    @cached_property
+    def areas(self) -> np.ndarray:
+        """Allowed pairs per rank."""
+        return sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size)
+
+    # ---- communication ------------------------------------------------------------------------------
+
+    @cached_property
+    def _split_points(self) -> tuple[np.ndarray, ...]:
+        """Per stage, every coordinate at which some rank's request starts or ends, or ownership changes.
+
+        Cutting all ranges there makes sender and receiver agree on the splits without talking.
+        """
+        hosts = [self.host_ranges(rank).reshape(-1) for rank in range(self.cp_size)]
+        return tuple(
+            np.unique(np.concatenate([*hosts, *(stages[s].reshape(-1) for stages in self.stage_ranges)]))
+            for s in range(self.num_stages)
+        )
+
+    def owner_of(self, positions: np.ndarray) -> np.ndarray:
+        """Rank that owns each global position."""
+        return self.rank_of_chunk[positions // self.chunk_size]
+
+    def comm_matrix(self, stage: int | None = None) -> np.ndarray:
+        """Rows (tokens of K and V) that rank i sends to rank j, int64 ``(cp, cp)``; all stages by default."""
+        matrix = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
+        for s in range(self.num_stages) if stage is None else [stage]:
+            for rank, stages in enumerate(self.stage_ranges):
+                cut = split_at(stages[s], self._split_points[s])
+                matrix[:, rank] += sum_by(self.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0], self.cp_size)
+        return matrix
+
+    @cached_property
+    def stage_is_idle(self) -> tuple[bool, ...]:
+        """True for stages in which no rank receives anything, so that nobody need call the collective."""
+        return tuple(all(not len(stages[s]) for stages in self.stage_ranges) for s in range(self.num_stages))
+
+    def cast_spec(self, rank: int, stage: int) -> GroupSpec:
+        """The group cast of ``stage`` as ``rank`` sees it."""
+        points = self._split_points[stage]
+        received = split_at(self.stage_ranges[rank][stage], points)
+        held = split_at(self.host_ranges(rank), points)
+        wanted = [_covered(held, stages[stage]) for stages in self.stage_ranges]
+        destinations = [tuple(np.flatnonzero(row).tolist()) for row in np.stack(wanted, axis=1)]
+        return GroupSpec(
+            rank,
+            self.cp_size,
+            tuple((held[:, 1] - held[:, 0]).tolist()),
+            tuple(destinations),
+            tuple((received[:, 1] - received[:, 0]).tolist()),
+            tuple(self.owner_of(received[:, 0]).tolist()),
+        )
+
+    # ---- one rank -----------------------------------------------------------------------------------
+
+    def rank(self, rank: int) -> RankPlan:
+        """The part of ``rank``; computed on first use and kept."""
+        if not 0 <= rank < self.cp_size:
+            raise IndexError(f"rank {rank} is outside 0..{self.cp_size - 1}.")
+        if rank not in self._ranks:
+            self._ranks[rank] = self._make_rank(rank)
+        return self._ranks[rank]
+
+    @cached_property
+    def _ranks(self) -> dict[int, RankPlan]:
+        return {}
+
+    def _make_rank(self, rank: int) -> RankPlan:
+        pieces, chunk_of = self._pieces
+        mine = merge(pieces[self.rank_of_chunk[chunk_of] == rank])
+        host = Packing(self.host_ranges(rank))
+        stages = tuple(
+            StagePlan(
+                SliceTable(local_slices(mine, host, Packing(self.stage_ranges[rank][s]))),
+                self.stage_ranges[rank][s],
+                self.cast_spec(rank, s),
+            )
+            for s in range(self.num_stages)
+        )
+        return RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
+
+
+def _covered(cut: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """For ranges cut at all bounds of merged ``ranges``: which of them lie inside."""
+    if not len(ranges):
+        return np.zeros(len(cut), dtype=bool)
+    index = np.searchsorted(ranges[:, 0], cut[:, 0], side="right") - 1
+    return (index >= 0) & (cut[:, 0] < ranges[np.maximum(index, 0), 1])
+
+
+def cut_by_windows(slices: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every slice cut by every merged window that its keys meet: ``(pieces, window index)``."""
+    low = np.searchsorted(windows[:, 1], slices[:, K0], side="right")
+    high = np.searchsorted(windows[:, 0], slices[:, K1], side="left")
+    counts = np.maximum(high - low, 0)
+    window = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    pieces, parent = cut_k(np.repeat(slices, counts, axis=0), windows[window, 0], windows[window, 1])
+    return pieces, window[parent]
+
+
+def local_slices(slices: np.ndarray, q_pack: Packing, k_pack: Packing) -> np.ndarray:
+    """The pairs of ``slices`` whose key is in ``k_pack``, in packed coordinates, merged.
+
+    Pieces that are far apart globally but neighbours in the buffer become one.
+    """
+    if not len(slices) or not len(k_pack.ranges):
+        return slices[:0]
+    pieces, _ = cut_by_windows(slices, k_pack.ranges)
+    out = pieces.copy()
+    out[:, [Q0, Q1]] = q_pack.localize(pieces[:, [Q0, Q1]])
+    out[:, [K0, K1]] = k_pack.localize(pieces[:, [K0, K1]])
+    return merge(out)
+
+
+def remote_ranges(slices: np.ndarray, host_ranges: np.ndarray) -> np.ndarray:
+    """Keys that the slices read and the host does not hold."""
+    return subtract_intervals(slices[:, [K0, K1]], host_ranges)
+
+
+def remote_areas(slices: np.ndarray, remote: Packing, chunk: int) -> np.ndarray:
+    """Allowed pairs per overlap chunk, i.e. per ``chunk`` consecutive rows of the packed remote keys."""
+    starts = np.arange(0, max(remote.length, 1), chunk)
+    cut = split_at(np.array([[0, remote.length]]), np.concatenate([starts, remote.offsets]))
+    windows = np.concatenate([remote.globalize(row[None]) for row in cut]) if len(cut) else cut
+    pieces, window = cut_by_windows(slices, windows)
+    return sum_by(cut[window, 0] // chunk, areas(pieces), len(starts))
+
+
+__all__ = ["Plan", "RankPlan", "StagePlan"]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From slices to a ``Plan``: chunk, dispatch, find remote keys, group them into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_attention.common.enum import AttnOverlapMode
+from magi_attention.common.intervals import Packing
+from magi_attention.common.slices import K1, Q1, SliceTable, areas
+from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
+from magi_attention.errors import ContractError
+from magi_attention.meta.chunking import (
+    chunk_areas,
+    chunk_bounds,
+    pad_size,
+    resolve_chunk_size,
+    split_by_chunk,
+)
+from magi_attention.meta.dispatch import check_partitions, solve_dispatch
+from magi_attention.meta.plan import Plan, remote_areas, remote_ranges
+from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
+
+DEFAULT_MIN_CHUNKS_PER_RANK = 8
+MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
+
+
+def build_plan(
+    slices: SliceTable,
+    total_tokens: int,
+    cp_size: int,
+    *,
+    config: DistAttnConfig | None = None,
+    num_heads_q: int = 1,
+    num_heads_kv: int = 1,
+    head_dim: int = 1,
+    min_chunks_per_rank: int = DEFAULT_MIN_CHUNKS_PER_RANK,
+    balance: float | None = None,
+    plan_type: type[Plan] = Plan,
+) -> Plan:
+    """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
+
+    ``slices`` are in unpadded coordinates. Without ``uneven_shard`` the sequence is padded at its end to a
+    multiple of ``chunk_size * cp_size``; pad rows attend to nothing. With ``balance`` (1.02, say) and no chunk size
+    in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
+    longer helps. Errors: ``ContractError`` for slices beyond
+    the total, bad head counts or too few chunks; ``DispatchError`` for a rank without chunks.
+    """
+    config = config or DistAttnConfig()
+    check_heads(num_heads_q, num_heads_kv, head_dim)
+    _check_ends(slices, total_tokens)
+    dispatch = config.dispatch_config
+    chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
+    choice = _dispatch(slices, total_tokens, cp_size, chunk, dispatch)
+    if balance is not None and dispatch.chunk_size is None:
+        choice = _refine(choice, slices, total_tokens, cp_size, dispatch, balance)
+    return _finish(
+        plan_type,
+        slices,
+        config.overlap_config,
+        choice.cut,
+        total_tokens=total_tokens,
+        pad_size=choice.pad,
+        chunk_size=choice.chunk,
+        cp_size=cp_size,
+        partitions=choice.partitions,
+        uneven_shard=dispatch.uneven_shard,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+    )
+
+
+class _Choice(NamedTuple):
+    chunk: int
+    pad: int
+    cut: tuple[np.ndarray, np.ndarray, np.ndarray]  # pieces, chunk of each, chunk bounds
+    partitions: tuple[tuple[int, ...], ...]
+    imbalance: float  # heaviest rank over the mean
+
+
+def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Choice:
+    pad = pad_size(total, cp_size, chunk, config.uneven_shard)
+    bounds = chunk_bounds(total + pad, chunk)
+    pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
+    partitions = solve_dispatch(pieces, chunk_of, slice_of, len(bounds), cp_size, config)
+    work = chunk_areas(pieces, chunk_of, len(bounds))
+    heaviest = max(int(work[list(chunks)].sum()) for chunks in partitions)
+    imbalance = heaviest * cp_size / max(int(work.sum()), 1)
+    return _Choice(chunk, pad, (pieces, chunk_of, bounds), partitions, imbalance)
+
+
+def _refine(choice: _Choice, slices, total: int, cp_size: int, config: DispatchConfig, balance: float) -> _Choice:
+    """Halves the chunk while that helps; short chunks cost locality, so not further than needed."""
+    best = choice
+    while best.imbalance > balance and choice.chunk // 2 >= MIN_REFINED_CHUNK:
+        choice = _dispatch(slices, total, cp_size, -(-choice.chunk // 2), config)
+        if choice.imbalance < best.imbalance:
+            best = choice
+    return best
+
+
+def plan_for_partitions(
+    slices: SliceTable,
+    total_tokens: int,
+    pad_size: int,
+    chunk_size: int,
+    partitions: Sequence[Sequence[int]],
+    *,
+    overlap: OverlapConfig | None = None,
+    uneven_shard: bool = False,
+    num_heads_q: int = 1,
+    num_heads_kv: int = 1,
+    head_dim: int = 1,
+    plan_type: type[Plan] = Plan,
+) -> Plan:
+    """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
+    check_heads(num_heads_q, num_heads_kv, head_dim)
+    _check_ends(slices, total_tokens + pad_size)
+    bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
+    pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
+    return _finish(
+        plan_type,
+        slices,
+        overlap or OverlapConfig(),
+        (pieces, chunk_of, bounds),
+        total_tokens=total_tokens,
+        pad_size=pad_size,
+        chunk_size=chunk_size,
+        cp_size=len(partitions),
+        partitions=check_partitions(partitions, len(bounds), len(partitions)),
+        uneven_shard=uneven_shard,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+    )
+
+
+def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> None:
+    """``ContractError`` unless all are positive and query heads divide over key heads."""
+    if min(num_heads_q, num_heads_kv, head_dim) < 1:
+        raise ContractError(
+            f"num_heads_q {num_heads_q}, num_heads_kv {num_heads_kv}, head_dim {head_dim}: all must be >= 1."
+        )
+    if num_heads_q % num_heads_kv:
+        raise ContractError(
+            f"{num_heads_q} query heads do not divide over {num_heads_kv} key heads; "
+            "num_heads_q must be a multiple of num_heads_kv."
+        )
+
+
+def _check_ends(slices: SliceTable, total: int) -> None:
+    if len(slices) and int(slices.array[:, [Q1, K1]].max()) > total:
+        i = int(np.argmax(slices.array[:, [Q1, K1]].max(axis=1)))
+        q0, q1, k0, k1, _ = slices.array[i].tolist()
+        raise ContractError(
+            f"Slice {i} (q [{q0}, {q1}), k [{k0}, {k1})) reaches beyond the {total} tokens of the sequence; "
+            "raise the total or cut the range."
+        )
+
+
+def _finish(plan_type, slices: SliceTable, overlap: OverlapConfig, cut, **sizes) -> Plan:
+    """Stage ranges of every rank, at one degree common to all."""
+    pieces, chunk_of, bounds = cut
+    partitions = sizes["partitions"]
+    owner = np.empty(len(bounds), dtype=np.int64)
+    for rank, chunks in enumerate(partitions):
+        owner[list(chunks)] = rank
+    by_rank = [pieces[owner[chunk_of] == rank] for rank in range(len(partitions))]
+    hosts = [Packing(bounds[list(chunks)]) for chunks in partitions]
+    remotes = [Packing(remote_ranges(mine, host.ranges)) for mine, host in zip(by_rank, hosts)]
+    if len(partitions) == 1:
+        degree, stage_ranges = 0, ((),)
+    elif overlap.no_overlap:
+        degree, stage_ranges = 0, tuple((remote.ranges,) for remote in remotes)
+    else:
+        degree = _common_degree(overlap, by_rank, hosts, remotes)
+        stage_ranges = tuple(_stages(overlap, remote, degree) for remote in remotes)
+    return plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
+
+
+def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
+    """Rows of one overlap chunk: at least ``min_chunk_size`` and at most ``max_num_chunks`` chunks."""
+    return max(overlap.min_chunk_size, -(-remote_rows // overlap.max_num_chunks))
+
+
+def _common_degree(overlap: OverlapConfig, by_rank, hosts, remotes) -> int:
+    if overlap.mode is AttnOverlapMode.STATIC:
+        return overlap.degree
+    solver = OverlapSolver(overlap.alg)
+    degrees = []
+    for mine, host, remote in zip(by_rank, hosts, remotes):
+        costs = stage_costs(overlap, mine, host, remote)
+        best, _ = solver.solve(costs, None, overlap.dynamic_max_degree)
+        degrees.append(best.overlap_degree)
+    return max(degrees)
+
+
+def stage_costs(overlap: OverlapConfig, mine: np.ndarray, host: Packing, remote: Packing) -> list[OverlapStageCost]:
+    """Predicted cost of the host (entry 0) and of every overlap chunk of one rank."""
+    chunk = overlap_chunk(remote.length, overlap)
+    remote_area = remote_areas(mine, remote, chunk) if remote.length else np.zeros(0, dtype=np.int64)
+    host_area = int(areas(mine).sum() - remote_area.sum())
+    costs = [OverlapStageCost(0.0, overlap.calc_cost_factor * host_area)]
+    for i, area in enumerate(remote_area.tolist()):
+        rows = min(chunk, remote.length - i * chunk)
+        costs.append(OverlapStageCost(overlap.comm_cost_factor * rows, overlap.calc_cost_factor * area))
+    return costs
+
+
+def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[np.ndarray, ...]:
+    """Key ranges of every stage of one rank: runs of overlap chunks, in the algorithm's order."""
+    chunk = overlap_chunk(remote.length, overlap)
+    count = -(-remote.length // chunk)
+    if not isinstance(overlap.alg, UniformOverlapAlg) or overlap.alg.random_costs:
+        zero = [OverlapStageCost(0.0, 0.0)] * (count + 1)
+        parts = OverlapSolver(overlap.alg).solve(zero, degree)[0].partitions
+    else:
+        parts = [range(start, stop) for start, stop in uniform_stages(count + 1, degree)]
+    out = []
+    for part in parts:
+        index = np.array([i - 1 for i in part if i], dtype=np.int64)
+        packed = np.stack([index * chunk, np.minimum((index + 1) * chunk, remote.length)], axis=1)
+        out.append(remote.globalize(packed) if len(packed) else packed)
+    return tuple(out)
+
+
+__all__ = [
+    "DEFAULT_MIN_CHUNKS_PER_RANK",
+    "build_plan",
+    "check_heads",
+    "plan_for_partitions",
+    "stage_costs",
+]
