@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the kernel backend: an ordered, immutable list, asked one by one.
+
+Every backend says itself whether it can run a problem (``Backend.why_not``). A backend from elsewhere
+joins by ``default_registry().with_backend(mine, before="sdpa_ol")``, which gives a new registry.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from magi_attention.errors import ContractError, NoBackendError
+from magi_attention.kernels.sdpa import SdpaBackend
+from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
+from magi_attention.kernels.types import Backend, Problem
+
+_log = logging.getLogger("magi_attention.kernels")
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Backends in order of preference, and the names known to be absent with the reason of each."""
+
+    backends: tuple[Backend, ...]
+    absent: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that ``select`` knows, installed or not."""
+        return tuple(b.name for b in self.backends) + tuple(name for name, _ in self.absent)
+
+    def with_backend(self, backend: Backend, before: str | None = None) -> Registry:
+        """A new registry that also holds ``backend``: ahead of ``before``, by default ahead of all.
+
+        A backend or an absence note of the same name is replaced.
+        """
+        others = tuple(b for b in self.backends if b.name != backend.name)
+        place = 0
+        if before is not None:
+            found = [i for i, b in enumerate(others) if b.name == before]
+            if not found:
+                raise ContractError(
+                    f"No backend is called {before!r}; the names are {', '.join(self.names)}."
+                )
+            place = found[0]
+        absent = tuple(entry for entry in self.absent if entry[0] != backend.name)
+        return replace(self, backends=others[:place] + (backend,) + others[place:], absent=absent)
+
+    def select(
+        self, problem: Problem, prefer: str | None = None, explicit: bool = False
+    ) -> tuple[Backend, str]:
+        """The backend to run ``problem`` with, and a sentence that says why this one.
+
+        ``prefer`` is a name or None. If the preferred backend cannot run: ``NoBackendError`` when the user
+        asked for it by name (``explicit``), else the first backend in order that can, and one log line
+        per reason on logger ``magi_attention.kernels``.
+        """
+        if prefer is not None and prefer not in self.names:
+            raise ContractError(f"Unknown kernel backend {prefer!r}; use one of {', '.join(self.names)}.")
+        refusals = dict(self.absent)
+        for backend in self.backends:
+            why_not = backend.why_not(problem)
+            if why_not is not None:
+                refusals[backend.name] = why_not
+        if prefer is not None and prefer not in refusals:
+            return self._named(prefer), f"Backend '{prefer}' was asked for and can run."
+        usable = [b for b in self.backends if b.name not in refusals]
+        if not usable or (explicit and prefer is not None):
+            lines = "\n".join(f"  {name}: {refusals.get(name, 'can run')}" for name in self.names)
+            wanted = f"Kernel backend '{prefer}' cannot run" if explicit else "No kernel backend can run"
+            raise NoBackendError(
+                f"{wanted} this problem ({_describe(problem)}). Choose another backend or change the "
+                f"inputs; what each backend says:\n{lines}"
+            )
+        if prefer is None:
+            return usable[0], f"Backend '{usable[0].name}' is the first that can run."
+        reason = f"Backend '{usable[0].name}' runs in place of '{prefer}': {refusals[prefer]}"
+        _warn_once(reason)
+        return usable[0], reason
+
+    def _named(self, name: str) -> Backend:
+        return next(b for b in self.backends if b.name == name)
+
+
+def _describe(problem: Problem) -> str:
+    return (
+        f"{problem.device_type}, {problem.dtype}, {problem.num_heads_q} query and {problem.num_heads_kv} kv "
+        f"heads, head dims {problem.head_dim} and {problem.head_dim_v}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _warn_once(reason: str) -> None:
+    # The memo is what makes it once per process and reason; it holds no result.
+    _log.warning(reason)
+
+
+@lru_cache(maxsize=1)
+def default_registry() -> Registry:
+    """The backends of this build. Immutable, so that all callers share one."""
+    return Registry(
+        backends=(SdpaOnlineBackend(), SdpaBackend()),
+        absent=(
+            ("ffa", "The CUDA kernels are not installed in this build."),
+            ("fa4", "The FlashAttention-4 adaptor is not installed in this build."),
+        ),
+    )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slice tables from the tensors that kernel calls take: ranges and types, or index lists."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
+from magi_attention.errors import ContractError, RangeError
+from magi_attention.kernels.operands import memo
+
+
+def table_from_tensors(
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: torch.Tensor | None = None
+) -> SliceTable:
+    """Slices of q_ranges (N, 2), k_ranges (N, 2) and types (N,), None for all FULL; by value.
+
+    Tensors on a GPU are copied to the host, which synchronises. Equal values give the same table object, so
+    what backends keep with a table serves forward, backward and all layers.
+
+    Raises:
+        RangeError: a range with start > end or a negative start.
+        ContractError: a type outside 0..3.
+    """
+    q, k = _host(q_ranges).reshape(-1, 2), _host(k_ranges).reshape(-1, 2)
+    kinds = np.full(len(q), FULL, dtype=np.int64) if attn_type_map is None else _host(attn_type_map)
+    return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
+
+
+def table_from_attn_arg(attn_arg: object) -> SliceTable:
+    """Slices of any object with ``q_ranges``, ``k_ranges`` and ``attn_type_map``.
+
+    Ranges are a tensor (N, 2) or an iterable of pairs or of objects with ``start`` and ``end``; types are a
+    tensor (N,), an iterable of codes, names or ``AttnMaskType``, or None for all FULL.
+    """
+    q, k = _pairs(attn_arg.q_ranges), _pairs(attn_arg.k_ranges)  # type: ignore[attr-defined]
+    types = getattr(attn_arg, "attn_type_map", None)
+    if types is None:
+        types = [FULL] * len(q)
+    codes = types.tolist() if isinstance(types, torch.Tensor) else list(types)
+    kinds = np.array([type_code(t) for t in codes], dtype=np.int64)
+    if not len(q) == len(k) == len(kinds):
+        raise ContractError(
+            f"{len(q)} q ranges, {len(k)} k ranges and {len(kinds)} types; give as many of each."
+        )
+    return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
+
+
+def _pairs(ranges: object) -> np.ndarray:
+    if isinstance(ranges, torch.Tensor):
+        return _host(ranges).reshape(-1, 2)
+    pairs = [(r.start, r.end) if hasattr(r, "start") else tuple(r) for r in ranges]  # type: ignore[attr-defined]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _host(x: torch.Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy().astype(np.int64)
+
+
+@lru_cache(maxsize=32)
+def _table(raw: bytes) -> SliceTable:
+    array = np.frombuffer(raw, dtype=np.int64).reshape(-1, 5)
+    for name, start, end in (("q", array[:, 0], array[:, 1]), ("k", array[:, 2], array[:, 3])):
+        bad = np.flatnonzero((start > end) | (start < 0))
+        if len(bad):
+            i = int(bad[0])
+            raise RangeError(
+                f"{name} range {i} is [{start[i]}, {end[i]}); ranges are half-open with 0 <= start <= end."
+            )
+    bad = np.flatnonzero((array[:, 4] < 0) | (array[:, 4] > 3))
+    if len(bad):
+        raise ContractError(
+            f"attn_type_map[{bad[0]}] is {array[bad[0], 4]}; "
+            "use 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)."
+        )
+    return SliceTable(array)
+
+
+def table_from_indices(indices: torch.Tensor, total_k: int) -> SliceTable:
+    """FULL one-row slices from per-row key lists.
+
+    ``indices`` is integer (..., max_topk); flattened to (rows, max_topk), row r lists the rows of k that
+    query row r sees, in any order, padded with -1. A key listed twice counts once. Runs of consecutive keys
+    become one slice.
+
+    Raises:
+        ContractError: an index >= ``total_k``.
+    """
+    ids = _host(indices).reshape(-1, max(indices.shape[-1], 1))
+    if ids.size and int(ids.max()) >= total_k:
+        raise ContractError(f"An attention index is {int(ids.max())}, but k has only {total_k} rows.")
+    rows, columns = np.nonzero(ids >= 0)
+    flat = np.unique(rows * (total_k + 1) + ids[rows, columns])  # +1 keeps the runs of two rows apart
+    first = np.flatnonzero(np.diff(flat, prepend=-2) != 1)
+    last = np.append(first[1:], len(flat)) - 1 if len(flat) else first
+    row, start = np.divmod(flat[first], total_k + 1)
+    end = flat[last] % (total_k + 1) + 1
+    return SliceTable(np.stack([row, row + 1, start, end, np.full_like(row, FULL)], axis=1))
+
+
+def check_disjoint(slices: SliceTable) -> None:
+    """Raises ``ContractError`` that names two slices if any two share an allowed pair."""
+
+    def find() -> tuple[int, int] | None:
+        live = np.flatnonzero(areas(slices.array) > 0)  # what trim keeps, in order
+        hit = first_overlap(trim(slices.array))
+        return None if hit is None else (int(live[hit[0]]), int(live[hit[1]]))
+
+    hit = memo(slices, "overlap", find)
+    if hit is not None:
+        a, b = (slices.array[i].tolist() for i in hit)
+        raise ContractError(
+            f"Slices {hit[0]} and {hit[1]} overlap: {_text(a)} and {_text(b)} share an allowed pair. "
+            "Slices must be disjoint; cut one of the two."
+        )
+
+
+def _text(row: list[int]) -> str:
+    return f"q [{row[0]}, {row[1]}) x k [{row[2]}, {row[3]}) type {row[4]}"

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention call as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees two opaque nodes.
+
+``magi_attention::flex_fwd`` and ``magi_attention::flex_bwd`` take the mask as tensors, read it by value
+and run the backend that the registry selects. The gradient of ``lse`` and ``max_logits`` is ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.registry import default_registry
+from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
+from magi_attention.kernels.types import AttnOptions, Backend, Problem, accumulation_dtype
+
+_MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
+_OPTIONS = (
+    "str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin, "
+    "bool return_max_logits, str prefer, bool needs_backward"
+)
+Maybe = torch.Tensor | None
+
+
+def select_backend(problem: Problem, prefer: str = "") -> Backend:
+    """The backend named ``prefer``, or with "" that of the environment; falls back unless it was explicit.
+
+    Raises:
+        NoBackendError: the user asked for a backend that cannot run the problem.
+    """
+    from magi_attention.env import general
+
+    if prefer:
+        return default_registry().select(problem, prefer, explicit=False)[0]
+    name = general.kernel_backend().value
+    return default_registry().select(problem, name, explicit=general.is_kernel_backend_explicit())[0]
+
+
+def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:
+    from magi_attention.env import general
+
+    if indices is not None:
+        return table_from_indices(indices, k.shape[0])
+    slices = table_from_tensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
+    if general.is_sanity_check_enable():
+        check_disjoint(slices)
+    return slices
+
+
+@torch.library.custom_op(
+    "magi_attention::flex_fwd",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def flex_fwd(
+    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
+):  # fmt: skip
+    """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
+    options = AttnOptions(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
+    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
+    slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+    got = backend.forward(q, k, v, slices, options, sink)
+    max_logits = got.lse.new_empty(0) if got.max_logits is None else got.max_logits
+    return got.out.to(q.dtype), got.lse, max_logits
+
+
+@flex_fwd.register_fake
+def _(
+    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
+):  # fmt: skip
+    acc = accumulation_dtype(q.dtype)
+    tokens, heads = q.shape[0], q.shape[1]
+    return (
+        q.new_empty((tokens, heads, v.shape[2])),
+        q.new_empty((tokens, heads), dtype=acc),
+        q.new_empty((heads if return_max_logits else 0,), dtype=acc),
+    )
+
+
+@torch.library.custom_op(
+    "magi_attention::flex_bwd",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
+        "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def flex_bwd(
+    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
+):  # fmt: skip
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
+    options = AttnOptions(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
+    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
+    slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+    got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)
+    dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
+    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
+
+
+@flex_bwd.register_fake
+def _(
+    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
+):  # fmt: skip
+    dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, q_ranges, k_ranges, types, indices, sink, *options = inputs
+    out, lse, _ = output
+    ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, indices, sink)
+    ctx.options = options
+
+
+def _grad(ctx, dout, _dlse, _dmax_logits):
+    layout, scale, softcap, deterministic, sm_margin, _, prefer, _ = ctx.options
+    tensors = ctx.saved_tensors
+    dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
+    sink = tensors[-1]
+    return dq, dk, dv, None, None, None, None, None if sink is None else dsink, *[None] * 8
+
+
+flex_fwd.register_autograd(_grad, setup_context=_save)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel backend is asked and what it gives back.
+
+Shapes used everywhere below (T tokens, H heads, D head dim of q and k, Dv head dim of v)::
+
+    q (Tq, Hq, D)    k (Tk, Hk, D)    v (Tk, Hk, Dv)    Hq a multiple of Hk
+    out (Tq, Hq, Dv) lse (Tq, Hq)     max_logits (Hq,)
+
+*Accumulation dtype*: float64 for float64 inputs, float32 for all others. Everything in ``Partial`` and
+``Grads`` has it; callers cast. ``lse`` is a natural logarithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError, UnsupportedError
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class AttnOptions:
+    """Options of one attention call that do not depend on the tensors.
+
+    Logits are ``s = softmax_scale * q.k``, and ``softcap * tanh(s / softcap)`` if ``softcap > 0``.
+    ``sink_layout`` is ``"sh"`` for sinks (S, Hq) or ``"ssh"`` for (Tq, S, Hq). ``sm_margin`` (>= 0) is the
+    number of SMs that a GPU kernel leaves free. ``deterministic`` asks for bitwise repeatable results.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    sink_layout: str = "sh"
+    deterministic: bool = False
+    sm_margin: int = 0
+    return_max_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sink_layout == "shd":
+            raise UnsupportedError(
+                'Sink layout "shd" (sinks with values) is not implemented; use "sh" or "ssh".'
+            )
+        if self.sink_layout not in ("sh", "ssh"):
+            raise ContractError(f'Unknown sink layout {self.sink_layout!r}; use "sh" or "ssh".')
+        if self.softcap < 0:
+            raise ContractError(f"softcap is {self.softcap}; give 0 (off) or a positive number.")
+        if self.sm_margin < 0:
+            raise ContractError(f"sm_margin is {self.sm_margin}; give 0 or a positive number of SMs.")
+
+
+@dataclass
+class Partial:
+    """Result of attention over some of the keys; partial results merge by their ``lse``.
+
+    ``max_logits`` is the maximum per query head, over all allowed pairs, of the logit that enters the
+    softmax, that is with scale and softcap but without sinks; -inf where there is no pair; None if not asked.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logits: torch.Tensor | None = None
+
+
+@dataclass
+class Grads:
+    """Gradients with the shapes of q, k, v and sink; ``dsink`` is None when no sink was given."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a backend needs to know to say whether it can run. ``capability`` is (major, minor) on CUDA."""
+
+    device_type: str
+    dtype: torch.dtype
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    options: AttnOptions
+    has_sink: bool = False
+    needs_backward: bool = False
+    capability: tuple[int, int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+        needs_backward: bool = False,
+    ) -> Problem:
+        """The problem posed by these tensors."""
+        return cls(
+            device_type=q.device.type,
+            dtype=q.dtype,
+            num_heads_q=q.shape[1],
+            num_heads_kv=k.shape[1],
+            head_dim=q.shape[2],
+            head_dim_v=v.shape[2],
+            options=options,
+            has_sink=sink is not None,
+            needs_backward=needs_backward,
+            capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
+        )
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One implementation of masked attention. Stateless; any strides of the inputs are accepted."""
+
+    @property
+    def name(self) -> str: ...
+
+    def why_not(self, problem: Problem) -> str | None:
+        """None if the backend can run the problem, else a sentence."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+        init: Partial | None = None,
+    ) -> Partial:
+        """Attention of q over the pairs of ``slices``.
+
+        With ``init`` the new partial result is merged into its tensors in place and ``init`` is returned.
+        ``sink`` adds its mass once, so a staged computation passes it to one stage only.
+        """
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
+        init: Grads | None = None,
+    ) -> Grads:
+        """Gradients of the pairs of ``slices``.
+
+        ``out`` and ``lse`` are the final ones of each row, over all stages and with the sink, so that
+        ``exp(s - lse)`` is the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has
+        it. With ``init`` the gradients are added to its tensors in place and ``init`` is returned.
+        """
+        ...

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tile walk of the online backend: every allowed pair in exactly one tile, full tiles without mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_attention.common.slices import CAUSAL, FULL, SliceTable, empty_slices, to_dense, trim
+from magi_attention.errors import ContractError
+from magi_attention.kernels.block_walk import TileMask, block_walk
+from magi_attention.kernels.sdpa import allowed_pairs
+from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
+from magi_attention.testing.masks import random_slices
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    blocks=st.sampled_from([(1, 1), (7, 13), (32, 16), (128, 128)]),
+    transposed=st.booleans(),
+)
+def test_tiles_tell_the_dense_mask(seed, size, blocks, transposed):
+    rng = np.random.default_rng(seed)
+    slices = random_slices(rng, *size, max_slices=40)
+    dense = to_dense(slices, *size)
+    assert np.array_equal(allowed_pairs(trim(slices), *size), dense)
+    got = np.zeros(size, dtype=int)
+    mask = TileMask(*blocks, torch.float32, torch.device("cpu"), transposed)
+    for block in block_walk(SliceTable(slices), *blocks):
+        assert 0 <= block.q0 < block.q1 and block.q0 // blocks[0] == (block.q1 - 1) // blocks[0]
+        rows = slice(block.q0, block.q1)
+        for tile in block.tiles:
+            shape = (block.q1 - block.q0, tile.k1 - tile.k0)
+            allowed = torch.ones(shape, dtype=torch.bool)
+            if tile.pieces is not None:
+                ceiling = mask.ceiling(tile.pieces, *shape)
+                ceiling = ceiling.T if transposed else ceiling
+                assert torch.isinf(ceiling).all()
+                allowed = ceiling > 0
+                assert allowed.any(), "a tile without pairs was not skipped"
+            got[rows, tile.k0 : tile.k1] += allowed.numpy()
+    assert np.array_equal(got, dense.astype(int))
+
+
+def test_causal_walk_skips_and_masks_only_the_diagonal():
+    walk = block_walk(SliceTable(np.array([[0, 64, 0, 64, CAUSAL]])), 16, 16)
+    assert [[t.pieces is None for t in b.tiles] for b in walk] == [[True] * i + [False] for i in range(4)]
+
+
+def test_walk_is_kept_with_the_table_and_not_shared():
+    table, twin = (SliceTable(np.array([[0, 9, 0, 9, FULL]])) for _ in range(2))
+    assert block_walk(table, 4, 4) is block_walk(table, 4, 4)
+    assert block_walk(table, 4, 4) is not block_walk(twin, 4, 4)
+    assert block_walk(SliceTable(empty_slices()), 4, 4) == ()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_index_lists_become_their_slices(seed):
+    rng = np.random.default_rng(seed)
+    rows, total_k, topk = int(rng.integers(1, 12)), int(rng.integers(1, 20)), 6
+    ids = rng.integers(-1, total_k, size=(rows, 1, topk))
+    dense = np.zeros((rows, total_k), dtype=bool)
+    for r in range(rows):
+        dense[r, ids[r, 0][ids[r, 0] >= 0]] = True
+    table = table_from_indices(torch.from_numpy(ids.astype(np.int32)), total_k)
+    assert np.array_equal(to_dense(table.array, rows, total_k), dense)
+    assert table.area == dense.sum()
+
+
+def test_equal_range_tensors_share_a_table():
+    q, k = torch.tensor([[0, 4]], dtype=torch.int32), torch.tensor([[0, 6]])
+    first, second = table_from_tensors(q, k), table_from_tensors(q.clone(), k.int(), torch.tensor([0]))
+    assert first is second
+    q[0, 1] = 3  # by value: the caller may write to its tensors afterwards
+    assert first.array.tolist() == [[0, 4, 0, 6, 0]]
+    assert table_from_tensors(q, k).array.tolist() == [[0, 3, 0, 6, 0]]
+
+
+def test_overlap_is_named():
+    table = SliceTable(np.array([[0, 4, 0, 0, FULL], [0, 4, 0, 4, FULL], [3, 5, 3, 5, CAUSAL]]))
+    with pytest.raises(ContractError, match="Slices 1 and 2 overlap"):
+        check_disjoint(table)
+    check_disjoint(SliceTable(np.array([[0, 4, 0, 4, FULL], [4, 5, 0, 4, FULL]])))
