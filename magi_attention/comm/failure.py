@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a torch.distributed group tell each other that one of them failed.
+
+The board lives in the store through which the group was made. In normal operation nothing is written or
+read: only a rank that has waited for about a second looks at it. Keys, below ``magi/<life>/<epoch>/``:
+
+``alarm``      set once anything below is worth reading; the only key that waiting ranks poll
+``fail/<r>``   rank r failed: ``own|text``, ``lost|text`` (a connection broke) or ``late|text`` (it gave up
+               waiting for another rank)
+``at/<r>``     position of rank r, the number of collectives begun; written only when asked by the alarm
+``resume/<r>`` position of rank r when it first used the group again after a failure
+
+*Life* counts how often this process has made a board on this store, so that a group which is destroyed and
+made again in the same store starts clean. *Epoch* counts handled failures. After a failure (its own or a
+peer's) a rank's board is down. The next collective of that rank first meets all others at ``resume``: if all
+have begun the same number of collectives, the group is still in step, the epoch advances and work goes on; if
+not, messages of different steps would be mixed, and ``PeerFailureError`` asks for a new process group. So it
+does, at once, when a connection is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from magi_attention.errors import PeerFailureError
+
+SLICE_S = 1.0
+_POLL_S = 0.02
+_KINDS = ("own", "lost", "late")  # causes first
+
+
+def describe_error(exc: BaseException, stage: str) -> str:
+    where = f" in {stage}" if stage else ""
+    return f"{type(exc).__name__}{where}: {exc}"[:2000]
+
+
+class FailureBoard:
+    """The board of one process group as rank ``rank`` sees it; ``position`` counts collectives begun."""
+
+    def __init__(self, store, rank: int, ranks: Sequence[int], position: Callable[[], int]):
+        self._store = store
+        self._rank = rank
+        self.ranks = tuple(ranks)
+        self._position = position
+        self._life = store.add(f"magi/life/{rank}", 1)
+        self._epoch = 0
+        self.is_down = False
+        self.lost: str | None = None  # why no message can pass any more, if so
+
+    # -- keys ---------------------------------------------------------------------------------------------
+    def _key(self, name: str, epoch: int | None = None) -> str:
+        return f"magi/{self._life}/{self._epoch if epoch is None else epoch}/{name}"
+
+    def _has(self, name: str) -> bool:
+        return self._store.check([self._key(name)])
+
+    def _read(self, name: str) -> str | None:
+        return self._store.get(self._key(name)).decode() if self._has(name) else None
+
+    def _write(self, name: str, text: str) -> None:
+        self._store.set(self._key(name), text)
+
+    def name(self, rank: int) -> str:
+        """``rank 2``, with the global rank where it differs."""
+        return f"rank {rank}" if self.ranks[rank] == rank else f"rank {rank} (global rank {self.ranks[rank]})"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self.name(r) for r in ranks)
+
+    # -- failing ------------------------------------------------------------------------------------------
+    def report(self, text: str, kind: str = "own") -> None:
+        """Tells all others; ``kind`` is own, lost or late. Never raises, because it runs while another error
+        is on its way up."""
+        self.is_down = True
+        try:
+            if self._has(f"fail/{self._rank}"):  # the first failure is the cause
+                return
+            self._write(f"fail/{self._rank}", f"{kind}|{text}")
+            self._write("alarm", "1")
+        except Exception:
+            # why: the store is gone with its host; peers notice the closed connection instead
+            return
+
+    def peer_failure(self) -> str | None:
+        """What the other ranks reported, causes first; None if nobody did. Answers a roll call on the way."""
+        if not self._has("alarm"):
+            return None
+        self._write(f"at/{self._rank}", str(self._position()))
+        found = []
+        for r in range(len(self.ranks)):
+            text = None if r == self._rank else self._read(f"fail/{r}")
+            if text is not None:
+                kind, _, text = text.partition("|")
+                found.append((_KINDS.index(kind), r, text))
+        if not found:
+            return None
+        found.sort()
+        causes = [f for f in found if f[0] == 0] or found[:1]
+        failure = " ".join(f"{self.name(r)} failed: {text}" for _, r, text in causes)
+        if any(_KINDS[kind] == "lost" for kind, _, _ in found):
+            self.lost = failure
+        return failure
+
+    def roll_call(self, grace_s: float, num_expected: int) -> tuple[str | None, list[int]]:
+        """Asks all ranks for their position and waits up to ``grace_s``, or until ``num_expected`` others
+        have answered. Returns (failure reported by a peer, or None; ranks that are silent or behind)."""
+        self._write("alarm", "1")
+        own = self._position()
+        self._write(f"at/{self._rank}", str(own))
+        deadline = time.monotonic() + grace_s
+        others = [r for r in range(len(self.ranks)) if r != self._rank]
+        while True:
+            failure = self.peer_failure()
+            if failure is not None:
+                return failure, []
+            positions = {r: self._read(f"at/{r}") for r in others}
+            missing = [r for r, at in positions.items() if at is None or int(at) < own]
+            if len(others) - len(missing) >= num_expected or time.monotonic() > deadline:
+                return None, missing
+            time.sleep(_POLL_S)
+
+    # -- going on afterwards ------------------------------------------------------------------------------
+    def resume(self, timeout_s: float) -> None:
+        """Meets all ranks after a failure; returns when the group may be used again, else
+        ``PeerFailureError``."""
+        if self.lost is not None:
+            raise PeerFailureError(f"This process group is broken; make a new one. {self.lost}")
+        own = self._position()
+        self._write(f"resume/{self._rank}", str(own))
+        deadline = time.monotonic() + timeout_s
+        everyone = range(len(self.ranks))
+        while missing := [r for r in everyone if not self._has(f"resume/{r}")]:
+            if time.monotonic() > deadline:
+                raise PeerFailureError(
+                    f"This process group had a failure and {self.names(missing)} did not come back to it "
+                    f"within {timeout_s:g} s. Make a new process group, or let every rank handle the failure."
+                )
+            time.sleep(_POLL_S)
+        positions = {r: int(self._read(f"resume/{r}") or 0) for r in everyone}
+        if len(set(positions.values())) > 1:
+            listing = ", ".join(f"{self.name(r)}: {n}" for r, n in positions.items())
+            raise PeerFailureError(
+                "After a failure the ranks of this process group have begun different numbers of collectives "
+                f"({listing}), so their messages would be mixed up. Destroy it and make a new process group."
+            )
+        for name in (f"fail/{self._rank}", f"at/{self._rank}", f"resume/{self._rank}"):
+            if self._epoch > 0:  # why the epoch before: peers may still be reading this one
+                self._store.delete_key(self._key(name, self._epoch - 1))
+        self._epoch += 1
+        self.is_down = False

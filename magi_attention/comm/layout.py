@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each row of a group cast goes: a GroupSpec turned into row indices, once per plan.
+
+On the wire rows are grouped by destination, ranks ascending; they arrive grouped by source, ranks ascending.
+The group reduce walks the same layout backwards. Rows that a rank sends to itself never reach the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from magi_attention.common.group_spec import GroupSpec
+from magi_attention.errors import ContractError
+
+# index_copy_ lacks these dtypes; a move needs only their bits
+_MOVED_AS = {
+    torch.float8_e4m3fn: torch.int8,
+    torch.float8_e5m2: torch.int8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+class Rows:
+    """A list of row numbers; a run of consecutive rows is a view instead of a gather.
+
+    The index tensor of each device is made at the first use and kept.
+    """
+
+    def __init__(self, index: np.ndarray):
+        self.index = np.ascontiguousarray(index, dtype=np.int64)
+        self.count = int(self.index.size)
+        is_run = self.count == 0 or bool((np.diff(self.index) == 1).all())
+        self.start: int | None = (int(self.index[0]) if self.count else 0) if is_run else None
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The row numbers, (count,) int64."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.from_numpy(self.index).to(device)
+        return self._on_device[device]
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """These rows of ``x``, in this order: (count, ...); a view if they are consecutive."""
+        if self.start is not None:
+            return x.narrow(0, self.start, self.count)
+        return x.index_select(0, self.on(x.device))
+
+    def take_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """``out.copy_(take(x))`` without a temporary where the dtypes agree."""
+        if self.start is None and out.dtype == x.dtype:
+            torch.index_select(x, 0, self.on(x.device), out=out)
+        else:
+            out.copy_(self.take(x))
+
+    def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """``out[these rows] = x``; no row may be listed twice."""
+        if self.start is not None:
+            out.narrow(0, self.start, self.count).copy_(x)
+        elif out.dtype in _MOVED_AS:
+            bits = _MOVED_AS[out.dtype]
+            out.view(bits).index_copy_(0, self.on(out.device), x.to(out.dtype).view(bits))
+        else:
+            out.index_copy_(0, self.on(out.device), x.to(out.dtype))
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """``out[these rows] += x``; no row may be listed twice, which makes it deterministic."""
+        if self.start is not None:
+            out.narrow(0, self.start, self.count).add_(x)
+        else:
+            out.index_add_(0, self.on(out.device), x.to(out.dtype))
+
+
+class A2AVLayout:
+    """Row indices of one rank for one group cast (and for the group reduce that is its transpose).
+
+    ``send``            rows of the cast's input in wire order, without those for this rank itself
+    ``send_counts[r]``  rows for rank r; 0 for this rank
+    ``recv``            rows of the cast's output in order of arrival
+    ``recv_counts[r]``  rows from rank r; 0 for this rank
+    ``self_in/out``     rows copied locally, in input and output
+    ``segments``        for the reduce, ranks ascending: (rows of the cast's input, offset in the wire
+                        buffer or None for the local ones)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        input_rows: int,
+        output_rows: int,
+        sends: Sequence[np.ndarray],
+        recvs: Sequence[np.ndarray],
+    ):
+        """``sends[r]``: rows of the input for rank r; ``recvs[r]``: rows of the output from rank r."""
+        if sends[rank].size != recvs[rank].size:
+            raise ContractError(
+                f"Rank {rank} sends {sends[rank].size} rows to itself but expects {recvs[rank].size}; the "
+                "splits and index lists do not belong together."
+            )
+        none = np.zeros(0, np.int64)
+        remote = [none if r == rank else rows for r, rows in enumerate(sends)]
+        arriving = [none if r == rank else rows for r, rows in enumerate(recvs)]
+        self.rank, self.world = rank, world
+        self.input_rows, self.output_rows = int(input_rows), int(output_rows)
+        self.send, self.send_counts = Rows(np.concatenate(remote)), [int(r.size) for r in remote]
+        self.recv, self.recv_counts = Rows(np.concatenate(arriving)), [int(r.size) for r in arriving]
+        self.self_in, self.self_out = Rows(sends[rank]), Rows(recvs[rank])
+        self.segments: list[tuple[Rows, int | None]] = []
+        at = 0
+        for r, rows in enumerate(sends):
+            if rows.size:
+                self.segments.append((Rows(rows), None if r == rank else at))
+            at += self.send_counts[r]
+        self._num_contributions = np.zeros(self.input_rows, np.int64)
+        for rows in sends:
+            self._num_contributions[rows] += 1
+        self._contributions_on: dict[torch.device, torch.Tensor] = {}
+
+    @classmethod
+    def from_spec(
+        cls, spec: GroupSpec, output_map: np.ndarray | None = None, output_rows: int | None = None
+    ) -> A2AVLayout:
+        """``output_map[i]`` is the row of the real output buffer (``output_rows`` long) that row i of the
+        spec's output stands for; by default the two are the same."""
+        sends = rows_per_rank(spec.input_splits, spec.dst_indices, spec.world)
+        recvs = rows_per_rank(spec.output_splits, [(s,) for s in spec.src_index], spec.world)
+        if output_map is not None:
+            recvs = [output_map[rows] for rows in recvs]
+        num_out = spec.output_rows if output_rows is None else output_rows
+        return cls(spec.rank, spec.world, spec.input_rows, num_out, sends, recvs)
+
+    def contributions(self, device: torch.device) -> torch.Tensor:
+        """How many contributions the reduce adds to each row of the cast's input: (input_rows,) int64."""
+        if device not in self._contributions_on:
+            self._contributions_on[device] = torch.from_numpy(self._num_contributions).to(device)
+        return self._contributions_on[device]
+
+
+def rows_per_rank(
+    splits: Sequence[int], ranks_of_split: Sequence[Sequence[int]], world: int
+) -> list[np.ndarray]:
+    """For every rank, the row numbers of the splits whose list names it, in order."""
+    bounds = np.concatenate([[0], np.cumsum(np.asarray(splits, dtype=np.int64))])
+    parts: list[list[np.ndarray]] = [[] for _ in range(world)]
+    for i, ranks in enumerate(ranks_of_split):
+        for r in ranks:
+            parts[r].append(np.arange(bounds[i], bounds[i + 1]))
+    return [np.concatenate(p) if p else np.zeros(0, np.int64) for p in parts]

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Transport`` over a torch.distributed process group (gloo or NCCL).
+
+On CPU tensors a wait lasts at most ``timeout_s`` and ends early with ``PeerFailureError`` when another rank
+fails (see ``failure.py``). On CUDA tensors a wait orders the stream, the host runs on, and the time limit is
+the one of NCCL's own watchdog.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from magi_attention.comm.failure import SLICE_S, FailureBoard, describe_error
+from magi_attention.comm.transport import (
+    DEFAULT_TIMEOUT_S,
+    DoneWork,
+    PostWork,
+    SingleTransport,
+    Transport,
+    TransportBase,
+    Work,
+    as_bytes,
+    check_all_to_all,
+    check_reduce_op,
+)
+from magi_attention.errors import ContractError, PeerFailureError, UnsupportedError
+
+_log = logging.getLogger("magi_attention.comm")
+
+_WIRE_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    }
+)
+_SMALL_INTS = frozenset({torch.int16, torch.uint16})
+_LOST_CONNECTION = ("onnection", "Broken pipe", "reset by peer", "pair closure", "imed out", "pair.cc")
+
+
+class TorchTransport(TransportBase):
+    """``group`` is a process group of which this process is a member; None is the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None):
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            raise ContractError(
+                f"{group!r} is no process group that this process belongs to; call this on members only."
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+        self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
+        self._backends: dict[str, str] = {}
+
+    # -- group collectives --------------------------------------------------------------------------------
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool = False,
+    ) -> Work:
+        output, input = output.detach(), input.detach()
+        check_all_to_all(output, input, output_splits, input_splits, self.size)
+        if self.size == 1:
+            output.copy_(input)
+            return DoneWork()
+        if input.numel() == 0 and output.numel() == 0 and 0 in input.shape[1:]:
+            return DoneWork()
+        backend = self._begin(input.device)
+        send, place = self._stage(input.contiguous(), backend), self._stage(output, backend, is_output=True)
+        wire_in, wire_out = _wire_view(send), _wire_view(place)
+        work = dist.all_to_all_single(
+            wire_out, wire_in, list(output_splits), list(input_splits), group=self.group, async_op=True
+        )
+        done = self._work(work, "all_to_all_v", send, keep=(wire_in, wire_out))
+        if place is not output:
+            done = PostWork(done, lambda: output.copy_(place))
+        if not async_op:
+            done.wait()
+        return done
+
+    def all_gather_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        x = x.detach()
+        if len(sizes) != self.size or x.shape[0] != sizes[self.rank]:
+            raise ContractError(
+                f"Sizes {list(sizes)} must have {self.size} entries, and entry {self.rank} must be "
+                f"{x.shape[0]}, the rows of this rank."
+            )
+        if self.size == 1:
+            return x.clone()
+        backend = self._begin(x.device)
+        most = max(sizes)
+        send = self._stage(x.contiguous(), backend)
+        if most != send.shape[0]:  # why padded: gloo gathers equal sizes only, one call beats `size` calls
+            padded = send.new_zeros((most, *send.shape[1:]))
+            padded[: send.shape[0]] = send
+            send = padded
+        gathered = send.new_empty((self.size * most, *send.shape[1:]))
+        if gathered.numel():
+            wire_in, wire_out = _wire_view(send), _wire_view(gathered)
+            # the same call under the name that newer torch prefers
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            work = gather(wire_out, wire_in, group=self.group, async_op=True)
+            self._work(work, "all_gather_v", send, keep=(wire_in, wire_out)).wait()
+        if any(n != most for n in sizes):
+            gathered = torch.cat([gathered[r * most : r * most + n] for r, n in enumerate(sizes)])
+        return gathered.to(x.device)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        check_reduce_op(op)
+        tensor = tensor.detach()
+        if self.size == 1 or tensor.numel() == 0:
+            return DoneWork()
+        backend = self._begin(tensor.device)
+        if op == "avg" and not tensor.is_floating_point():
+            raise ContractError(f"The average of {tensor.dtype} is not defined here; reduce a float tensor.")
+        buffer = self._stage(tensor, backend, is_output=True)
+        if buffer is not tensor:
+            buffer.copy_(tensor)
+        wire = buffer.int() if buffer.dtype in _SMALL_INTS else buffer
+        kind = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}.get(
+            op, dist.ReduceOp.MIN
+        )
+        work = dist.all_reduce(wire, kind, group=self.group, async_op=True)
+
+        def finish() -> None:
+            if op == "avg":
+                wire.div_(self.size)
+            if wire is not tensor:
+                tensor.copy_(wire)
+
+        done: Work = PostWork(self._work(work, "all_reduce", wire, keep=(wire,)), finish)
+        if not async_op:
+            done.wait()
+        return done
+
+    def all_gather_object(self, obj: object) -> list:
+        if self.size == 1:
+            return [obj]
+        device = self.object_device()
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
+        sizes = self.all_gather_v(torch.tensor([data.numel()], device=device), [1] * self.size).tolist()
+        parts = self.all_gather_v(data, sizes).cpu().split(sizes)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def send_recv(
+        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        pairs = [*sends, *recvs]
+        if self.size == 1 or not pairs or self._backend(pairs[0][1].device) != "nccl":
+            # why: a slice-wise wait on gloo's own p2p operations tears its connections down
+            return super().send_recv(sends, recvs)
+        self._begin(pairs[0][1].device)
+        own_in = [x for peer, x in sends if peer == self.rank]
+        own_out = [x for peer, x in recvs if peer == self.rank]
+        for place, x in zip(own_out, own_in):
+            place.detach().copy_(x.detach())
+        places = [(peer, x, x.detach().contiguous()) for peer, x in recvs if peer != self.rank and x.numel()]
+        ops = [
+            dist.P2POp(dist.isend, x.detach().contiguous(), self.ranks[peer], self.group)
+            for peer, x in sends
+            if peer != self.rank and x.numel()
+        ]
+        ops += [dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, _, buffer in places]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for _, place, buffer in places:
+            if buffer.data_ptr() != place.data_ptr():
+                place.detach().copy_(buffer)
+
+    def barrier(self) -> None:
+        """Blocks the host until all ranks are here."""
+        if self.size > 1:
+            token = torch.zeros(1, dtype=torch.int32, device=self.object_device())
+            # why not dist.barrier: on gloo it raises for ever after one failed operation
+            self.all_reduce(token)
+            token.item()
+
+    # -- devices ------------------------------------------------------------------------------------------
+    def object_device(self) -> torch.device:
+        backends = str(dist.get_backend(self.group))
+        if "gloo" in backends or "mpi" in backends:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _backend(self, device: torch.device) -> str:
+        if device.type not in self._backends:
+            try:
+                self._backends[device.type] = self.group._get_backend(device).name()
+            except RuntimeError as exc:
+                raise UnsupportedError(
+                    f"Backend {dist.get_backend(self.group)} of this process group cannot move {device.type} "
+                    "tensors; make the group with backend 'cpu:gloo,cuda:nccl'."
+                ) from exc
+            known = _attached(self.group)
+            if device.type != "cpu" and self._backends[device.type] == "gloo" and not known.get("warned"):
+                known["warned"] = True
+                _log.warning("%s tensors travel through host memory because the group is gloo.", device.type)
+        return self._backends[device.type]
+
+    def _stage(self, x: torch.Tensor, backend: str, is_output: bool = False) -> torch.Tensor:
+        """``x`` itself if the backend can use its memory, else a buffer (with the content of an input)."""
+        if backend == "gloo" and x.device.type != "cpu":
+            return torch.empty(x.shape, dtype=x.dtype, device="cpu") if is_output else x.cpu()
+        return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    # -- waiting and failing ------------------------------------------------------------------------------
+    def _begin(self, device: torch.device) -> str:
+        backend = self._backend(device)
+        if self._board is not None and self._board.is_down:
+            try:
+                self._board.resume(self.timeout_s)
+            except (OSError, RuntimeError) as exc:
+                if isinstance(exc, PeerFailureError):
+                    raise
+                raise PeerFailureError(
+                    f"The store of this process group is gone; make a new one. {exc}"
+                ) from exc
+        return backend
+
+    def _work(self, work: dist.Work, what: str, x: torch.Tensor, keep: tuple) -> Work:
+        if x.device.type != "cpu" or self._board is None:
+            return work
+        return HostWork(work, what, self._board, self.timeout_s, keep)
+
+    def report_failure(self, exc: BaseException, stage: str) -> None:
+        if self._board is not None:
+            self._board.report(describe_error(exc, stage))
+
+
+class HostWork:
+    """A gloo operation. Waits in slices and looks for failed ranks in between."""
+
+    def __init__(self, work: dist.Work, what: str, board: FailureBoard, timeout_s: float, keep: tuple):
+        self._work, self._what, self._board, self._timeout_s = work, what, board, timeout_s
+        self._keep: tuple | None = keep  # the tensors must live until the operation ends
+
+    def is_completed(self) -> bool:
+        return self._keep is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._keep is None:
+            return
+        start = time.monotonic()
+        while True:
+            left = self._timeout_s - (time.monotonic() - start)
+            try:
+                self._work.wait(timedelta(seconds=max(min(SLICE_S, left), 0.001)))
+                self._keep = None
+                return
+            except RuntimeError as exc:
+                if "Operation timed out!" not in str(exc):
+                    if not any(word in str(exc) for word in _LOST_CONNECTION):
+                        raise
+                    self._fail_lost(exc)
+            self._look(time.monotonic() - start)
+
+    def _look(self, waited_s: float) -> None:
+        """Between slices: raises if a peer failed or the time is over."""
+        try:
+            failure = self._board.peer_failure()
+            if failure is not None:
+                self._raise(failure)
+            if waited_s < self._timeout_s:
+                return
+            failure, missing = self._board.roll_call(1.25 * SLICE_S, len(self._board.ranks) - 1)
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, PeerFailureError):
+                raise
+            self._raise_store(exc)
+        if failure is not None:
+            self._raise(failure)
+        if self._work.is_completed():
+            return
+        who = f"{self._board.names(missing)} did not arrive" if missing else "it did not finish on any rank"
+        text = (
+            f"After {self._timeout_s:g} s in {self._what}, {who}. Check that every rank runs and calls the "
+            "same operations in the same order; raise timeout_s if ranks may be this far apart."
+        )
+        self._board.report(text, "late")
+        raise PeerFailureError(text)
+
+    def _fail_lost(self, exc: RuntimeError) -> None:
+        """A connection broke: finds out whose, by a roll call among those still there."""
+        reason = str(exc).splitlines()[0].split("] ", 1)[-1].split(". This is")[0]
+        try:
+            num_others = len(self._board.ranks) - 1
+            failure, silent = self._board.roll_call(1.25 * SLICE_S, num_others)
+        except (OSError, RuntimeError) as store_exc:
+            self._raise_store(store_exc)
+        if failure is not None:
+            self._board.lost = f"A connection was lost in {self._what} ({reason}), because {failure}"
+            self._raise(failure)
+        who = self._board.names(silent) if silent else "a rank"
+        text = (
+            f"The connection to {who} was lost in {self._what} ({reason}). Look at the log of that rank: "
+            "its process has most likely ended or been killed (out of memory?)."
+        )
+        self._board.lost = text
+        self._board.report(text, "lost")
+        raise PeerFailureError(text) from exc
+
+    def _raise(self, failure: str) -> None:
+        self._board.is_down = True
+        raise PeerFailureError(
+            f"Another rank failed while this one waited in {self._what}: {failure.rstrip('. ')}. Fix "
+            "the cause on that rank; this error is only its echo."
+        )
+
+    def _raise_store(self, exc: Exception) -> None:
+        self._board.is_down = True
+        self._board.lost = (
+            f"In {self._what} the store of the process group could not be reached "
+            f"({str(exc).splitlines()[0]}). The process that hosts it, mostly global rank 0, has ended; "
+            "look at its log."
+        )
+        raise PeerFailureError(self._board.lost) from exc
+
+
+def as_transport(
+    group: dist.ProcessGroup | Transport | None = None, timeout_s: float | None = None
+) -> Transport:
+    """``group`` as a ``Transport``: one is returned as it is; a process group is wrapped; None is the default
+    group, or a single rank if torch.distributed is not initialised. A group of one rank never
+    communicates."""
+    if isinstance(group, Transport):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return SingleTransport()
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ContractError(
+            f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
+            "Transport, or None."
+        )
+    if dist.get_world_size(group) == 1:
+        return SingleTransport(dist.get_process_group_ranks(group)[0])
+    return TorchTransport(group, timeout_s)
+
+
+def _attached(group: dist.ProcessGroup) -> dict:
+    """What this module remembers of a group. It lives in torch's own table of groups, because a group has no
+    attributes and this package keeps no process-wide state below its api layer."""
+    world = dist.distributed_c10d._world
+    table = world.__dict__.setdefault("_magi_attention", weakref.WeakKeyDictionary())
+    return table.setdefault(group, {})
+
+
+def _board_of(group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> FailureBoard:
+    known = _attached(group)
+    if "board" not in known:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        ref = weakref.ref(group)
+
+        def position() -> int:
+            group = ref()
+            return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+        known["board"] = FailureBoard(store, rank, ranks, position)
+    return known["board"]
+
+
+def _wire_view(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in _WIRE_DTYPES else as_bytes(x)

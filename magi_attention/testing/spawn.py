@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function on several processes of this machine, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+GRACE_S = 10.0
+
+
+class RankFailure(RuntimeError):
+    """One or more ranks failed; the text holds the traceback of each."""
+
+
+def run_processes(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+) -> list:
+    """``fn(rank, world_size, *args)`` in ``world_size`` processes that share a default process group.
+
+    ``fn`` must be importable (module level). It is called after ``init_process_group`` (file store) and the
+    group is destroyed after it. Returns the results, pickled across, in rank order. If a rank raises, dies or
+    is not done after ``timeout_s``, all are killed and ``RankFailure`` shows what every rank reported. A rank
+    that ends by ``os._exit(0)`` on purpose counts as finished with result None. With an NCCL ``backend`` each
+    rank takes the GPU of its number.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="magi_spawn_") as folder:
+        procs = [
+            context.Process(target=_rank_main, args=(r, world_size, folder, backend, fn, args), daemon=True)
+            for r in range(world_size)
+        ]
+        try:
+            for proc in procs:
+                proc.start()
+            deadline = time.monotonic() + timeout_s
+            while any(p.is_alive() for p in procs) and time.monotonic() < deadline:
+                if any(p.exitcode not in (None, 0) for p in procs):
+                    # the others get a moment, because their reports tell more about the cause
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                time.sleep(0.02)
+            late = [r for r, p in enumerate(procs) if p.is_alive()]
+        finally:
+            for proc in procs:
+                if proc.is_alive():
+                    proc.kill()
+                if proc.pid is not None:
+                    proc.join()
+        return _collect(folder, procs, late, timeout_s)
+
+
+def _collect(folder: str, procs: list, late: list[int], timeout_s: float) -> list:
+    results, failures = [], []
+    for rank, proc in enumerate(procs):
+        path = os.path.join(folder, f"result{rank}")
+        outcome: tuple[bool, Any] = (proc.exitcode == 0, None)
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                outcome = pickle.load(file)
+        elif rank in late:
+            limits = f"{timeout_s:g} s, or {GRACE_S:g} s after a failure"
+            outcome = (False, f"still running when time was up ({limits})")
+        elif not outcome[0]:
+            outcome = (False, f"died with exit code {proc.exitcode} and left no report")
+        results.append(outcome[1])
+        if not outcome[0]:
+            failures.append(f"--- rank {rank} ---\n{outcome[1]}")
+    if failures:
+        raise RankFailure(f"{len(failures)} of {len(procs)} ranks failed.\n" + "\n".join(failures))
+    return results
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, backend: str, fn: Callable[..., Any], args: tuple
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    path = os.path.join(folder, f"result{rank}")
+    try:
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        _write(path, (True, fn(rank, world_size, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        _write(path, (False, traceback.format_exc()))
+        os._exit(1)  # why: gloo's threads may still wait for a rank that is gone
+
+
+def _write(path: str, outcome: tuple[bool, Any]) -> None:
+    with open(path + ".part", "wb") as file:
+        pickle.dump(outcome, file)
+    os.replace(path + ".part", path)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+import time
+
+import pytest
+import torch
+
+from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport import SingleTransport, Transport, Work
+from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
+
+
+def collectives(t, device="cpu"):
+    """Every operation of the protocol once; the results are checked here. Shared with the process tests."""
+    with torch.device(device):
+        return _collectives(t, device)
+
+
+def _collectives(t, device):
+    n, r = t.size, t.rank
+    assert isinstance(t, Transport)
+    out = torch.empty(n, 2, dtype=torch.int16)
+    work = t.all_to_all_v(out, torch.full((n, 2), r, dtype=torch.int16), [1] * n, [1] * n, async_op=True)
+    assert isinstance(work, Work)
+    work.wait()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert work.is_completed()
+    assert out[:, 0].tolist() == list(range(n))
+    # rank r sends r + 1 rows to every rank
+    out = torch.empty(n * (n + 1) // 2)
+    t.all_to_all_v(out, torch.full((n * (r + 1),), float(r)), [s + 1 for s in range(n)], [r + 1] * n)
+    assert out.tolist() == [float(s) for s in range(n) for _ in range(s + 1)]
+    assert t.all_gather_object({"rank": r}) == [{"rank": s} for s in range(n)]
+    sizes = list(range(n))
+    rows = t.all_gather_v(torch.full((r, 1), r), sizes)
+    assert rows[:, 0].tolist() == [s for s in range(n) for _ in range(s)]
+    for dtype in (torch.bfloat16, torch.int16, torch.float64, torch.int64):
+        x = torch.full((3, 2), r + 1, dtype=dtype)
+        for op, want in (("sum", n * (n + 1) // 2), ("max", n), ("min", 1)):
+            y = x.clone().t()
+            t.all_reduce(y, op, async_op=True).wait()
+            assert (y == want).all()
+    y = torch.tensor([float(r)])
+    t.all_reduce(y, "avg")
+    assert y.item() == (n - 1) / 2
+    sizes = [s % 2 for s in range(n)]
+    part = t.reduce_scatter_v(torch.arange(sum(sizes) * 2.0).view(-1, 2).bfloat16() + r, sizes)
+    want = torch.arange(sum(sizes) * 2.0).view(-1, 2) * n + n * (n - 1) / 2
+    assert torch.equal(part.float(), want[sum(sizes[:r]) : sum(sizes[: r + 1])])
+    # two messages to the next rank, one to itself, odd byte counts in between
+    a, b, c = torch.empty(3, dtype=torch.bool), torch.empty(2, 2, dtype=torch.float64).t(), torch.empty(1)
+    nxt, prev = (r + 1) % n, (r - 1) % n
+    t.send_recv(
+        [(nxt, torch.ones(3, dtype=torch.bool)), (nxt, torch.full((2, 2), r, dtype=torch.float64))]
+        + [(r, torch.tensor([float(r)]))] * (n > 1),
+        [(prev, a), (prev, b)] + [(r, c)] * (n > 1),
+    )
+    assert a.all() and (b == prev).all() and (n == 1 or c.item() == r)
+    t.send_recv([], [])
+    t.barrier()
+    return r
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_collective(size):
+    assert FakeWorld(size).run(collectives) == list(range(size))
+
+
+def test_single_transport_has_every_collective():
+    assert collectives(SingleTransport()) == 0
+
+
+def test_failure_ends_the_wait_of_all_others_at_once():
+    seen = []
+
+    def main(t):
+        if t.rank == 2:
+            raise KeyError("no such mask")
+        try:
+            t.barrier()
+        except PeerFailureError as exc:
+            seen.append(str(exc))
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="no such mask"):
+        FakeWorld(4, timeout_s=20).run(main)
+    assert time.monotonic() - start < 5
+    assert len(seen) == 3 and all("rank 2 failed: KeyError" in text for text in seen)
+
+
+def test_guard_reports_and_a_rank_may_go_on():
+    def main(t):
+        if t.rank == 1:
+            with pytest.raises(ValueError), t.guard("the plan"):
+                raise ValueError("too long")
+        else:
+            with pytest.raises(PeerFailureError, match="rank 1 failed: ValueError in the plan: too long"):
+                t.barrier()
+        return t.rank
+
+    assert FakeWorld(3).run(main) == [0, 1, 2]
+
+
+def test_rank_that_returns_early_and_rank_that_never_comes():
+    def returns(t):
+        if t.rank:
+            t.barrier()
+
+    with pytest.raises(PeerFailureError, match="rank 0 returned from its function"):
+        FakeWorld(2).run(returns)
+
+    def sleeps(t):
+        if t.rank == 1:
+            time.sleep(1.0)
+        t.barrier()
+
+    with pytest.raises(PeerFailureError, match=r"After 0.2 s in barrier, rank 1 did not arrive"):
+        FakeWorld(2, timeout_s=0.2).run(sleeps)
+
+
+def test_different_operations_and_sizes_are_errors_on_every_rank():
+    def kinds(t):
+        with pytest.raises(PlanMismatchError, match="calls .* where another rank calls"):
+            t.barrier() if t.rank else t.all_gather_object(1)
+
+    FakeWorld(2).run(kinds)
+
+    def sizes(t):
+        x = torch.zeros(2 + t.rank)
+        with pytest.raises(PlanMismatchError, match="Rank 0 sends 1 rows to rank 1, which expects 2"):
+            t.all_to_all_v(torch.zeros(2 + 2 * t.rank), x, [1 + t.rank] * 2, [1, 1 + t.rank])
+
+    FakeWorld(2).run(sizes)
+
+    def dtypes(t):
+        dtype = torch.float32 if t.rank else torch.float64
+        with pytest.raises(PlanMismatchError, match="float64 to rank 1, which expects"):
+            t.all_to_all_v(torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=dtype), [1, 1], [1, 1])
+
+    FakeWorld(2).run(dtypes)
+
+
+def test_async_completes_only_when_all_arrived():
+    def main(t):
+        out = torch.zeros(2)
+        if t.rank == 1:
+            time.sleep(0.2)
+        work = t.all_to_all_v(out, torch.ones(2), [1, 1], [1, 1], async_op=True)
+        early = work.is_completed()
+        work.wait()
+        return early, out.sum().item()
+
+    assert FakeWorld(2).run(main) == [(False, 2.0), (True, 2.0)]
+
+
+def test_subgroups_are_independent():
+    def main(t):
+        pair = t.subgroup([r for r in range(4) if r % 2 == t.rank % 2])
+        assert pair is t.subgroup(list(pair.ranks))
+        got = pair.all_gather_object(t.rank)
+        t.barrier()
+        return got, pair.ranks, pair.rank
+
+    assert FakeWorld(4).run(main) == [([r % 2, r % 2 + 2], (r % 2, r % 2 + 2), r // 2) for r in range(4)]
+
+
+def test_split_lists_are_checked():
+    t = SingleTransport()
+    with pytest.raises(ContractError, match="one row count per rank"):
+        t.all_to_all_v(torch.zeros(2), torch.zeros(2), [1, 1], [2])
+    with pytest.raises(ContractError, match="add up to the rows"):
+        t.all_to_all_v(torch.zeros(2), torch.zeros(2), [1], [2])
+    with pytest.raises(ContractError, match="must agree in dtype"):
+        t.all_to_all_v(torch.zeros(2), torch.zeros(2, dtype=torch.int64), [2], [2])
+    with pytest.raises(ContractError, match="median"):
+        t.all_reduce(torch.zeros(1), "median")
+    with pytest.raises(ContractError, match="rank 3"):
+        t.send_recv([(3, torch.zeros(1))], [])
