@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions.
+
+New code: ``Mask, make_plan, Plan, attend``. Existing code: the functions of the published 1.1.x API, on top of
+the same plans. ``AttnPolicy`` says how a plan is run.
+"""
+
+from magi_attention.api.functools import (
+    compute_pad_size,
+    full_attention_to_varlen_attention,
+    infer_attn_mask_from_cu_seqlens,
+    infer_attn_mask_from_sliding_window,
+    infer_varlen_mask_from_batch,
+    squash_batch_dim,
+)
+from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
+from magi_attention.api.legacy import magi_attn_flex_dispatch, magi_attn_varlen_dispatch
+from magi_attention.api.magi_attn_interface import (
+    DistAttnRuntimeDictManager,
+    GeneralAttnMaskType,
+    calc_attn,
+    clear_cache,
+    dispatch,
+    dist_attn_runtime_dict_mgr,
+    get_most_recent_key,
+    get_position_ids,
+    magi_attn_flex_key,
+    magi_attn_varlen_key,
+    make_flex_key_for_new_mask_after_dispatch,
+    make_varlen_key_for_new_mask_after_dispatch,
+    roll,
+    roll_simple,
+    undispatch,
+)
+from magi_attention.api.manager import init_dist_attn_runtime_mgr
+from magi_attention.api.native import Mask, Plan, attend, make_plan
+from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.config import (
+    BSDispatchAlg,
+    DispatchAlg,
+    DispatchConfig,
+    DistAttnConfig,
+    DPDispatchAlg,
+    GreedyOverlapAlg,
+    GrpCollConfig,
+    LBDispatchAlg,
+    MinHeapDispatchAlg,
+    OverlapAlg,
+    OverlapConfig,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+    ToppHeapDispatchAlg,
+    UniformOverlapAlg,
+)
+from magi_attention.functional import AttnPolicy, flex_flash_attn_func
+
+__all__ = [
+    "AttnForwardMeta",
+    "AttnMaskType",
+    "AttnOverlapMode",
+    "AttnPolicy",
+    "AttnRanges",
+    "BSDispatchAlg",
+    "DPDispatchAlg",
+    "DispatchAlg",
+    "DispatchConfig",
+    "DistAttnConfig",
+    "DistAttnRuntimeDictManager",
+    "DistAttnRuntimeKey",
+    "GeneralAttnMaskType",
+    "GreedyOverlapAlg",
+    "GrpCollConfig",
+    "LBDispatchAlg",
+    "Mask",
+    "MinHeapDispatchAlg",
+    "OverlapAlg",
+    "OverlapConfig",
+    "Plan",
+    "SequentialDispatchAlg",
+    "SortedSequentialSelectAlg",
+    "ToppHeapDispatchAlg",
+    "UniformOverlapAlg",
+    "attend",
+    "calc_attn",
+    "clear_cache",
+    "compute_pad_size",
+    "dispatch",
+    "dist_attn_runtime_dict_mgr",
+    "flex_flash_attn_func",
+    "full_attention_to_varlen_attention",
+    "get_most_recent_key",
+    "get_position_ids",
+    "infer_attn_mask_from_cu_seqlens",
+    "infer_attn_mask_from_sliding_window",
+    "infer_varlen_mask_from_batch",
+    "init_dist_attn_runtime_key",
+    "init_dist_attn_runtime_mgr",
+    "magi_attn_flex_dispatch",
+    "magi_attn_flex_key",
+    "magi_attn_varlen_dispatch",
+    "magi_attn_varlen_key",
+    "make_flex_key_for_new_mask_after_dispatch",
+    "make_plan",
+    "make_varlen_key_for_new_mask_after_dispatch",
+    "roll",
+    "roll_simple",
+    "squash_batch_dim",
+    "undispatch",
+]

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DistAttnRuntimeKey``: what identifies one distributed attention, and the group it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.transport import Transport
+from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.slices import type_code
+from magi_attention.config import DistAttnConfig
+from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
+from magi_attention.errors import ContractError
+
+
+@dataclass(frozen=True, eq=False)
+class DistAttnRuntimeKey:
+    """Frozen and hashable; equality is over all fields but ``_manager``. Ranges and totals include the pad.
+
+    ``flags`` is the environment as it was when the key was made. ``dispatch_identity`` tells keys apart that
+    borrow the dispatch of another mask: the partition they use, or None for a dispatch of their own. A key keeps
+    its manager alive, so it stays usable for as long as it is held.
+    """
+
+    q_ranges: AttnRanges
+    k_ranges: AttnRanges
+    attn_mask_type: tuple[AttnMaskType, ...]
+    total_seqlen_q: int
+    total_seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    pad_size: int
+    chunk_size: int
+    cp_group: Any
+    cp_mesh: Any
+    dist_attn_config: DistAttnConfig
+    flags: RuntimeFlags
+    dispatch_identity: tuple[tuple[int, ...], ...] | None = None
+    _manager: list = field(default_factory=list, repr=False)
+
+    @cached_property
+    def _content(self) -> tuple:
+        return (
+            tuple(map(tuple, self.q_ranges.to_naive_ranges())),
+            tuple(map(tuple, self.k_ranges.to_naive_ranges())),
+            self.attn_mask_type,
+            (self.total_seqlen_q, self.total_seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim),
+            (self.pad_size, self.chunk_size),
+            self.cp_group,
+            self.cp_mesh,
+            self.dist_attn_config,
+            self.flags,
+            self.dispatch_identity,
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DistAttnRuntimeKey) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def cp_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the group, ascending; caches are kept per such tuple."""
+        return group_ranks(self.cp_group)
+
+    @property
+    def uneven_shard(self) -> bool:
+        return self.dist_attn_config.dispatch_config.uneven_shard
+
+    @property
+    def is_deterministic_mode_enable(self) -> bool:
+        return self.flags.deterministic
+
+    @property
+    def is_hierarchical_comm_enable(self) -> bool:
+        return self.flags.hierarchical_comm
+
+    @property
+    def is_qo_comm_enable(self) -> bool:
+        return self.flags.qo_comm
+
+    @property
+    def is_native_grpcoll_enable(self) -> bool:
+        return self.flags.native_grpcoll
+
+    @property
+    def is_flatten_head_groups_enable(self) -> bool:
+        return self.flags.flatten_head_groups
+
+    @property
+    def kernel_backend(self):
+        return self.flags.kernel_backend
+
+    @property
+    def precision(self):
+        return self.flags.precision
+
+    @property
+    def is_auto_range_merge_enable(self) -> bool:
+        return self.flags.auto_range_merge
+
+
+def group_ranks(cp_group: Any) -> tuple[int, ...]:
+    """Global ranks of a group, ascending."""
+    return tuple(sorted(as_transport(cp_group).ranks))
+
+
+def init_dist_attn_runtime_key(
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    chunk_size: int,
+    cp_group: Any,
+    cp_mesh: Any,
+    dist_attn_config: DistAttnConfig,
+    dispatch_identity: tuple[tuple[int, ...], ...] | None = None,
+) -> DistAttnRuntimeKey:
+    """A key with the environment's settings filled in; ranges are copied. ``ContractError`` for settings that
+    exclude each other."""
+    flags = RuntimeFlags.from_env()
+    check_flag_comb(
+        flags,
+        uneven_shard=dist_attn_config.dispatch_config.uneven_shard,
+        no_overlap=dist_attn_config.overlap_config.no_overlap,
+    )
+    return DistAttnRuntimeKey(
+        q_ranges=q_ranges.clone(),
+        k_ranges=k_ranges.clone(),
+        attn_mask_type=tuple(normalize_types(attn_mask_type, len(q_ranges))),
+        total_seqlen_q=int(total_seqlen_q),
+        total_seqlen_k=int(total_seqlen_k),
+        num_heads_q=int(num_heads_q),
+        num_heads_kv=int(num_heads_kv),
+        head_dim=int(head_dim),
+        pad_size=int(pad_size),
+        chunk_size=int(chunk_size),
+        cp_group=cp_group,
+        cp_mesh=cp_mesh,
+        dist_attn_config=dist_attn_config,
+        flags=flags,
+        dispatch_identity=dispatch_identity,
+    )
+
+
+def normalize_types(attn_mask_type, count: int) -> list[AttnMaskType]:
+    """One enum per slice from a name, code or enum, or a sequence of them."""
+    if isinstance(attn_mask_type, (str, int, AttnMaskType)):
+        attn_mask_type = [attn_mask_type] * count
+    types = [AttnMaskType.from_int_type(type_code(t)) for t in attn_mask_type]
+    if len(types) != count:
+        raise ContractError(f"{len(types)} mask types for {count} slices; give one, or one per slice.")
+    return types
+
+
+def resolve_group(cp_group_or_mesh: Any, hierarchical: bool) -> tuple[Any, DeviceMesh | None]:
+    """``(group, mesh)`` from a process group or a 1-D or 2-D mesh; the group of a mesh is its flattened one.
+
+    ``ContractError`` for a mesh of more dims and, with hierarchical communication, for anything but a 2-D mesh
+    (inter-node, intra-node).
+    """
+    if isinstance(cp_group_or_mesh, DeviceMesh):
+        mesh = cp_group_or_mesh
+        if mesh.ndim > 2:
+            raise ContractError(f"The mesh has {mesh.ndim} dims; give a 1-D mesh or a 2-D one (inter, intra).")
+        if hierarchical and mesh.ndim != 2:
+            raise ContractError("Hierarchical communication needs a 2-D mesh (inter-node, intra-node).")
+        return (mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()), mesh
+    if isinstance(cp_group_or_mesh, (dist.ProcessGroup, Transport)):
+        if hierarchical:
+            raise ContractError(
+                "MAGI_ATTENTION_HIERARCHICAL_COMM=1 needs a 2-D DeviceMesh (inter-node, intra-node) "
+                "instead of a process group."
+            )
+        return cp_group_or_mesh, None
+    raise ContractError(f"cp_group_or_mesh is {type(cp_group_or_mesh).__name__}; pass a ProcessGroup or a DeviceMesh.")

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published functions: keys, dispatch, attention. A thin layer over plans and the runtime.
+
+Keys are made without communication, so ranks need not make them in step; what they must do in step is call
+``calc_attn``, ``undispatch`` and ``roll``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
+from magi_attention.api.key import (
+    DistAttnRuntimeKey,
+    init_dist_attn_runtime_key,
+    normalize_types,
+    resolve_group,
+)
+from magi_attention.api.manager import DistAttnRuntimeDictManager, DistAttnRuntimeMgr
+from magi_attention.comm.torch_transport import as_transport
+from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.mask import Mask
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.config import DispatchConfig, DistAttnConfig
+from magi_attention.env.snapshot import RuntimeFlags
+from magi_attention.errors import ContractError, UnknownKeyError
+from magi_attention.functional import layout as token_layout
+from magi_attention.meta import chunking, metas
+from magi_attention.meta.chunking import resolve_chunk_size
+from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
+
+GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
+
+dist_attn_runtime_dict_mgr = DistAttnRuntimeDictManager()
+
+
+# ---- making keys ------------------------------------------------------------------------------------
+
+
+def magi_attn_flex_key(
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type: GeneralAttnMaskType,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: Any,
+    dist_attn_config: DistAttnConfig | None = None,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+    chunk_size: int | None = None,
+) -> DistAttnRuntimeKey:
+    """Plans a mask given as slices and returns the key that the other functions take.
+
+    Slice i lets rows ``q_ranges[i]`` see keys ``k_ranges[i]`` under ``attn_mask_type`` (one for all, or one each:
+    "full", "causal", "inv_causal", "bi_causal" or the enum), in unpadded coordinates; slices must be disjoint.
+    The group is a process group or a 1-D or 2-D device mesh. ``pad_size`` and ``chunk_size`` are deprecated: padding
+    is computed, the chunk size belongs into ``DispatchConfig`` and is an upper bound. Errors: ``ValueError``
+    (unknown type, empty ranges, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
+    lengths, too few chunks), ``NotImplementedError`` (cross-attention flags).
+    """
+    _check_ranges(q_ranges, k_ranges)
+    config = _with_chunk_size(dist_attn_config or DistAttnConfig(), chunk_size, pad_size)
+    metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
+    types = normalize_types(attn_mask_type, len(q_ranges))
+    if total_seqlen_q != total_seqlen_k:
+        raise ContractError(
+            f"total_seqlen_q {total_seqlen_q} != total_seqlen_k {total_seqlen_k}; only self-attention is distributed."
+        )
+    flags = RuntimeFlags.from_env()
+    group, mesh = resolve_group(cp_group_or_mesh, flags.hierarchical_comm)
+    check_heads(num_heads_q, num_heads_kv, head_dim)
+    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), int(total_seqlen_q), int(total_seqlen_k))
+    if flags.sanity_check:
+        mask.check()
+    cp_size, uneven = as_transport(group).size, config.dispatch_config.uneven_shard
+    chunk = resolve_chunk_size(mask.total_q, cp_size, config.dispatch_config.chunk_size, flags.min_chunks_per_rank)
+    pad = chunking.pad_size(mask.total_q, cp_size, chunk, uneven)
+    padded = _pad(q_ranges, k_ranges, types, mask.total_q, pad)
+    heads = (num_heads_q, num_heads_kv, head_dim)
+    totals = (mask.total_q + pad, mask.total_k + pad)
+    key = init_dist_attn_runtime_key(*padded, *totals, *heads, pad, chunk, group, mesh, config)
+
+    def make() -> DistAttnRuntimeMgr:
+        plan = build_plan(
+            mask.slices,
+            mask.total_q,
+            cp_size,
+            config=config,
+            num_heads_q=num_heads_q,
+            num_heads_kv=num_heads_kv,
+            head_dim=head_dim,
+            min_chunks_per_rank=flags.min_chunks_per_rank,
+        )
+        return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)
+
+    return _remember(key, make)
+
+
+def magi_attn_varlen_key(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: Any,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | None = None,
+    chunk_size: int | None = None,
+) -> DistAttnRuntimeKey:
+    """Key for packed documents. ``cu_seqlens_*`` are int32 ``[0, n0, n0 + n1, ...]`` on CPU or GPU; a causal window
+    is ``window_size=(w, 0)`` with ``causal=False``."""
+    q, k, types, total_q, total_k = infer_attn_mask_from_cu_seqlens(
+        cu_seqlens_q, cu_seqlens_k, causal=causal, window_size=window_size
+    )
+    return magi_attn_flex_key(
+        q,
+        k,
+        types,
+        total_q,
+        total_k,
+        num_heads_q,
+        num_heads_kv,
+        head_dim,
+        pad_size,
+        cp_group_or_mesh,
+        dist_attn_config=dist_attn_config,
+        chunk_size=chunk_size,
+    )
+
+
+def make_flex_key_for_new_mask_after_dispatch(
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type: GeneralAttnMaskType,
+    key_for_dispatch: DistAttnRuntimeKey,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    dist_attn_config: DistAttnConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """Key of another mask over tokens that are already dispatched by ``key_for_dispatch``.
+
+    The dispatch (and so the balance) is that of the old key; heads default to its heads. Of a new config the
+    overlap and group-collective parts are taken. ``ValueError`` if the old key was never made or is cleared.
+    """
+    old = _manager(key_for_dispatch, "The dist attn runtime key for dispatch does not exist!")
+    _check_ranges(q_ranges, k_ranges)
+    types = normalize_types(attn_mask_type, len(q_ranges))
+    total = old.plan.total_tokens
+    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total, total)
+    config = DistAttnConfig(
+        dispatch_config=key_for_dispatch.dist_attn_config.dispatch_config,
+        overlap_config=(dist_attn_config or key_for_dispatch.dist_attn_config).overlap_config,
+        grpcoll_config=(dist_attn_config or key_for_dispatch.dist_attn_config).grpcoll_config,
+    )
+    heads = (
+        num_heads_q or key_for_dispatch.num_heads_q,
+        num_heads_kv or key_for_dispatch.num_heads_kv,
+        head_dim or key_for_dispatch.head_dim,
+    )
+    check_heads(*heads)
+    group, mesh = key_for_dispatch.cp_group, key_for_dispatch.cp_mesh
+    padded = _pad(q_ranges, k_ranges, types, total, old.plan.pad_size)
+    totals = (old.plan.padded_tokens, old.plan.padded_tokens)
+    key = init_dist_attn_runtime_key(
+        *padded,
+        *totals,
+        *heads,
+        old.plan.pad_size,
+        old.plan.chunk_size,
+        group,
+        mesh,
+        config,
+        dispatch_identity=old.plan.partitions,
+    )
+    if key.flags.sanity_check:
+        mask.check()
+
+    def make() -> DistAttnRuntimeMgr:
+        plan = plan_for_partitions(
+            mask.slices,
+            total,
+            old.plan.pad_size,
+            old.plan.chunk_size,
+            old.plan.partitions,
+            overlap=config.overlap_config,
+            uneven_shard=old.plan.uneven_shard,
+            num_heads_q=heads[0],
+            num_heads_kv=heads[1],
+            head_dim=heads[2],
+        )
+        return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)
+
+    return _remember(key, make)
+
+
+def make_varlen_key_for_new_mask_after_dispatch(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    key_for_dispatch: DistAttnRuntimeKey,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """``make_flex_key_for_new_mask_after_dispatch`` for packed documents."""
+    q, k, types, total_q, total_k = infer_attn_mask_from_cu_seqlens(
+        cu_seqlens_q, cu_seqlens_k, causal=causal, window_size=window_size
+    )
+    old_total = key_for_dispatch.total_seqlen_q - key_for_dispatch.pad_size
+    if (total_q, total_k) != (old_total, old_total):
+        raise ContractError(
+            f"cu_seqlens describe {total_q} queries and {total_k} keys, but the tokens were dispatched as "
+            f"{old_total}; describe the same sequence."
+        )
+    return make_flex_key_for_new_mask_after_dispatch(q, k, types, key_for_dispatch, dist_attn_config=dist_attn_config)
+
+
+# ---- using keys -------------------------------------------------------------------------------------
+
+
+def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
+    """This rank's rows of ``x``: the global tensor (unpadded total in dim 0, any dtype and other dims), the same
+    on all ranks. Backward gathers, so that every rank gets the whole global gradient."""
+    return token_layout.shard(x, _manager(key).layout, pad_value)
+
+
+def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
+    """The unpadded global tensor from every rank's rows. Backward keeps this rank's rows of the gradient; with
+    ``is_partial_grad`` the gradients of all ranks are summed first."""
+    return token_layout.gather(x, _manager(key).layout, is_partial_grad)
+
+
+def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
+    """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around."""
+    return _manager(key).roll(x, shift, dim)
+
+
+def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
+    """``roll`` with one message per contiguous piece; the same result."""
+    return _manager(key).roll_simple(x, shift, dim)
+
+
+def calc_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key: DistAttnRuntimeKey,
+    sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention of the local rows over all keys that the mask allows.
+
+    q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``, dispatched, any strides; ``sink`` ``(S, Hq)``, the same on
+    all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) over all
+    ranks, or None)``. ``softmax_scale`` defaults to ``D ** -0.5``. Collective; differentiable in q, k, v, sink.
+    """
+    out, lse, max_logits = _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+
+
+def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
+    """int64 global positions of the local rows (padded length); pad rows report the last real token, so the result
+    is a valid index into the unpadded sequence. On the GPU if there is one."""
+    return _manager(key).get_position_ids()
+
+
+def get_most_recent_key(cp_group: Any) -> DistAttnRuntimeKey:
+    """The key last made or used for a group; ``ValueError`` for None or if there is none."""
+    if cp_group is None:
+        raise UnknownKeyError("cp_group is None; pass the process group that the key was made for.")
+    key = dist_attn_runtime_dict_mgr.get_most_recent_key(cp_group)
+    if key is None:
+        raise UnknownKeyError("No dist attn runtime key exists for this group; make one with magi_attn_flex_key.")
+    return key
+
+
+def clear_cache(cp_group: Any = None) -> None:
+    """Forgets the keys of one group or of all; they raise ``ValueError`` from then on."""
+    dist_attn_runtime_dict_mgr.clear(cp_group)
+
+
+# ---- inner parts ------------------------------------------------------------------------------------
+
+
+def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key does not exist!") -> DistAttnRuntimeMgr:
+    if not isinstance(key, DistAttnRuntimeKey):
+        raise UnknownKeyError(f"{missing} key is {type(key).__name__}; make one with magi_attn_flex_key.")
+    manager = dist_attn_runtime_dict_mgr.get(key)
+    if manager is not None:
+        return manager
+    if key._manager and not key._manager[0].is_cleared:  # evicted, but the caller still holds the key
+        dist_attn_runtime_dict_mgr[key] = key._manager[0]
+        return key._manager[0]
+    raise UnknownKeyError(
+        f"{missing} It was never made in this process or clear_cache() dropped it; make it again with "
+        "magi_attn_flex_key or magi_attn_varlen_key."
+    )
+
+
+def _remember(key: DistAttnRuntimeKey, make) -> DistAttnRuntimeKey:
+    manager = dist_attn_runtime_dict_mgr.get(key)  # a hit counts as use
+    if manager is None:
+        manager = make()
+        dist_attn_runtime_dict_mgr[key] = manager
+    key._manager.append(manager)
+    return key
+
+
+def _check_ranges(q_ranges: AttnRanges, k_ranges: AttnRanges) -> None:
+    for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
+        if not isinstance(ranges, AttnRanges):
+            raise ContractError(
+                f"{name} is {type(ranges).__name__}; wrap pairs as AttnRanges.from_ranges([[0, n], ...]). Tensors to "
+                "dispatch are passed to dispatch(x, key), not to the key maker."
+            )
+    if len(q_ranges) == 0:
+        raise ContractError("q_ranges is empty; give at least one slice (an empty range is allowed).")
+    if len(q_ranges) != len(k_ranges):
+        raise ContractError(f"{len(q_ranges)} q ranges but {len(k_ranges)} k ranges; give one k range per q range.")
+
+
+def _with_chunk_size(config: DistAttnConfig, chunk_size: int | None, pad_size: int) -> DistAttnConfig:
+    if pad_size:
+        warnings.warn(
+            "pad_size is ignored: the pad is computed, see key.pad_size. Pass 0.", DeprecationWarning, stacklevel=3
+        )
+    if chunk_size is None:
+        return config
+    warnings.warn("chunk_size= is deprecated; use DispatchConfig(chunk_size=...).", DeprecationWarning, stacklevel=3)
+    old = config.dispatch_config
+    if old.chunk_size is not None and old.chunk_size != chunk_size:
+        raise ContractError(
+            f"chunk_size={chunk_size} contradicts DispatchConfig(chunk_size={old.chunk_size}); give it once."
+        )
+    dispatch_config = DispatchConfig(chunk_size, old.uneven_shard, old.alg)
+    return DistAttnConfig(dispatch_config, config.overlap_config, config.grpcoll_config)
+
+
+def _pad(q_ranges, k_ranges, types, total: int, pad: int):
+    if not pad:
+        return q_ranges, k_ranges, types
+    return apply_padding(q_ranges, k_ranges, types, total, pad)

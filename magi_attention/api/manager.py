@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DistAttnRuntimeMgr``: one key made ready to run; and the caches of keys, one per group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from magi_attention.api.key import DistAttnRuntimeKey, group_ranks
+from magi_attention.api.policy import policy_from_flags
+from magi_attention.comm.torch_transport import as_transport
+from magi_attention.common.enum import AttnMaskType, AttnRole
+from magi_attention.common.intervals import Packing, as_intervals
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.slices import SliceTable
+from magi_attention.config import DistAttnConfig
+from magi_attention.env import general
+from magi_attention.env.snapshot import RuntimeFlags
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional import layout as token_layout
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.runtime import AttnRuntime
+from magi_attention.kernels import default_registry
+from magi_attention.meta import metas
+from magi_attention.meta.collection import AttnArg, DispatchMeta
+from magi_attention.meta.plan import Plan
+
+
+class DistAttnRuntimeMgr:
+    """Moves tensors and runs attention for one key. Equality is by plan and configuration."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        cp_group: Any,
+        flags: RuntimeFlags,
+        dist_attn_config: DistAttnConfig,
+        cp_mesh: Any = None,
+    ) -> None:
+        self.plan = plan
+        self.cp_group = cp_group
+        self.cp_mesh = cp_mesh
+        self.dist_attn_config = dist_attn_config
+        self.flags = flags
+        self.num_heads_q, self.num_heads_kv, self.head_dim = plan.num_heads_q, plan.num_heads_kv, plan.head_dim
+        self.is_same_source = self.is_q_permutable = self.is_k_permutable = True
+        self.is_cleared = False
+        self.transport = as_transport(cp_group)
+        self.layout = token_layout.TokenLayout(plan, self.transport)
+        self.dispatch_meta_q, self.dispatch_meta_k = metas.dispatch_metas(plan, self.transport.rank)
+        hierarchy = None
+        if flags.hierarchical_comm and cp_mesh is not None and self.transport.size > 1:
+            hierarchy = (as_transport(cp_mesh.get_group(0)), as_transport(cp_mesh.get_group(1)))
+        policy = policy_from_flags(flags)
+        self.dist_attn_runtime = AttnRuntime(plan, self.transport, default_registry(), policy, hierarchy)
+
+    # ---- moving rows --------------------------------------------------------------------------------
+
+    def dispatch_qo(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a padded global tensor."""
+        return token_layout.shard(x, self.layout, is_padded=True)
+
+    def undispatch_qo(self, x: torch.Tensor, is_partial_grad: bool = False) -> torch.Tensor:
+        """The padded global tensor from this rank's rows."""
+        return token_layout.gather(x, self.layout, is_partial_grad, keep_pad=True)
+
+    dispatch_kv = dispatch_qo
+    undispatch_kv = undispatch_qo
+
+    def roll(self, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
+        return token_layout.roll(x, self.layout, shift, dim)
+
+    def roll_simple(self, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
+        return token_layout.roll(x, self.layout, shift, dim, simple=True)
+
+    def get_position_ids(self, attn_role: AttnRole = AttnRole.QUERY) -> torch.Tensor:
+        """int64 positions of the local rows, pad rows clipped to the last real token; on the GPU if there is one."""
+        return token_layout.positions(self.layout, "cuda" if torch.cuda.is_available() else "cpu")
+
+    # ---- attention ----------------------------------------------------------------------------------
+
+    def calc_attn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        return_max_logits: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Local out, lse and max_logits (or None); see ``magi_attention.api.calc_attn``."""
+        return dist_attn(q, k, v, self.dist_attn_runtime, sink, softmax_scale, softcap, return_max_logits)
+
+    def get_xattn_args(
+        self,
+        ref_xattn_q_ranges: AttnRanges,
+        ref_xattn_k_ranges: AttnRanges,
+        attn_mask_type,
+        return_host_only: bool = False,
+    ) -> AttnArg:
+        """Slices of a cross-attention whose queries are dispatched like this key's and whose keys every rank holds.
+
+        FULL only. ``ref_xattn_q_ranges[i]`` (global rows) sees ``ref_xattn_k_ranges[i]``. With
+        ``return_host_only`` the q ranges count this rank's local rows; otherwise they are the global pieces of
+        all ranks, in rank order. Rows of no q range attend to nothing. ``ContractError`` if this rank holds none.
+        """
+        types = metas.slice_table(ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type).array[:, 4]
+        if types.any():
+            raise ContractError("get_xattn_args supports AttnMaskType.FULL only; give full slices.")
+        q, k = as_intervals(ref_xattn_q_ranges.to_naive_ranges()), as_intervals(ref_xattn_k_ranges.to_naive_ranges())
+        ranks = [self.transport.rank] if return_host_only else range(self.plan.cp_size)
+        q_out, k_out = [], []
+        for rank in ranks:
+            host = Packing(self.plan.host_ranges(rank))
+            for (start, end), keys in zip(q.tolist(), k.tolist()):
+                low = np.maximum(host.ranges[:, 0], start)
+                high = np.minimum(host.ranges[:, 1], end)
+                pieces = np.stack([low, high], axis=1)[high > low]
+                q_out += (host.localize(pieces) if return_host_only else pieces).tolist()
+                k_out += [keys] * len(pieces)
+        if not q_out:
+            raise ContractError(
+                f"None of the given q ranges meets the rows of rank {self.transport.rank}; give q ranges that "
+                "cover the dispatched sequence."
+            )
+        return AttnArg(AttnRanges.from_ranges(q_out), AttnRanges.from_ranges(k_out), [0] * len(q_out))
+
+    # ---- published attributes -----------------------------------------------------------------------
+
+    @property
+    def ref_q_ranges(self) -> AttnRanges:
+        return AttnRanges.from_ranges(self.plan.slices.array[:, 0:2].tolist())
+
+    @property
+    def ref_k_ranges(self) -> AttnRanges:
+        return AttnRanges.from_ranges(self.plan.slices.array[:, 2:4].tolist())
+
+    @property
+    def attn_solver(self) -> metas.DistAttnSolver:
+        """The solver in its published form, solved."""
+        heads = (self.num_heads_q, self.num_heads_kv, self.head_dim)
+        solver = metas.DistAttnSolver(*heads, self.plan.overlap, self.cp_group, self.cp_mesh)
+        solver.plan, solver.rank = self.plan, self.transport.rank
+        return solver
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DistAttnRuntimeMgr):
+            return False
+        mine = (self.plan, self.transport.rank, self.flags, self.dist_attn_config)
+        return mine == (other.plan, other.transport.rank, other.flags, other.dist_attn_config)
+
+    __hash__ = object.__hash__
+
+
+def init_dist_attn_runtime_mgr(
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    chunk_size: int,
+    cp_group: Any,
+    cp_mesh: Any = None,
+    dist_attn_config: DistAttnConfig | None = None,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+    ref_dispatch_meta_q: DispatchMeta | None = None,
+    ref_dispatch_meta_k: DispatchMeta | None = None,
+) -> DistAttnRuntimeMgr:
+    """A manager for a padded mask. With both reference metas their partition is used and nothing is dispatched
+    anew, so any partition of one's own (zig-zag, say) can be brought."""
+    config = dist_attn_config or DistAttnConfig()
+    metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
+    flags = RuntimeFlags.from_env()
+    transport = as_transport(cp_group)
+    if (ref_dispatch_meta_q is None) != (ref_dispatch_meta_k is None):
+        raise ContractError("Give both ref_dispatch_meta_q and ref_dispatch_meta_k, or neither.")
+    meta = ref_dispatch_meta_q
+    if meta is None:
+        kinds = [attn_mask_type] * len(q_ranges) if isinstance(attn_mask_type, (str, AttnMaskType)) else attn_mask_type
+        meta, _ = metas.make_dispatch_meta_from_qk_ranges(
+            q_ranges,
+            k_ranges,
+            kinds,
+            total_seqlen_q,
+            total_seqlen_k,
+            chunk_size,
+            transport.size,
+            transport.rank,
+            config.dispatch_config,
+            uneven_shard=config.dispatch_config.uneven_shard,
+        )
+    elif ref_dispatch_meta_k.partitions != meta.partitions:
+        raise UnsupportedError("Queries and keys must share one partition; the two reference metas differ.")
+    slices: SliceTable = metas.slice_table(q_ranges, k_ranges, attn_mask_type)
+    plan = metas.plan_of_metas(slices, meta, config.overlap_config, (num_heads_q, num_heads_kv, head_dim))
+    return DistAttnRuntimeMgr(plan, cp_group, flags, config, cp_mesh)
+
+
+class DistAttnRuntimeDict(OrderedDict):
+    """Managers by key, least recently used first. Reading, writing and asking ``in`` all count as use."""
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__()
+        self.max_size = max_size
+
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        self.move_to_end(key)
+        return value
+
+    def get(self, key, default=None):
+        return self[key] if OrderedDict.__contains__(self, key) else default
+
+    def __contains__(self, key) -> bool:
+        found = super().__contains__(key)
+        if found:
+            self.move_to_end(key)
+        return found
+
+    def __setitem__(self, key, value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > max(self.max_size, 1):  # the newest entry stays whatever the limit
+            self.popitem(last=False)
+
+    def get_most_recent_key(self):
+        return next(reversed(self)) if len(self) else None
+
+
+class DistAttnRuntimeDictManager:
+    """One ``DistAttnRuntimeDict`` per group; groups are told apart by their global ranks."""
+
+    def __init__(self) -> None:
+        self._dicts: dict[tuple[int, ...], DistAttnRuntimeDict] = {}
+
+    def _dict(self, ranks: tuple[int, ...]) -> DistAttnRuntimeDict:
+        if ranks not in self._dicts:
+            self._dicts[ranks] = DistAttnRuntimeDict(general.dist_attn_runtime_dict_size())
+        return self._dicts[ranks]
+
+    def get(self, key: DistAttnRuntimeKey, default=None):
+        return self._dict(key.cp_ranks).get(key, default)
+
+    def __contains__(self, key) -> bool:
+        return key in self._dict(key.cp_ranks)
+
+    def __getitem__(self, key) -> DistAttnRuntimeMgr:
+        return self._dict(key.cp_ranks)[key]
+
+    def __setitem__(self, key, manager: DistAttnRuntimeMgr) -> None:
+        manager.is_cleared = False
+        self._dict(key.cp_ranks)[key] = manager
+
+    def keys(self, cp_group: Any = None) -> list:
+        """Keys of one group, or of all."""
+        if cp_group is not None:
+            return list(self._dict(group_ranks(cp_group)).keys())
+        return [key for cached in self._dicts.values() for key in cached.keys()]
+
+    def get_most_recent_key(self, cp_group: Any):
+        return self._dict(group_ranks(cp_group)).get_most_recent_key()
+
+    def clear(self, cp_group: Any = None) -> None:
+        """Drops the managers of one group or of all; backward passes under way keep what they need."""
+        dicts = list(self._dicts.values()) if cp_group is None else [self._dict(group_ranks(cp_group))]
+        for cached in dicts:
+            for manager in cached.values():
+                manager.is_cleared = True
+            cached.clear()

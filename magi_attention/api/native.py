@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API for new code: ``Mask -> make_plan -> plan.shard / gather / roll / positions -> attend``.
+
+``group`` is a torch process group, a ``Transport``, or None: the default group if torch.distributed is
+initialised, else this process alone. A plan for one rank needs no group.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from magi_attention.api.policy import policy_from_flags
+from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.transport import SingleTransport
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.mask import Mask
+from magi_attention.config import DistAttnConfig, OverlapConfig
+from magi_attention.env.snapshot import RuntimeFlags
+from magi_attention.errors import ContractError
+from magi_attention.functional import layout as token_layout
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
+from magi_attention.kernels import default_registry
+from magi_attention.meta import plan as meta_plan
+from magi_attention.meta.explain import explain
+from magi_attention.meta.planner import build_plan, plan_for_partitions
+
+DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
+
+
+class Plan(meta_plan.Plan):
+    """A plan that can also move tensors. Still a pure value: what it caches is neither compared nor pickled."""
+
+    def shard(self, x: torch.Tensor, group: Any = None, pad_value: float = 0.0, dim: int = 0) -> torch.Tensor:
+        """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold."""
+        return token_layout.shard(x, self._layout(group), pad_value, dim)
+
+    def gather(self, x: torch.Tensor, group: Any = None, is_partial_grad: bool = False, dim: int = 0) -> torch.Tensor:
+        """The global tensor in natural order, ``total_tokens`` rows, on every rank."""
+        return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
+
+    def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
+        """``torch.roll(padded global tensor, shift, dim)`` in local form; labels are ``roll(tokens, -1)``."""
+        return token_layout.roll(x, self._layout(group), shift, dim)
+
+    def positions(self, group: Any = None, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 global position of every local row; pad rows get the last real position.
+
+        ``group`` may also be a rank number, to ask on behalf of another rank.
+        """
+        if isinstance(group, int):
+            ids = torch.from_numpy(self.position_array(group)).to(device)
+            return ids.clamp(max=self.total_tokens - 1)
+        return token_layout.positions(self._layout(group), device)
+
+    def with_mask(self, mask: Mask, overlap: OverlapConfig | None = None) -> Plan:
+        """The plan of another mask over the same dispatch, for models that mix masks. Its balance is that of
+        this plan's mask."""
+        _check_square(mask, self.total_tokens)
+        return plan_for_partitions(
+            mask.slices,
+            self.total_tokens,
+            self.pad_size,
+            self.chunk_size,
+            self.partitions,
+            overlap=overlap or self.overlap,
+            uneven_shard=self.uneven_shard,
+            num_heads_q=self.num_heads_q,
+            num_heads_kv=self.num_heads_kv,
+            head_dim=self.head_dim,
+            plan_type=Plan,
+        )
+
+    def explain(self, element_bytes: int = 2) -> dict:
+        """The plan in numbers; see ``magi_attention.meta.explain``."""
+        return explain(self, element_bytes)
+
+    @cached_property
+    def _layouts(self) -> dict:
+        return {}
+
+    @cached_property
+    def _runtimes(self) -> dict:
+        return {}
+
+    def _layout(self, group: Any) -> token_layout.TokenLayout:
+        transport = SingleTransport() if group is None and self.cp_size == 1 else as_transport(group)
+        key = (transport.ranks, transport.rank, _identity(group))
+        if key not in self._layouts:
+            self._layouts[key] = token_layout.TokenLayout(self, transport)
+        return self._layouts[key]
+
+    def _runtime(self, group: Any, policy: AttnPolicy | None) -> AttnRuntime:
+        layout = self._layout(group)
+        policy = policy or policy_from_flags(RuntimeFlags.from_env())
+        key = (layout.transport, policy)
+        if key not in self._runtimes:
+            self._runtimes[key] = AttnRuntime(self, layout.transport, default_registry(), policy)
+        return self._runtimes[key]
+
+
+def _identity(group: Any) -> Any:
+    """What tells two groups over the same ranks apart; the default group is asked for anew each time."""
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.group.WORLD
+    return group
+
+
+def make_plan(
+    mask: Mask,
+    cp_size: int,
+    config: DistAttnConfig | None = None,
+    *,
+    num_heads_q: int = 1,
+    num_heads_kv: int = 1,
+    head_dim: int = 1,
+    check: bool | None = None,
+    balance: float | None = DEFAULT_BALANCE,
+) -> Plan:
+    """Plans ``mask`` over ``cp_size`` ranks: a pure function on the CPU, the same on every rank.
+
+    Head counts and head dim enter the predicted bytes and times only. ``check`` proves that slices are disjoint
+    (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
+    the mean where the chunk size is left open; None keeps the first choice. ``ContractError`` for a mask that is
+    not square, overlapping slices or too few chunks.
+    """
+    if not isinstance(mask, Mask):
+        raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")
+    _check_square(mask, mask.total_q)
+    flags = RuntimeFlags.from_env()
+    if flags.sanity_check if check is None else check:
+        mask.check()
+    return build_plan(
+        mask.slices,
+        mask.total_q,
+        cp_size,
+        config=config,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        min_chunks_per_rank=flags.min_chunks_per_rank,
+        balance=balance,
+        plan_type=Plan,
+    )
+
+
+def _check_square(mask: Mask, total: int) -> None:
+    if mask.total_q != mask.total_k or mask.total_q != total:
+        raise ContractError(
+            f"The mask has {mask.total_q} queries and {mask.total_k} keys; distributed self-attention over "
+            f"{total} tokens needs as many of both."
+        )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    group: Any = None,
+    *,
+    sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+    policy: AttnPolicy | None = None,
+    trace: Trace | None = None,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention of this rank's tokens over the whole sequence under the plan's mask.
+
+    q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)`` hold this rank's ``T`` tokens (``plan.shard``). Returns
+    out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) or None)``.
+    ``softmax_scale`` defaults to ``D ** -0.5``; ``softcap`` > 0 caps logits; ``sink`` ``(S, Hq)`` holds extra logits,
+    the same on all ranks. Differentiable in q, k, v and sink. Collective over the group. ``trace`` collects
+    timed steps (dicts of rank, lane, stage, start, end).
+    """
+    runtime = plan._runtime(group, policy)
+    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention-4 entry points: forward and backward over an attention argument, and an autograd form.
+
+They prefer the backend "fa4". Where it cannot run, the first backend that can takes the call, after one
+log line. ``attn_arg`` is any object with ``q_ranges``, ``k_ranges`` and ``attn_type_map``; tile sizes and
+areas that it may carry are hints which the torch backends do not need.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from magi_attention.kernels.registry import default_registry
+from magi_attention.kernels.tables import table_from_attn_arg
+from magi_attention.kernels.torch_ops import flex_fwd
+from magi_attention.kernels.types import AttnOptions, Problem
+
+
+class AttnArg(Protocol):
+    """What is read of an attention argument; see ``table_from_attn_arg`` for the accepted types."""
+
+    q_ranges: object
+    k_ranges: object
+    attn_type_map: object
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+
+
+def fa4_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    attn_arg: AttnArg,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink_layout: str = "sh",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq))``; no autograd. Scale defaults to ``D ** -0.5``."""
+    options = AttnOptions(_scale(q, softmax_scale), softcap, sink_layout)
+    backend, _ = default_registry().select(Problem.of(q, k, v, options, sink), "fa4")
+    got = backend.forward(q, k, v, table_from_attn_arg(attn_arg), options, sink)
+    return got.out.to(q.dtype), got.lse
+
+
+def fa4_bwd(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    attn_arg: AttnArg,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink_layout: str = "sh",
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
+    options = AttnOptions(_scale(q, softmax_scale), softcap, sink_layout, deterministic)
+    problem = Problem.of(q, k, v, options, sink, needs_backward=True)
+    backend, _ = default_registry().select(problem, "fa4")
+    got = backend.backward(do, q, k, v, o, lse, table_from_attn_arg(attn_arg), options, sink)
+    dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
+    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
+
+
+def ffa_fa4_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_ranges: torch.Tensor,
+    k_ranges: torch.Tensor,
+    attn_type_map: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    reuse_attn_arg: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` with gradients for q, k, v; shapes as in ``flex_flash_attn_func``.
+
+    ``reuse_attn_arg`` is a hint without effect: equal masks share their prepared form by value, so a call
+    never takes the mask of an earlier one by mistake.
+    """
+    from magi_attention.functional.flex_flash_attn import check_call
+
+    check_call(q, k, v, q_ranges, k_ranges, attn_type_map)
+    needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    out, lse, _ = flex_fwd(
+        q, k, v, q_ranges, k_ranges, attn_type_map, None, None, "sh",
+        _scale(q, softmax_scale), float(softcap), deterministic, 0, False, "fa4", needs_backward,
+    )  # fmt: skip
+    return out, lse.detach()

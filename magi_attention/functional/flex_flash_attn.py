@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flex_flash_attn_func``: attention on one device over a list of AttnSlices, with gradients."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.correction import check_sink
+from magi_attention.kernels.operands import FLOAT_DTYPES
+from magi_attention.kernels.torch_ops import flex_fwd
+
+_INTEGERS = (torch.int32, torch.int64)
+_LEGACY_NOTE = (
+    "max_seqlen_q and max_seqlen_k after the ranges are the calling form of 1.0.x; pass neither. "
+    "The second result is an AttnForwardMeta with lse (tokens, heads), not lse (heads, tokens)."
+)
+
+
+def _accept_legacy_call(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the 1.0.x form ``(q, k, v, q_ranges, k_ranges, max_seqlen_q, max_seqlen_k, attn_type_map)`` too.
+
+    It is told by an int in sixth place or by the keyword ``max_seqlen_k``. The bounds are dropped: they were
+    hints. The result is always ``(out, AttnForwardMeta)``.
+    """
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_positional = len(args) > 5 and isinstance(args[5], int)
+        if is_positional or "max_seqlen_k" in kwargs:
+            warnings.warn(_LEGACY_NOTE, DeprecationWarning, stacklevel=2)
+            kwargs.pop("max_seqlen_k", None)
+        if is_positional:
+            has_k_bound = len(args) > 6 and isinstance(args[6], int)
+            rest = args[7:] if has_k_bound else args[6:]
+            if len(rest) > 1:
+                raise ContractError("Pass all arguments after attn_type_map by keyword.")
+            kwargs.pop("max_seqlen_q", None)
+            args = args[:5] + rest
+        return func(*args, **kwargs)
+
+    return call
+
+
+@_accept_legacy_call
+def flex_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_ranges: torch.Tensor | None = None,
+    k_ranges: torch.Tensor | None = None,
+    attn_type_map: torch.Tensor | None = None,
+    *,
+    index_attn_indices: torch.Tensor | None = None,
+    q_block_size: int = 1,
+    k_block_size: int = 1,
+    sink: torch.Tensor | None = None,
+    sink_layout: str = "sh",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    disable_fwd_atomic_reduction: bool = False,
+    disable_bwd_dkv_atomic_reduction: bool = False,
+    ref_block_size: tuple[int, int] | None = None,
+    max_seqlen_q: int | None = None,
+    auto_range_merge: bool = False,
+    swap_ab: bool = False,
+    pack_gqa: bool = False,
+    cat_gqa: bool = False,
+    sparse_load: bool = False,
+    index_attn: bool = False,
+    swap_bwd_qk_loop: bool = False,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention over AttnSlices: query row i sees key row j if a slice allows the pair.
+
+    Slices must be disjoint; with ``MAGI_ATTENTION_SANITY_CHECK=1`` an overlap is an error. A row that sees
+    nothing gives out 0, lse -inf and gradients 0. Inputs may have any strides. Under
+    ``torch.compile(fullgraph=True)`` the call is one custom op.
+
+    Args:
+        q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv). One floating dtype, Hq a multiple of Hk.
+        q_ranges, k_ranges: (N, 2) int32 or int64, half-open row ranges.
+        attn_type_map: (N,) integer: 0 full, 1 causal, 2 inverse causal, 3 bi-causal; None: all full.
+        index_attn_indices: in place of the ranges, int (Tq / n, n, max_topk) with any n: for row r of q,
+            in flat order, the rows of k that it sees, padded with -1. k and v have one head then.
+        q_block_size, k_block_size: must be 1, with indices.
+        sink: (S, Hq) for ``sink_layout`` "sh", (Tq, S, Hq) for "ssh": extra logits in the softmax sum.
+        softmax_scale: default ``D ** -0.5``.
+        softcap: if positive, logits are ``softcap * tanh(scale * q.k / softcap)``.
+        deterministic: bitwise repeatable results.
+        sm_margin: SMs that a GPU kernel leaves free.
+        return_max_logits: also give the largest logit of each query head.
+        disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, ref_block_size, max_seqlen_q,
+            auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load, index_attn, swap_bwd_qk_loop: hints
+            about how to compute. They never change the result, and combinations that 1.1.x refused are
+            refused.
+
+    Returns:
+        ``(out, meta)``: out (Tq, Hq, Dv) in q's dtype; ``meta.lse`` (Tq, Hq) and ``meta.max_logits`` (Hq,)
+        or None, float32 (float64 for float64 inputs), without gradient.
+
+    Raises:
+        ContractError: shapes, dtypes, devices or flags do not fit together.
+        RangeError: a malformed range.
+        UnsupportedError: ``sparse_load`` without ``auto_range_merge``, ``disable_bwd_dkv_atomic_reduction``
+            with ``swap_bwd_qk_loop`` (both RuntimeErrors), block sizes above 1, sink layout "shd".
+        NoBackendError: the backend asked for by environment cannot run the problem.
+    """
+    check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
+    _check_flags(
+        sparse_load=sparse_load, auto_range_merge=auto_range_merge or index_attn_indices is not None,
+        disable_dkv=disable_bwd_dkv_atomic_reduction, swap_loop=swap_bwd_qk_loop, deterministic=deterministic,
+        pack_gqa=pack_gqa, cat_gqa=cat_gqa, swap_ab=swap_ab, tile=ref_block_size,
+        blocks=(q_block_size, k_block_size),
+    )  # fmt: skip
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1], sink_layout)
+        _check_devices(q, sink=sink)
+    if softmax_scale is None:
+        softmax_scale = q.shape[2] ** -0.5
+    needs_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink))
+    out, lse, max_logits = flex_fwd(
+        q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, sink, sink_layout,
+        float(softmax_scale), float(softcap), deterministic, sm_margin, return_max_logits, "", needs_backward,
+    )  # fmt: skip
+    return out, AttnForwardMeta(lse.detach(), max_logits.detach() if return_max_logits else None)
+
+
+def check_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_ranges: torch.Tensor | None,
+    k_ranges: torch.Tensor | None,
+    attn_type_map: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
+    index_attn: bool = False,
+) -> None:
+    """Raises ``ContractError`` unless tensors and mask fit together; looks at no value of the mask."""
+    _check_qkv(q, k, v)
+    _check_devices(q, q_ranges=q_ranges, k_ranges=k_ranges, attn_type_map=attn_type_map, index_attn_indices=indices)
+    if (q_ranges is None) == (indices is None):
+        raise ContractError("Give either q_ranges and k_ranges or index_attn_indices, exactly one of the two.")
+    if indices is not None:
+        if k_ranges is not None or attn_type_map is not None:
+            raise ContractError("k_ranges and attn_type_map belong to q_ranges; drop them with index_attn_indices.")
+        _check_indices(q, k, indices)
+        return
+    if index_attn:
+        raise ContractError("index_attn needs index_attn_indices; pass them in place of the ranges.")
+    if k_ranges is None:
+        raise ContractError("k_ranges is missing; give one k range per q range.")
+    _check_ranges(q_ranges, k_ranges, attn_type_map)  # type: ignore[arg-type]
+
+
+def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ContractError(f"{shapes}: give (tokens, heads, head dim) each; batches are packed into tokens.")
+    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ContractError(f"{shapes}: k and v must have the same tokens and heads.")
+    if q.shape[2] != k.shape[2]:
+        raise ContractError(f"{shapes}: q and k must have the same head dim.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ContractError(f"{shapes}: the number of query heads must be a multiple of that of kv heads.")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
+        raise ContractError(
+            f"dtypes of q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast all three to one floating dtype."
+        )
+    _check_devices(q, k=k, v=v)
+
+
+def _check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ContractError(f"{name} is on {x.device}, q on {q.device}; move {name} to {q.device}.")
+
+
+def _check_indices(q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor) -> None:
+    fits = indices.dim() == 3 and indices.dtype in _INTEGERS and k.shape[1] == 1
+    if not fits or indices.shape[0] * indices.shape[1] != q.shape[0]:
+        raise ContractError(
+            f"index_attn_indices {tuple(indices.shape)} {indices.dtype} with q {tuple(q.shape)} and k "
+            f"{tuple(k.shape)}: give int32 (tokens, kv heads, max_topk) with tokens * kv heads rows of q, "
+            "and k, v with one head."
+        )
+
+
+def _check_ranges(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None) -> None:
+    for name, x in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
+        if x.dim() != 2 or x.shape[1] != 2 or x.dtype not in _INTEGERS:
+            raise ContractError(f"{name} is {tuple(x.shape)} {x.dtype}; give int32 (N, 2).")
+    num = q_ranges.shape[0]
+    if k_ranges.shape[0] != num:
+        raise ContractError(f"{num} q ranges but {k_ranges.shape[0]} k ranges; give one k range per q range.")
+    if types is not None and (types.dim() != 1 or types.dtype not in _INTEGERS):
+        raise ContractError(f"attn_type_map is {tuple(types.shape)} {types.dtype}; give int32 (N,).")
+    if types is not None and types.shape[0] != num:
+        raise ContractError(f"attn_type_map has {types.shape[0]} entries for {num} slices; give one for each.")
+
+
+def _check_flags(
+    *,
+    sparse_load: bool,
+    auto_range_merge: bool,
+    disable_dkv: bool,
+    swap_loop: bool,
+    deterministic: bool,
+    pack_gqa: bool,
+    cat_gqa: bool,
+    swap_ab: bool,
+    tile: tuple[int, int] | None,
+    blocks: tuple[int, int],
+) -> None:
+    if sparse_load and not auto_range_merge:
+        raise UnsupportedError("sparse_load needs auto_range_merge=True; set both or neither.")
+    if disable_dkv and swap_loop:
+        raise UnsupportedError(
+            "disable_bwd_dkv_atomic_reduction and swap_bwd_qk_loop exclude each other; drop one of them."
+        )
+    if swap_loop and deterministic:
+        raise ContractError("swap_bwd_qk_loop and deterministic exclude each other; drop one of them.")
+    if cat_gqa and (pack_gqa or swap_loop):
+        raise ContractError("cat_gqa excludes pack_gqa and swap_bwd_qk_loop; drop one of them.")
+    if blocks != (1, 1):
+        raise UnsupportedError(f"q_block_size and k_block_size are {blocks}; only 1 is supported.")
+    if tile is not None:
+        m, n = tile
+        ok = (m in (8, 16, 32, 64) and n == 64) if swap_ab else (m in (64, 128, 192) and 0 < n <= 256 and n % 16 == 0)
+        if not ok:
+            raise ContractError(
+                f"ref_block_size {(m, n)} is no tile; use 64, 128 or 192 by a multiple of 16 up to 256, "
+                "or with swap_ab 8, 16, 32 or 64 by 64."
+            )

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving rows between the global order of the packed sequence and the order in which ranks hold them.
+
+All functions are differentiable. *Local* tensors have this rank's tokens along ``dim``, in ascending global
+order, pad rows included; *global* tensors have the unpadded ``total_tokens``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from magi_attention.comm.transport import Transport
+from magi_attention.errors import ContractError
+from magi_attention.meta.plan import Plan
+
+
+@dataclass(frozen=True)
+class RollRoute:
+    """One roll as this rank sees it; row indices are local."""
+
+    send_rows: np.ndarray  # grouped by receiving rank
+    send_counts: tuple[int, ...]
+    recv_rows: np.ndarray  # place of every arriving row, grouped by sending rank
+    recv_counts: tuple[int, ...]
+
+
+class TokenLayout:
+    """Where the tokens of ``plan`` live, as seen by ``transport.rank``; index tensors are made once."""
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        if transport.size != plan.cp_size:
+            raise ContractError(
+                f"The plan is for {plan.cp_size} ranks and the group has {transport.size}; "
+                "make the plan with cp_size equal to the group's size."
+            )
+        self.plan = plan
+        self.transport = transport
+        self.rank = transport.rank
+        self.num_local = plan.shard_sizes[transport.rank]
+        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._routes: dict[int, RollRoute] = {}
+
+    @cached_property
+    def _dispatched(self) -> np.ndarray:
+        """Global position of every row of all shards put one after another."""
+        return np.concatenate([self.plan.position_array(r) for r in range(self.plan.cp_size)])
+
+    def index(self, name: str, device: torch.device) -> torch.Tensor:
+        """Index tensor ``name`` on ``device``: ``local`` (positions of this shard), ``dispatched``, or
+        ``natural`` (place of every token among the shards put one after another)."""
+        key = (name, torch.device(device))
+        if key not in self._tensors:
+            if name == "local":
+                array = self.plan.position_array(self.rank)
+            elif name == "dispatched":
+                array = self._dispatched
+            else:
+                array = np.argsort(self._dispatched, kind="stable")
+            self._tensors[key] = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return self._tensors[key]
+
+    def roll_route(self, shift: int) -> RollRoute:
+        """Who sends which rows to whom for ``out[t] = x[(t - shift) mod padded_tokens]``."""
+        shift %= self.plan.padded_tokens
+        if shift not in self._routes:
+            plan, me = self.plan, self.rank
+            send, recv = [], None
+            for rank in range(plan.cp_size):
+                source = (plan.position_array(rank) - shift) % plan.padded_tokens
+                chunk = source // plan.chunk_size
+                owner = plan.rank_of_chunk[chunk]
+                row = plan.local_start_of_chunk[chunk] + source % plan.chunk_size
+                send.append(row[owner == me])
+                if rank == me:
+                    recv = (np.argsort(owner, kind="stable"), np.bincount(owner, minlength=plan.cp_size))
+            assert recv is not None
+            self._routes[shift] = RollRoute(
+                np.concatenate(send), tuple(map(len, send)), recv[0], tuple(recv[1].tolist())
+            )
+        return self._routes[shift]
+
+    def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str) -> None:
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+            raise ContractError(
+                f"{what} takes {rows} rows along dim {dim}, but the tensor has shape {tuple(x.shape)}; "
+                f"this rank holds {self.num_local} of {self.plan.total_tokens} tokens (+{self.plan.pad_size} pad)."
+            )
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layout: TokenLayout):
+        ctx.layout = layout
+        return x.index_select(0, layout.index("local", x.device))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_rows(grad, ctx.layout), None
+
+
+def _gather_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    rows = layout.transport.all_gather_v(x.contiguous(), layout.plan.shard_sizes)
+    return rows.index_select(0, layout.index("natural", x.device))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layout: TokenLayout, is_partial_grad: bool):
+        ctx.layout, ctx.is_partial_grad = layout, is_partial_grad
+        return _gather_rows(x, layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        layout: TokenLayout = ctx.layout
+        if not ctx.is_partial_grad:
+            return grad.index_select(0, layout.index("local", grad.device)), None, None
+        dispatched = grad.index_select(0, layout.index("dispatched", grad.device))
+        return layout.transport.reduce_scatter_v(dispatched, layout.plan.shard_sizes), None, None
+
+
+class _Roll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layout: TokenLayout, shift: int, simple: bool):
+        ctx.layout, ctx.shift, ctx.simple = layout, shift, simple
+        return (_roll_by_pieces if simple else _roll_rows)(x, layout, shift)
+
+    @staticmethod
+    def backward(ctx, grad):
+        roll_rows = _roll_by_pieces if ctx.simple else _roll_rows
+        return roll_rows(grad.contiguous(), ctx.layout, -ctx.shift), None, None, None
+
+
+def _roll_rows(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
+    route = layout.roll_route(shift)
+    sent = x.index_select(0, torch.from_numpy(route.send_rows).to(x.device))
+    got = torch.empty_like(sent) if len(sent) == layout.num_local else x.new_empty((layout.num_local, *x.shape[1:]))
+    layout.transport.all_to_all_v(got, sent, route.recv_counts, route.send_counts).wait()
+    out = torch.empty_like(got)
+    out[torch.from_numpy(route.recv_rows).to(x.device)] = got
+    return out
+
+
+def _roll_by_pieces(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
+    """One message per contiguous run of rows: easy to follow, used to check the batched form."""
+    route = layout.roll_route(shift)
+    out = x.new_empty((layout.num_local, *x.shape[1:]))
+    sends, recvs, arrivals = [], [], []
+    for peer, rows in enumerate(np.split(route.send_rows, np.cumsum(route.send_counts)[:-1])):
+        if peer != layout.rank:
+            sends += [(peer, x[run[0] : run[-1] + 1].contiguous()) for run in _runs(rows)]
+    receipts = np.split(route.recv_rows, np.cumsum(route.recv_counts)[:-1])
+    source = (layout.plan.position_array(layout.rank) - shift) % layout.plan.padded_tokens
+    for peer, rows in enumerate(receipts):
+        if peer == layout.rank:
+            mine = np.split(route.send_rows, np.cumsum(route.send_counts)[:-1])[peer]
+            out[torch.from_numpy(rows).to(x.device)] = x[torch.from_numpy(mine).to(x.device)]
+            continue
+        chunk = source[rows] // layout.plan.chunk_size
+        remote = layout.plan.local_start_of_chunk[chunk] + source[rows] % layout.plan.chunk_size
+        place = 0
+        for run in _runs(remote):  # the sender's runs, in the sender's order
+            buffer = x.new_empty((len(run), *x.shape[1:]))
+            recvs.append((peer, buffer))
+            arrivals.append((rows[place : place + len(run)], buffer))
+            place += len(run)
+    layout.transport.send_recv(sends, recvs)
+    for rows, buffer in arrivals:
+        out[torch.from_numpy(rows).to(x.device)] = buffer
+    return out
+
+
+def _runs(rows: np.ndarray) -> list[np.ndarray]:
+    return [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(run)]
+
+
+def shard(
+    x: torch.Tensor, layout: TokenLayout, pad_value: float = 0.0, dim: int = 0, is_padded: bool = False
+) -> torch.Tensor:
+    """This rank's rows of a global tensor that is the same on all ranks; any dtype, any other dims.
+
+    ``x`` has ``total_tokens`` rows along ``dim`` and is padded at its end with ``pad_value``, or it comes padded
+    (``is_padded``). The backward pass gathers, so that each rank gets the whole global gradient.
+    """
+    plan = layout.plan
+    layout.check_rows(x, dim, plan.padded_tokens if is_padded else plan.total_tokens, "shard (dispatch)")
+    rows = x.movedim(dim, 0)
+    if plan.pad_size and not is_padded:
+        rows = torch.cat([rows, rows.new_full((plan.pad_size, *rows.shape[1:]), pad_value)])
+    return _Shard.apply(rows, layout).movedim(0, dim)
+
+
+def gather(
+    x: torch.Tensor,
+    layout: TokenLayout,
+    is_partial_grad: bool = False,
+    dim: int = 0,
+    keep_pad: bool = False,
+) -> torch.Tensor:
+    """The global tensor in natural order, from every rank's rows; pad rows are dropped unless ``keep_pad``.
+
+    Backward: the global gradient is taken to be the same on all ranks and this rank keeps its rows. With
+    ``is_partial_grad`` it differs per rank and is summed over ranks, in rank order and in its own dtype.
+    """
+    layout.check_rows(x, dim, layout.num_local, "gather (undispatch)")
+    rows = _Gather.apply(x.movedim(dim, 0), layout, is_partial_grad)
+    if layout.plan.pad_size and not keep_pad:
+        rows = rows.narrow(0, 0, layout.plan.total_tokens)
+    return rows.movedim(0, dim)
+
+
+def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple: bool = False) -> torch.Tensor:
+    """``torch.roll(padded global, shift, dim)`` on shards: row t becomes row ``t - shift`` of the padded sequence.
+
+    Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values.
+    """
+    layout.check_rows(x, dim, layout.num_local, "roll")
+    return _Roll.apply(x.movedim(dim, 0), layout, int(shift), simple).movedim(0, dim)
+
+
+def positions(layout: TokenLayout, device: torch.device | str) -> torch.Tensor:
+    """Global position of every local row, int64; pad rows get the last real position."""
+    return layout.index("local", torch.device(device)).clamp(max=layout.plan.total_tokens - 1)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``AttnRuntime``: one plan on one rank, ready to run. It holds nothing that a call changes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from magi_attention.comm.transport import Transport
+from magi_attention.errors import ContractError, PlanMismatchError
+from magi_attention.functional.stage_comm import StageComm
+from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
+from magi_attention.meta.plan import Plan, RankPlan
+
+Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
+
+
+@dataclass(frozen=True)
+class AttnPolicy:
+    """How a plan is run; fixed when the runtime is made.
+
+    ``prefetch_all`` launches every fetch at once, otherwise one stage ahead. ``hide_tail_reduce`` keeps the last
+    stage's keys from the forward pass and reduces their gradients first. ``high_precision_reduce`` sends partial
+    dk, dv in the accumulation dtype. ``dsink_reduce`` is none, sum or avg over ranks.
+    """
+
+    backend: str | None = None
+    is_backend_explicit: bool = False
+    precision: torch.dtype | None = None
+    deterministic: bool = False
+    hide_tail_reduce: bool = False
+    high_precision_reduce: bool = False
+    prefetch_all: bool = True
+    fwd_sm_margin: int = 0
+    bwd_sm_margin: int = 0
+    dsink_reduce: str = "none"
+    check: bool = False
+
+
+@dataclass
+class AttnCall:
+    """Inputs of one call that are not tensors of the graph. Lives from forward to backward."""
+
+    runtime: AttnRuntime
+    backend: Backend
+    options: AttnOptions
+    trace: Trace | None = None
+    tail_kv: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    def record(self, lane: str, stage: int, start: float) -> None:
+        if self.trace is not None:
+            rank = self.runtime.transport.rank
+            entry = {"rank": rank, "lane": lane, "stage": stage, "start": start, "end": time.perf_counter()}
+            self.trace.append(entry)
+
+
+class AttnRuntime:
+    """Runs attention for ``transport.rank`` of ``plan``.
+
+    With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        registry: Registry,
+        policy: AttnPolicy | None = None,
+        hierarchy: tuple[Transport, Transport] | None = None,
+    ) -> None:
+        if transport.size != plan.cp_size:
+            raise ContractError(
+                f"The plan is for {plan.cp_size} ranks and the group has {transport.size}; "
+                "make the plan with cp_size equal to the group's size."
+            )
+        self.plan = plan
+        self.transport = transport
+        self.registry = registry
+        self.policy = policy or AttnPolicy()
+        self.part: RankPlan = plan.rank(transport.rank)
+        self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
+
+    def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
+        plan = self.plan
+        spec, is_idle = self.part.stages[stage].cast, plan.stage_is_idle[stage]
+        specs = [plan.cast_spec(r, stage) for r in range(plan.cp_size)] if hierarchy and not is_idle else ()
+        return StageComm(spec, self.transport, is_idle, hierarchy, specs)
+
+    @property
+    def is_blocking(self) -> bool:
+        """Degree 0: fetch everything, then one kernel over local and fetched keys."""
+        return self.plan.degree == 0 and self.plan.num_stages == 1
+
+    def call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        softmax_scale: float | None,
+        softcap: float,
+        return_max_logits: bool,
+        trace: Trace | None,
+    ) -> AttnCall:
+        """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard."""
+        self._check_inputs(q, k, v, sink)
+        options = AttnOptions(
+            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            softcap=float(softcap),
+            deterministic=self.policy.deterministic,
+            sm_margin=self.policy.fwd_sm_margin,
+            return_max_logits=return_max_logits,
+        )
+        needs_backward = any(x is not None and x.requires_grad for x in (q, k, v, sink))
+        problem = Problem.of(q, k, v, options, sink, needs_backward=needs_backward)
+        backend, _ = self.registry.select(problem, self.policy.backend, self.policy.is_backend_explicit)
+        if self.policy.check:
+            self._compare_ranks(q, k, v)
+        return AttnCall(self, backend, options, trace)
+
+    def _check_inputs(self, q, k, v, sink) -> None:
+        rows = self.part.num_tokens
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 3:
+                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ContractError(f"{name} is {shape}; give a tensor (local tokens, heads, head dim).")
+            if x.shape[0] != rows:
+                raise ContractError(
+                    f"{name} has {x.shape[0]} rows but rank {self.transport.rank} holds {rows} tokens of this plan; "
+                    "pass the output of dispatch (shard), not the global tensor."
+                )
+            if not x.is_floating_point():
+                raise ContractError(f"{name} has dtype {x.dtype}; attention needs a floating-point dtype.")
+            if x.dtype != q.dtype or x.device != q.device:
+                raise ContractError(
+                    f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; "
+                    "convert q, k and v to one dtype and device."
+                )
+        if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
+            raise ContractError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v need the same heads, "
+                "and q and k the same head dim."
+            )
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ContractError(
+                f"{q.shape[1]} query heads do not divide over {k.shape[1]} key heads; "
+                "the number of query heads must be a multiple of the number of key heads."
+            )
+        if sink is not None and (sink.dim() != 2 or sink.shape[1] != q.shape[1]):
+            raise ContractError(
+                f"sink has shape {tuple(sink.shape)}; distributed attention takes (sinks, {q.shape[1]} query heads), "
+                "the same on every rank."
+            )
+
+    def _compare_ranks(self, q, k, v) -> None:
+        """Compares plans and shapes over the group, so that a mismatch is an error instead of a hang."""
+        mine = (self.plan.fingerprint, tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:]), str(q.dtype))
+        everyone = self.transport.all_gather_object(mine)
+        names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype")
+        for what, values in zip(names, zip(*everyone)):
+            if len(set(values)) > 1:
+                listing = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+                raise PlanMismatchError(
+                    f"The ranks of this group call attention with different {what} ({listing}); "
+                    "make the key from the same mask and configuration on every rank."
+                )
+
+
+__all__ = ["AttnCall", "AttnPolicy", "AttnRuntime", "Trace", "accumulation_dtype"]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of one stage travel: keys and values to those who need them, their gradients back.
+
+A ``StageComm`` is made once per plan and rank and holds no state of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from magi_attention.comm.group_collective import group_cast, group_reduce
+from magi_attention.comm.hierarchical import HierarchicalLayout, hierarchical_phases
+from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.transport import Transport
+from magi_attention.common.group_spec import GroupSpec
+
+
+class Handle:
+    """An exchange under way; ``wait`` finishes it once and returns its result."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
+
+    def wait(self):
+        return self._finish()
+
+
+class StageComm:
+    """Group cast and reduce of one stage; ``is_idle`` if no rank of the group receives anything in it.
+
+    By default every row goes straight from its owner to each rank that needs it. With ``hierarchy``, the (inter,
+    intra) transports, a row crosses between nodes once per node; ``specs`` are then those of all ranks.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        transport: Transport,
+        is_idle: bool,
+        hierarchy: tuple[Transport, Transport] | None = None,
+        specs: Sequence[GroupSpec] = (),
+    ) -> None:
+        self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
+        self._splits = (list(spec.input_splits), list(spec.output_splits))
+        self._ranks = ([list(dst) for dst in spec.dst_indices], list(spec.src_index))
+        self._options: dict = {}
+        if hierarchy is None or is_idle:
+            self._options["layout"] = A2AVLayout.from_spec(spec)
+        else:
+            inter, intra = hierarchy
+            phases = hierarchical_phases(specs, inter.size, intra.size, spec.rank)
+            self._options.update(layout=HierarchicalLayout(phases), inter_group=inter, intra_group=intra)
+
+    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
+        """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order."""
+        k_stage = k.new_empty((self.rows, *k.shape[1:]))
+        v_stage = v.new_empty((self.rows, *v.shape[1:]))
+        if self.is_idle:
+            return Handle(lambda: (k_stage, v_stage))
+        (held, received), (destinations, sources) = self._splits, self._ranks
+        work = group_cast(
+            [k, v],
+            [k_stage, v_stage],
+            held,
+            received,
+            destinations,
+            sources,
+            self.transport,
+            async_op=True,
+            **self._options,
+        )
+        return Handle(work.wait_post_process)
+
+    def give_back(
+        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
+    ) -> Handle:
+        """Starts the group reduce of the stage's gradients; ``wait()`` adds what arrived to ``dk``, ``dv`` in
+        place, in rank order. ``wire`` is the dtype on the wire."""
+        if self.is_idle:
+            return Handle(lambda: None)
+        (held, received), (destinations, sources) = self._splits, self._ranks
+        work = group_reduce(
+            [dk_stage, dv_stage],
+            [dk, dv],
+            received,
+            held,
+            sources,
+            destinations,
+            self.transport,
+            async_op=True,
+            reduce_op="sum",
+            acc_reduce=True,
+            comm_dtype=wire,
+            **self._options,
+        )
+        return Handle(work.wait_post_process)

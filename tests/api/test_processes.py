@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published API on real gloo processes: results, failures, mismatches, meshes, sub-groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from magi_attention import api
+from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
+from magi_attention.testing.spawn import run_processes
+
+TOTAL = 45
+HEADS = (4, 2, 8)
+CU = [0, 10, 31, 45]
+
+
+def global_tensors():
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(TOTAL, h, 8, generator=gen, dtype=torch.float64) for h in (4, 2, 2)]
+
+
+def make_key(group, cu=CU, config=None):
+    cu = torch.tensor(cu, dtype=torch.int32)
+    return api.magi_attn_varlen_key(cu, cu, *HEADS, 0, group, causal=True, dist_attn_config=config)
+
+
+def expected():
+    q, k, v = (x.requires_grad_() for x in global_tensors())
+    out, meta = api.attend(q, k, v, api.make_plan(api.Mask.varlen(CU, causal=True), 1))
+    out.square().sum().backward()
+    return [x.detach() for x in (out, meta.lse, q.grad, k.grad, v.grad)]
+
+
+def run_key(key):
+    local = [api.dispatch(x, key).requires_grad_() for x in global_tensors()]
+    out, meta = api.calc_attn(*local, key)
+    out.square().sum().backward()
+    return [api.undispatch(x.detach(), key) for x in (out, meta.lse, *(x.grad for x in local))]
+
+
+def compare(results, wanted) -> None:
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), results, wanted):
+        assert (got - want).abs().max() < 1e-10, name
+
+
+def pipeline(rank: int, world: int):
+    os.environ["MAGI_ATTENTION_SANITY_CHECK"] = "1"
+    wanted = expected()
+    key = make_key(dist.group.WORLD)
+    compare(run_key(key), wanted)
+    assert api.get_most_recent_key(dist.group.WORLD) == key
+    for degree in (0, 3):
+        overlap = api.OverlapConfig(degree=degree, min_chunk_size=4)
+        compare(run_key(make_key(dist.group.WORLD, config=api.DistAttnConfig(overlap_config=overlap))), wanted)
+    os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = "1"
+    compare(run_key(make_key(dist.group.WORLD)), wanted)
+    del os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"]
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    compare(run_key(make_key(mesh)), wanted)
+    os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"] = "1"
+    compare(run_key(make_key(mesh)), wanted)
+    with pytest.raises(AssertionError, match="2-D"):
+        make_key(dist.group.WORLD)
+    with pytest.raises(AssertionError, match="2-D"):
+        make_key(mesh["intra"])
+    del os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"]
+
+    later = dist.new_group([1, 2, 3])  # a context-parallel group without global rank 0
+    if rank > 0:
+        compare(run_key(make_key(later)), wanted)
+
+    # Labels are rolled tokens; ints and a pad value of one's own go through.
+    labels = api.roll(api.dispatch(torch.arange(TOTAL), key, pad_value=-100), -1, 0, key)
+    rolled = api.undispatch(labels, key)
+    assert rolled[:-1].tolist() == list(range(1, TOTAL)) and rolled[-1] in (0, -100)
+    return True
+
+
+def test_pipeline_on_four_processes() -> None:
+    assert run_processes(4, pipeline, timeout_s=120) == [True] * 4
+
+
+def failures(rank: int, world: int):
+    seconds = {}
+    key = make_key(dist.group.WORLD)
+    q, k, v = (api.dispatch(x, key) for x in global_tensors())
+
+    start = time.perf_counter()
+    with pytest.raises(ContractError if rank == 1 else PeerFailureError) as caught:
+        api.calc_attn(q[:-1] if rank == 1 else q, k, v, key)
+    seconds["bad input"] = time.perf_counter() - start
+    message = str(caught.value)
+    assert ("rows" in message) if rank == 1 else ("rank 1" in message.lower() and "rows" in message), message
+
+    os.environ["MAGI_ATTENTION_SANITY_CHECK"] = "1"
+    group = dist.new_group(list(range(world)))
+    odd = make_key(group, cu=[0, 9, TOTAL] if rank == 2 else CU)
+    locals_ = [api.dispatch(x, odd) for x in global_tensors()]
+    with pytest.raises(PlanMismatchError, match="different plan"):
+        api.calc_attn(*locals_, odd)
+
+    compare(run_key(make_key(group)), expected())  # the group is whole again
+    return seconds
+
+
+def test_one_rank_failing_fails_all_and_says_which() -> None:
+    for seconds in run_processes(3, failures, timeout_s=120):
+        assert seconds["bad input"] < 20
+
+
+IMPORT_SCRIPT = """
+import sys, time
+import torch
+start = time.perf_counter()
+import magi_attention, magi_attention.api
+print(time.perf_counter() - start)
+assert "triton" not in sys.modules and not torch.cuda.is_initialized()
+assert "matplotlib" not in sys.modules and "rich" not in sys.modules
+"""
+
+
+def test_import_is_quick_and_leaves_no_trace(tmp_path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o555)
+    env = {**os.environ, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/nonexistent"}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    times = []
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, "-c", IMPORT_SCRIPT], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+        times.append(float(result.stdout.split()[-1]))
+    print(f"import takes {min(times):.3f} s beyond torch")
+    assert min(times) < 0.5
+    assert list(home.iterdir()) == []
+
+
+def test_unknown_variable_is_named(tmp_path) -> None:
+    env = {**os.environ, "MAGI_ATTENTION_SANITY_CHEK": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    code = "import magi_attention"
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "MAGI_ATTENTION_SANITY_CHECK" in result.stderr

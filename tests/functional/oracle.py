@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense float64 attention with autograd: the ground truth of distributed attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Truth:
+    """Global results, natural order."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logits: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None
+
+
+def dense_attention(q, k, v, mask, scale, softcap=0.0, sink=None):
+    """out, lse, logits by the definition; -inf rows give zeros without producing NaN."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~mask, float("-inf"))
+    joined = logits
+    if sink is not None:
+        extra = sink.t()[:, None, :].expand(-1, q.shape[0], -1)
+        joined = torch.cat([logits, extra], dim=2)
+    peak = joined.detach().amax(dim=2, keepdim=True).nan_to_num(neginf=0.0)
+    mass = torch.exp(joined - peak)
+    total = mass.sum(2, keepdim=True)
+    weights = mass[:, :, : k.shape[0]] / total.clamp_min(torch.finfo(q.dtype).tiny)
+    out = torch.einsum("hqk,khd->qhd", weights, values)
+    return out, (torch.log(total) + peak)[..., 0].t(), logits
+
+
+def truth(q, k, v, mask, dout, scale, softcap=0.0, sink=None) -> Truth:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    sink = None if sink is None else sink.detach().clone().requires_grad_()
+    out, lse, logits = dense_attention(*leaves, mask, scale, softcap, sink)
+    (out * dout).sum().backward()
+    grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves]
+    dsink = None if sink is None else sink.grad
+    return Truth(out.detach(), lse.detach(), logits.detach().amax(dim=(1, 2)), *grads, dsink)

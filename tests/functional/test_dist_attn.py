@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed attention against dense float64 attention, over random masks, groups and schedules."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from magi_attention.comm.fake import FakeWorld
+from magi_attention.common.enum import AttnOverlapMode
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.config import (
+    BatchToppHeapDispatchAlg,
+    BSDispatchAlg,
+    DispatchConfig,
+    DistAttnConfig,
+    MinHeapDispatchAlg,
+    OverlapConfig,
+    RandomSelectDispatchAlg,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+    ToppHeapDispatchAlg,
+    UniformOverlapAlg,
+)
+from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.kernels import default_registry
+from magi_attention.meta.planner import build_plan
+from magi_attention.testing.masks import random_slices
+
+sys.path.insert(0, str(Path(__file__).parent))
+from oracle import truth  # noqa: E402
+
+TOLERANCE = 1e-8
+EVEN_ALGS = (
+    MinHeapDispatchAlg(),
+    SequentialDispatchAlg(),
+    RandomSelectDispatchAlg(),
+    ToppHeapDispatchAlg(top_p=0.5),
+    BatchToppHeapDispatchAlg(top_p=0.5, num_of_select_chunk=2),
+    SortedSequentialSelectAlg(allocation_ratio=0.5),
+)
+UNEVEN_ALGS = (MinHeapDispatchAlg(), SequentialDispatchAlg(), BSDispatchAlg())
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    cp: int
+    degree: int | None  # None is dynamic
+    uneven: bool
+    alg: int
+    heads: tuple[int, int]
+    backend: str
+    sink: bool
+    softcap: float
+    hide_tail: bool
+    high_precision: bool
+    prefetch_all: bool
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 10**6),
+    cp=st.sampled_from([1, 2, 3, 4, 8]),
+    degree=st.sampled_from([None, 0, 1, 2, 3, 4]),
+    uneven=st.booleans(),
+    alg=st.integers(0, 5),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 3), (5, 1)]),
+    backend=st.sampled_from(["sdpa", "sdpa_ol"]),
+    sink=st.booleans(),
+    softcap=st.sampled_from([0.0, 0.0, 5.0]),
+    hide_tail=st.booleans(),
+    high_precision=st.booleans(),
+    prefetch_all=st.booleans(),
+)
+
+
+def make_config(case: Case) -> DistAttnConfig:
+    algs = UNEVEN_ALGS if case.uneven else EVEN_ALGS
+    dispatch = DispatchConfig(1 + case.seed % 7, case.uneven, algs[case.alg % len(algs)])
+    size = 1 + case.seed % 5
+    if case.degree is None:
+        return DistAttnConfig(dispatch, OverlapConfig(mode=AttnOverlapMode.DYNAMIC, min_chunk_size=size))
+    alg = UniformOverlapAlg(random_costs=case.seed % 2 == 0, random_seed=1)
+    return DistAttnConfig(dispatch, OverlapConfig(degree=case.degree, min_chunk_size=size, alg=alg))
+
+
+def run_rank(transport, plan, policy, tensors, sink, softcap, dtype=torch.float64):
+    """One rank: shard the global tensors, attend, gather everything back."""
+    layout = TokenLayout(plan, transport)
+    runtime = AttnRuntime(plan, transport, default_registry(), policy)
+    q, k, v, dout = (shard(x.to(dtype), layout).detach().requires_grad_() for x in tensors)
+    sink = None if sink is None else sink.detach().clone().requires_grad_()
+    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, None, softcap, return_max_logits=True)
+    out.backward(dout.detach())
+    full = [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
+    return *full, None if sink is None else sink.grad, max_logits, runtime
+
+
+def make_problem(case: Case):
+    rng = np.random.default_rng(case.seed)
+    total = int(rng.integers(max(case.cp, 2), 49))
+    slices = SliceTable(random_slices(rng, total, total, max_slices=8))
+    plan = build_plan(slices, total, case.cp, config=make_config(case))
+    gen = torch.Generator().manual_seed(case.seed)
+    hq, hk = case.heads
+    shapes = [(total, hq, 8), (total, hk, 8), (total, hk, 6), (total, hq, 6)]
+    tensors = [torch.randn(*s, generator=gen, dtype=torch.float64) for s in shapes]
+    sink = torch.randn(3, hq, generator=gen, dtype=torch.float64) if case.sink else None
+    return plan, slices, total, tensors, sink
+
+
+def make_policy(case: Case, **changes) -> AttnPolicy:
+    values = dict(
+        backend=case.backend,
+        is_backend_explicit=True,
+        hide_tail_reduce=case.hide_tail,
+        high_precision_reduce=case.high_precision,
+        prefetch_all=case.prefetch_all,
+        dsink_reduce="sum",
+        check=case.seed % 4 == 0,
+    )
+    return AttnPolicy(**{**values, **changes})
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(case=cases)
+def test_equals_dense_attention(case: Case) -> None:
+    note(f"seed {case.seed}")
+    torch.set_num_threads(1)
+    plan, slices, total, tensors, sink = make_problem(case)
+    mask = torch.from_numpy(to_dense(slices.array, total, total))
+    expected = truth(*tensors[:3], mask, tensors[3], 8**-0.5, case.softcap, sink)
+    results = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, sink, case.softcap)
+    names = ("out", "lse", "dq", "dk", "dv")
+    for result in results:
+        for name, got in zip(names, result):
+            want = getattr(expected, name)
+            assert torch.equal(got.isfinite(), want.isfinite()), name
+            error = (got.nan_to_num(neginf=0) - want.nan_to_num(neginf=0)).abs().max()
+            assert error <= TOLERANCE, f"{name}: {error}"
+        if sink is not None:
+            assert (result[5] - expected.dsink).abs().max() <= TOLERANCE
+        assert torch.allclose(result[6], expected.max_logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_deterministic_twice(seed: int) -> None:
+    case = Case(
+        seed,
+        (2, 3, 4)[seed % 3],
+        (2, 0, None)[seed % 3],
+        False,
+        0,
+        (4, 2),
+        "sdpa_ol",
+        True,
+        0.0,
+        seed % 2 == 0,
+        False,
+        True,
+    )
+    plan, _, _, tensors, sink = make_problem(case)
+    runs = [
+        FakeWorld(case.cp).run(
+            run_rank, plan, make_policy(case, deterministic=True), tensors, sink.float(), 0.0, torch.float32
+        )
+        for _ in range(2)
+    ]
+    for first, second in zip(*runs):
+        for a, b in zip(first[:7], second[:7]):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("inter", "intra"), [(2, 2), (2, 4), (4, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize("degree", [0, 2])
+def test_two_level_communication_gives_the_same(inter: int, intra: int, degree: int) -> None:
+    case = Case(11 + inter, inter * intra, degree, False, 0, (4, 2), "sdpa_ol", False, 0.0, False, False, True)
+    plan, _, _, tensors, _ = make_problem(case)
+
+    def rank(transport):
+        node, local = divmod(transport.rank, intra)
+        inter_group = transport.subgroup([n * intra + local for n in range(inter)])
+        intra_group = transport.subgroup([node * intra + i for i in range(intra)])
+        layout = TokenLayout(plan, transport)
+        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case), (inter_group, intra_group))
+        q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
+        out, lse, _ = dist_attn(q, k, v, runtime)
+        out.backward(dout.detach())
+        return [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
+
+    two_level = FakeWorld(case.cp).run(rank)
+    flat = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, None, 0.0)
+    for got, want in zip(two_level, flat):
+        for a, b in zip(got, want):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_low_precision_error_is_near_the_reference() -> None:
+    case = Case(5, 4, 2, False, 0, (4, 2), "sdpa_ol", False, 0.0, False, True, True)
+    plan, slices, total, tensors, _ = make_problem(case)
+    mask = torch.from_numpy(to_dense(slices.array, total, total))
+    expected = truth(*tensors[:3], mask, tensors[3], 8**-0.5)
+    tensors16 = [x.to(torch.bfloat16) for x in tensors]
+    plain = truth(*tensors16[:3], mask, tensors16[3], 8**-0.5)
+    results = FakeWorld(4).run(run_rank, plan, make_policy(case), tensors, None, 0.0, torch.bfloat16)
+    for name, got in zip(("out", "lse", "dq", "dk", "dv"), results[0]):
+        want = getattr(expected, name)
+        finite = want.isfinite()
+        ours = (got.double() - want)[finite].abs().max()
+        theirs = (getattr(plain, name).double() - want)[finite].abs().max()
+        assert ours <= 2 * theirs + 1e-6, f"{name}: {ours} against {theirs}"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""shard, gather, roll and positions: identities, gradients, dtypes, dims, uneven shards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_attention.comm.fake import FakeWorld
+from magi_attention.common.mask import Mask
+from magi_attention.config import DispatchConfig, DistAttnConfig
+from magi_attention.errors import ContractError
+from magi_attention.functional import TokenLayout, gather, positions, roll, shard
+from magi_attention.meta.planner import build_plan
+
+
+def make(total: int, cp: int, chunk: int, uneven: bool):
+    mask = Mask.causal(total)
+    return build_plan(mask.slices, total, cp, config=DistAttnConfig(DispatchConfig(chunk, uneven)))
+
+
+layouts = st.tuples(st.integers(8, 60), st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 7), st.booleans())
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(sizes=layouts, dtype=st.sampled_from([torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.int16]))
+def test_gather_undoes_shard(sizes, dtype) -> None:
+    plan = make(*sizes)
+    x = torch.randint(0, 2, (plan.total_tokens, 3)).to(dtype)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        local = shard(x, layout, pad_value=1)
+        ids = torch.from_numpy(plan.position_array(transport.rank))
+        padded = torch.cat([x, torch.ones(plan.pad_size, 3).to(dtype)])
+        assert torch.equal(local, padded[ids])
+        assert torch.equal(positions(layout, "cpu"), ids.clamp(max=plan.total_tokens - 1))
+        return gather(local, layout), gather(local, layout, keep_pad=True), padded
+
+    for natural, kept, padded in FakeWorld(plan.cp_size).run(rank):
+        assert torch.equal(natural, x) and torch.equal(kept, padded)
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(sizes=layouts, shift=st.integers(-130, 130), simple=st.booleans())
+def test_roll_is_torch_roll_of_the_padded_sequence(sizes, shift, simple) -> None:
+    plan = make(*sizes)
+    x = torch.randn(plan.total_tokens, 2, dtype=torch.float64)
+    weight = torch.randn(plan.padded_tokens, 2, dtype=torch.float64)
+    padded = torch.cat([x, torch.full((plan.pad_size, 2), 7.0, dtype=torch.float64)])
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        local = shard(x, layout, pad_value=7.0).requires_grad_()
+        rolled = roll(local, layout, shift, simple=simple)
+        rolled.backward(shard(weight, layout, is_padded=True))
+        return gather(rolled.detach(), layout, keep_pad=True), gather(local.grad, layout, keep_pad=True)
+
+    for got, grad in FakeWorld(plan.cp_size).run(rank):
+        assert torch.equal(got, torch.roll(padded, shift, 0))
+        assert torch.equal(grad, torch.roll(weight, -shift, 0))
+
+
+@pytest.mark.parametrize("dim", [1, -1, 2])
+def test_other_dims(dim) -> None:
+    plan = make(20, 3, 2, False)
+    shape = [4, 5, 6]
+    shape[dim] = 20
+    x = torch.randn(shape)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        local = shard(x, layout, dim=dim)
+        rolled = roll(local, layout, 1, dim=dim)
+        return gather(local, layout, dim=dim), gather(rolled, layout, dim=dim, keep_pad=True)
+
+    for natural, rolled in FakeWorld(3).run(rank):
+        assert torch.equal(natural, x)
+        padded = torch.cat([x.movedim(dim, 0), torch.zeros(plan.pad_size, *x.movedim(dim, 0).shape[1:])])
+        assert torch.equal(rolled, torch.roll(padded, 1, 0).movedim(0, dim))
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_gradients(uneven) -> None:
+    plan = make(22, 4, 3, uneven)
+    x = torch.randn(22, 2, dtype=torch.float64)
+    weights = torch.randn(4, 22, 2, dtype=torch.float64)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        leaf = x.clone().requires_grad_()
+        local = shard(leaf, layout)
+        same = gather(local * 2, layout)
+        (same * weights[0]).sum().backward()
+        shard_grad = leaf.grad
+        mine = shard(x, layout).detach().requires_grad_()
+        (gather(mine, layout, is_partial_grad=True) * weights[transport.rank]).sum().backward()
+        return shard_grad, gather(mine.grad, layout)
+
+    for shard_grad, partial in FakeWorld(4).run(rank):
+        assert torch.allclose(shard_grad, 2 * weights[0])  # every rank gets the whole global gradient
+        assert torch.allclose(partial, weights.sum(0))  # differing gradients are summed
+
+
+def test_wrong_sizes_say_what_is_expected() -> None:
+    plan = make(20, 2, 2, False)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        with pytest.raises(ContractError, match="20 rows"):
+            shard(torch.zeros(21, 2), layout)
+        with pytest.raises(ContractError, match="gather"):
+            gather(torch.zeros(20, 2), layout)
+        with pytest.raises(ContractError, match="roll"):
+            roll(torch.zeros(3, 2), layout, 1)
+
+    FakeWorld(2).run(rank)
+    with pytest.raises(ContractError, match="2 ranks and the group has 3"):
+        FakeWorld(3).run(lambda t: TokenLayout(plan, t))
+
+
+def test_positions_cover_uncovered_tokens_too() -> None:
+    mask = Mask.from_slices([[0, 4]], [[0, 4]], "causal", total_q=10, total_k=10)
+    plan = build_plan(mask.slices, 10, 2, config=DistAttnConfig(DispatchConfig(1)))
+    ids = FakeWorld(2).run(lambda t: positions(TokenLayout(plan, t), "cpu").tolist())
+    assert sorted(ids[0] + ids[1]) == sorted(list(range(10)) + [9] * plan.pad_size)
+    assert plan.pad_size == 0 and np.array_equal(plan.position_array(0), ids[0])
