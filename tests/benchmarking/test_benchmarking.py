@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing on the CPU, tables, CSV round trips, plots."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from magi_attention import benchmarking as bm
+from magi_attention.benchmarking.report import Table
+from magi_attention.errors import ContractError, UnsupportedError
+
+
+def test_do_bench_counts_and_times():
+    calls = []
+
+    def fn():
+        calls.append(None)
+        time.sleep(0.002)
+
+    result = bm.do_bench(fn, warmup=2, rep=5, return_mem=False)
+    assert len(calls) == 1 + 2 + 5 and set(result) == {"flops"} and 2.0 <= result["flops"] < 200
+    low, mid, high = bm.do_bench_flops(fn, warmup=0, rep=5, quantiles=[0.0, 0.5, 1.0])
+    assert 2.0 <= low <= mid <= high
+    modes = {
+        m: bm.do_bench_flops(fn, warmup=0, rep=3, return_mode=m) for m in ("mean", "median", "min", "max")
+    }
+    assert all(2.0 <= value < 200 for value in modes.values())
+    for bad in ({"rep": 0}, {"warmup": -1}, {"return_mode": "mode"}, {"mem_record_mode": "x"}):
+        with pytest.raises(ContractError):
+            bm.do_bench(fn, **{"warmup": 0, "rep": 1, **bad})
+
+
+def test_gradients_are_dropped():
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    x.grad = torch.ones(2)
+    bm.do_bench(lambda: seen.append(x.grad), warmup=1, rep=1, grad_to_none=[x])
+    assert seen[0] is not None and seen[1:] == [None] * (len(seen) - 1)
+
+
+def test_memory():
+    size = 64 * 2**20
+    hold = []
+
+    def fn():
+        hold.append(torch.ones(size // 4, device="cuda" if torch.cuda.is_available() else "cpu"))
+        hold.clear()
+
+    peak = bm.do_bench_mem(fn, rep=2)
+    assert isinstance(peak, float)
+    if sys.platform == "linux" or torch.cuda.is_available():
+        assert 0.5 * size < peak < 3 * size
+
+
+def sweep(tmp_path, **kwargs):
+    @bm.perf_report(
+        bm.Benchmark(["n"], [1, 2, 4], "kind", ["a", "b"], ["A", "B"], "plot", args={"scale": 10}, **kwargs)
+    )
+    def measure(n, kind, scale):
+        value = n * scale + (kind == "b")
+        return {"time": value, "mem": (value, value - 1, value + 1)}
+
+    return measure
+
+
+def test_sweep_tables_and_csv(tmp_path, capsys):
+    mark = sweep(tmp_path)
+    assert mark(n=1, kind="a", scale=1)["time"] == 1
+    tables = mark.collect(mark.benchmarks[0])
+    assert tables["time"].rows() == [["n", "A", "B"], [1, 10.0, 11.0], [2, 20.0, 21.0], [4, 40.0, 41.0]]
+    assert tables["mem"].rows()[0] == ["n", "A", "A-min", "A-max", "B", "B-min", "B-max"]
+    for table in tables.values():
+        table.to_csv(tmp_path / "t.csv")
+        assert Table.from_csv(tmp_path / "t.csv") == table
+    assert mark.run(print_data=True) is None
+    assert "plot-mem" in capsys.readouterr().out
+    (tmp_path / "bad.csv").write_text("x\n1\n")
+    with pytest.raises(ContractError, match="# x"):
+        Table.from_csv(tmp_path / "bad.csv")
+
+
+def test_files_and_plots(tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    mark = sweep(
+        tmp_path, x_log=True, y_log=True, ylabel={"time": "ms"}, styles=[("red", "-"), ("blue", "--")]
+    )
+    mark.run(save_path=tmp_path / "out", report_all_name="all")
+    names = ["all.html", "plot-mem.csv", "plot-mem.png", "plot-time.csv", "plot-time.png"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
+    assert "plot-time.png" in (tmp_path / "out" / "all.html").read_text()
+    bench = bm.Benchmark.from_csv(tmp_path / "out" / "plot-time.csv", ylabel="ms")
+    assert (bench.x_names, bench.x_vals, bench.line_names, bench.ylabel) == (
+        ["n"],
+        [1, 2, 4],
+        ["A", "B"],
+        "ms",
+    )
+    bm.Mark.draw_from_csv(tmp_path / "out" / "plot-mem.csv", tmp_path / "again.png", print_value_on_bar=True)
+    bm.make_img_grid([tmp_path / "again.png"] * 3, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+    with pytest.raises(ContractError, match="pictures"):
+        bm.make_img_grid([], tmp_path / "none.png")
+
+
+def test_several_x_names_and_mismatched_lines():
+    mark = bm.Mark(lambda a, b, k: a * b, bm.Benchmark(["a", "b"], [(1, 2), (3, "x")], "k", [0], ["K"], "p"))
+    assert mark.collect(bm.Benchmark(["a", "b"], [(2, 3), 5], "k", [0], ["K"], "p"))[""].rows() == [
+        ["a", "b", "K"],
+        [2, 3, 6.0],
+        [5, 5, 25.0],
+    ]
+    with pytest.raises(ContractError, match="pair"):
+        bm.Benchmark(["a"], [1], "k", [0, 1], ["K"], "p")
+
+
+def test_data_frames(tmp_path):
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        with pytest.raises(UnsupportedError, match="pip install pandas"):
+            sweep(tmp_path).run(return_df=True)
+    else:
+        frame = sweep(tmp_path).run(return_df=True)[0]
+        assert list(frame.columns) == ["n", "A", "B"] and frame["B"].tolist() == [11.0, 21.0, 41.0]
+
+
+def test_import_is_cheap():
+    code = (
+        "import sys, magi_attention.benchmarking; print('matplotlib' in sys.modules, 'pandas' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", "False"]
