@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: errors, tables, child processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class UsageError(Exception):
+    """The request was wrong; the text is a sentence that says what to do."""
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def source_file(*parts: str) -> Path:
+    path = ROOT.joinpath(*parts)
+    if not path.exists():
+        raise UsageError(
+            f"{'/'.join(parts)} is not beside the package: this command needs the repository, not only the "
+            "installed package. Clone it and start ./magi there."
+        )
+    return path
+
+
+def need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "The pictures need matplotlib; install it with `pip install 'magi_attention[report]'`."
+        )
+
+
+def show_table(title: str, rows: list[list[str]]) -> None:
+    """Prints ``rows``, the first of which is the header."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    head, *body = rows
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in body:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def run_child(command: list[str], environment: dict[str, str], log: Path | None = None) -> int:
+    """Runs a command to its end and returns its code. Ctrl-C or SIGTERM here ends it and its children too.
+
+    With ``log`` its standard error goes to that file and it gets no standard input; without, it shares both.
+    """
+
+    def stop(signum, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    stderr = log.open("wb") if log else None
+    # In a session of its own Ctrl-C reaches only this process, which then stops the child in good order.
+    child = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL if log else None,
+        stderr=stderr,
+        start_new_session=log is not None,
+    )
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.terminate()  # torchrun passes it on to its ranks
+        try:
+            child.wait(timeout=30)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            child.kill()
+            child.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if stderr:
+            stderr.close()
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    paths = [str(ROOT)] + [p for p in [os.environ.get("PYTHONPATH")] if p]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    # Threads that spin while they wait make a busy machine several times slower.
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own}

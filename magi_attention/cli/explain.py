@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magi explain`: plan a mask for any number of ranks, without starting any, in tables and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from magi_attention.cli.common import UsageError, need_matplotlib, show_table
+
+
+def read_mask(path: Path):
+    """Mask of a JSON file with the keys total, q_ranges, k_ranges and types."""
+    from magi_attention.api import Mask
+
+    try:
+        data = json.loads(path.read_text())
+        q_ranges, k_ranges, types = data["q_ranges"], data["k_ranges"], data.get("types", "full")
+        total = int(data["total"])
+        return Mask.from_slices(q_ranges, k_ranges, types, total, total).check()
+    except OSError as error:
+        raise UsageError(f"The mask file cannot be read: {error}.") from None
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UsageError(
+            f'{path} is no mask ({error}); it must hold {{"total": N, "q_ranges": [[start, end], ...], '
+            '"k_ranges": [[start, end], ...], "types": ["full", "causal", "inv_causal" or "bi_causal", ...]}.'
+        ) from None
+
+
+def document_lengths(args: argparse.Namespace) -> list[int]:
+    """Lengths from --docs or --doc-file, or one document of --tokens."""
+    text = args.docs
+    if args.doc_file:
+        try:
+            text = Path(args.doc_file).read_text()
+        except OSError as error:
+            raise UsageError(f"--doc-file cannot be read: {error}.") from None
+    if text is None:
+        if args.tokens is None:
+            raise UsageError("Say how long the sequence is: --tokens, --docs, --doc-file or --mask-file.")
+        return [args.tokens]
+    try:
+        lengths = [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise UsageError(
+            f"The document lengths must be whole numbers, comma or space between: {error}."
+        ) from None
+    if not lengths or min(lengths) < 1:
+        raise UsageError("Give at least one document, and each with at least one token.")
+    if args.tokens is not None and args.tokens != sum(lengths):
+        raise UsageError(f"--tokens is {args.tokens}, the documents have {sum(lengths)}; leave --tokens out.")
+    return lengths
+
+
+def build_mask(args: argparse.Namespace):
+    from magi_attention.api import Mask
+
+    if args.mask_file:
+        return read_mask(Path(args.mask_file))
+    cu_seqlens = [0]
+    for length in document_lengths(args):
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    if args.mask == "sliding-window":
+        if args.window is None:
+            raise UsageError(
+                "--mask sliding-window needs --window, the tokens that a query sees before itself."
+            )
+        return Mask.varlen(cu_seqlens, window=(args.window, 0), global_prefix=args.global_prefix)
+    if args.mask == "block-causal":
+        return Mask.block_causal(cu_seqlens, args.block)
+    if args.mask == "prefix-lm":
+        return Mask.prefix_lm(cu_seqlens, args.prefix)
+    return Mask.varlen(cu_seqlens, causal=args.mask == "causal")
+
+
+def plan_for(mask, cp_size: int, args: argparse.Namespace):
+    from magi_attention.api import DispatchConfig, DistAttnConfig, OverlapConfig, make_plan
+    from magi_attention.common.enum import AttnOverlapMode
+
+    if args.degree == "dynamic":
+        overlap = OverlapConfig(mode=AttnOverlapMode.DYNAMIC, degree=None)
+    else:
+        overlap = OverlapConfig(degree=args.degree)
+    return make_plan(
+        mask,
+        cp_size,
+        config=DistAttnConfig(DispatchConfig(chunk_size=args.chunk_size), overlap),
+        num_heads_q=args.heads_q,
+        num_heads_kv=args.heads_kv,
+        head_dim=args.head_dim,
+    )
+
+
+def command_explain(args: argparse.Namespace) -> int:
+    if args.pictures:
+        need_matplotlib()
+    from magi_attention.meta.explain import explain
+    from magi_attention.report import describe
+
+    mask = build_mask(args)
+    started = time.perf_counter()
+    plan = plan_for(mask, args.cp, args)
+    seconds = time.perf_counter() - started
+    numbers = explain(plan)
+    show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
+    show_table("Ranks", describe.rank_table(plan, numbers))
+    heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
+    show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
+    if args.pictures:
+        from magi_attention.report import sections
+        from magi_attention.report.html import page
+
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        parts = sections.plan_sections(plan, numbers)
+        for section in parts:
+            if section.picture is not None:
+                name = section.title.lower().replace(",", "").replace(" ", "-")
+                (out / f"{name}.png").write_bytes(section.picture)
+        lead = f"{mask.name} mask of {mask.total_q:,} tokens over {args.cp} ranks; {heads}."
+        text = page("Plan explained", lead, sections.plan_facts(plan, numbers), parts)
+        (out / "report.html").write_text(text, encoding="utf-8")
+        print(f"Pictures and page: {out / 'report.html'}")
+    return 0

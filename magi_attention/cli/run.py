@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magi run`: train over several ranks, take the same steps in one process, write the report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+from magi_attention.cli.common import (
+    UsageError,
+    child_environment,
+    need_matplotlib,
+    num_cores,
+    run_child,
+    source_file,
+)
+from magi_attention.cli.explain import plan_for, read_mask
+
+
+def check_data(path: str | None) -> None:
+    """Fails before anything is started where there is nothing to read."""
+    name = "magi_example_data"
+    spec = importlib.util.spec_from_file_location(name, source_file("examples", "llama", "data.py"))
+    assert spec is not None and spec.loader is not None
+    data = importlib.util.module_from_spec(spec)
+    sys.modules[name] = data  # dataclasses look their module up by name
+    spec.loader.exec_module(data)
+    try:
+        next(data.packed_batches(path, 16))
+    except (data.DataError, OSError) as error:
+        raise UsageError(str(error)) from None
+
+
+def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
+    """(device, ranks): the GPUs if there are at least two and enough of them, else processes on the CPU."""
+    import torch
+
+    gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < (ranks or 1):
+        raise UsageError(
+            f"--device cuda with {ranks or 1} ranks, but {gpus} GPUs are visible; lower --ranks."
+        )
+    if wanted == "cuda" or (gpus > 1 and gpus >= (ranks or 2)):
+        return "cuda", ranks or min(gpus, 4)
+    return "cpu", ranks or 4
+
+
+def command_run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    train = source_file("examples", "llama", "train.py")
+    need_matplotlib()
+    for name in ("steps", "seq_len", "max_document"):
+        if getattr(args, name) < 2:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 2.")
+    if args.ranks is not None and args.ranks < 1:
+        raise UsageError(f"--ranks is {args.ranks}; give at least 1.")
+    check_data(args.data)
+    device, ranks = choose_device(args.device, args.ranks)
+    folder = Path("runs") / (args.name or time.strftime("%Y%m%d-%H%M%S"))
+    if (folder / "losses.json").exists():
+        raise UsageError(f"{folder} already holds a run; choose another --name.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    shared = ["--out", str(folder), "--device", device]
+    for name in ("steps", "seq_len", "max_document", "seed", "degree"):
+        shared += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    if args.data is not None:
+        shared += ["--data", args.data]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
+    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
+    phases = [("training", [*torchrun, str(train), *shared], max(num_cores() // ranks, 1))]
+    if args.replay:
+        phases.append(("replay", [str(train), *shared, "--curve", "replay"], num_cores()))
+    for phase, command, threads in phases:
+        log = folder / f"{phase}.log"
+        code = run_child([sys.executable, *command], child_environment(threads), log)
+        if code != 0:
+            tail = log.read_text(errors="replace").splitlines()[-25:]
+            print("\n".join(tail), file=sys.stderr)
+            print(f"magi: the {phase} ended with code {code}; the whole log is {log}.", file=sys.stderr)
+            return 1
+    return finish_run(folder, args, ranks, started)
+
+
+def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: float) -> int:
+    """Writes the page and says how the run went."""
+    from magi_attention.report.run import LIMIT, read_run, write_page
+
+    result = read_run(folder)
+    shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, chunk_size=None)
+    page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape))
+    for name, curve in ((f"{ranks} ranks", result.parallel), ("one process", result.replay)):
+        if curve:
+            first, last = curve["losses"][0], curve["losses"][-1]
+            print(
+                f"{name}: loss {first:.4f} -> {last:.4f} in {len(curve['losses'])} steps, "
+                f"{curve['seconds']:.0f} s, {curve['tokens_per_second']:,.0f} tokens/s"
+            )
+    if result.difference is not None:
+        verdict = "equal" if result.is_equal else "NOT equal"
+        print(f"Largest relative loss difference: {result.difference:.2e} (limit {LIMIT:.0e}): {verdict}")
+    print(f"Report: {page}\nTook {time.perf_counter() - started:.0f} s")
+    return 0 if result.is_equal else 1

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository keeps its own rules, and the checks that say so can fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import check_layers  # noqa: E402
+import check_sizes  # noqa: E402
+
+
+def package(tmp_path: Path, **files: str) -> Path:
+    root = tmp_path / "magi_attention"
+    for name, text in files.items():
+        path = root / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_layers_of_this_repository():
+    assert check_layers.check(ROOT / "magi_attention") == []
+
+
+def test_sizes_of_this_repository():
+    assert check_sizes.check(ROOT)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"common__a": "import magi_attention.meta.b", "meta__b": ""}, "'common' may not import 'meta'"),
+        (
+            {"kernels__a": "def f():\n    from magi_attention.comm import b", "comm__b": ""},
+            "'kernels' may not",
+        ),
+        (
+            {"meta__a": "from ..functional import b", "functional__b": ""},
+            "'meta' may not import 'functional'",
+        ),
+        ({"meta__a": "import torch"}, "imports torch outside a function"),
+        ({"common__a": "from torch import nn"}, "imports torch outside a function"),
+        ({"meta__a": "from . import b", "meta__b": "from .a import x"}, "import cycle"),
+        ({"comm__a": "import os\nx = os.environ.get('MAGI_ATTENTION_X')"}, "reads the environment"),
+        ({"comm__a": "import os\nx = os.environ['MAGI_ATTENTION_X']"}, "reads the environment"),
+        ({"comm__a": "from os import environ"}, "reads the environment"),
+        ({"new__a": "from magi_attention.common import b", "common__b": ""}, "has no row"),
+        (
+            {
+                "old": "# compatibility alias\nfrom magi_attention.api.a import x",
+                "api__a": "x = 1\nimport magi_attention.old",
+            },
+            "compatibility alias",
+        ),
+    ],
+)
+def test_layer_rules_can_fail(tmp_path, files, words):
+    problems = check_layers.check(package(tmp_path, **files))
+    assert len(problems) == 1 and words in problems[0], problems
+
+
+def test_what_layers_allow(tmp_path):
+    root = package(
+        tmp_path,
+        common__enum="",
+        config="from magi_attention.common.enum import X",
+        meta__a="def f():\n    import torch\n    return torch",
+        meta__b="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        env__registry="import os\nx = os.environ.get('MAGI_ATTENTION_X')",
+        functional__b="from magi_attention.meta.a import f\nimport torch",
+        old="# compatibility alias\nfrom magi_attention.functional.b import f",
+    )
+    assert check_layers.check(root) == []
+
+
+def test_size_limits_can_fail(tmp_path):
+    folder = tmp_path / "magi_attention"
+    folder.mkdir()
+    (folder / "long_file.py").write_text("x = 1\n" * 601)
+    (folder / "long_function.py").write_text("def f():\n" + "    x = 1\n" * 120)
+    (folder / "soft.py").write_text("def f():\n" + "    x = 1\n" * 61)
+    failures, notes = check_sizes.check(tmp_path)
+    assert [f.split(":")[0] for f in failures] == [
+        "magi_attention/long_file.py",
+        "magi_attention/long_function.py",
+    ]
+    assert len(notes) == 1 and notes[0].startswith("magi_attention/soft.py::f")
+    waivers = {"magi_attention/long_file.py": "a table", "magi_attention/gone.py": "split long ago"}
+    failures, _ = check_sizes.check(tmp_path, waivers)
+    assert len(failures) == 2 and "gone.py" in failures[1]

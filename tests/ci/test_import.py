@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing the package is cheap and touches nothing: no GPU, no compiler, no folder, no heavy package."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+started = time.perf_counter()
+import magi_attention
+import magi_attention.api
+seconds = time.perf_counter() - started
+new = set(sys.modules) - before
+print(json.dumps({"seconds": seconds, "new": sorted(new), "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def probe(home: Path) -> dict:
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": ""}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    command = [sys.executable, "-W", "error::UserWarning", "-c", PROBE]
+    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_is_cheap_and_leaves_no_trace(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    found = [probe(home)]
+    # The time of one import on a busy machine says little: the best of a few counts.
+    while found[-1]["seconds"] >= 0.5 and len(found) < 4:
+        found.append(probe(home))
+    assert min(f["seconds"] for f in found) < 0.5
+    heavy = {"triton", "matplotlib", "rich", "cupy", "cutlass"} & set(found[0]["new"])
+    assert not heavy and not found[0]["cuda"]
+    assert list(home.iterdir()) == []

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line without starting processes: explain, env, version and wrong requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from magi_attention.cli import main
+
+
+def test_explain_writes_tables_and_a_page(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["explain", "--docs", "300,1000,748", "--cp", "4", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("area", "imbalance", "rows out", "rows in", "ring P2P, 3 steps", "all-gather", "stage 0"):
+        assert word in printed
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png") == 4 == len(list(out.glob("*.png")))
+
+
+def test_explain_for_256_ranks(tmp_path, capsys):
+    arguments = ["--mask", "sliding-window", "--window", "2048", "--tokens", "262144", "--cp", "256"]
+    assert main(["explain", *arguments, "--degree", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "largest" in printed and "stage 1" in printed and (tmp_path / "report.html").exists()
+
+
+def test_explain_a_mask_file(tmp_path, capsys):
+    mask = {"total": 512, "q_ranges": [[0, 256], [256, 512]], "k_ranges": [[0, 256], [0, 512]]}
+    file = tmp_path / "mask.json"
+    file.write_text(json.dumps({**mask, "types": ["causal", "full"]}))
+    assert main(["explain", "--mask-file", str(file), "--cp", "2", "--no-pictures"]) == 0
+    assert f"{256 * 257 // 2 + 256 * 512:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explain"], "how long the sequence is"),
+        (["explain", "--docs", "1,x"], "whole numbers"),
+        (["explain", "--docs", "5,-3"], "at least one token"),
+        (["explain", "--docs", "5,6", "--tokens", "3"], "the documents have 11"),
+        (["explain", "--doc-file", "/no/such/file"], "cannot be read"),
+        (["explain", "--mask-file", "/no/such/file"], "cannot be read"),
+        (["explain", "--mask", "sliding-window", "--tokens", "64"], "needs --window"),
+        (["explain", "--tokens", "64", "--cp", "0"], "cp_size is 0"),
+        (["explain", "--tokens", "64", "--heads-q", "3", "--heads-kv", "2"], "multiple"),
+        (["run", "--data", "/no/such/folder"], "does not exist"),
+        (["run", "--steps", "0"], "--steps is 0"),
+        (["run", "--ranks", "0"], "--ranks is 0"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(arguments, words, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert words in error and "\n" not in error, error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not json", "is no mask"),
+        ("{}", "is no mask"),
+        ("[]", "is no mask"),
+        ('{"total": 8, "q_ranges": [[0, 4], [0, 4]], "k_ranges": [[0, 4], [2, 6]]}', "overlap"),
+        ('{"total": 8, "q_ranges": [[0, 9]], "k_ranges": [[0, 4]]}', "beyond"),
+        ('{"total": 8, "q_ranges": [[4, 0]], "k_ranges": [[0, 4]]}', "start <= end"),
+        (
+            '{"total": 8, "q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "types": ["diagonal"]}',
+            "Unknown mask type",
+        ),
+        ('{"total": 8, "q_ranges": [[0, 4]], "k_ranges": []}', "1 q ranges, 0 k ranges"),
+    ],
+)
+def test_bad_mask_files(tmp_path, content, words, capsys):
+    file = tmp_path / "mask.json"
+    file.write_text(content)
+    assert main(["explain", "--mask-file", str(file), "--cp", "2"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_data_folder_without_text(tmp_path, capsys):
+    (tmp_path / "picture.png").write_bytes(b"x")
+    assert main(["run", "--data", str(tmp_path)]) == 2
+    assert "holds no text file" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_bytes(b"")
+    assert main(["run", "--data", str(tmp_path)]) == 2
+    assert "all empty" in capsys.readouterr().err
+
+
+def test_unknown_arguments_and_commands(capsys):
+    for arguments in (["fly"], ["explain", "--colour", "red"], ["explain", "--degree", "much"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+
+
+def test_env_and_version(capsys, monkeypatch):
+    monkeypatch.setenv("MAGI_ATTENTION_SANITY_CHECK", "1")
+    assert main(["env", "--set"]) == 0
+    assert "SANITY_CHECK" in capsys.readouterr().out
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("magi_attention 1.1.1")

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every numbered example runs and stays short; the flagship trains a few small steps on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_there_are_examples():
+    assert [path.name[:2] for path in EXAMPLES[:3]] == ["01", "02", "03"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path):
+    assert len(path.read_text().splitlines()) <= 150
+    done = run(str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+def test_flagship_on_own_text(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(4):
+        (text / f"{i}.txt").write_text("\n\n".join(f"line {j} of file {i}" for j in range(60)))
+    small = ["--data", str(text), "--ranks", "2", "--device", "cpu", "--steps", "3", "--seq-len", "320"]
+    done = run("-m", "magi_attention.cli", "run", *small, "--name", "t", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "t"
+    losses = json.loads((folder / "losses.json").read_text())["losses"]
+    replayed = json.loads((folder / "replay.json").read_text())["losses"]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert max(abs(a - b) / b for a, b in zip(losses, replayed)) <= 1e-4
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png") == 5 and "http" not in page.replace("http-equiv", "")
+
+    again = run("-m", "magi_attention.cli", "run", *small, "--name", "t", cwd=tmp_path)
+    assert again.returncode == 2 and "already holds a run" in again.stderr
