@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host helpers of the launchers: statuses with a message, tensor maps, device properties. No global CUDA state.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <initializer_list>
+
+#include "../../include/magi/abi.h"
+
+namespace magi {
+
+char* error_buffer();  // of the calling thread, 512 bytes
+
+inline magi_status fail(magi_status status, const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  vsnprintf(error_buffer(), 512, format, args);
+  va_end(args);
+  return status;
+}
+
+inline magi_status cuda_status(cudaError_t error, const char* doing) {
+  if (error == cudaSuccess) return MAGI_OK;
+  return fail(MAGI_CUDA_ERROR, "%s: %s.", doing, cudaGetErrorString(error));
+}
+
+#define MAGI_RETURN(expression)                      \
+  do {                                               \
+    const magi_status status_ = (expression);        \
+    if (status_ != MAGI_OK) return status_;          \
+  } while (0)
+
+// Runs something once per device, from any thread; a failure is tried again next time.
+class DeviceOnce {
+ public:
+  template <typename F>
+  magi_status run(F&& f) {
+    int device = 0;
+    MAGI_RETURN(cuda_status(cudaGetDevice(&device), "asking for the current device"));
+    const uint64_t bit = 1ull << (device & 63);
+    if (done_.load(std::memory_order_acquire) & bit) return MAGI_OK;
+    MAGI_RETURN(cuda_status(f(), "configuring a kernel"));
+    done_.fetch_or(bit, std::memory_order_release);
+    return MAGI_OK;
+  }
+
+ private:
+  std::atomic<uint64_t> done_{0};
+};
+
+magi_status multiprocessors(int* count);
+
+// Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of dims 1.. .
+magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* base,
+                       std::initializer_list<uint64_t> sizes, std::initializer_list<int64_t> strides,
+                       std::initializer_list<uint32_t> box, const char* name);
+
+}  // namespace magi

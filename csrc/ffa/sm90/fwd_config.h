@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tile sizes and the shared-memory map of the forward kernel. Constants only; shared by host and device.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+constexpr int kMaxTileTokens = 192;
+
+template <typename T_, int kD_, int kDv_>
+struct FwdConfig {
+  using T = T_;
+  static constexpr int kD = kD_;    // head dim of q and k, padded to 64
+  static constexpr int kDv = kDv_;  // head dim of v and out, padded to 64
+  static constexpr int kGroups = 2;  // consumer warpgroups of 64 rows each
+  static constexpr int kBlockM = 64 * kGroups;
+  static constexpr int kBlockN = kD <= 128 ? 128 : 64;
+  static constexpr int kKStages = 2;
+  // A V stage is released half a block later than a K stage, so one more keeps the copies ahead.
+  static constexpr int kVStages = kD <= 128 ? 3 : 2;
+  static constexpr int kQStages = kD <= 128 ? 2 : 1;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 152 : 232;
+  static constexpr int kProducerRegisters = kGroups == 3 ? 56 : 40;
+
+  static constexpr uint32_t kQBytes = kBlockM * kD * 2;
+  static constexpr uint32_t kKBytes = kBlockN * kD * 2;
+  static constexpr uint32_t kVBytes = kBlockN * kDv * 2;
+  // Offsets from the 1024-byte aligned start.
+  static constexpr uint32_t kQAt = 0;
+  static constexpr uint32_t kKAt = kQAt + kQStages * kQBytes;
+  static constexpr uint32_t kVAt = kKAt + kKStages * kKBytes;
+  static constexpr uint32_t kLayersAt = kVAt + kVStages * kVBytes;  // the output is staged over the rows of Q
+  static constexpr uint32_t kLayerSlots = 2;
+  static constexpr uint32_t kLayerHeader = 128;  // bytes of magi_layer
+
+  static constexpr uint32_t layer_bytes(int tile_tokens) {
+    return kLayerHeader + ((static_cast<uint32_t>(tile_tokens) * 8 + 15) & ~15u);
+  }
+  static constexpr uint32_t smem_bytes(int tile_tokens) {
+    // Barriers (26 slots) and two unit slots behind the layer records; 1024 to align the start.
+    return kLayersAt + kLayerSlots * layer_bytes(tile_tokens) + 256;
+  }
+};
+
+}  // namespace magi

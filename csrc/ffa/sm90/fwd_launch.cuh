@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of one forward variant: checks, tensor maps, launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/host.h"
+#include "fwd.cuh"
+
+namespace magi {
+
+// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and outputs.
+constexpr int64_t kSectionBytes = 32ll << 20;
+
+template <typename C>
+magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+  const CUtensorMapDataType type = sizeof(typename C::T) == 2 && a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const uint64_t units = k->head_units, pack = a.pack, tq = a.total_q, tk = a.total_k;
+  const uint64_t dq = a.head_dim, dv = a.head_dim_v, hk = a.heads_kv;
+  const uint32_t tile_tokens = a.tile_tokens, group_tokens = 64 / a.pack;
+  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, units},
+                         {2 * a.q_stride_head, 2 * a.q_stride_token, 2 * a.q_stride_head * a.pack},
+                         {64, (uint32_t)pack, tile_tokens, 1}, "q"));
+  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {dq, tk, hk}, {2 * a.k_stride_token, 2 * a.k_stride_head},
+                         {64, C::kBlockN, 1}, "k"));
+  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk}, {2 * a.v_stride_token, 2 * a.v_stride_head},
+                         {64, C::kBlockN, 1}, "v"));
+  if (!k->out_is_float)
+    MAGI_RETURN(encode_map(&k->out_map, type, a.out, {dv, pack, tq, units},
+                           {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * a.pack},
+                           {64, (uint32_t)pack, group_tokens, 1}, "out"));
+  else
+    k->out_map = k->q_map;  // prefetched, never used
+  return MAGI_OK;
+}
+
+template <typename C>
+void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+  k->plan = a.plan;
+  k->workspace = a.workspace;
+  k->out = a.out;
+  k->lse = a.lse;
+  k->max_logits = a.max_logits;
+  k->sink = a.sink;
+  k->out_stride_token = a.out_stride_token;
+  k->out_stride_head = a.out_stride_head;
+  k->total_q = a.total_q;
+  k->heads_q = a.heads_q;
+  k->head_units = a.heads_q / a.pack;
+  k->pack = a.pack;
+  k->tile_tokens = a.tile_tokens;
+  k->num_tiles = (a.total_q + a.tile_tokens - 1) / a.tile_tokens;
+  k->head_dim_v = a.head_dim_v;
+  k->kv_head_of_unit = k->head_units / a.heads_kv;
+  const int64_t head_bytes = 2ll * a.total_k * (a.head_dim + a.head_dim_v);
+  const int64_t fitting = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  const int64_t heads = (fitting < 1 ? 1 : fitting) * k->kv_head_of_unit;
+  k->heads_per_section = heads < k->head_units ? static_cast<int>(heads) : k->head_units;
+  k->sink_count = a.sink != nullptr ? a.sink_count : 0;
+  k->sink_per_row = a.sink_per_row;
+  k->out_is_float = a.out_dtype == MAGI_FP32;
+  k->accumulate = a.accumulate;
+  k->has_softcap = a.softcap > 0.f;
+  k->slack = a.max_logits != nullptr ? 0.f : 8.f;
+  k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
+  k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
+}
+
+template <typename C>
+magi_status launch_fwd(const magi_ffa_fwd_params& a) {
+  if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
+    return fail(MAGI_INVALID_ARGUMENT, "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
+                a.pack, a.tile_tokens, C::kBlockM);
+  FwdKernelParams k;
+  fwd_scalars<C>(a, &k);
+  if (k.num_tiles == 0) return MAGI_OK;
+  MAGI_RETURN(fwd_maps<C>(a, &k));
+  const uint32_t smem = C::smem_bytes(a.tile_tokens);
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([&] {
+    return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                C::smem_bytes(C::kBlockM));
+  }));
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units;
+  if (units >= (1ll << 31)) return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", (long long)units);
+  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int grid = units < room ? static_cast<int>(units) : room;
+  ffa_fwd<C><<<grid, C::kThreads, smem, static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+}
+
+}  // namespace magi
+
+#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                              \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params) {                 \
+    return magi::launch_fwd<magi::FwdConfig<TYPE, D, DV>>(*params);                           \
+  }

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the forward kernel is launched with.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace magi {
+
+struct FwdKernelParams {
+  // Q and out: (d, head in pack, token, head unit); K and V: (d, token, kv head).
+  CUtensorMap q_map, k_map, v_map, out_map;
+  const int32_t* plan;
+  int32_t* workspace;  // [0] unit counter, [1] CTAs that are done
+  void* out;
+  float* lse;
+  float* max_logits;
+  const float* sink;
+  int64_t out_stride_token, out_stride_head;  // elements
+  int32_t total_q, heads_q, head_units;       // head units = heads_q / pack
+  int32_t pack, tile_tokens, num_tiles, head_dim_v;
+  int32_t kv_head_of_unit;    // kv head = head unit / this
+  int32_t heads_per_section;  // head units whose keys and values are kept in L2 together
+  int32_t sink_count, sink_per_row;
+  int32_t out_is_float, accumulate;
+  float scale;       // of raw scores before softcap, or 1
+  float scale_log2;  // of the (capped) score, times log2(e)
+  float slack;       // log2 by which the running maximum may lag; 0 where the maximum itself is asked for
+  int32_t has_softcap;
+};
+
+}  // namespace magi

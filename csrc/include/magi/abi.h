@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The C ABI between Python and the native libraries. No torch, no C++ types: raw pointers and versioned POD
+ * structs. The caller allocates everything, workspace included. Functions return a status; the reason is
+ * magi_last_error() of the calling thread.
+ */
+#ifndef MAGI_ABI_H
+#define MAGI_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MAGI_ABI_VERSION 1
+#define MAGI_EXPORT __attribute__((visibility("default")))
+
+typedef enum {
+  MAGI_OK = 0,
+  MAGI_INVALID_ARGUMENT = 1, /* the caller broke a documented rule */
+  MAGI_UNSUPPORTED = 2,      /* no variant for this shape, dtype or device */
+  MAGI_CUDA_ERROR = 3,       /* the driver or runtime reported an error */
+  MAGI_CAPACITY = 4          /* a buffer given by the caller is too small; the needed size is reported */
+} magi_status;
+
+typedef enum { MAGI_BF16 = 0, MAGI_FP16 = 1, MAGI_FP32 = 2 } magi_dtype;
+
+/* ---- tile plan of the forward ------------------------------------------------------------------------
+ *
+ * A tile is `tile_tokens` consecutive query tokens (the last one may be short). Its work is a list of layers. In one
+ * layer every token sees at most one key interval [lo, hi); tokens without one have lo == hi == 0. All layers of a
+ * tile together hold every allowed pair of the tile exactly once.
+ *
+ * Layout in memory, int32 words, one buffer:
+ *   header  16 words  magi_tile_plan_header
+ *   tiles   8 words each, num_tiles of them: magi_tile_desc
+ *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first)
+ *   records layer_words each, at words_records: magi_layer, then tile_tokens pairs (lo, hi)
+ * Sections start at multiples of 16 bytes; layer_words is a multiple of 4.
+ */
+typedef struct {
+  int32_t version;      /* MAGI_ABI_VERSION */
+  int32_t total_q;      /* tokens */
+  int32_t total_k;
+  int32_t tile_tokens;  /* query tokens per tile */
+  int32_t num_groups;   /* row groups per tile, one per consumer warpgroup: 1..3 */
+  int32_t num_tiles;    /* ceil(total_q / tile_tokens) */
+  int32_t num_layers;   /* records in use */
+  int32_t layer_words;  /* 32 + 2 * tile_tokens, rounded up to a multiple of 4 */
+  int32_t words_tiles;  /* offsets in words from the start of the buffer */
+  int32_t words_order;
+  int32_t words_records;
+  int32_t words_total;  /* size of the buffer in words */
+  int32_t status;       /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
+  int32_t has_unseen;   /* 1 if some key in [0, total_k) is seen by no query */
+  int32_t reserved[2];
+} magi_tile_plan_header;
+
+typedef struct {
+  int32_t token0;      /* first query token */
+  int32_t num_tokens;  /* 1..tile_tokens */
+  int32_t layer_begin; /* index of the first record */
+  int32_t num_layers;
+  int32_t cost;        /* model cost, see planner; decides the order only */
+  int32_t num_blocks;  /* key blocks of 128 over all layers */
+  int32_t reserved[2];
+} magi_tile_desc;
+
+/* Ranges are half-open, in key tokens. Group g holds tokens [g * tile_tokens / num_groups, ...). A key block inside
+ * [full_lo, full_hi) of a group needs no masking for any of its tokens (so tokens without an interval make it
+ * empty: full_lo >= full_hi); one outside [visit_lo, visit_hi) needs no work at all. */
+typedef struct {
+  int32_t visit_lo, visit_hi; /* of the whole tile */
+  int32_t source;             /* which key tensor map: 0 local rows, 1.. received rows */
+  int32_t arrival;            /* arrival flag to wait for before reading the keys, -1 for none */
+  int32_t has_unseen;         /* 1 if a block of this layer may touch a key that no query sees */
+  int32_t reserved[3];
+  struct {
+    int32_t visit_lo, visit_hi, full_lo, full_hi;
+  } group[3];
+  int32_t reserved2[12];
+} magi_layer; /* 32 words */
+
+/* Upper bound of layers and the size of the plan buffer in words for that many. */
+MAGI_EXPORT int64_t magi_tile_plan_words(int32_t total_q, int32_t tile_tokens, int64_t num_layers);
+
+/* Host producer. slices: num_slices rows of 5 int32 (q_start, q_end, k_start, k_end, type), disjoint, in host memory.
+ * plan may be NULL to ask for *words_needed only. MAGI_CAPACITY if plan_words is too small. */
+MAGI_EXPORT magi_status magi_tile_plan_host(const int32_t* slices, int64_t num_slices, int32_t total_q,
+                                            int32_t total_k, int32_t tile_tokens, int32_t num_groups,
+                                            int32_t* plan, int64_t plan_words, int64_t* words_needed);
+
+/* Walks a plan (host memory) against the slices: every allowed pair visited exactly once, nothing else unmasked, and
+ * visit, full and order consistent. On a fault returns MAGI_INVALID_ARGUMENT and says which pair or field. */
+MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_slices, const int32_t* plan,
+                                             int64_t plan_words);
+
+MAGI_EXPORT const char* magi_last_error(void);
+MAGI_EXPORT int32_t magi_abi_version(void);
+
+/* ---- FFA forward -------------------------------------------------------------------------------------
+ *
+ * q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), all 16-bit, last dim contiguous,
+ * other strides in elements. out (total_q, heads_q, dv); lse (total_q, heads_q) float32, contiguous.
+ */
+typedef struct {
+  int32_t version;   /* MAGI_ABI_VERSION */
+  int32_t dtype;     /* magi_dtype of q, k, v: MAGI_BF16 or MAGI_FP16 */
+  int32_t out_dtype; /* the input dtype, or MAGI_FP32 */
+  int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
+  int32_t pack;          /* query heads per tile row group: heads_q / heads_kv (PackGQA) or 1 */
+  int32_t tile_tokens;   /* as in the plan */
+  int32_t accumulate;    /* 1: merge with what out (float32) and lse already hold */
+  int32_t sm_margin;     /* SMs to leave free, >= 0 */
+  int32_t sink_count;    /* sinks per head, 0 for none */
+  int32_t sink_per_row;  /* 0: sink is (sink_count, heads_q), 1: (total_q, sink_count, heads_q); float32 */
+  float softmax_scale;   /* > 0 */
+  float softcap;         /* > 0, or 0 for none */
+  int64_t q_stride_token, q_stride_head;
+  int64_t k_stride_token, k_stride_head;
+  int64_t v_stride_token, v_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  const void *q, *k, *v;
+  void* out;
+  float* lse;
+  float* max_logits;       /* (heads_q,), preset to -inf by the caller, or NULL */
+  const float* sink;       /* or NULL */
+  const int32_t* plan;     /* device memory, 16-byte aligned */
+  int32_t* workspace;      /* magi_ffa_fwd_workspace_bytes, zeroed once by the caller, reusable on one stream */
+  void* stream;            /* cudaStream_t */
+} magi_ffa_fwd_params;
+
+/* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and the params. */
+MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v,
+                                          int32_t* tile_tokens, int32_t* num_groups, int32_t* pack);
+MAGI_EXPORT int64_t magi_ffa_fwd_workspace_bytes(void);
+MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
+
+/* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
+ * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are
+ * ignored. One record per tile that a slice touches always suffices, fewer usually do; if they do not fit into plan_words
+ * the header's status says so and the attention kernel fills its outputs with NaN. Beyond some ten thousand slices
+ * has_unseen may be 1 without need. */
+MAGI_EXPORT magi_status magi_tile_plan_device(const int32_t* q_ranges, const int32_t* k_ranges, const int32_t* types,
+                                              int32_t num_slices, int32_t total_q, int32_t total_k,
+                                              int32_t tile_tokens, int32_t num_groups, int32_t* plan,
+                                              int64_t plan_words, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MAGI_ABI_H */

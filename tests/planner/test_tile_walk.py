@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walker of tile plans finds every kind of broken plan; test_tile_plan.py shows it accept good ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from magi_attention.common.slices import CAUSAL, FULL, to_dense
+from magi_attention.testing import masks
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tile_lib as lib  # noqa: E402
+
+pytestmark = pytest.mark.skipif(lib.compiler() is None, reason="no g++ to compile the tile planner with")
+
+
+def corrupt_lo(rng, view):
+    record, r = random_interval(rng, view)
+    view.pairs(record)[r, 0] += rng.choice([-1, 1])
+
+
+def corrupt_hi(rng, view):
+    record, r = random_interval(rng, view)
+    view.pairs(record)[r, 1] += rng.choice([-1, 1])
+
+
+def corrupt_drop(rng, view):
+    record, r = random_interval(rng, view)
+    view.pairs(record)[r] = 0
+
+
+def corrupt_swap_rows(rng, view):
+    record, r = random_interval(rng, view)
+    pairs = view.pairs(record)
+    other = np.flatnonzero((pairs != pairs[r]).any(axis=1))
+    if not len(other):
+        return False
+    s = rng.choice(other)
+    pairs[[r, s]] = pairs[[s, r]]
+
+
+def corrupt_full(rng, view):
+    """One key more than all rows see; a group that has no such key gets one that a row sees."""
+    group = random_group(rng, view)
+    if group["full_lo"] >= group["full_hi"]:
+        key = int(rng.integers(group["visit_lo"], group["visit_hi"]))
+        group["full_lo"], group["full_hi"] = key, key + 1
+    elif rng.random() < 0.5:
+        group["full_lo"] -= 1
+    else:
+        group["full_hi"] += 1
+
+
+def corrupt_group_visit(rng, view):
+    group = random_group(rng, view)
+    if rng.random() < 0.5:
+        group["visit_lo"] += 1
+    else:
+        group["visit_hi"] -= 1
+
+
+def corrupt_skip_group(rng, view):
+    group = random_group(rng, view)
+    for field in group.dtype.names:
+        group[field] = 0
+
+
+def corrupt_tile_visit(rng, view):
+    head = view.layer(random_record(rng, view))
+    head[rng.choice(["visit_lo", "visit_hi"])] += rng.choice([-1, 1])
+
+
+def corrupt_layer_unseen(rng, view):
+    head = view.layer(random_record(rng, view))
+    head["has_unseen"] ^= 1
+
+
+def corrupt_source(rng, view):
+    view.layer(random_record(rng, view))[rng.choice(["source", "arrival"])] += 1
+
+
+def corrupt_order_swap(rng, view):
+    if len(view.order) < 2:
+        return False
+    a, b = rng.choice(len(view.order), size=2, replace=False)
+    view.order[[a, b]] = view.order[[b, a]]
+
+
+def corrupt_order_entry(rng, view):
+    at = int(rng.integers(len(view.order)))
+    view.order[at] = rng.choice([x for x in (-1, 0, 1, len(view.order), 2**31 - 1) if x != view.order[at]])
+
+
+def corrupt_cost(rng, view):
+    view.tiles[rng.choice(["cost", "num_blocks"])][rng.integers(len(view.tiles))] += rng.choice([-1, 1])
+
+
+def corrupt_num_layers(rng, view):
+    view.tiles["num_layers"][rng.integers(len(view.tiles))] += rng.choice([-1, 1])
+
+
+def corrupt_layer_begin(rng, view):
+    """One tile walks the record of another one, where the two differ."""
+    used = np.flatnonzero(view.tiles["num_layers"] == 1)
+    a, b = rng.choice(used, size=2) if len(used) else (0, 0)
+    begin = view.tiles["layer_begin"]
+    same = np.array_equal(view.pairs(begin[a]), view.pairs(begin[b])) if len(used) else True
+    if same:
+        return False
+    begin[[a, b]] = begin[[b, a]]
+
+
+def corrupt_tile_tokens(rng, view):
+    view.tiles[rng.choice(["token0", "num_tokens"])][rng.integers(len(view.tiles))] += rng.choice([-1, 1])
+
+
+def corrupt_header(rng, view):
+    """Any word but the shape: a small plan may suit another shape too (that has its own test)."""
+    names = [n for n in lib.HEADER.names if n not in ("reserved", "total_k", "tile_tokens", "num_groups")]
+    view.header[rng.choice(names)] += rng.choice([-1, 1])
+
+
+def corrupt_reserved(rng, view):
+    layer = view.layer(random_record(rng, view))
+    place = [view.header["reserved"], view.tiles["reserved"], layer["reserved"], layer["reserved2"]][
+        rng.integers(4)
+    ]
+    place[rng.integers(len(place)), 0] = 1
+
+
+def corrupt_other_group(rng, view):
+    if view.num_groups == 3:
+        return False
+    view.layer(random_record(rng, view))["group"][0, view.num_groups]["visit_hi"] = 1
+
+
+def corrupt_token_that_does_not_exist(rng, view):
+    tile = view.tiles[-1]
+    if tile["num_tokens"] == view.tile_tokens or tile["num_layers"] == 0:
+        return False
+    view.pairs(tile["layer_begin"])[tile["num_tokens"]] = (0, 1)
+
+
+CORRUPTIONS = {name: value for name, value in globals().items() if name.startswith("corrupt_")}
+
+
+def random_record(rng, view) -> int:
+    return int(rng.integers(len(view.records)))
+
+
+def random_interval(rng, view) -> tuple[int, int]:
+    record = random_record(rng, view)
+    pairs = view.pairs(record)
+    return record, int(rng.choice(np.flatnonzero(pairs[:, 0] < pairs[:, 1])))
+
+
+def random_group(rng, view):
+    groups = view.layer(random_record(rng, view))["group"][0, : view.num_groups]
+    return groups[rng.choice(np.flatnonzero(groups["visit_lo"] < groups["visit_hi"]))]
+
+
+@pytest.mark.parametrize("name", sorted(CORRUPTIONS))
+def test_walker_finds(name):
+    tried = 0
+    for seed in range(300):
+        rng, slices, total_q, total_k = lib.random_case(seed)
+        tile_tokens, groups = lib.SHAPES[int(rng.integers(len(lib.SHAPES)))]
+        plan = lib.make_plan(slices, total_q, total_k, tile_tokens, groups)
+        before, view = plan.copy(), lib.View(plan)
+        if not len(view.records) or CORRUPTIONS[name](rng, view) is False:
+            continue
+        assert not np.array_equal(before, plan), f"seed {seed}"
+        status, sentence = lib.check_plan(slices, plan)
+        assert status == lib.INVALID_ARGUMENT and sentence.endswith("."), f"seed {seed}: {name} went unseen"
+        tried += 1
+    assert tried >= 30, f"only {tried} plans could be corrupted"
+
+
+def test_walker_survives_random_words():
+    """Whatever a word says, the walker stays inside the buffer; and most changes are faults."""
+    caught = 0
+    for seed in range(600):
+        rng, slices, total_q, total_k = lib.random_case(seed, most_tokens=100)
+        plan = lib.make_plan(slices, total_q, total_k, 8, 2)
+        fixed = plan.size - 8 * len(lib.View(plan).records)
+        at = int(rng.integers(16 if seed % 2 else fixed))
+        plan[at] = rng.choice([-(2**31), 2**31 - 1, -1, 0, 1, 4, 100, plan.size, int(plan[at]) + 4])
+        caught += lib.check_plan(slices, plan)[0] != lib.OK
+    assert caught > 300
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_walker_wants_the_plan_of_these_slices(seed):
+    rng, slices, total_q, total_k = lib.random_case(seed, most_tokens=60, most_slices=6)
+    other = masks.random_slices(rng, total_q, total_k, max_slices=6)
+    same = np.array_equal(to_dense(slices, total_q, total_k), to_dense(other, total_q, total_k))
+    status, _ = lib.check_plan(other, lib.make_plan(slices, total_q, total_k, 8, 1))
+    assert (status == lib.OK) == same
+
+
+@pytest.mark.parametrize("name", ["total_q", "total_k", "tile_tokens", "num_groups"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_walker_finds_another_shape(name, change):
+    plan = lib.make_plan(masks.causal(47), 47, 47, 17, 2)
+    lib.View(plan).header[name] += change
+    assert lib.check_plan(masks.causal(47), plan)[0] == lib.INVALID_ARGUMENT
+
+
+def test_walker_finds_a_shared_record():
+    """Two tiles with equal intervals and one record for both: pairs are right, but a record is left over."""
+    plan = lib.make_plan(masks.full(32), 32, 32, 16, 1)
+    lib.View(plan).tiles["layer_begin"][1] = 0
+    assert lib.check_plan(masks.full(32), plan)[1].startswith("Tile 1 uses record 0, which another tile uses")
+
+
+def test_walker_names_the_pair():
+    slices = np.array([[0, 10, 0, 10, CAUSAL]])
+    plan = lib.make_plan(slices, 10, 10, 16, 1)
+    lib.View(plan).pairs(0)[4, 1] -= 1
+    assert lib.check_plan(slices, plan)[1].startswith("Query 4 must see key 4 (slice 0)")
+    plan = lib.make_plan(slices, 10, 10, 16, 1)
+    lib.View(plan).pairs(0)[4, 1] += 1
+    assert lib.check_plan(slices, plan)[1].startswith("Query 4 must not see key 5")
+    twice = np.array([[0, 10, 0, 10, FULL], [9, 12, 9, 10, FULL]])
+    plan = lib.make_plan(twice, 12, 10, 16, 1)
+    assert lib.check_plan(twice, plan)[1].startswith("Slices 0 and 1 both allow query 9 and key 9")
+    assert "in layers 0 and 1 of tile 0" in lib.check_plan(twice[:1], plan)[1]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native tile planner, compiled on the fly for its tests, and a decoder of its plans.
+
+Nothing of the package is used to load it, so these tests also run where no native library was built.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from magi_attention.testing.masks import random_slices
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/tile_walk.cpp")
+FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+GARBAGE = -7  # what buffers hold before; no word of a plan is -7
+OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
+
+HEADER_FIELDS = (
+    "version total_q total_k tile_tokens num_groups num_tiles num_layers layer_words "
+    "words_tiles words_order words_records words_total status has_unseen"
+)
+HEADER = np.dtype([(name, "<i4") for name in HEADER_FIELDS.split()] + [("reserved", "<i4", 2)])
+TILE = np.dtype(
+    [(name, "<i4") for name in ("token0", "num_tokens", "layer_begin", "num_layers", "cost", "num_blocks")]
+    + [("reserved", "<i4", 2)]
+)
+GROUP = np.dtype([(name, "<i4") for name in ("visit_lo", "visit_hi", "full_lo", "full_hi")])
+LAYER = np.dtype(
+    [(name, "<i4") for name in ("visit_lo", "visit_hi", "source", "arrival", "has_unseen")]
+    + [("reserved", "<i4", 3), ("group", GROUP, 3), ("reserved2", "<i4", 12)]
+)
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The planner as a shared library; compiled once per process."""
+    folder = Path(tempfile.mkdtemp(prefix="magi_tile_plan_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "libmagi_tile_plan.so"
+    sources = [str(ROOT / source) for source in SOURCES]
+    command = [compiler(), *FLAGS, "-I", str(ROOT / "csrc/include"), *sources, "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lib = ctypes.CDLL(str(path))
+    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
+    lib.magi_tile_plan_words.restype = i64
+    lib.magi_tile_plan_host.argtypes = [pointer, i64, i32, i32, i32, i32, pointer, i64, ctypes.POINTER(i64)]
+    lib.magi_tile_plan_check.argtypes = [pointer, i64, pointer, i64]
+    lib.magi_last_error.restype = ctypes.c_char_p
+    return lib
+
+
+def as_rows(slices) -> np.ndarray:
+    """Slices as contiguous int32 ``(N, 5)``."""
+    return np.ascontiguousarray(getattr(slices, "array", slices), dtype=np.int32).reshape(-1, 5)
+
+
+def last_error() -> str:
+    return library().magi_last_error().decode()
+
+
+def plan_into(rows, total_q, total_k, tile_tokens, num_groups, plan) -> tuple[int, int]:
+    """``(status, words_needed)``; ``plan`` is an int32 array, or None to ask for the size only."""
+    needed = ctypes.c_int64(0)
+    pointer, words = (None, 0) if plan is None else (plan.ctypes.data, plan.size)
+    shape = (total_q, total_k, tile_tokens, num_groups)
+    status = library().magi_tile_plan_host(
+        rows.ctypes.data, len(rows), *shape, pointer, words, ctypes.byref(needed)
+    )
+    return status, needed.value
+
+
+def make_plan(slices, total_q: int, total_k: int, tile_tokens: int, num_groups: int = 1) -> np.ndarray:
+    """The plan as int32 words, in a buffer of exactly the size that was asked for."""
+    rows = as_rows(slices)
+    status, needed = plan_into(rows, total_q, total_k, tile_tokens, num_groups, None)
+    assert status == OK, last_error()
+    plan = np.full(needed, GARBAGE, dtype=np.int32)
+    status, again = plan_into(rows, total_q, total_k, tile_tokens, num_groups, plan)
+    assert status == OK and again == needed, last_error()
+    return plan
+
+
+def check_plan(slices, plan: np.ndarray) -> tuple[int, str]:
+    """``(status, sentence)`` of the walker; the sentence is empty when the status is OK."""
+    rows = as_rows(slices)
+    status = library().magi_tile_plan_check(rows.ctypes.data, len(rows), plan.ctypes.data, plan.size)
+    return status, "" if status == OK else last_error()
+
+
+class View:
+    """Named views into the words of a plan; writing to them changes the plan."""
+
+    def __init__(self, plan: np.ndarray) -> None:
+        self.plan = plan
+        self.header = plan[:16].view(HEADER)
+        h = self.header[0]
+        tiles, order, records = int(h["words_tiles"]), int(h["words_order"]), int(h["words_records"])
+        num_tiles, num_layers, words = int(h["num_tiles"]), int(h["num_layers"]), int(h["layer_words"])
+        self.tiles = plan[tiles : tiles + 8 * num_tiles].view(TILE)
+        self.order = plan[order : order + num_tiles]
+        self.records = plan[records : records + num_layers * words].reshape(num_layers, words)
+        self.tile_tokens, self.num_groups = int(h["tile_tokens"]), int(h["num_groups"])
+
+    def layer(self, record: int) -> np.ndarray:
+        """Header of a record, a view of shape ``(1,)``."""
+        return self.records[record, :32].view(LAYER)
+
+    def pairs(self, record: int) -> np.ndarray:
+        """``(tile_tokens, 2)`` intervals of a record."""
+        return self.records[record, 32 : 32 + 2 * self.tile_tokens].reshape(-1, 2)
+
+    def group_rows(self, group: int, num_tokens: int) -> range:
+        begin, end = (g * self.tile_tokens // self.num_groups for g in (group, group + 1))
+        return range(min(begin, num_tokens), min(end, num_tokens))
+
+
+# (tile_tokens, num_groups)
+SHAPES = [(t, g) for t in (1, 5, 8, 16, 24, 64, 128, 192) for g in (1, 2, 3)]
+
+
+def random_case(seed: int, most_tokens: int = 400, most_slices: int = 24):
+    """``(rng, slices, total_q, total_k)`` of a random mask."""
+    rng = np.random.default_rng(seed)
+    total_q, total_k = (int(x) for x in rng.integers(1, most_tokens + 1, size=2))
+    slices = random_slices(rng, total_q, total_k, max_slices=int(rng.integers(1, most_slices + 1)))
+    return rng, slices, total_q, total_k
