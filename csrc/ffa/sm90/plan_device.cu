@@ -402,7 +402,7 @@ __device__ int32_t unite_ranges(int32_t* lo, int32_t* hi, int32_t size, int32_t*
 __device__ int32_t seen_ranges(const PlanParams& p, int32_t* lo, int32_t* hi, int32_t* warps) {
   int32_t count = 0;
   for (int32_t next = 0; next < p.num_slices;) {
-    if (count > p.max_ranges / 2) return -1;
+    if (count > p.max_ranges / 4 * 3) return -1;  // each round must take in a good many
     const int32_t take = min(p.max_ranges - count, p.num_slices - next);
     int32_t size = 2;
     while (size < count + take) size *= 2;

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feeding side of the forward kernel: its shared memory, and the three parts of warpgroup 0, which hand out units,
+// copy tiles and clear V rows that no query sees.
+#pragma once
+
+#include "../../include/magi/abi.h"
+#include "../common/barrier.cuh"
+#include "../common/copy.cuh"
+#include "fwd_config.h"
+#include "fwd_params.h"
+
+namespace magi {
+
+// One (tile, head unit) as the scheduler hands it out.
+struct Unit {
+  int32_t tile;        // -1: no more work
+  int32_t head_unit;
+  int32_t num_layers;
+  int32_t reserved;
+};
+
+template <typename C>
+struct FwdSmem {
+  uint32_t base;        // shared-space address of the 1024-aligned start
+  uint32_t bars;        // first barrier
+  uint32_t layer_bytes;
+
+  __device__ FwdSmem(uint32_t start, int tile_tokens) : base(start) {
+    layer_bytes = C::layer_bytes(tile_tokens);
+    bars = base + C::kLayersAt + C::kLayerSlots * layer_bytes;
+  }
+  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQBytes; }
+  __device__ uint32_t k(uint32_t slot) const { return base + C::kKAt + slot * C::kKBytes; }
+  __device__ uint32_t v(uint32_t slot) const { return base + C::kVAt + slot * C::kVBytes; }
+  __device__ uint32_t out(int group, uint32_t q_slot) const {
+    return q(q_slot) + group * (64 * 128);  // its own rows of Q, in every column tile
+  }
+  __device__ uint32_t layer(uint32_t slot) const { return base + C::kLayersAt + slot * layer_bytes; }
+  __device__ uint32_t bar(int i) const { return bars + 8 * i; }
+  __device__ uint32_t q_full(uint32_t s) const { return bar(0 + s); }
+  __device__ uint32_t q_empty(uint32_t s) const { return bar(2 + s); }
+  __device__ uint32_t k_full(uint32_t s) const { return bar(4 + s); }
+  __device__ uint32_t k_empty(uint32_t s) const { return bar(6 + s); }
+  __device__ uint32_t unit_full(uint32_t s) const { return bar(8 + s); }
+  __device__ uint32_t unit_empty(uint32_t s) const { return bar(10 + s); }
+  __device__ uint32_t layer_full(uint32_t s) const { return bar(12 + s); }
+  __device__ uint32_t layer_empty(uint32_t s) const { return bar(14 + s); }
+  __device__ uint32_t v_full(uint32_t s) const { return bar(16 + s); }
+  __device__ uint32_t v_empty(uint32_t s) const { return bar(19 + s); }
+  __device__ uint32_t v_raw(uint32_t s) const { return bar(22 + s); }  // arrived, but with rows to be cleared
+  __device__ uint32_t unit(uint32_t s) const { return bar(26) + 16 * s; }
+
+  __device__ void init_barriers() const {
+    for (uint32_t s = 0; s < 2; ++s) {
+      mbar_init(q_full(s), 1);
+      mbar_init(q_empty(s), C::kGroups);
+      mbar_init(k_full(s), 1);
+      mbar_init(k_empty(s), C::kConsumerWarps);
+      mbar_init(unit_full(s), 1);
+      mbar_init(unit_empty(s), C::kConsumerWarps + 2);
+      mbar_init(layer_full(s), 1);
+      mbar_init(layer_empty(s), C::kConsumerWarps + 2);
+    }
+    for (uint32_t s = 0; s < C::kVStages; ++s) {
+      mbar_init(v_full(s), 1);
+      mbar_init(v_raw(s), 1);
+      mbar_init(v_empty(s), C::kConsumerWarps);
+    }
+    mbar_init_fence();
+  }
+};
+
+__device__ __forceinline__ int4 lds_int4(uint32_t address) {
+  int4 v;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int lds_int(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int2 lds_int2(uint32_t address) {
+  int2 v;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// The same value in every lane, in a way that the compiler can see: control flow and descriptors that depend on it then
+// live in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+// Linear unit index -> (rank in the cost order, head unit). Inside a section of heads the heaviest tiles of all its
+// heads come first; sections follow one another so that their keys and values stay in L2.
+__device__ __forceinline__ void unit_coords(const FwdKernelParams& p, int unit, int* rank, int* head_unit) {
+  const int per_section = p.num_tiles * p.heads_per_section;
+  const int section = unit / per_section;
+  const int in_section = unit - section * per_section;
+  const int first = section * p.heads_per_section;
+  const int heads = min(p.heads_per_section, p.head_units - first);
+  *rank = in_section / heads;
+  *head_unit = first + in_section - *rank * heads;
+}
+
+// One lane. Hands out units two ahead and stages the layer records of each in shared memory.
+template <typename C>
+__device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  const magi_tile_plan_header* header = reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  const int4* tiles = reinterpret_cast<const int4*>(p.plan + header->words_tiles);
+  const int32_t* order = p.plan + header->words_order;
+  const int32_t* records = p.plan + header->words_records;
+  const int layer_words = header->layer_words;
+  const int total = p.num_tiles * p.head_units;
+  Ring<2> units, layers;
+  int unit = blockIdx.x;
+  int next = unit < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
+  int rank = 0, head_unit = 0, tile = 0;
+  int4 desc = make_int4(0, 0, 0, 0);
+  if (unit < total) {
+    unit_coords(p, unit, &rank, &head_unit);
+    tile = order[rank];
+    desc = tiles[2 * tile];
+  }
+  while (unit < total) {
+    // The look-ups of the next unit travel while this one is handed out.
+    const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
+    int next_rank = 0, next_head = 0, next_tile = 0;
+    if (next < total) {
+      unit_coords(p, next, &next_rank, &next_head);
+      next_tile = order[next_rank];
+    }
+    mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(smem.unit(units.slot)), "r"(tile), "r"(head_unit),
+                 "r"(desc.w), "r"(0)
+                 : "memory");
+    mbar_arrive(smem.unit_full(units.slot));
+    units.advance();
+    for (int i = 0; i < desc.w; ++i) {
+      mbar_wait(smem.layer_empty(layers.slot), layers.phase ^ 1);
+      mbar_expect(smem.layer_full(layers.slot), layer_words * 4);
+      load_bytes(smem.layer(layers.slot), records + static_cast<int64_t>(desc.z + i) * layer_words, layer_words * 4,
+                 smem.layer_full(layers.slot));
+      layers.advance();
+    }
+    unit = next;
+    next = after;
+    tile = next_tile;
+    head_unit = next_head;
+    if (unit < total) desc = tiles[2 * tile];
+  }
+  mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
+  asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(smem.unit(units.slot)), "r"(-1) : "memory");
+  mbar_arrive(smem.unit_full(units.slot));
+  // The last CTA to get here resets the counter for the next launch on this stream.
+  __threadfence();
+  if (atomicInc(reinterpret_cast<unsigned*>(p.workspace) + 1, gridDim.x - 1) == gridDim.x - 1) p.workspace[0] = 0;
+}
+
+// One lane. Copies Q, K and V tiles.
+template <typename C>
+__device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  Ring<2> units, layers;
+  Ring<C::kQStages> qs;
+  Ring<C::kKStages> ks;
+  Ring<C::kVStages> vs;
+  while (true) {
+    mbar_wait(smem.unit_full(units.slot), units.phase);
+    const int4 unit = lds_int4(smem.unit(units.slot));
+    mbar_arrive(smem.unit_empty(units.slot));
+    units.advance();
+    if (unit.x < 0) break;
+    const int num_layers = unit.z;
+    const int kv_head = unit.y / p.kv_head_of_unit;
+    mbar_wait(smem.q_empty(qs.slot), qs.phase ^ 1);
+    if (num_layers == 0) {  // nothing to load, but the output is staged in this slot
+      mbar_arrive(smem.q_full(qs.slot));
+      qs.advance();
+      continue;
+    }
+    mbar_expect(smem.q_full(qs.slot), C::kQBytes);
+#pragma unroll
+    for (int d = 0; d < C::kD / 64; ++d)
+      load_tile_4d(smem.q(qs.slot) + d * C::kBlockM * 128, &p.q_map, smem.q_full(qs.slot), d * 64, 0,
+                   unit.x * p.tile_tokens, unit.y, kEvictFirst);
+    qs.advance();
+    for (int i = 0; i < num_layers; ++i) {
+      mbar_wait(smem.layer_full(layers.slot), layers.phase);
+      const int2 visit = lds_int2(smem.layer(layers.slot));
+      const bool clears = lds_int(smem.layer(layers.slot) + 16) != 0;
+      mbar_arrive(smem.layer_empty(layers.slot));
+      layers.advance();
+      // Blocks are laid from the right end: a causal diagonal then lies in the first one.
+      for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
+        const int k0 = k1 - C::kBlockN;  // may be negative: rows outside the tensor arrive as zeros
+        mbar_wait(smem.k_empty(ks.slot), ks.phase ^ 1);
+        mbar_expect(smem.k_full(ks.slot), C::kKBytes);
+#pragma unroll
+        for (int d = 0; d < C::kD / 64; ++d)
+          load_tile_3d(smem.k(ks.slot) + d * C::kBlockN * 128, &p.k_map, smem.k_full(ks.slot), d * 64, k0, kv_head,
+                       kEvictLast);
+        ks.advance();
+        mbar_wait(smem.v_empty(vs.slot), vs.phase ^ 1);
+        const uint32_t arrival = clears ? smem.v_raw(vs.slot) : smem.v_full(vs.slot);
+        mbar_expect(arrival, C::kVBytes);
+#pragma unroll
+        for (int d = 0; d < C::kDv / 64; ++d)
+          load_tile_3d(smem.v(vs.slot) + d * C::kBlockN * 128, &p.v_map, arrival, d * 64, k0, kv_head, kEvictLast);
+        vs.advance();
+      }
+    }
+  }
+}
+
+// One warp. Where a layer may touch keys that no query sees, zeroes the V rows that no token of the tile sees: their weight
+// is zero, but zero times the NaN or Inf that such rows may hold is not.
+template <typename C>
+__device__ void clear_unseen(const FwdKernelParams& p, const FwdSmem<C>& smem, int lane) {
+  Ring<2> units, layers;
+  Ring<C::kVStages> vs;
+  uint32_t raw_phases = 0;  // v_raw moves only where it is used, so each slot keeps its own phase
+  while (true) {
+    mbar_wait(smem.unit_full(units.slot), units.phase);
+    const int4 unit = lds_int4(smem.unit(units.slot));
+    __syncwarp();
+    if (lane == 0) mbar_arrive(smem.unit_empty(units.slot));
+    units.advance();
+    if (unit.x < 0) break;
+    for (int i = 0; i < unit.z; ++i) {
+      mbar_wait(smem.layer_full(layers.slot), layers.phase);
+      const uint32_t at = smem.layer(layers.slot);
+      const int2 visit = lds_int2(at);
+      const bool clears = lds_int(at + 16) != 0;
+      for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
+        if (clears) {
+          mbar_wait(smem.v_raw(vs.slot), raw_phases >> vs.slot & 1);
+          raw_phases ^= 1u << vs.slot;
+          for (int row = lane; row < C::kBlockN; row += 32) {
+            const int key = k1 - C::kBlockN + row;
+            bool seen = false;
+            for (int t = 0; t < p.tile_tokens && !seen; ++t) {
+              const int2 keys = lds_int2(at + C::kLayerHeader + 8 * t);
+              seen = key >= keys.x && key < keys.y;
+            }
+            for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
+              asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(
+                               smem.v(vs.slot) + chunk / 8 * (C::kBlockN * 128) + row * 128 + chunk % 8 * 16),
+                           "r"(0)
+                           : "memory");
+          }
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) mbar_arrive(smem.v_full(vs.slot));
+        }
+        vs.advance();
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem.layer_empty(layers.slot));
+      layers.advance();
+    }
+  }
+}
+
+}  // namespace magi
