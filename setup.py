@@ -1,10 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All metadata lives in pyproject.toml.
+"""Builds the native libraries while the package is installed; all metadata lives in pyproject.toml.
 
-The package is pure Python today, so there is nothing to compile. The native planner and the CUDA kernels
-will be built from here once csrc/ exists.
+The work is done by ``magi_attention.native.build``, which needs neither torch nor a GPU. Without a compiler the
+package installs all the same, as pure Python, and one line says what was left out and why. Switches:
+MAGI_ATTENTION_SKIP_CUDA_BUILD=1 builds nothing, MAGI_ATTENTION_PREBUILD_FFA=0 leaves out the attention kernels.
 """
 
-from setuptools import setup
+import shutil
+import sys
+from pathlib import Path
 
-setup()
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # an isolated build starts without the source folder
+
+from magi_attention.env import build as env  # noqa: E402
+from magi_attention.errors import BuildError  # noqa: E402
+from magi_attention.native import build, toolchain  # noqa: E402
+
+
+def say(text: str) -> None:
+    print(f"magi_attention: {text}", file=sys.stderr, flush=True)
+
+
+def can_compile() -> bool:
+    has_compiler = toolchain.find_nvcc() is not None or shutil.which(env.cxx()) is not None
+    return has_compiler and not env.is_skip_cuda_build()
+
+
+def build_native() -> None:
+    """Puts what can be built into magi_attention/lib. A missing tool is no error; sources that fail to compile are."""
+    if env.is_skip_cuda_build():
+        say("native libraries were not built, because MAGI_ATTENTION_SKIP_CUDA_BUILD=1.")
+        return
+    wanted = [("planner", toolchain.require_cxx)]
+    if env.is_prebuild_ffa():
+        wanted.append(("ffa", toolchain.require_nvcc))
+    else:
+        say("attention kernels were not built, because MAGI_ATTENTION_PREBUILD_FFA=0.")
+    for name, require_compiler in wanted:
+        try:
+            require_compiler()
+            toolchain.require_ninja()
+        except BuildError as error:
+            say(f"{name} library was not built. {error}")
+            continue
+        # No guard: with another compiler than ours, slow kernels are better than none. It prints a warning.
+        for built in build.build_all(name, guard=False):
+            say(f"built {built.path.name}, {len(built.units)} objects in {built.seconds:.0f} s.")
+
+
+class BuildPy(build_py):
+    """Compiles first; a wheel also gets the libraries and, for kernels compiled at run time, the sources."""
+
+    def run(self) -> None:
+        build_native()
+        super().run()
+        if self.editable_mode:
+            return  # the package is used where it lies, and so are its lib and csrc
+        package = Path(self.build_lib) / "magi_attention"
+        for library in toolchain.LIB.glob("*.so"):
+            self.mkpath(str(package / "lib"))
+            shutil.copy2(library, package / "lib" / library.name)
+        csrc = ROOT / "csrc"
+        for source in toolchain.source_files(csrc):
+            target = package / "csrc" / source.relative_to(csrc)
+            self.mkpath(str(target.parent))
+            shutil.copy2(source, target)
+
+
+class Wheel(bdist_wheel):
+    """One wheel for every Python of the platform: the libraries have a C interface and no Python in them."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+class MaybeNative(Distribution):
+    def has_ext_modules(self) -> bool:
+        return any(toolchain.LIB.glob("*.so")) or can_compile()
+
+
+setup(
+    cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
+    distclass=MaybeNative,
+    # Fetched by pip only where there is something to compile and no ninja yet.
+    setup_requires=["ninja"] if can_compile() and not toolchain.find_ninja() else [],
+)

@@ -43,3 +43,7 @@ class PeerFailureError(MagiError, RuntimeError):
 
 class DispatchError(MagiError, RuntimeError):
     """Dispatch left a rank without chunks."""
+
+
+class BuildError(MagiError, RuntimeError):
+    """Native code could not be compiled, or what was compiled breaks a rule of the build."""

@@ -32,3 +32,26 @@ def is_build_debug() -> bool:
 def nvcc_threads() -> int:
     """Threads of one nvcc process, 4 if unset."""
     return registry.get("NVCC_THREADS")
+
+
+def max_jobs() -> int | None:
+    """Compilations at a time: that of the ahead build, else MAX_JOBS, else None."""
+    return registry.get("MAGI_ATTENTION_PREBUILD_FFA_JOBS") or registry.get("MAX_JOBS")
+
+
+def is_prebuild_ffa() -> bool:
+    """Are the attention kernels compiled when the package is installed? On if unset."""
+    return registry.get("MAGI_ATTENTION_PREBUILD_FFA")
+
+
+def is_skip_cuda_build() -> bool:
+    return registry.get("MAGI_ATTENTION_SKIP_CUDA_BUILD")
+
+
+def cuda_home() -> str:
+    """The CUDA toolkit asked for, empty if unset."""
+    return registry.get("CUDA_HOME")
+
+
+def cxx() -> str:
+    return registry.get("CXX")

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 PREFIX = "MAGI_ATTENTION_"
 _PLAIN_OFF = ("", "0")
@@ -129,11 +130,11 @@ _KERNELS = (
     _text(PREFIX + "FFA_FA4_CACHE_DIR", _J, "Precompiled FA4 kernels.", has_effect=False),
 )
 _BUILD = (
-    _flag("PREBUILD_FFA", _B, "Compile the common kernels ahead; all are here.", has_effect=False),
-    _int(
-        PREFIX + "PREBUILD_FFA_JOBS", _B, "Compilations at a time of the ahead build.", None, 1, effect=False
-    ),
-    _flag("SKIP_CUDA_BUILD", _B, "Build no native code.", has_effect=False),
+    Variable(PREFIX + "PREBUILD_FFA", "flag", True, _B, "Compile the attention kernels when installing."),
+    _int(PREFIX + "PREBUILD_FFA_JOBS", _B, "Compilations at a time; by cores and memory if unset.", None, 1),
+    _flag("SKIP_CUDA_BUILD", _B, "Build no native code when installing."),
+    _text("CUDA_HOME", _B, "CUDA toolkit to compile with, the folder that holds bin/nvcc."),
+    _text("CXX", _B, "C++ compiler of the host libraries.", "c++"),
     _flag("SKIP_MAGI_ATTN_EXT_BUILD", _B, "Skip the C++ helpers.", has_effect=False),
     _flag("SKIP_MAGI_ATTN_COMM_BUILD", _B, "Skip the native collectives.", has_effect=False),
     _text(PREFIX + "BUILD_COMPUTE_CAPABILITY", _B, "Comma list such as 90,100.", has_effect=False),
@@ -176,6 +177,22 @@ def get(name: str, environ: Mapping[str, str] | None = None):
 def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Is the registered variable ``name`` present, whatever its value?"""
     return VARIABLES[name].name in (os.environ if environ is None else environ)
+
+
+def raw(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
+    """The unparsed texts of registered variables, None where unset: a key to remember what was parsed from them.
+
+    Costs 0.1 us a name, so that a call on the path of every layer can notice a change.
+    """
+    data = getattr(os.environ, "_data", None)  # what os.environ itself looks into, after encoding the name
+    if data is None:
+        return tuple(os.environ.get(name) for name in names)
+    return tuple(map(data.get, _encoded(names)))
+
+
+@lru_cache(maxsize=16)
+def _encoded(names: tuple[str, ...]) -> tuple:
+    return tuple(os.environ.encodekey(VARIABLES[name].name) for name in names)
 
 
 def check_unknown(environ: Mapping[str, str] | None = None) -> list[str]:

@@ -14,7 +14,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.correction import check_sink
 from magi_attention.kernels.operands import FLOAT_DTYPES
-from magi_attention.kernels.torch_ops import flex_fwd
+from magi_attention.kernels.torch_ops import flex_fwd, flex_fwd_known, options_of
 
 _INTEGERS = (torch.int32, torch.int64)
 _LEGACY_NOTE = (
@@ -114,19 +114,28 @@ def flex_flash_attn_func(
             with ``swap_bwd_qk_loop`` (both RuntimeErrors), block sizes above 1, sink layout "shd".
         NoBackendError: the backend asked for by environment cannot run the problem.
     """
-    check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
     _check_flags(
         sparse_load=sparse_load, auto_range_merge=auto_range_merge or index_attn_indices is not None,
         disable_dkv=disable_bwd_dkv_atomic_reduction, swap_loop=swap_bwd_qk_loop, deterministic=deterministic,
         pack_gqa=pack_gqa, cat_gqa=cat_gqa, swap_ab=swap_ab, tile=ref_block_size,
         blocks=(q_block_size, k_block_size),
     )  # fmt: skip
+    needs_backward = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    )
+    is_plain = q_ranges is not None and index_attn_indices is None and not index_attn
+    if is_plain and not needs_backward and not torch.compiler.is_compiling():
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        options = options_of(float(scale), float(softcap), sink_layout, deterministic, sm_margin, return_max_logits)
+        known = flex_fwd_known(q, k, v, q_ranges, k_ranges, attn_type_map, sink, options)
+        if known is not None:
+            return known[0], AttnForwardMeta(known[1], known[2])
+    check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
         _check_devices(q, sink=sink)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    needs_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink))
     out, lse, max_logits = flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, sink, sink_layout,
         float(softmax_scale), float(softcap), deterministic, sm_margin, return_max_logits, "", needs_backward,

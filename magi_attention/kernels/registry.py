@@ -11,7 +11,8 @@ import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from magi_attention.errors import ContractError, NoBackendError
+from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
+from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.sdpa import SdpaBackend
 from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
 from magi_attention.kernels.types import Backend, Problem
@@ -99,11 +100,14 @@ def _warn_once(reason: str) -> None:
 
 @lru_cache(maxsize=1)
 def default_registry() -> Registry:
-    """The backends of this build. Immutable, so that all callers share one."""
-    return Registry(
-        backends=(SdpaOnlineBackend(), SdpaBackend()),
-        absent=(
-            ("ffa", "The CUDA kernels are not installed in this build."),
-            ("fa4", "The FlashAttention-4 adaptor is not installed in this build."),
-        ),
-    )
+    """The backends of this build. Immutable, so that all callers share one.
+
+    Loads the kernel library, if there is one, which touches no GPU.
+    """
+    absent = [("fa4", "The FlashAttention-4 adaptor is not installed in this build.")]
+    backends: tuple[Backend, ...] = (SdpaOnlineBackend(), SdpaBackend())
+    try:
+        backends = (FfaBackend(), *backends)
+    except UnsupportedError as reason:
+        absent.insert(0, ("ffa", str(reason)))
+    return Registry(backends, tuple(absent))

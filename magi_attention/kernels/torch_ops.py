@@ -7,9 +7,14 @@ and run the backend that the registry selects. The gradient of ``lse`` and ``max
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.env import registry
+from magi_attention.kernels.ffa import FfaBackend, Final
+from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
 from magi_attention.kernels.types import AttnOptions, Backend, Problem, accumulation_dtype
@@ -20,6 +25,15 @@ _OPTIONS = (
     "bool return_max_logits, str prefer, bool needs_backward"
 )
 Maybe = torch.Tensor | None
+# What decides, besides the tensors, whether a call may skip the registry.
+_LANE = (
+    "MAGI_ATTENTION_KERNEL_BACKEND",
+    "MAGI_ATTENTION_SDPA_BACKEND",
+    "MAGI_ATTENTION_FA4_BACKEND",
+    "MAGI_ATTENTION_SANITY_CHECK",
+)
+# Equal options are one object, by which backends recognise a call that they have prepared.
+options_of = lru_cache(maxsize=512)(AttnOptions)
 
 
 def select_backend(problem: Problem, prefer: str = "") -> Backend:
@@ -34,6 +48,31 @@ def select_backend(problem: Problem, prefer: str = "") -> Backend:
         return default_registry().select(problem, prefer, explicit=False)[0]
     name = general.kernel_backend().value
     return default_registry().select(problem, name, explicit=general.is_kernel_backend_explicit())[0]
+
+
+@lru_cache(maxsize=64)
+def _lane_backend(_raw: tuple[str | None, ...]) -> FfaBackend | None:
+    """The kernel backend if it is what the environment asks for; ``_raw`` is the environment's text."""
+    from magi_attention.env import general
+
+    if general.kernel_backend().value != "ffa" or general.is_sanity_check_enable():
+        return None
+    return next((b for b in default_registry().backends if isinstance(b, FfaBackend)), None)
+
+
+def flex_fwd_known(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe,
+    sink: Maybe, options: AttnOptions,
+) -> Final | None:  # fmt: skip
+    """``(out, lse, max_logits)`` if the CUDA kernels ran an equal call before, else None: then use ``flex_fwd``.
+
+    Skips the dispatcher, the checks and the choice of the backend, which together cost the host more than the
+    launch. ``options`` must come from ``options_of``. Not differentiable.
+    """
+    backend = _lane_backend(registry.raw(_LANE))
+    if backend is None:
+        return None
+    return backend.forward_known(q, k, v, RangeTensors(q_ranges, k_ranges, types), options, sink)
 
 
 def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:
@@ -57,12 +96,20 @@ def flex_fwd(
     sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
 ):  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
-    options = AttnOptions(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
+    from magi_attention.env import general
+
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
-    slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
-    got = backend.forward(q, k, v, slices, options, sink)
-    max_logits = got.lse.new_empty(0) if got.max_logits is None else got.max_logits
-    return got.out.to(q.dtype), got.lse, max_logits
+    if isinstance(backend, FfaBackend):
+        if indices is None and not general.is_sanity_check_enable():
+            mask = RangeTensors(q_ranges, k_ranges, attn_type_map)
+        else:
+            mask = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+        out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
+    else:
+        got = backend.forward(q, k, v, _slices(k, q_ranges, k_ranges, attn_type_map, indices), options, sink)
+        out, lse, max_logits = got.out.to(q.dtype), got.lse, got.max_logits
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
 @flex_fwd.register_fake

@@ -61,6 +61,11 @@ DEFAULTS = {
         "is_build_verbose": False,
         "is_build_debug": False,
         "nvcc_threads": 4,
+        "max_jobs": None,
+        "is_prebuild_ffa": True,
+        "is_skip_cuda_build": False,
+        "cuda_home": "",
+        "cxx": "c++",
     },
 }
 
@@ -90,6 +95,8 @@ FLAG_GETTERS = {
     "FORCE_JIT_BUILD": env.build.is_force_jit_build,
     "BUILD_VERBOSE": env.build.is_build_verbose,
     "BUILD_DEBUG": env.build.is_build_debug,
+    "PREBUILD_FFA": env.build.is_prebuild_ffa,
+    "SKIP_CUDA_BUILD": env.build.is_skip_cuda_build,
 }
 
 
@@ -164,6 +171,21 @@ def test_sm_margins_follow_connections_and_native(monkeypatch):
     assert env.comm.ffa_bwd_sm_margin_save_for_comm() == 7
     monkeypatch.setenv("MAGI_ATTENTION_NATIVE_GRPCOLL", "1")
     assert env.comm.ffa_bwd_sm_margin_save_for_comm() == 0
+
+
+def test_raw_texts_follow_every_change(monkeypatch):
+    names = ("MAGI_ATTENTION_KERNEL_BACKEND", "MAGI_ATTENTION_SANITY_CHECK")
+    seen = [registry.raw(names)]
+    assert seen[0] == (None, None)
+    for name, text in ((names[0], "sdpa"), (names[1], "1"), (names[0], "ffa")):
+        monkeypatch.setenv(name, text)
+        assert registry.raw(names) not in seen
+        seen.append(registry.raw(names))
+    monkeypatch.delenv(names[0])
+    monkeypatch.delenv(names[1])
+    assert registry.raw(names) == seen[0]
+    with pytest.raises(KeyError):
+        registry.raw(("MAGI_ATTENTION_NO_SUCH",))
 
 
 def test_unknown_names_give_one_warning_with_the_nearest():

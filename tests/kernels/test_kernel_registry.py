@@ -78,10 +78,10 @@ def test_unknown_names():
 
 def test_registration_gives_a_new_registry():
     registry = default_registry()
-    mine = registry.with_backend(Picky(None, name="ffa"), before="sdpa")
-    assert [b.name for b in mine.backends] == ["sdpa_ol", "ffa", "sdpa"]
-    assert "ffa" not in dict(mine.absent) and mine.select(problem(), "ffa", explicit=True)[0].name == "ffa"
-    assert registry is default_registry() and "ffa" not in [b.name for b in registry.backends]
+    mine = registry.with_backend(Picky(None, name="fa4"), before="sdpa")
+    assert [b.name for b in mine.backends if b.name != "ffa"] == ["sdpa_ol", "fa4", "sdpa"]
+    assert "fa4" not in dict(mine.absent) and mine.select(problem(), "fa4", explicit=True)[0].name == "fa4"
+    assert registry is default_registry() and "fa4" not in [b.name for b in registry.backends]
     with pytest.raises(FrozenInstanceError):
         registry.backends = ()  # type: ignore[misc]
 

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the native libraries into ``magi_attention/lib`` with ninja.
+
+    python -m magi_attention.native.build [--only planner|ffa] [--variant STEM ...] [--report FILE]
+
+Incremental; one build at a time per build folder; a library is put in place whole or not at all, and only after
+the guard found no register spill and no wgmma warning. Needs neither torch nor a GPU, so that ``setup.py`` can
+call it from an isolated build environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from magi_attention.env import build as env
+from magi_attention.errors import BuildError
+from magi_attention.native import compile_report, toolchain
+from magi_attention.native.compile_report import Unit
+from magi_attention.native.toolchain import FFA_SM90, LIB, PLANNER, library_file
+
+_STEP = Path(__file__).with_name("compile_step.py")
+_VERSION_SCRIPT = "{ global: magi_*; local: *; };\n"
+
+
+@dataclass
+class Job:
+    """What becomes one library: objects by source file, and how to compile and link them."""
+
+    name: str
+    sources: list[Path]
+    compile: list[str]
+    link: list[str]
+    include: list[Path] = field(default_factory=list)
+
+
+@dataclass
+class Built:
+    """One library in place. ``seconds`` is the wall time of this call, near 0 if nothing changed."""
+
+    name: str
+    path: Path
+    seconds: float
+    units: list[Unit]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of ``folder``, which is made if missing; other processes wait, and say so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another build in {folder}.", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def install(source: Path, target: Path) -> None:
+    """Copies ``source`` to ``target`` atomically, unless the bytes are there already."""
+    if target.exists() and target.read_bytes() == source.read_bytes():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.copy2(source, partial)
+        os.replace(partial, target)  # processes that mapped the old file keep it
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def planner_job(csrc: Path) -> Job:
+    """The host library from ``csrc/planner/*.cpp``."""
+    sources = sorted((csrc / "planner").glob("*.cpp"))
+    if not sources:
+        raise BuildError(f"{csrc / 'planner'} holds no .cpp file; check out the repository again.")
+    cxx = toolchain.require_cxx()
+    return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], [cxx, "-shared"], _include(csrc))
+
+
+def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
+    """The attention kernels of ``arch``; generates the instances. ``variants`` defaults to the manifest."""
+    nvcc = str(toolchain.require_nvcc())
+    manifest = toolchain.load_manifest(csrc)
+    folder = csrc / "ffa" / arch
+    instances = manifest.write_instances(folder / "inst", manifest.MANIFEST if variants is None else variants)
+    sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
+    flags = toolchain.nvcc_flags(arch)
+    link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
+    return Job(f"ffa_{arch}", sources, [nvcc, *flags], link, _include(csrc))
+
+
+def _include(csrc: Path) -> list[Path]:
+    return [csrc / "include", csrc]
+
+
+def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: bool = True) -> Built:
+    """Compiles ``job`` in ``folder`` and installs the library as ``target``.
+
+    Without ``guard`` slow code is installed too, and said on stderr: for development.
+
+    Raises:
+        BuildError: the compiler failed (its output is in the text), or the guard did.
+    """
+    ninja = toolchain.require_ninja()
+    started = time.monotonic()
+    with locked(folder):
+        objects = _write_ninja(job, folder)
+        _run_ninja(ninja, folder, ["objects"], jobs)
+        units = [compile_report.read_unit(path) for path in objects]
+        try:
+            compile_report.check_units(units)
+        except BuildError as error:
+            if guard:
+                raise BuildError(f"{error}\n{compile_report.table(units)}") from None
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+        _run_ninja(ninja, folder, ["library"], jobs)
+        install(folder / library_file(job.name), target)
+    return Built(job.name, target, round(time.monotonic() - started, 2), units)
+
+
+def _write_ninja(job: Job, folder: Path) -> list[Path]:
+    """Writes build.ninja where it differs; returns the object files."""
+    is_nvcc = Path(job.compile[0]).name == "nvcc"
+    script = folder / "exports.map"
+    _write_if_changed(script, _VERSION_SCRIPT)
+    include = [f"-I{path}" for path in job.include]
+    step = [sys.executable, str(_STEP)]
+    # -MT: a compiler would name the temporary file as the target of the dependencies.
+    depfile = ["-MMD", "-MT", "$out", "-MF", "$out.d"]
+    compile_command = [*step, "$out", "--", *job.compile, *include, *depfile, "-c", "$in", "-o", "{out}"]
+    export = [] if sys.platform == "darwin" else _export_flags(is_nvcc, script)
+    link_command = [*step, "$out", "--", *job.link, *export, "$in", "-o", "{out}"]
+    names = _object_names(job.sources)
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule compile",
+        f"  command = {_shell(compile_command)}",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $in",
+        "rule link",
+        f"  command = {_shell(link_command)}",
+        "  description = link $out",
+    ]
+    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(job.sources, names)]
+    library = library_file(job.name)
+    lines += [
+        f"build {library}: link {' '.join(names)} | {script.name}",
+        f"build objects: phony {' '.join(names)}",
+        f"build library: phony {library}",
+    ]
+    _write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
+    return [folder / name for name in names]
+
+
+def _object_names(sources: Sequence[Path]) -> list[str]:
+    names = [f"{source.stem}.o" for source in sources]
+    if len(set(names)) != len(names):
+        raise BuildError(f"Two sources have one name among {sorted(names)}; rename one.")
+    return names
+
+
+def _export_flags(is_nvcc: bool, script: Path) -> list[str]:
+    # By name alone, since ninja works in the folder: nvcc would split a path at its spaces.
+    flag = f"--version-script={script.name}"
+    return ["-Xlinker", flag] if is_nvcc else [f"-Wl,{flag}"]
+
+
+def _shell(words: Sequence[str]) -> str:
+    quoted = []
+    for word in words:
+        plain = word in ("$in", "$out", "$out.d")
+        text = word if plain else word.replace("$", "$$")
+        # {out} stays literal for compile_step; everything else that a shell would read is quoted.
+        is_safe = plain or all(c.isalnum() or c in "-_./=+,:@%{}" for c in word)
+        quoted.append(text if is_safe else "'" + text.replace("'", "'\\''") + "'")
+    return " ".join(quoted)
+
+
+def _escape(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _run_ninja(ninja: Path, folder: Path, targets: list[str], jobs: int | None) -> None:
+    command = [str(ninja), "-C", str(folder), "-j", str(jobs or toolchain.num_jobs())]
+    command += ["-v"] if env.is_build_verbose() else []
+    # No reading of the terminal; ninja's own progress is one line per step when piped.
+    done = subprocess.run([*command, *targets], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if env.is_build_verbose():
+        print(done.stdout, flush=True)
+    if done.returncode:
+        raise BuildError(f"Compilation failed in {folder}; correct the sources. The compiler said:\n{done.stdout}")
+
+
+def build_all(
+    only: str | None = None,
+    arch: str = "sm90",
+    variants: Sequence[str] = (),
+    lib: Path = LIB,
+    folder: Path | None = None,
+    jobs: int | None = None,
+    csrc: Path | None = None,
+    guard: bool = True,
+) -> list[Built]:
+    """Builds ``"planner"``, ``"ffa"`` or both (None) into ``lib``.
+
+    ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
+    and defaults to ``build/native`` beside ``csrc``.
+    """
+    csrc = toolchain.find_csrc() if csrc is None else csrc
+    folder = csrc.parent / "build" / "native" if folder is None else folder
+    built = []
+    if only in (None, "planner"):
+        built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard))
+    if only in (None, "ffa"):
+        # The lock also covers the generated instances, which two builds of one tree would share.
+        with locked(folder):
+            job = ffa_job(csrc, arch, _chosen(csrc, variants) if variants else None)
+            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard))
+    return built
+
+
+def _chosen(csrc: Path, stems: Sequence[str]) -> list:
+    known = {v.stem: v for v in toolchain.load_manifest(csrc).MANIFEST}
+    for stem in stems:
+        if stem not in known:
+            raise BuildError(f"No variant is called {stem!r}; the manifest has {', '.join(known)}.")
+    return [known[stem] for stem in stems]
+
+
+def report(built: Sequence[Built]) -> dict:
+    """Plain data: per library its path, bytes, seconds and units."""
+    return {
+        "libraries": [
+            {
+                "name": b.name,
+                "path": str(b.path),
+                "bytes": b.path.stat().st_size,
+                "seconds": b.seconds,
+                "units": compile_report.as_json(b.units),
+            }
+            for b in built
+        ]
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", choices=sorted(toolchain.GENCODE), default="sm90", help="GPU architecture")
+    parser.add_argument("--only", choices=("planner", "ffa"), help="build one library")
+    parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
+    parser.add_argument("--jobs", type=int, help="compilations at a time")
+    parser.add_argument("--no-guard", action="store_true", help="install slow code too, for development")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write registers, sizes and times as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        built = build_all(options.only, options.arch, options.variant, jobs=options.jobs, guard=not options.no_guard)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for b in built:
+        print(f"{b.path} ({b.path.stat().st_size / 1024:.0f} KiB, {b.seconds:.1f} s)")
+        print(compile_report.table(b.units))
+    if options.report:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(json.dumps(report(built), indent=1) + "\n")
+    return 0
+
+
+__all__ = ["FFA_SM90", "PLANNER", "Built", "Job", "build", "build_all", "main", "report"]
+
+if __name__ == "__main__":
+    sys.exit(main())

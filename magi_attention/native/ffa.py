@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernels behind a small object: one method per C function, statuses as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from magi_attention.native import abi
+from magi_attention.native.loader import check, load
+from magi_attention.native.toolchain import FFA_SM90
+
+
+class FfaTile(NamedTuple):
+    """``tokens`` queries per tile in ``groups`` row groups, ``pack`` query heads side by side in its rows."""
+
+    tokens: int
+    groups: int
+    pack: int
+
+
+class FfaLibrary:
+    """Calls of one loaded kernel library. Addresses are integers; nothing is allocated here."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.workspace_bytes: int = library.magi_ffa_fwd_workspace_bytes()
+        # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
+        self.forward_raw = library.magi_ffa_fwd
+
+    @classmethod
+    def ahead(cls) -> FfaLibrary:
+        """The library built ahead; ``UnsupportedError`` if there is none."""
+        return cls(load(FFA_SM90))
+
+    def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
+        """The tile that the kernel wants for these shapes."""
+        got = [ctypes.c_int32() for _ in range(3)]
+        status = self._library.magi_ffa_fwd_tile(heads_q, heads_kv, head_dim, head_dim_v, *map(ctypes.byref, got))
+        self.check(status, "Attention forward")
+        return FfaTile(*(x.value for x in got))
+
+    def plan_on_device(
+        self, q_ranges: int, k_ranges: int, types: int | None, num_slices: int, total_q: int, total_k: int,
+        tile: FfaTile, plan: int, plan_words: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Launches the planner; ranges are addresses of int32 (n, 2) and types of int32 (n,) on the device."""
+        arguments = (num_slices, total_q, total_k, tile.tokens, tile.groups, plan, plan_words, stream)
+        status = self._library.magi_tile_plan_device(q_ranges, k_ranges, types, *arguments)
+        self.check(status, "Planning tiles on the device")
+
+    def check(self, status: int, what: str) -> None:
+        check(self._library, status, what)
+
+
+def forward_prefix(**fields: int | float) -> bytes:
+    """The leading part of ``magi_ffa_fwd_params``: everything but the addresses."""
+    return bytes(abi.FfaFwdParams(version=abi.ABI_VERSION, **fields))[: abi.FFA_FWD_PREFIX_BYTES]

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds, loads and version-checks the native libraries. Nothing is loaded before somebody asks."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+from magi_attention.errors import ContractError, MagiError, UnsupportedError
+from magi_attention.native import abi
+from magi_attention.native.toolchain import FFA_SM90, LIB, PLANNER, library_file
+
+_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS}
+_BUILD = "python -m magi_attention.native.build"
+
+
+def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
+    """The library ``"planner"`` or ``"ffa_sm90"`` of ``folder``, by default that of the package.
+
+    Functions have their argument types set. Loading touches no GPU: the CUDA runtime inside starts at the first
+    launch.
+
+    Raises:
+        UnsupportedError: it is not there, does not load, or has another ABI version; the text says what to do.
+    """
+    return _load(name, LIB if folder is None else folder)
+
+
+@lru_cache(maxsize=16)
+def _load(name: str, folder: Path) -> ctypes.CDLL:
+    path = folder / library_file(name)
+    remedy = f"run `{_BUILD} --only {'planner' if name == PLANNER else 'ffa'}` in a checkout of the repository"
+    if not path.is_file():
+        raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {remedy}.")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(f"{path} cannot be loaded ({error}); {remedy}, on this machine.") from None
+    try:
+        for function, (result, arguments) in {**abi.COMMON_FUNCTIONS, **_FUNCTIONS[name]}.items():
+            entry = getattr(library, function)
+            entry.restype, entry.argtypes = result, arguments
+    except AttributeError:
+        raise UnsupportedError(f"{path} has no function {function}, so it is of another version; {remedy}.") from None
+    version = library.magi_abi_version()
+    if version != abi.ABI_VERSION:
+        raise UnsupportedError(
+            f"{path} has ABI version {version}, this package needs {abi.ABI_VERSION}; {remedy} to replace it."
+        )
+    return library
+
+
+def why_absent(name: str, folder: Path | None = None) -> str | None:
+    """None if the library loads, else the sentence of the error."""
+    try:
+        load(name, folder)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def check(library: ctypes.CDLL, status: int, what: str) -> None:
+    """Turns a status into an exception with the library's own sentence.
+
+    Raises:
+        ContractError: invalid argument. UnsupportedError: no variant for it. MagiError: CUDA failed, or a buffer
+            was too small.
+    """
+    if status == abi.OK:
+        return
+    reason = (library.magi_last_error() or b"").decode(errors="replace") or f"status {status}"
+    kind = {abi.INVALID_ARGUMENT: ContractError, abi.UNSUPPORTED: UnsupportedError}.get(status, MagiError)
+    raise kind(f"{what}: {reason}")

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile plans: for each tile of queries the list of key intervals that it visits.
+
+A plan is one int32 buffer whose layout ``csrc/include/magi/abi.h`` describes. It depends on the mask and on the
+tile only, so one plan serves every layer, head and batch of values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError
+from magi_attention.native import abi
+from magi_attention.native.loader import check, load
+from magi_attention.native.toolchain import PLANNER
+
+if TYPE_CHECKING:
+    import torch
+
+_INT32_END = 2**31
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """``words`` is the whole plan: int32, one-dimensional, read-only."""
+
+    words: np.ndarray
+
+    @classmethod
+    def build(
+        cls, slices: SliceTable | np.ndarray, total_q: int, total_k: int, tile_tokens: int, num_groups: int
+    ) -> TilePlan:
+        """Plan of disjoint ``slices`` for ``total_q`` queries and ``total_k`` keys.
+
+        A tile is ``tile_tokens`` consecutive queries in ``num_groups`` row groups.
+
+        Raises:
+            ContractError: a size is no int32, a slice is malformed or reaches beyond the tokens.
+            UnsupportedError: the planner library is not built.
+        """
+        rows = _int32_rows(slices, total_q, total_k)
+        library = load(PLANNER)
+        needed = ctypes.c_int64()
+
+        def call(plan: int | None, size: int) -> int:
+            arguments = (rows.ctypes.data, len(rows), total_q, total_k, tile_tokens, num_groups, plan, size)
+            return library.magi_tile_plan_host(*arguments, ctypes.byref(needed))
+
+        check(library, call(None, 0), "Planning tiles")
+        words = _aligned_words(needed.value)
+        check(library, call(words.ctypes.data, len(words)), "Planning tiles")
+        words.setflags(write=False)
+        return cls(words)
+
+    def check(self, slices: SliceTable | np.ndarray) -> None:
+        """Walks the plan against the slices; ``ContractError`` names the first pair or field that is wrong."""
+        header = self.header
+        rows = _int32_rows(slices, header.total_q, header.total_k)
+        library = load(PLANNER)
+        status = library.magi_tile_plan_check(rows.ctypes.data, len(rows), self.words.ctypes.data, len(self.words))
+        check(library, status, "Checking the tile plan")
+
+    @property
+    def header(self) -> abi.TilePlanHeader:
+        return abi.TilePlanHeader.from_buffer_copy(self.words[: ctypes.sizeof(abi.TilePlanHeader) // 4].tobytes())
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """(num_tiles, 8): token0, num_tokens, layer_begin, num_layers, cost, num_blocks, two reserved."""
+        header = self.header
+        return self.words[header.words_tiles :][: 8 * header.num_tiles].reshape(-1, 8)
+
+    @property
+    def order(self) -> np.ndarray:
+        """(num_tiles,) tile ids by decreasing cost."""
+        header = self.header
+        return self.words[header.words_order :][: header.num_tiles]
+
+    @property
+    def records(self) -> np.ndarray:
+        """(num_layers, layer_words): the fields of ``magi_layer``, then a pair (lo, hi) of each token."""
+        header = self.header
+        size = header.num_layers * header.layer_words
+        return self.words[header.words_records :][:size].reshape(-1, header.layer_words)
+
+    @property
+    def intervals(self) -> np.ndarray:
+        """(num_layers, tile_tokens, 2): key interval of each token of the tile in each layer."""
+        tokens = self.header.tile_tokens
+        pairs = self.records[:, abi.LAYER_WORDS :][:, : 2 * tokens]
+        return pairs.reshape(len(pairs), tokens, 2)
+
+
+def plan_words(total_q: int, tile_tokens: int, num_layers: int) -> int:
+    """Size in int32 words of a plan with up to ``num_layers`` layers."""
+    return load(PLANNER).magi_tile_plan_words(total_q, tile_tokens, num_layers)
+
+
+def device_plan(
+    slices: SliceTable,
+    total_q: int,
+    total_k: int,
+    tile_tokens: int,
+    num_groups: int,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """The plan of ``TilePlan.build`` as an int32 tensor on ``device``, made once per slice table and sizes.
+
+    It is kept with the slice table, which never changes: all layers share it, it can be neither stale nor outlive
+    the mask. Making it copies to the device and waits for the copy, so any stream may use it.
+    """
+    import torch
+
+    cache = slices.__dict__.setdefault("_native_plans", {})
+    key = (total_q, total_k, tile_tokens, num_groups, str(device))
+    if key not in cache:
+        plan = TilePlan.build(slices, total_q, total_k, tile_tokens, num_groups)
+        # A copy, because torch cannot hold read-only memory, and a tensor on the CPU would share it.
+        cache[key] = torch.from_numpy(plan.words.copy()).to(device)
+    return cache[key]
+
+
+def _int32_rows(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:
+    array = slices.array if isinstance(slices, SliceTable) else np.asarray(slices, dtype=np.int64).reshape(-1, 5)
+    if not (0 <= total_q < _INT32_END and 0 <= total_k < _INT32_END):
+        raise ContractError(f"{total_q} queries and {total_k} keys: a tile plan counts fewer than 2**31 of each.")
+    for name, start, total in (("q", 0, total_q), ("k", 2, total_k)):
+        a, b = array[:, start], array[:, start + 1]
+        bad = np.flatnonzero((a < 0) | (b < a) | (b > total))
+        if len(bad):
+            i = int(bad[0])
+            raise ContractError(
+                f"Slice {i} has {name} range [{a[i]}, {b[i]}) with {total} rows of {name}; "
+                f"ranges are half-open within 0..{total}."
+            )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _aligned_words(size: int) -> np.ndarray:
+    """Zeroed int32 words at a multiple of 16 bytes."""
+    raw = np.zeros(size + 4, dtype=np.int32)
+    skip = (-raw.ctypes.data % 16) // 4
+    return raw[skip : skip + size]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilers, sources and flags of the native libraries. Finds things, starts nothing, creates nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+from magi_attention.env import build as env
+from magi_attention.errors import BuildError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+LIB = PACKAGE / "lib"
+PLANNER, FFA_SM90 = "planner", "ffa_sm90"
+GENCODE = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
+_BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
+
+
+def library_file(name: str) -> str:
+    """File name of library ``name``, such as ``libmagi_planner.so``."""
+    return f"libmagi_{name}.so"
+
+
+def nvcc_flags(arch: str) -> list[str]:
+    """Flags of every CUDA object; part of what identifies a compiled variant."""
+    flags = ["-O3", "-std=c++17", GENCODE[arch], "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DNDEBUG"]
+    flags += ["--expt-relaxed-constexpr", "-cudart", "static", "-Xptxas", "-v,-warn-spills"]
+    return flags + (["-lineinfo"] if env.is_build_debug() else [])
+
+
+def cxx_flags() -> list[str]:
+    """Flags of every host object."""
+    flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra"]
+    return flags + (["-g"] if env.is_build_debug() else [])
+
+
+def find_csrc() -> Path:
+    """The folder of the native sources: beside the package in a checkout, inside it when installed.
+
+    Raises:
+        BuildError: there is none.
+    """
+    for folder in (PACKAGE.parent / "csrc", PACKAGE / "csrc"):
+        if (folder / "include" / "magi" / "abi.h").is_file():
+            return folder
+    raise BuildError(
+        f"The native sources are neither in {PACKAGE.parent / 'csrc'} nor in {PACKAGE / 'csrc'}; "
+        "build from a checkout of the repository."
+    )
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME, else on PATH, else of the nvidia packages of pip, else under /usr/local/cuda."""
+    home = env.cuda_home()
+    if home:
+        path = Path(home) / "bin" / "nvcc"
+        return path if path.is_file() else None
+    if found := shutil.which("nvcc"):
+        return Path(found)
+    return next((p for p in [*_pip_nvcc(), Path("/usr/local/cuda/bin/nvcc")] if p.is_file()), None)
+
+
+def _pip_nvcc() -> Iterable[Path]:
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        yield from sorted(Path(folder).glob("*/bin/nvcc"), reverse=True)
+
+
+def require_nvcc() -> Path:
+    """``find_nvcc`` or a sentence that says how to get one."""
+    if nvcc := find_nvcc():
+        return nvcc
+    if home := env.cuda_home():
+        raise BuildError(f"CUDA_HOME is {home}, but {home}/bin/nvcc is no file; correct or unset CUDA_HOME.")
+    raise BuildError(
+        "The CUDA kernels need nvcc, and there is none: install a CUDA toolkit (12.8 or newer), or "
+        "`pip install nvidia-cuda-nvcc`, or set CUDA_HOME to the toolkit."
+    )
+
+
+def find_ninja() -> Path | None:
+    """ninja on PATH, else beside this interpreter, else of the pip package."""
+    if found := shutil.which("ninja"):
+        return Path(found)
+    places = [Path(sys.executable).parent / "ninja"]
+    if spec := importlib.util.find_spec("ninja"):
+        places += [Path(folder) / "data" / "bin" / "ninja" for folder in spec.submodule_search_locations or ()]
+    return next((p for p in places if p.is_file()), None)
+
+
+def require_ninja() -> Path:
+    """``find_ninja`` or a sentence that says how to get one."""
+    if ninja := find_ninja():
+        return ninja
+    raise BuildError("Native builds need ninja, and there is none: run `pip install ninja`.")
+
+
+def require_cxx() -> str:
+    """The C++ compiler of the host libraries, or a sentence."""
+    if found := shutil.which(env.cxx()):
+        return found
+    raise BuildError(
+        f"The planner needs a C++17 compiler, and {env.cxx()!r} is none; install g++ or clang, or set CXX."
+    )
+
+
+def num_jobs() -> int:
+    """Compilations at a time: as asked for by the environment, else by cores and available memory."""
+    if asked := env.max_jobs():
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        if "MemAvailable" in fields:
+            cores = min(cores, int(fields["MemAvailable"].split()[0]) * 1024 // _BYTES_PER_JOB)
+    return max(1, cores)
+
+
+def load_manifest(csrc: Path) -> ModuleType:
+    """The module ``csrc/ffa/variants.py``, which is no part of a package."""
+    path = csrc / "ffa" / "variants.py"
+    return _load_module(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load_module(path: Path, _stamp: int) -> ModuleType:
+    name = f"magi_ffa_variants_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while they are made
+    spec.loader.exec_module(module)
+    return module
+
+
+def source_files(csrc: Path) -> list[Path]:
+    """Every file that a compiled library depends on, without generated ones."""
+    kinds = {".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc", ".py", ".inc"}
+    files = (p for p in sorted(csrc.rglob("*")) if p.suffix in kinds)
+    return [p for p in files if "inst" not in p.parts and "__pycache__" not in p.parts]
+
+
+def source_hash(csrc: Path, extra: Iterable[str] = ()) -> str:
+    """16 hex digits over paths and bytes of the sources and over ``extra`` words, such as flags."""
+    digest = hashlib.sha256()
+    for path in source_files(csrc):
+        digest.update(f"{path.relative_to(csrc).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
+    for word in extra:
+        digest.update(word.encode() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for the CUDA library in tests on a CPU: takes the same bytes, reads and writes through raw addresses.
+
+The mask comes from the tile plan alone, so what is tested is everything between the Python call and the launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.errors import BuildError
+from magi_attention.native import abi, build, loader
+from magi_attention.native.ffa import FfaTile
+from magi_attention.native.loader import check
+from magi_attention.native.tile_plan import TilePlan
+
+
+def planner_or_skip() -> None:
+    """Builds the planner library where it is missing or out of date; skips the test where there is no compiler."""
+    try:
+        build.build_all("planner")
+    except BuildError as error:
+        pytest.skip(f"The planner library cannot be built here: {error}")
+    loader._load.cache_clear()
+
+
+def memory(address: int, shape, strides, kind) -> np.ndarray:
+    """Strided view of raw memory; ``strides`` in elements."""
+    size = np.dtype(kind).itemsize
+    span = size * (1 + sum((n - 1) * s for n, s in zip(shape, strides)))
+    raw = (ctypes.c_char * span).from_address(address)
+    base = np.frombuffer(raw, dtype=kind)
+    return np.lib.stride_tricks.as_strided(base, shape, [s * size for s in strides])
+
+
+def to_float(bits: np.ndarray, dtype: int) -> np.ndarray:
+    if dtype == abi.FP16:
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def plan_at(address: int) -> TilePlan:
+    header = abi.TilePlanHeader.from_address(address)
+    return TilePlan(memory(address, (header.words_total,), (1,), np.int32).copy())
+
+
+def dense_mask(plan: TilePlan) -> np.ndarray:
+    header = plan.header
+    seen = np.zeros((header.total_q, header.total_k), dtype=bool)
+    for token0, count, begin, layers, *_ in plan.tiles.tolist():
+        for record in plan.intervals[begin : begin + layers]:
+            for i in range(count):
+                seen[token0 + i, record[i, 0] : record[i, 1]] = True
+    return seen
+
+
+class Simulator:
+    """The interface of ``FfaLibrary``."""
+
+    workspace_bytes = 16
+
+    def __init__(self, tile_rows: int = 16) -> None:
+        self.tile_rows = tile_rows
+        self.calls: list[abi.FfaFwdParams] = []
+        self.plans_made = 0
+        self.status = abi.OK
+
+    def magi_last_error(self) -> bytes:
+        return b"the simulator was told to fail."
+
+    def check(self, status: int, what: str) -> None:
+        check(self, status, what)
+
+    def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
+        pack = heads_q // heads_kv
+        return FfaTile(self.tile_rows // pack if self.tile_rows % pack == 0 else self.tile_rows, 2, pack)
+
+    def plan_on_device(
+        self, q_ranges, k_ranges, types, num_slices, total_q, total_k, tile, plan, plan_words, stream
+    ) -> None:
+        self.plans_made += 1
+        q, k = (memory(x, (num_slices, 2), (2, 1), np.int32) for x in (q_ranges, k_ranges))
+        kinds = np.zeros(num_slices) if types is None else memory(types, (num_slices,), (1,), np.int32)
+        made = TilePlan.build(np.column_stack([q, k, kinds]), total_q, total_k, tile.tokens, tile.groups)
+        assert len(made.words) <= plan_words
+        memory(plan, made.words.shape, (1,), np.int32)[:] = made.words
+
+    def forward_raw(self, params: bytes) -> int:
+        assert len(params) == ctypes.sizeof(abi.FfaFwdParams)
+        p = abi.FfaFwdParams.from_buffer_copy(params)
+        self.calls.append(p)
+        if self.status:
+            return self.status
+        assert p.version == abi.ABI_VERSION and p.stream == 7
+        assert not any(x % 16 for x in (p.q, p.k, p.v, p.out, p.plan))
+        assert not any(getattr(p, f"{x}_stride_{d}") % 8 for x in "qkv" for d in ("token", "head"))
+        assert memory(p.workspace, (4,), (1,), np.int32).tolist() == [0] * 4
+        self._compute(p)
+        return abi.OK
+
+    def _compute(self, p: abi.FfaFwdParams) -> None:
+        share = p.heads_q // p.heads_kv
+
+        def load(name: str, rows: int, heads: int, dim: int) -> np.ndarray:
+            strides = (getattr(p, f"{name}_stride_token"), getattr(p, f"{name}_stride_head"), 1)
+            return to_float(memory(getattr(p, name), (rows, heads, dim), strides, np.uint16), p.dtype)
+
+        q = load("q", p.total_q, p.heads_q, p.head_dim)
+        k = load("k", p.total_k, p.heads_kv, p.head_dim).repeat(share, axis=1)
+        v = load("v", p.total_k, p.heads_kv, p.head_dim_v).repeat(share, axis=1)
+        s = np.einsum("qhd,khd->qhk", q, k) * p.softmax_scale
+        if p.softcap > 0:
+            s = p.softcap * np.tanh(s / p.softcap)
+        s = np.where(dense_mask(plan_at(p.plan))[:, None], s, -np.inf)
+        lse_shape, lse_strides = (p.total_q, p.heads_q), (p.heads_q, 1)
+        parts = [s]
+        if p.sink:
+            rows = p.total_q if p.sink_per_row else 1
+            shape = (rows, p.sink_count, p.heads_q)
+            sink = memory(p.sink, shape, (p.sink_count * p.heads_q, p.heads_q, 1), np.float32)
+            parts.append(np.broadcast_to(sink, (p.total_q, *shape[1:])).transpose(0, 2, 1).astype(np.float64))
+        lse_new = np.logaddexp.reduce(np.concatenate(parts, axis=2), axis=2, initial=-np.inf)
+        with np.errstate(invalid="ignore"):
+            weights = np.where(np.isneginf(s), 0.0, np.exp(s - lse_new[..., None]))
+        out_new = np.einsum("qhk,khd->qhd", weights, v)
+        if p.max_logits:
+            top = memory(p.max_logits, (p.heads_q,), (1,), np.float32)
+            np.maximum(top, s.max(axis=(0, 2), initial=-np.inf), out=top)
+        lse = memory(p.lse, lse_shape, lse_strides, np.float32)
+        out_shape = (p.total_q, p.heads_q, p.head_dim_v)
+        out_strides = (p.out_stride_token, p.out_stride_head, 1)
+        if p.accumulate:
+            out = memory(p.out, out_shape, out_strides, np.float32)
+            total = np.logaddexp(lse, lse_new)
+            old, new = (np.where(np.isneginf(x), 0.0, np.exp(x - np.maximum(total, -1e30))) for x in (lse, lse_new))
+            out[:] = out * old[..., None] + out_new * new[..., None]
+            lse[:] = total
+            return
+        lse[:] = lse_new
+        if p.out_dtype == abi.FP32:
+            memory(p.out, out_shape, out_strides, np.float32)[:] = out_new
+        else:
+            kind = torch.bfloat16 if p.out_dtype == abi.BF16 else torch.float16
+            bits = torch.from_numpy(out_new).to(kind).view(torch.uint16).numpy()
+            memory(p.out, out_shape, out_strides, np.uint16)[:] = bits
+
+
+class CpuRuntime:
+    """The interface of ``CudaRuntime`` for tensors on the CPU, whose device index is -1."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+
+    def stream(self, index: int) -> int:
+        return 7
+
+    def current_device(self) -> int:
+        return -1
+
+    def is_capturing(self) -> bool:
+        return self.capturing

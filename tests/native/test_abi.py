@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirrors agree with what a C compiler makes of abi.h: sizes, offsets, constants, exported names."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from magi_attention.native import abi
+
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "magi" / "abi.h"
+STRUCTS = {
+    "magi_tile_plan_header": abi.TilePlanHeader,
+    "magi_tile_desc": abi.TileDesc,
+    "magi_layer": abi.Layer,
+    "magi_ffa_fwd_params": abi.FfaFwdParams,
+}
+CONSTANTS = {
+    "MAGI_ABI_VERSION": abi.ABI_VERSION,
+    "MAGI_OK": abi.OK,
+    "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
+    "MAGI_UNSUPPORTED": abi.UNSUPPORTED,
+    "MAGI_CUDA_ERROR": abi.CUDA_ERROR,
+    "MAGI_CAPACITY": abi.CAPACITY,
+    "MAGI_BF16": abi.BF16,
+    "MAGI_FP16": abi.FP16,
+    "MAGI_FP32": abi.FP32,
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, int]:
+    """What the C compiler says: ``struct``, ``struct.field`` and constants."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("There is no C compiler.")
+    lines = ['#include <stddef.h>', '#include <stdio.h>', '#include "magi/abi.h"', "int main(void) {"]
+    for name, mirror in STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        for field, *_ in mirror._fields_:
+            lines.append(f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
+    lines += [f'printf("{name} %d\\n", (int)({name}));' for name in CONSTANTS]
+    lines.append("return 0; }")
+    folder = tmp_path_factory.mktemp("abi")
+    source, probe = folder / "probe.c", folder / "probe"
+    source.write_text("\n".join(lines))
+    include = HEADER.parents[1]
+    subprocess.run([compiler, "-std=c11", f"-I{include}", str(source), "-o", str(probe)], check=True, timeout=60)
+    out = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=10).stdout
+    return {name: int(value) for name, value in (line.split() for line in out.splitlines())}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_structs(measured, name):
+    mirror = STRUCTS[name]
+    assert ctypes.sizeof(mirror) == measured[name]
+    for field, *_ in mirror._fields_:
+        assert getattr(mirror, field).offset == measured[f"{name}.{field}"], field
+    # No field of the header is left out: the fields cover the struct but for padding at its end.
+    last = mirror._fields_[-1][0]
+    assert ctypes.sizeof(mirror) - getattr(mirror, last).offset - getattr(mirror, last).size < 8
+
+
+def test_constants(measured):
+    assert {name: measured[name] for name in CONSTANTS} == CONSTANTS
+
+
+def test_addresses_are_the_tail_of_the_parameters():
+    assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
+    assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
+
+
+def test_every_function_of_the_header_is_bound_with_as_many_arguments():
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
+    bound = {**abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.COMMON_FUNCTIONS}
+    assert set(declared) == set(bound)
+    for name, arguments in declared.items():
+        count = 0 if arguments.strip() == "void" else arguments.count(",") + 1
+        assert len(bound[name][1]) == count, name

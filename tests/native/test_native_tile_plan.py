@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans through Python: views, checks, errors, and the memo that lives with the mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.errors import BuildError, ContractError, MagiError
+from magi_attention.native import build, loader
+from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    try:
+        build.build_all("planner")
+    except BuildError as error:
+        pytest.skip(f"The planner library cannot be built here: {error}")
+    loader._load.cache_clear()
+
+
+def pairs(plan: TilePlan) -> np.ndarray:
+    """How often the plan visits each pair."""
+    header = plan.header
+    seen = np.zeros((header.total_q, header.total_k), dtype=np.int64)
+    for token0, count, begin, layers, *_ in plan.tiles.tolist():
+        for record in plan.intervals[begin : begin + layers]:
+            for i in range(count):
+                seen[token0 + i, record[i, 0] : record[i, 1]] += 1
+    return seen
+
+
+@pytest.mark.parametrize("tile, groups", [(8, 2), (16, 2), (12, 3), (128, 2)])
+def test_intervals_are_the_mask(tile, groups):
+    q_ranges, k_ranges = [[0, 30], [5, 20], [30, 61]], [[0, 20], [30, 50], [10, 44]]
+    mask = Mask.from_slices(q_ranges, k_ranges, ["causal", "full", "bi_causal"])
+    plan = TilePlan.build(mask.slices, 61, 70, tile, groups)
+    header = plan.header
+    assert (header.total_q, header.total_k, header.num_tiles) == (61, 70, -(-61 // tile))
+    assert len(plan.words) == header.words_total == plan_words(61, tile, header.num_layers)
+    assert sorted(plan.order.tolist()) == list(range(header.num_tiles))
+    assert np.array_equal(pairs(plan), to_dense(mask.slices.array, 61, 70))
+    plan.check(mask.slices)
+    with pytest.raises(MagiError):
+        plan.check(Mask.full(61, 70).slices)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.words[0] = 3
+
+
+def test_a_damaged_plan_is_found():
+    mask = Mask.causal(64)
+    plan = TilePlan.build(mask.slices, 64, 64, 16, 2)
+    words = plan.words.copy()
+    words[plan.header.words_records + 33] += 1  # the end of the first token's interval
+    with pytest.raises(ContractError, match="tile plan"):
+        TilePlan(words).check(mask.slices)
+
+
+def test_wrong_sizes_are_sentences():
+    with pytest.raises(ContractError, match=r"Slice 0 has k range \[0, 9\) with 8 rows"):
+        TilePlan.build(Mask.causal(9).slices, 9, 8, 16, 2)
+    with pytest.raises(ContractError, match=r"2\*\*31"):
+        TilePlan.build(SliceTable([]), 2**31, 8, 16, 2)
+    with pytest.raises(MagiError):
+        TilePlan.build(Mask.causal(9).slices, 9, 9, 0, 2)
+
+
+def test_device_plan_lives_with_the_table():
+    mask = Mask.causal(100)
+    table = SliceTable(mask.slices.array)
+    first = device_plan(table, 100, 100, 16, 2, "cpu")
+    assert device_plan(table, 100, 100, 16, 2, torch.device("cpu")) is first and first.dtype == torch.int32
+    assert device_plan(table, 100, 101, 16, 2, "cpu") is not first
+    assert device_plan(SliceTable(table.array), 100, 100, 16, 2, "cpu") is not first
+    assert np.array_equal(first.numpy(), TilePlan.build(table, 100, 100, 16, 2).words)
