@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations that the kernel benchmark runs: ours, and what is installed beside it.
+
+Each takes (q (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv), case) and gives a function of no arguments whose result is
+out (T, Hq, Dv). Preparation (block masks, layouts, compilation) happens before and is not timed, as a training
+run does it once per mask. ``Unfit`` says why an implementation cannot run a case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from masks import Case
+
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.registry import default_registry
+
+Run = Callable[[], torch.Tensor]
+Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Case], Run]
+
+
+class Unfit(Exception):
+    """This implementation cannot run this case; the text says why."""
+
+
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    backend = next((b for b in default_registry().backends if b.name == "ffa"), None)
+    if backend is None:
+        raise Unfit(dict(default_registry().absent)["ffa"])
+    options, slices = AttnOptions(q.shape[2] ** -0.5), case.mask.slices
+    return lambda: backend.forward_final(q, k, v, slices, options)[0]
+
+
+def _ours_public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    from magi_attention.functional import flex_flash_attn_func
+
+    ranges = case.mask.slices.tensors(q.device)
+    return lambda: flex_flash_attn_func(q, k, v, *ranges)[0]
+
+
+def _batched(x_THD: torch.Tensor) -> torch.Tensor:
+    """(1, H, T, D) view."""
+    return x_THD.unsqueeze(0).transpose(1, 2)
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    if case.name not in ("full", "causal"):
+        raise Unfit("torch calls cuDNN for full and causal masks only.")
+    q_BHTD, k_BHTD, v_BHTD = map(_batched, (q, k, v))
+
+    def run(keys: torch.Tensor, values: torch.Tensor, is_grouped: bool) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = attend(q_BHTD, keys, values, is_causal=case.is_causal, enable_gqa=is_grouped)
+        return out[0].transpose(0, 1)
+
+    try:
+        run(k_BHTD, v_BHTD, True)
+        return lambda: run(k_BHTD, v_BHTD, True)
+    except RuntimeError:
+        # A torch whose cuDNN path takes no grouped heads: expanded ones are views, so nothing is copied here.
+        share = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(share, dim=1) for x in (k_BHTD, v_BHTD))
+        run(wide_k, wide_v, False)
+        return lambda: run(wide_k, wide_v, False)
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Compiled per shape: dynamic shapes would be unfair to it.
+    compiled = torch.compile(flex_attention, dynamic=False)
+    predicate = case.predicate(lambda a: torch.from_numpy(a).to(q.device))
+    block_mask = None
+    if predicate is not None:
+        block_mask = torch.compile(create_block_mask)(
+            predicate, None, None, case.seqlen, case.seqlen, device=q.device.type
+        )
+    q_BHTD, k_BHTD, v_BHTD = map(_batched, (q, k, v))
+
+    def run() -> torch.Tensor:
+        out = compiled(q_BHTD, k_BHTD, v_BHTD, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1)
+
+    run()
+    return run
+
+
+def _flash_attention(fixed: Callable, varlen: Callable) -> Make:
+    """FA3 and FA4 have the same two functions."""
+
+    def make(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+        if case.name == "varlen_block_causal":
+            raise Unfit("FlashAttention has no block-causal mask.")
+        first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
+        if case.is_varlen:
+            cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=q.device)
+            longest = max(case.documents)
+            return lambda: first(
+                varlen(
+                    q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+                    causal=case.is_causal,
+                )
+            )  # fmt: skip
+        extra = {} if case.window is None else {"window_size": (case.window - 1, 0)}
+        q_BTHD, k_BTHD, v_BTHD = q[None], k[None], v[None]
+        return lambda: first(fixed(q_BTHD, k_BTHD, v_BTHD, causal=case.is_causal, **extra))[0]
+
+    return make
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def available(no_peers: bool = False) -> dict[str, Make]:
+    """Implementations by name, ours first. Nothing of a peer is imported unless it is there."""
+    found: dict[str, Make] = {"magi": _ours}
+    if no_peers:
+        return found
+    found["cudnn"] = _cudnn
+    found["flex"] = _flex
+    if _has("flash_attn_interface"):
+        import flash_attn_interface as fa3
+
+        found["fa3"] = _flash_attention(fa3.flash_attn_func, fa3.flash_attn_varlen_func)
+    if _has("flash_attn.cute"):
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+        found["fa4"] = _flash_attention(flash_attn_func, flash_attn_varlen_func)
+    return found
+
+
+OURS_PUBLIC = _ours_public

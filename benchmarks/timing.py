@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU time of several functions side by side, and what a call costs the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # more than the L2 of any GPU so far
+WARM_UP_SECONDS = 1.0
+LEAD_CYCLES = 500_000  # about 0.3 ms of idling on the GPU, in which the host gets its launches queued
+Call = Callable[[], object]
+
+
+def interleaved_us(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each call, ``repeats`` times round robin, so that clocks and heat drift for all alike.
+
+    Before each, a buffer larger than the L2 cache is written, and the GPU waits until the host has launched, so
+    the host's share is not counted: of nobody, also where it is large.
+    """
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    started = time.perf_counter()
+    while time.perf_counter() - started < WARM_UP_SECONDS:
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(LEAD_CYCLES)
+            first.record()
+            call()
+            second.record()
+            marks[name].append((first, second))
+        torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+
+
+def host_us(call: Call, calls: int = 100, rounds: int = 5) -> float:
+    """Microseconds that the host needs for one call, without waiting for the GPU; the best of the rounds.
+
+    Meant for short kernels: a full launch queue would make the host wait.
+    """
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - started)
+    torch.cuda.synchronize()
+    return best / calls * 1e6
+
+
+def as_graph(call: Call) -> Call:
+    """``call`` captured in a CUDA graph after three warm-up runs; the result replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def summary(times_us: list[float]) -> dict[str, float]:
+    """Median and the 10% and 90% quantiles."""
+    cuts = statistics.quantiles(times_us, n=10) if len(times_us) > 1 else [times_us[0]] * 9
+    return {"median_us": statistics.median(times_us), "p10_us": cuts[0], "p90_us": cuts[-1]}

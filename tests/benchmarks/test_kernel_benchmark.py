@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of the kernel benchmark needs no GPU: its masks, its reference, its table, plot and command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import kernel  # noqa: E402
+import masks  # noqa: E402
+import peers  # noqa: E402
+import timing  # noqa: E402
+
+from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+
+
+def dense(case: masks.Case) -> np.ndarray:
+    """The mask by its predicate."""
+    i = torch.arange(case.seqlen)
+    predicate = case.predicate(torch.from_numpy)
+    if predicate is None:
+        return np.ones((case.seqlen, case.seqlen), dtype=bool)
+    return predicate(0, 0, i[:, None], i[None]).numpy()
+
+
+@pytest.mark.parametrize("name", masks.NAMES)
+@pytest.mark.parametrize("seqlen", [700, 2500])
+def test_slices_equal_the_predicate(name, seqlen):
+    case = masks.make_case(name, seqlen, sample=1)
+    assert case.mask.total_q == case.mask.total_k == seqlen
+    want = dense(case)
+    assert case.mask.area == want.sum()
+    assert np.array_equal(case.mask.check().to_dense(), want)
+
+
+def test_blocks_of_a_long_document():
+    case = masks.Case("varlen_block_causal", 5000, (4300, 700))
+    want = dense(case)
+    assert case.mask.area == want.sum() == 2048 * 2048 + 2048 * 4096 + 204 * 4300 + 700 * 700
+    assert np.array_equal(case.mask.to_dense(), want)
+
+
+def test_documents_follow_the_distribution_and_the_seed():
+    assert masks.sample_documents(10_000, 3) == masks.sample_documents(10_000, 3) != masks.sample_documents(10_000, 4)
+    lengths = masks.sample_documents(20_000_000, 0)
+    assert sum(lengths) == 20_000_000 and min(lengths) >= 1 and max(lengths) <= 65536
+    total = sum(weight for *_, weight in masks._SHORT_DOCUMENTS)
+    for low, high, weight in masks._SHORT_DOCUMENTS:
+        share = np.mean([low < n <= high for n in lengths])
+        assert abs(share - weight / total) < 0.012, (low, high)
+    with pytest.raises(ValueError, match="Unknown mask 'diagonal'"):
+        masks.make_case("diagonal", 8)
+
+
+@pytest.mark.parametrize("name", masks.NAMES)
+def test_reference_rows(name):
+    case = masks.make_case(name, 300, sample=2)
+    q, k, v = kernel.make_inputs(case, (4, 2), 16, torch.float32, "cpu")
+    rows = np.array([0, 1, 150, 299])
+    seen = torch.from_numpy(kernel.seen_keys(case, rows))
+    got = kernel.reference_rows(q, k, v, seen, torch.from_numpy(rows))
+    want = SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.25)).out[rows]
+    assert kernel.relative_error(got, want) < 1e-5
+    assert kernel.relative_error(got * 1.02, want) > kernel.TOLERANCE
+    assert kernel.relative_error(got.index_fill(0, torch.tensor([1]), torch.nan), want) == float("inf")
+
+
+def test_wrong_failing_and_unfit_implementations_are_not_timed():
+    case = masks.make_case("causal", 64)
+    tensors = kernel.make_inputs(case, (2, 1), 16, torch.float32, "cpu")
+
+    def right(q, k, v, case):
+        return lambda: SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.25)).out
+
+    def wrong(q, k, v, case):
+        return lambda: SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.3)).out
+
+    def unfit(q, k, v, case):
+        raise peers.Unfit("Too small for me.")
+
+    def failing(q, k, v, case):
+        raise RuntimeError("no kernel image\nmore lines")
+
+    makers = {"magi": right, "wrong": wrong, "unfit": unfit, "failing": failing}
+    results = {n: kernel.Result("causal", 64, n) for n in makers}
+    assert list(kernel.prepare(case, tensors, makers, results)) == ["magi"]
+    assert results["magi"].reason is None and results["magi"].error < 1e-5
+    assert results["wrong"].reason.startswith("wrong: relative error")
+    assert results["unfit"].reason == "Too small for me."
+    assert results["failing"].reason == "RuntimeError: no kernel image"
+
+
+def test_ours_says_when_it_is_not_there_and_peers_refuse_masks_they_lack():
+    block = masks.make_case("varlen_block_causal", 64)
+    q, k, v = kernel.make_inputs(block, (2, 1), 16, torch.bfloat16, "cpu")
+    flash = peers._flash_attention(lambda *a, **k: None, lambda *a, **k: None)
+    for make in (peers._cudnn, flash):
+        with pytest.raises(peers.Unfit):
+            make(q, k, v, block)
+    assert list(peers.available(no_peers=True)) == ["magi"]
+    assert list(peers.available())[:3] == ["magi", "cudnn", "flex"]
+
+
+def test_flash_attention_gets_the_mask_in_its_own_terms():
+    seen = []
+    record = lambda *tensors, **options: seen.append((tensors[0].dim(), options)) or (tensors[0], None)  # noqa: E731
+    make = peers._flash_attention(record, record)
+    for name in ("causal", "sliding_window_causal", "varlen_causal"):
+        case = masks.make_case(name, 3000, 1)
+        tensors = kernel.make_inputs(case, (2, 1), 16, torch.bfloat16, "cpu")
+        assert make(*tensors, case)().shape == (3000, 2, 16)
+    assert seen[0] == (4, {"causal": True})
+    assert seen[1] == (4, {"causal": True, "window_size": (masks.WINDOW - 1, 0)})
+    assert seen[2][0] == 3 and seen[2][1]["cu_seqlens_q"].tolist() == case.cu_seqlens
+
+
+def test_command_line(capsys):
+    parse = kernel.make_parser().parse_args
+    options = parse([])
+    assert options.masks == list(masks.NAMES) and options.seqlens == [2**n for n in range(10, 17)]
+    assert (tuple(options.heads), options.head_dim, options.dtype, options.repeats) == ((64, 8), 128, "bf16", 20)
+    options = parse("--masks causal,full --seqlens 4K,100 --only magi --heads 4 2 --out x/y --graph".split())
+    assert (options.masks, options.seqlens, options.only) == (["causal", "full"], [4096, 100], ["magi"])
+    assert options.out == Path("x/y") and options.graph and not options.no_peers
+    for bad in (["--masks", "diagonal"], ["--seqlens", "4Q"], ["--seqlens", "0"], ["--masks", ","]):
+        with pytest.raises(SystemExit):
+            parse(bad)
+    assert "diagonal" in capsys.readouterr().err
+    assert kernel.parse_size("1m") == 2**20
+    with pytest.raises(argparse.ArgumentTypeError):
+        kernel.parse_size("-1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert kernel.main(["--no-peers"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_table_json_and_plot(tmp_path):
+    def result(mask, seqlen, name, tflops, **more):
+        return kernel.Result(mask, seqlen, name, tflops=tflops, median_us=100.0, **more)
+
+    results = [
+        result("causal", 4096, "magi", 600.0, host_us=12.3),
+        result("causal", 4096, "cudnn", 500.0),
+        result("causal", 1024, "magi", 300.0),
+        result("causal", 1024, "cudnn", 0.0, reason="no kernel"),
+    ]
+    text = kernel.table(results, ["magi", "cudnn"])
+    lines = text.splitlines()
+    assert lines[1].split() == ["causal", "4K", "600", "500", "100.0", "1.20", "12.3"]
+    assert lines[2].split() == ["causal", "1K", "300", "-", "100.0", "-", "-"]
+    assert lines[3] == "cudnn on causal: no kernel"
+    options = kernel.make_parser().parse_args([])
+    kernel.save(results, ["magi", "cudnn"], options, tmp_path / "a" / "run")
+    data = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert data["results"][0]["tflops"] == 600.0 and data["environment"]["torch"] == torch.__version__
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "a" / "run.png").stat().st_size > 1000
+
+
+def test_summary():
+    got = timing.summary([float(x) for x in range(1, 22)])
+    assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
+    assert timing.summary([5.0]) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}
