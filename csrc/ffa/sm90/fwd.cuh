@@ -107,13 +107,14 @@ struct Worker {
   const FwdKernelParams& p;
   const FwdSmem<C>& smem;
   BlockWalk<C>& walk;
+  const int group;
   uint32_t blocks = 0;   // so far; tells the stage of K
   Ring<C::kVStages> vs;  // of the next block; the one before is packed, the one before that may be under way
   bool flying = false, more = false;
   bool k_ready = false, v_ready = false;  // what the next block needs has been seen to have arrived
 
-  __device__ __forceinline__ Worker(const FwdKernelParams& params, const FwdSmem<C>& s, BlockWalk<C>& w)
-      : p(params), smem(s), walk(w) {}
+  __device__ __forceinline__ Worker(const FwdKernelParams& params, const FwdSmem<C>& s, BlockWalk<C>& w, int g)
+      : p(params), smem(s), walk(w), group(g) {}
 
   __device__ __forceinline__ uint32_t v_slot(int ago) const {
     return vs.slot >= ago ? vs.slot - ago : vs.slot + C::kVStages - ago;
@@ -155,7 +156,7 @@ struct Worker {
   __device__ __forceinline__ bool softmax(float (&s)[C::kBlockN / 2], SoftmaxState<C>& state) {
     if (p.has_softcap) cap_scores<C>(s, p.scale);
     if (walk.masked()) walk.mask(s);
-    const bool rescale = state.update(s, p.scale_log2, p.slack);
+    const bool rescale = state.update(s, p.scale_log2, p.slack, group);
     more = walk.next();
     k_ready = mbar_test(smem.k_full((blocks + 1) & 1), ((blocks + 1) >> 1) & 1);
     v_ready = mbar_test(smem.v_full(vs.slot), vs.phase);
@@ -222,7 +223,7 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem, int gr
   float o[C::kDv / 2], s[C::kBlockN / 2];
   typename Worker<C>::Packed even, odd;
   BlockWalk<C> walk(smem, group, thread, p.pack);
-  Worker<C> worker(p, smem, walk);
+  Worker<C> worker(p, smem, walk, group);
   // The output of a unit is staged over the warpgroup's rows of its Q. Those are free once the store has read them, which
   // is asked for in the next unit, when it costs nothing. With one Q slot it cannot wait that long.
   bool stored = false;

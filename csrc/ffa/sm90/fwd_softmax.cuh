@@ -109,10 +109,11 @@ struct SoftmaxState {
     }
   }
 
-  // Row maxima of a block. True (for the whole warp) if the output must be rescaled by `factor`. That is skipped while
-  // no row of the warp grew by more than `slack` (log2): P then stays below 2^slack, and the result is exact after
-  // normalisation because numerator and denominator share the offset.
-  __device__ __forceinline__ bool update(const float (&s)[C::kBlockN / 2], float scale_log2, float slack) {
+  // Row maxima of a block. True if the output must be rescaled by `factor`. That is skipped while no row grew by more than
+  // `slack` (log2): P then stays below 2^slack, and the result is exact after normalisation because numerator and
+  // denominator share the offset. The whole warpgroup decides as one, because a rescale waits for the output
+  // multiplication, and PTX wants the same wgmma instructions from all four warps.
+  __device__ __forceinline__ bool update(const float (&s)[C::kBlockN / 2], float scale_log2, float slack, int group) {
     float top[2];
     bool grown = false;
 #pragma unroll
@@ -128,7 +129,7 @@ struct SoftmaxState {
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
       grown |= (top[r] - reference[r]) * scale_log2 > slack;  // false for the NaN of -inf - -inf
     }
-    if (!__any_sync(0xffffffff, grown)) return false;
+    if (!any_at_barrier(1 + group, 128, grown)) return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = fmaxf(top[r], reference[r]);
