@@ -31,7 +31,8 @@ struct FwdConfig {
   static constexpr uint32_t kQAt = 0;
   static constexpr uint32_t kKAt = kQAt + kQStages * kQBytes;
   static constexpr uint32_t kVAt = kKAt + kKStages * kKBytes;
-  static constexpr uint32_t kLayersAt = kVAt + kVStages * kVBytes;  // the output is staged over the rows of Q
+  static constexpr uint32_t kBarriersAt = kVAt + kVStages * kVBytes;  // the output is staged over the rows of Q
+  static constexpr uint32_t kLayersAt = kBarriersAt + 256;  // 26 barriers and two unit slots
   static constexpr uint32_t kLayerSlots = 2;
   static constexpr uint32_t kLayerHeader = 128;  // bytes of magi_layer
 
@@ -39,8 +40,7 @@ struct FwdConfig {
     return kLayerHeader + ((static_cast<uint32_t>(tile_tokens) * 8 + 15) & ~15u);
   }
   static constexpr uint32_t smem_bytes(int tile_tokens) {
-    // Barriers (26 slots) and two unit slots behind the layer records; 1024 to align the start.
-    return kLayersAt + kLayerSlots * layer_bytes(tile_tokens) + 256;
+    return kLayersAt + kLayerSlots * layer_bytes(tile_tokens);
   }
 };
 

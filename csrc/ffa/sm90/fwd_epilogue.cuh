@@ -55,12 +55,14 @@ __device__ __forceinline__ void join_sinks(const FwdKernelParams& p, const OutRo
   const int64_t first =
       p.sink_per_row ? static_cast<int64_t>(row.token) * p.sink_count * p.heads_q + row.head : row.head;
   float highest = *top;
+#pragma unroll 1
   for (int i = 0; i < p.sink_count; ++i) highest = fmaxf(highest, p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e);
   if (highest == -INFINITY) return;
   const float factor = *top == -INFINITY ? 0.f : exp2_fast(*top - highest);
   *sum *= factor;
   *scale *= factor;
   *top = highest;
+#pragma unroll 1
   for (int i = 0; i < p.sink_count; ++i)
     *sum += exp2_fast(p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e - highest);
 }
@@ -114,7 +116,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
     float sum = state.sum[r];
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    float top = state.reference[r] == -INFINITY ? -INFINITY : state.reference[r] * p.scale_log2;
+    float top = state.reference[r];
     float scale = 1.f;
     if (p.sink_count && rows[r].exists) join_sinks(p, rows[r], &top, &sum, &scale);
     const bool empty = !(sum > 0.f);
@@ -136,7 +138,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
     if (lane % 4 == 0) {
       *lse_at = lse;
       if (p.max_logits != nullptr && state.reference[r] != -INFINITY)
-        atomic_max_float(p.max_logits + rows[r].head, state.reference[r] * p.scale_log2 * kLn2);
+        atomic_max_float(p.max_logits + rows[r].head, state.reference[r] * kLn2);
     }
   }
   if (p.out_is_float) {

@@ -22,12 +22,10 @@ struct Unit {
 template <typename C>
 struct FwdSmem {
   uint32_t base;        // shared-space address of the 1024-aligned start
-  uint32_t bars;        // first barrier
   uint32_t layer_bytes;
 
   __device__ FwdSmem(uint32_t start, int tile_tokens) : base(start) {
     layer_bytes = C::layer_bytes(tile_tokens);
-    bars = base + C::kLayersAt + C::kLayerSlots * layer_bytes;
   }
   __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQBytes; }
   __device__ uint32_t k(uint32_t slot) const { return base + C::kKAt + slot * C::kKBytes; }
@@ -36,7 +34,7 @@ struct FwdSmem {
     return q(q_slot) + group * (64 * 128);  // its own rows of Q, in every column tile
   }
   __device__ uint32_t layer(uint32_t slot) const { return base + C::kLayersAt + slot * layer_bytes; }
-  __device__ uint32_t bar(int i) const { return bars + 8 * i; }
+  __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
   __device__ uint32_t q_full(uint32_t s) const { return bar(0 + s); }
   __device__ uint32_t q_empty(uint32_t s) const { return bar(2 + s); }
   __device__ uint32_t k_full(uint32_t s) const { return bar(4 + s); }

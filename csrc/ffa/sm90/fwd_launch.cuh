@@ -62,9 +62,12 @@ void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   k->out_is_float = a.out_dtype == MAGI_FP32;
   k->accumulate = a.accumulate;
   k->has_softcap = a.softcap > 0.f;
-  k->slack = a.max_logits != nullptr ? 0.f : 8.f;
   k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
   k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
+  k->unscale = 1.f / k->scale_log2;
+  // P must fit its type: bf16 reaches as far as float32, fp16 ends at 2^16.
+  const float slack_log2 = a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f;
+  k->slack = slack_log2 * k->unscale;
 }
 
 template <typename C>

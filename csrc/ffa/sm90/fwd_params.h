@@ -26,7 +26,8 @@ struct FwdKernelParams {
   int32_t out_is_float, accumulate;
   float scale;       // of raw scores before softcap, or 1
   float scale_log2;  // of the (capped) score, times log2(e)
-  float slack;       // log2 by which the running maximum may lag; 0 where the maximum itself is asked for
+  float unscale;     // 1 / scale_log2
+  float slack;       // by which a score may exceed the reference of its row; 0 where the maximum itself is asked for
   int32_t has_softcap;
 };
 

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "../common/wgmma.cuh"
@@ -97,25 +98,44 @@ __device__ __forceinline__ void pack_scores(uint32_t (&packed)[C::kBlockN / 4], 
 
 template <typename C>
 struct SoftmaxState {
-  float reference[2];  // offset of the exponent: a score, up to `slack` below the maximum so far
+  float reference[2];  // offset of the exponents, base 2: at most `slack` below the maximum so far; -inf before the first key
   float sum[2];        // of this thread's columns
   float factor[2];     // of the last change of the reference
+  int limit[2];        // bits of the lowest score that asks for a new reference, as an integer; the lowest of all integers
+                       // if every score has to be looked at
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       reference[r] = -INFINITY;
       sum[r] = 0.f;
+      limit[r] = INT_MIN;
     }
   }
 
-  // Row maxima of a block. True if the output must be rescaled by `factor`. That is skipped while no row grew by more than
-  // `slack` (log2): P then stays below 2^slack, and the result is exact after normalisation because numerator and
-  // denominator share the offset. The whole warpgroup decides as one, because a rescale waits for the output
-  // multiplication, and PTX wants the same wgmma instructions from all four warps.
-  __device__ __forceinline__ bool update(const float (&s)[C::kBlockN / 2], float scale_log2, float slack, int group) {
-    float top[2];
-    bool grown = false;
+  // Fits the references to the scores. True if the output of the warp must be rescaled by `factor`. While no exponent is
+  // above `slack` the reference stays: the result is exact after normalisation because numerator and denominator share it.
+  // Whether one is above is told from the bits, as integers: positive floats have the same order, and negative ones are
+  // below them. The integer maximum of three takes a fraction of the time of the float one, and no shuffles are needed.
+  __device__ __forceinline__ bool refer(const float (&s)[C::kBlockN / 2], float scale_log2, float unscale, float slack) {
+    bool above = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int top[2];
+#pragma unroll
+      for (int j = 0; j < C::kBlockN / 8; ++j) {
+        const int a = __float_as_int(s[4 * j + 2 * r]), b = __float_as_int(s[4 * j + 2 * r + 1]);
+        top[j % 2] = j < 2 ? max(a, b) : __vimax3_s32(top[j % 2], a, b);
+      }
+      above |= max(top[0], top[1]) >= limit[r];
+    }
+    if (!__any_sync(0xffffffff, above)) return false;
+    raise(s, scale_log2, unscale, slack);
+    return true;
+  }
+
+  // Moves the references to the maxima.
+  __device__ __forceinline__ void raise(const float (&s)[C::kBlockN / 2], float scale_log2, float unscale, float slack) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float even = s[2 * r], odd = s[2 * r + 1];
@@ -124,20 +144,16 @@ struct SoftmaxState {
         even = fmaxf(even, s[4 * j + 2 * r]);
         odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
       }
-      top[r] = fmaxf(even, odd);
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
-      grown |= (top[r] - reference[r]) * scale_log2 > slack;  // false for the NaN of -inf - -inf
-    }
-    if (!any_at_barrier(1 + group, 128, grown)) return false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], reference[r]);
-      factor[r] = top[r] == -INFINITY ? 1.f : exp2_fast((reference[r] - top[r]) * scale_log2);
-      reference[r] = top[r];
+      float top = fmaxf(even, odd);
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      top = fmaxf(top * scale_log2, reference[r]);
+      factor[r] = top == -INFINITY ? 1.f : exp2_fast(reference[r] - top);
+      reference[r] = top;
       sum[r] *= factor[r];
+      const float allowed = top * unscale + slack;
+      limit[r] = allowed > 0.f ? __float_as_int(allowed) + 1 : INT_MIN;
     }
-    return true;
   }
 
   __device__ __forceinline__ void rescale(float (&o)[C::kDv / 2]) const {
@@ -152,21 +168,23 @@ struct SoftmaxState {
 
   // Scores become P, relative to the reference.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kBlockN / 2], float scale_log2) {
+    float offset[2], even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float offset = reference[r] == -INFINITY ? 0.f : reference[r] * scale_log2;
-      float even = 0.f, odd = 0.f;
+    for (int r = 0; r < 2; ++r) offset[r] = reference[r] == -INFINITY ? 0.f : reference[r];
 #pragma unroll
-      for (int j = 0; j < C::kBlockN / 8; ++j) {
+    for (int j = 0; j < C::kBlockN / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
         float& a = s[4 * j + 2 * r];
         float& b = s[4 * j + 2 * r + 1];
-        a = exp2_fast(a * scale_log2 - offset);
-        b = exp2_fast(b * scale_log2 - offset);
-        even += a;
-        odd += b;
+        a = exp2_fast(a * scale_log2 - offset[r]);
+        b = exp2_fast(b * scale_log2 - offset[r]);
+        even[r] += a;
+        odd[r] += b;
       }
-      sum[r] += even + odd;
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] += even[r] + odd[r];
   }
 };
 
