@@ -114,12 +114,16 @@ def flex_flash_attn_func(
             with ``swap_bwd_qk_loop`` (both RuntimeErrors), block sizes above 1, sink layout "shd".
         NoBackendError: the backend asked for by environment cannot run the problem.
     """
-    _check_flags(
-        sparse_load=sparse_load, auto_range_merge=auto_range_merge or index_attn_indices is not None,
-        disable_dkv=disable_bwd_dkv_atomic_reduction, swap_loop=swap_bwd_qk_loop, deterministic=deterministic,
-        pack_gqa=pack_gqa, cat_gqa=cat_gqa, swap_ab=swap_ab, tile=ref_block_size,
-        blocks=(q_block_size, k_block_size),
-    )  # fmt: skip
+    if (
+        sparse_load or disable_bwd_dkv_atomic_reduction or swap_bwd_qk_loop or cat_gqa or ref_block_size is not None
+        or q_block_size != 1 or k_block_size != 1
+    ):  # fmt: skip
+        _check_flags(
+            sparse_load=sparse_load, auto_range_merge=auto_range_merge or index_attn_indices is not None,
+            disable_dkv=disable_bwd_dkv_atomic_reduction, swap_loop=swap_bwd_qk_loop, deterministic=deterministic,
+            pack_gqa=pack_gqa, cat_gqa=cat_gqa, swap_ab=swap_ab, tile=ref_block_size,
+            blocks=(q_block_size, k_block_size),
+        )  # fmt: skip
     needs_backward = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     )
