@@ -24,7 +24,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa_plans import RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
-from magi_attention.native.ffa import FfaLibrary, FfaTile, forward_prefix
+from magi_attention.native.ffa import FfaLibrary, FfaTile
 
 _log = logging.getLogger("magi_attention.kernels")
 
@@ -53,6 +53,7 @@ class _Prepared:
 
     library: FfaLibrary
     prefix: bytes
+    workspace_bytes: int
     tile: FfaTile
     out_like: torch.Tensor  # one element, expanded: empty_like parses its arguments in half the time of empty
     lse_like: torch.Tensor
@@ -175,6 +176,10 @@ class FfaBackend:
         return self._launch(call, q, k, v, options, sink, None, plan_at, index, stream, False)
 
     def _run(self, q, k, v, mask, options, sink, into: Partial | None, out_dtype: torch.dtype | None) -> Final:
+        runtime, index = self.runtime, q.get_device()
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self._run(q, k, v, mask, options, sink, into, out_dtype)
         key = _key(q, k, v, options, sink, into, out_dtype)
         call = self._prepared.get(key)
         if call is None:
@@ -184,10 +189,6 @@ class FfaBackend:
                 return self._run_empty(q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (_dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
-        runtime, index = self.runtime, q.get_device()
-        if index != runtime.current_device():
-            with runtime.on_device(index):
-                return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan, plan_at = self._plan(mask, q, k, call.tile, stream, capturing)
         return self._launch(call, q, k, v, options, sink, into, plan_at, index, stream, capturing)
@@ -203,7 +204,7 @@ class FfaBackend:
         if sink is not None and sink.numel():
             sink = sink.detach().to(torch.float32).contiguous()
             sink_at = sink.data_ptr()
-        work = self._workspace(device, index, stream, capturing)
+        work = self._workspace(device, index, stream, capturing, call.workspace_bytes)
         max_at = 0 if max_logits is None else max_logits.data_ptr()
         tail = _pack_addresses(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
@@ -228,13 +229,15 @@ class FfaBackend:
         plan = self._range_plans.get(mask, total_q, total_k, tile, stream, capturing)
         return plan, plan.data_ptr()
 
-    def _workspace(self, device: torch.device, index: int, stream: int, capturing: bool) -> torch.Tensor:
+    def _workspace(
+        self, device: torch.device, index: int, stream: int, capturing: bool, size: int
+    ) -> torch.Tensor:
         # A graph may be replayed beside other work, so a captured call gets its own.
         if capturing:
-            return torch.zeros(self.library.workspace_bytes, dtype=torch.uint8, device=device)
+            return torch.zeros(size, dtype=torch.uint8, device=device)
         work = self._workspaces.get((index, stream))
-        if work is None:
-            work = torch.zeros(self.library.workspace_bytes, dtype=torch.uint8, device=device)
+        if work is None or work.nbytes < size:
+            work = torch.zeros(size, dtype=torch.uint8, device=device)
             self._workspaces[index, stream] = work
         return work
 
@@ -250,7 +253,7 @@ class FfaBackend:
         strides: dict[str, int] = {}
         for name, x in (("q", q), ("k", k), ("v", v)):
             strides[f"{name}_stride_token"], strides[f"{name}_stride_head"] = _strides(x)
-        prefix = forward_prefix(
+        prefix, workspace_bytes = library.prefix(
             dtype=_DTYPES[q.dtype], out_dtype=abi.FP32 if out_dtype == torch.float32 else _DTYPES[out_dtype],
             total_q=tokens, total_k=k.shape[0], heads_q=heads, heads_kv=k.shape[1], head_dim=dim,
             head_dim_v=v.shape[2], pack=tile.pack, tile_tokens=tile.tokens, accumulate=int(into is not None),
@@ -264,7 +267,7 @@ class FfaBackend:
             _log_copy(", ".join(odd))
         out_like, lse_like = q.new_empty((), dtype=out_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
-            library, prefix, tile, out_like.expand(out_shape), lse_like.expand(lse_shape), q.device,
+            library, prefix, workspace_bytes, tile, out_like.expand(out_shape), lse_like.expand(lse_shape), q.device,
             is_empty or bool(odd), options,
         )  # fmt: skip
         if len(self._prepared) >= _MAX_PREPARED:

@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)
@@ -85,6 +85,7 @@ class FfaFwdParams(ctypes.Structure):
         ("softmax_scale", c_float),
         ("softcap", c_float),
         *((name, c_int64) for name in _STRIDES),
+        ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _POINTERS),
     ]
 
@@ -108,7 +109,7 @@ PLANNER_FUNCTIONS: Functions = {
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
-    "magi_ffa_fwd_workspace_bytes": (c_int64, ()),
+    "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_plan_device": (
         c_int32,

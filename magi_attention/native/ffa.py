@@ -24,7 +24,6 @@ class FfaLibrary:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.workspace_bytes: int = library.magi_ffa_fwd_workspace_bytes()
         # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
         self.forward_raw = library.magi_ffa_fwd
 
@@ -40,6 +39,17 @@ class FfaLibrary:
         self.check(status, "Attention forward")
         return FfaTile(*(x.value for x in got))
 
+    def prefix(self, **fields: int | float) -> tuple[bytes, int]:
+        """The leading part of ``magi_ffa_fwd_params``, all but the addresses; and the workspace it needs, in bytes.
+
+        For the current device, because the workspace depends on how many multiprocessors there are.
+        """
+        need = ctypes.c_int64()
+        params = abi.FfaFwdParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._library.magi_ffa_fwd_workspace(bytes(params), ctypes.byref(need)), "Attention forward")
+        params.workspace_bytes = need.value
+        return bytes(params)[: abi.FFA_FWD_PREFIX_BYTES], need.value
+
     def plan_on_device(
         self, q_ranges: int, k_ranges: int, types: int | None, num_slices: int, total_q: int, total_k: int,
         tile: FfaTile, plan: int, plan_words: int, stream: int,
@@ -51,8 +61,3 @@ class FfaLibrary:
 
     def check(self, status: int, what: str) -> None:
         check(self._library, status, what)
-
-
-def forward_prefix(**fields: int | float) -> bytes:
-    """The leading part of ``magi_ffa_fwd_params``: everything but the addresses."""
-    return bytes(abi.FfaFwdParams(version=abi.ABI_VERSION, **fields))[: abi.FFA_FWD_PREFIX_BYTES]

@@ -61,7 +61,7 @@ def dense_mask(plan: TilePlan) -> np.ndarray:
 class Simulator:
     """The interface of ``FfaLibrary``."""
 
-    workspace_bytes = 16
+    workspace_bytes = 4096
 
     def __init__(self, tile_rows: int = 16) -> None:
         self.tile_rows = tile_rows
@@ -78,6 +78,10 @@ class Simulator:
     def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
         pack = heads_q // heads_kv
         return FfaTile(self.tile_rows // pack if self.tile_rows % pack == 0 else self.tile_rows, 2, pack)
+
+    def prefix(self, **fields: int | float) -> tuple[bytes, int]:
+        params = abi.FfaFwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)
+        return bytes(params)[: abi.FFA_FWD_PREFIX_BYTES], self.workspace_bytes
 
     def plan_on_device(
         self, q_ranges, k_ranges, types, num_slices, total_q, total_k, tile, plan, plan_words, stream
@@ -98,7 +102,7 @@ class Simulator:
         assert p.version == abi.ABI_VERSION and p.stream == 7
         assert not any(x % 16 for x in (p.q, p.k, p.v, p.out, p.plan))
         assert not any(getattr(p, f"{x}_stride_{d}") % 8 for x in "qkv" for d in ("token", "head"))
-        assert memory(p.workspace, (4,), (1,), np.int32).tolist() == [0] * 4
+        assert not memory(p.workspace, (p.workspace_bytes // 4,), (1,), np.int32).any()
         self._compute(p)
         return abi.OK
 

@@ -40,7 +40,7 @@ __global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; 
 extern "C" {
 magi_status magi_ffa_fwd_tile(int32_t, int32_t, int32_t, int32_t, int32_t* t, int32_t* g, int32_t* p) {
   *t = *g = *p = 2; return MAGI_OK; }
-int64_t magi_ffa_fwd_workspace_bytes(void) { return 16; }
+magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params*, int64_t* bytes) { *bytes = 16; return MAGI_OK; }
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) SYMBOL(p),
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) {
   magi_status all[] = {
@@ -184,9 +184,10 @@ def test_loader_errors_say_what_to_do(tree, tmp_path):
     source = tree / "planner" / "plan.cpp"
     source.write_text(HOST_SOURCE.replace("VERSION", "99"))
     built = build_planner(tree)
-    with pytest.raises(UnsupportedError, match="ABI version 99.*needs 1.*replace"):
+    with pytest.raises(UnsupportedError, match=f"ABI version 99.*needs {abi.ABI_VERSION}.*replace"):
         loader.load("planner", built.path.parent)
-    source.write_text(HOST_SOURCE.replace("VERSION", "1").replace("magi_tile_plan_check", "magi_other"))
+    text = HOST_SOURCE.replace("VERSION", str(abi.ABI_VERSION))
+    source.write_text(text.replace("magi_tile_plan_check", "magi_other"))
     built = build.build_all("planner", lib=tree.parent / "lib2", csrc=tree)[0]
     with pytest.raises(UnsupportedError, match="no function magi_tile_plan_check"):
         loader.load("planner", built.path.parent)
@@ -268,7 +269,9 @@ def test_cuda_library_guard_and_report(tree, tmp_path):
     (built,) = build.build_all("ffa", variants=["fwd_bf16_d64_dv64"], lib=lib, csrc=tree)
     library = loader.load("ffa_sm90", lib)
     params = bytes(abi.FfaFwdParams())
-    assert library.magi_ffa_fwd(params) == abi.UNSUPPORTED and library.magi_ffa_fwd_workspace_bytes() == 16
+    assert library.magi_ffa_fwd(params) == abi.UNSUPPORTED
+    wanted = ctypes.c_int64()
+    assert library.magi_ffa_fwd_workspace(params, ctypes.byref(wanted)) == abi.OK and wanted.value == 16
     data = json.loads(json.dumps(build.report([built])))["libraries"][0]
     units = {u["name"]: u for u in data["units"]}
     assert set(units) == {"main", "fwd_bf16_d64_dv64"} and units["main"]["kernels"][0]["registers"] > 0

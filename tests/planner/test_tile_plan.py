@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, INVCAUSAL, SliceTable, to_dense
+from magi_attention.native import abi
 from magi_attention.testing import masks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -333,7 +334,7 @@ def test_plans_beyond_the_word_limit_are_refused():
 
 
 def test_version_and_layouts():
-    assert lib.library().magi_abi_version() == 1
+    assert lib.library().magi_abi_version() == abi.ABI_VERSION
     assert [d.itemsize for d in (lib.HEADER, lib.TILE, lib.LAYER)] == [64, 32, 128]
 
 

@@ -70,6 +70,22 @@ __device__ __forceinline__ bool elect_one() {
   return one != 0;
 }
 
+// Whether `mine` holds for any of the `threads` threads that meet at barrier `id`.
+__device__ __forceinline__ bool any_at_barrier(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p, q;\n\t"
+      "setp.ne.u32 p, %3, 0;\n\t"
+      "barrier.cta.red.or.pred.aligned q, %1, %2, p;\n\t"
+      "selp.u32 %0, 1, 0, q;\n\t"
+      "}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(mine))
+      : "memory");
+  return any != 0;
+}
+
 // Barrier among `threads` threads of the CTA; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

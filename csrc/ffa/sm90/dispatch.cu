@@ -3,7 +3,9 @@
 #include "../../include/magi/abi.h"
 #include "../common/host.h"
 
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
+#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL)                          \
+  extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);        \
+  extern "C" magi_status SYMBOL##_workspace(const magi_ffa_##KIND##_params*, int64_t*);
 #include "inst/variants.inc"
 #undef MAGI_VARIANT
 
@@ -13,11 +15,12 @@ namespace {
 struct FwdVariant {
   int32_t dtype, head_dim, head_dim_v;
   magi_status (*launch)(const magi_ffa_fwd_params*);
+  magi_status (*workspace)(const magi_ffa_fwd_params*, int64_t*);
 };
 
 [[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
 
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) {kDtype_##TYPE, D, DV, SYMBOL},
+#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) {kDtype_##TYPE, D, DV, SYMBOL, SYMBOL##_workspace},
 constexpr FwdVariant kFwdVariants[] = {
 #include "inst/variants.inc"
 };
@@ -51,6 +54,16 @@ magi_status check_fwd(const magi_ffa_fwd_params& p) {
     return fail(MAGI_INVALID_ARGUMENT, "out must be float32 or have the dtype of q.");
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k and sm_margin must be >= 0.");
+  if (p.tile_tokens < 1) return fail(MAGI_INVALID_ARGUMENT, "tile_tokens is %d; ask magi_ffa_fwd_tile.", p.tile_tokens);
+  return MAGI_OK;
+}
+
+magi_status choose_fwd(const magi_ffa_fwd_params& p, const FwdVariant** variant) {
+  MAGI_RETURN(check_fwd(p));
+  *variant = find_fwd(p);
+  if (*variant == nullptr)
+    return fail(MAGI_UNSUPPORTED, "No forward kernel for head dims %d and %d in this library; largest is 256.", p.head_dim,
+                p.head_dim_v);
   return MAGI_OK;
 }
 
@@ -70,14 +83,15 @@ magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_di
   return MAGI_OK;
 }
 
-int64_t magi_ffa_fwd_workspace_bytes(void) { return 16; }
+magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) {
+  const magi::FwdVariant* variant = nullptr;
+  MAGI_RETURN(magi::choose_fwd(*params, &variant));
+  return variant->workspace(params, bytes);
+}
 
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) {
-  MAGI_RETURN(magi::check_fwd(*params));
-  const auto* variant = magi::find_fwd(*params);
-  if (variant == nullptr)
-    return magi::fail(MAGI_UNSUPPORTED, "No forward kernel for head dims %d and %d in this library; largest is 256.",
-                      params->head_dim, params->head_dim_v);
+  const magi::FwdVariant* variant = nullptr;
+  MAGI_RETURN(magi::choose_fwd(*params, &variant));
   return variant->launch(params);
 }
 

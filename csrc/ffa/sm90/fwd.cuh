@@ -8,6 +8,7 @@
 #include "fwd_epilogue.cuh"
 #include "fwd_feed.cuh"
 #include "fwd_softmax.cuh"
+#include "fwd_split.cuh"
 #include "fwd_walk.cuh"
 
 namespace magi {
@@ -210,13 +211,20 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
       }
     }
     if (C::kQStages > 1) release_stored();
+    const int group = uniform(thread_again() / 128 - 1);
+    bool whole = true;
+    if constexpr (C::kSplit) {
+      const int4 cut = lds_int4(smem.unit(walk.unit_slot()));
+      const Part part = Part::of_word(uniform(cut.w));
+      const int number = uniform(cut.x) * p.head_units + uniform(cut.y);
+      if (part.count > 1) whole = join_parts<C>(p, o, state, number, part, group);
+    }
     // Tile and head are read again rather than kept in registers.
     const int4 again = lds_int4(smem.unit(walk.unit_slot()));
     __syncwarp();
     if (elect_one()) mbar_arrive(smem.unit_empty(walk.unit_slot()));
-    const int group = uniform(thread_again() / 128 - 1);
-    write_tile<C>(p, smem.out(group, C::kQStages == 1 ? 0 : walk.unit_slot()), o, state, uniform(again.x), uniform(again.y),
-                  group);
+    const uint32_t out = smem.out(group, C::kQStages == 1 ? 0 : walk.unit_slot());
+    if (whole) write_tile<C>(p, out, o, state, uniform(again.x), uniform(again.y), group);
     walk.next_unit();
     stored = true;
   }

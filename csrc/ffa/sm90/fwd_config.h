@@ -6,11 +6,12 @@
 
 namespace magi {
 
-template <typename T_, int kD_, int kDv_>
+template <typename T_, int kD_, int kDv_, bool kSplit_ = false>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;    // head dim of q and k, padded to 64
   static constexpr int kDv = kDv_;  // head dim of v and out, padded to 64
+  static constexpr bool kSplit = kSplit_;  // tiles may be cut along the keys, see fwd_split.cuh
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 rows each
   static constexpr int kBlockM = 64 * kGroups;
   static constexpr int kBlockN = kD <= 128 ? 128 : 64;

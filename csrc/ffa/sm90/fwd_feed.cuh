@@ -3,11 +3,14 @@
 // copy tiles and clear V rows that no query sees.
 #pragma once
 
+#include <cstddef>
+
 #include "../../include/magi/abi.h"
 #include "../common/barrier.cuh"
 #include "../common/copy.cuh"
 #include "fwd_config.h"
 #include "fwd_params.h"
+#include "fwd_split.cuh"
 
 namespace magi {
 
@@ -16,7 +19,7 @@ struct Unit {
   int32_t tile;        // -1: no more work
   int32_t head_unit;
   int32_t num_layers;
-  int32_t reserved;
+  int32_t part;        // Part::word
 };
 
 template <typename C>
@@ -93,7 +96,7 @@ __device__ __forceinline__ int2 lds_int2(uint32_t address) {
 // live in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
-// Linear unit index -> (rank in the cost order, head unit). Inside a section of heads the heaviest tiles of all its
+// Linear unit index -> (rank in the cost order, head unit); parts of a tile are neighbours, and not counted here. Inside a section of heads the heaviest tiles of all its
 // heads come first; sections follow one another so that their keys and values stay in L2.
 __device__ __forceinline__ void unit_coords(const FwdKernelParams& p, int unit, int* rank, int* head_unit) {
   const int per_section = p.num_tiles * p.heads_per_section;
@@ -108,48 +111,59 @@ __device__ __forceinline__ void unit_coords(const FwdKernelParams& p, int unit, 
 // One lane. Hands out units two ahead and stages the layer records of each in shared memory.
 template <typename C>
 __device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem) {
-  const magi_tile_plan_header* header = reinterpret_cast<const magi_tile_plan_header*>(p.plan);
-  const int4* tiles = reinterpret_cast<const int4*>(p.plan + header->words_tiles);
-  const int32_t* order = p.plan + header->words_order;
-  const int32_t* records = p.plan + header->words_records;
-  const int layer_words = header->layer_words;
-  const int total = p.num_tiles * p.head_units;
+  // Offsets rather than pointers, to save registers.
+  const int32_t* header = p.plan;
+  const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
+  const int32_t order_at = header[offsetof(magi_tile_plan_header, words_order) / 4];
+  const int32_t records_at = header[offsetof(magi_tile_plan_header, words_records) / 4];
+  const int32_t layer_words = header[offsetof(magi_tile_plan_header, layer_words) / 4];
+  auto layers_of = [&](int tile) {  // first record, number of records
+    return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4);
+  };
+  const int parts = C::kSplit ? p.max_parts : 1, total = p.num_tiles * p.head_units * parts;
   Ring<2> units, layers;
   int unit = blockIdx.x;
   int next = unit < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
   int rank = 0, head_unit = 0, tile = 0;
-  int4 desc = make_int4(0, 0, 0, 0);
+  int2 desc = make_int2(0, 0);
   if (unit < total) {
-    unit_coords(p, unit, &rank, &head_unit);
-    tile = order[rank];
-    desc = tiles[2 * tile];
+    unit_coords(p, unit / parts, &rank, &head_unit);
+    tile = p.plan[order_at + rank];
+    desc = layers_of(tile);
   }
   while (unit < total) {
     // The look-ups of the next unit travel while this one is handed out.
     const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
     int next_rank = 0, next_head = 0, next_tile = 0;
     if (next < total) {
-      unit_coords(p, next, &next_rank, &next_head);
-      next_tile = order[next_rank];
+      unit_coords(p, next / parts, &next_rank, &next_head);
+      next_tile = p.plan[order_at + next_rank];
     }
-    mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(smem.unit(units.slot)), "r"(tile), "r"(head_unit),
-                 "r"(desc.w), "r"(0)
-                 : "memory");
-    mbar_arrive(smem.unit_full(units.slot));
-    units.advance();
-    for (int i = 0; i < desc.w; ++i) {
-      mbar_wait(smem.layer_empty(layers.slot), layers.phase ^ 1);
-      mbar_expect(smem.layer_full(layers.slot), layer_words * 4);
-      load_bytes(smem.layer(layers.slot), records + static_cast<int64_t>(desc.z + i) * layer_words, layer_words * 4,
-                 smem.layer_full(layers.slot));
-      layers.advance();
+    Part part{unit % parts, 1};
+    if (C::kSplit) {
+      const int blocks = p.plan[tiles_at + 8 * tile + offsetof(magi_tile_desc, num_blocks) / 4];
+      part.count = min(parts, max(1, blocks / kBlocksOfPart));
+    }
+    if (part.index < part.count) {
+      mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
+      asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(smem.unit(units.slot)), "r"(tile), "r"(head_unit),
+                   "r"(desc.y), "r"(part.word())
+                   : "memory");
+      mbar_arrive(smem.unit_full(units.slot));
+      units.advance();
+      for (int i = 0; i < desc.y; ++i) {
+        mbar_wait(smem.layer_empty(layers.slot), layers.phase ^ 1);
+        mbar_expect(smem.layer_full(layers.slot), layer_words * 4);
+        load_bytes(smem.layer(layers.slot), p.plan + records_at + static_cast<int64_t>(desc.x + i) * layer_words, layer_words * 4,
+                   smem.layer_full(layers.slot));
+        layers.advance();
+      }
     }
     unit = next;
     next = after;
     tile = next_tile;
     head_unit = next_head;
-    if (unit < total) desc = tiles[2 * tile];
+    if (unit < total) desc = layers_of(tile);
   }
   mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
   asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(smem.unit(units.slot)), "r"(-1) : "memory");
@@ -163,32 +177,29 @@ __device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem)
 template <typename C>
 __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   Ring<2> units, layers;
-  Ring<C::kQStages> qs;
   Ring<C::kKStages> ks;
   Ring<C::kVStages> vs;
   while (true) {
     mbar_wait(smem.unit_full(units.slot), units.phase);
     const int4 unit = lds_int4(smem.unit(units.slot));
-    mbar_arrive(smem.unit_empty(units.slot));
-    units.advance();
     if (unit.x < 0) break;
-    const int num_layers = unit.z;
+    // Two Q slots take turns with the units; a single one changes its phase with each.
+    const uint32_t q_slot = C::kQStages == 1 ? 0 : units.slot, q_phase = C::kQStages == 1 ? units.slot : units.phase;
     const int kv_head = unit.y / p.kv_head_of_unit;
-    mbar_wait(smem.q_empty(qs.slot), qs.phase ^ 1);
-    if (num_layers == 0) {  // nothing to load, but the output is staged in this slot
-      mbar_arrive(smem.q_full(qs.slot));
-      qs.advance();
-      continue;
-    }
-    mbar_expect(smem.q_full(qs.slot), C::kQBytes);
+    mbar_wait(smem.q_empty(q_slot), q_phase ^ 1);
+    if (unit.z == 0) {  // nothing to load, but the output is staged in this slot
+      mbar_arrive(smem.q_full(q_slot));
+    } else {
+      mbar_expect(smem.q_full(q_slot), C::kQBytes);
 #pragma unroll
-    for (int d = 0; d < C::kD / 64; ++d)
-      load_tile_4d(smem.q(qs.slot) + d * C::kBlockM * 128, &p.q_map, smem.q_full(qs.slot), d * 64, 0,
-                   unit.x * p.tile_tokens, unit.y, kEvictFirst);
-    qs.advance();
-    for (int i = 0; i < num_layers; ++i) {
+      for (int d = 0; d < C::kD / 64; ++d)
+        load_tile_4d(smem.q(q_slot) + d * C::kBlockM * 128, &p.q_map, smem.q_full(q_slot), d * 64, 0,
+                     unit.x * p.tile_tokens, unit.y, kEvictFirst);
+    }
+    for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(layers.slot), layers.phase);
-      const int2 visit = lds_int2(smem.layer(layers.slot));
+      const Part part = Part::of_word(lds_int(smem.unit(units.slot) + 12));  // not kept in registers
+      const int2 visit = part.template piece<C>(lds_int2(smem.layer(layers.slot)));
       const bool clears = lds_int(smem.layer(layers.slot) + 16) != 0;
       mbar_arrive(smem.layer_empty(layers.slot));
       layers.advance();
@@ -211,6 +222,8 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
         vs.advance();
       }
     }
+    mbar_arrive(smem.unit_empty(units.slot));
+    units.advance();
   }
 }
 
@@ -224,14 +237,12 @@ __device__ void clear_unseen(const FwdKernelParams& p, const FwdSmem<C>& smem, i
   while (true) {
     mbar_wait(smem.unit_full(units.slot), units.phase);
     const int4 unit = lds_int4(smem.unit(units.slot));
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem.unit_empty(units.slot));
-    units.advance();
     if (unit.x < 0) break;
-    for (int i = 0; i < unit.z; ++i) {
+    for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(layers.slot), layers.phase);
       const uint32_t at = smem.layer(layers.slot);
-      const int2 visit = lds_int2(at);
+      const Part part = Part::of_word(lds_int(smem.unit(units.slot) + 12));
+      const int2 visit = part.template piece<C>(lds_int2(at));
       const bool clears = lds_int(at + 16) != 0;
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
         if (clears) {
@@ -260,6 +271,9 @@ __device__ void clear_unseen(const FwdKernelParams& p, const FwdSmem<C>& smem, i
       if (lane == 0) mbar_arrive(smem.layer_empty(layers.slot));
       layers.advance();
     }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(smem.unit_empty(units.slot));
+    units.advance();
   }
 }
 

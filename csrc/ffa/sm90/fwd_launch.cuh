@@ -35,10 +35,33 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   return MAGI_OK;
 }
 
+// Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The same on a device whatever
+// is left free, so that sm_margin does not change results.
+inline int fwd_max_parts(int64_t units, int sms) {
+  if (units < 1 || units >= sms) return 1;
+  const int64_t parts = sms / units;
+  return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
+}
+
+template <typename C>
+int64_t fwd_workspace_bytes(int64_t units, int parts) {
+  return 4ll * kPartialsAt + (parts > 1 ? 4 * C::kGroups * units * parts * partial_floats<C>() : 0);
+}
+
+template <typename C>
+magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t units = (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens * (a.heads_q / a.pack);
+  *bytes = fwd_workspace_bytes<C>(units, fwd_max_parts(units, sms));
+  return MAGI_OK;
+}
+
 template <typename C>
 void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   k->plan = a.plan;
   k->workspace = a.workspace;
+  k->partials = reinterpret_cast<float*>(a.workspace + kPartialsAt);
   k->out = a.out;
   k->lse = a.lse;
   k->max_logits = a.max_logits;
@@ -71,33 +94,48 @@ void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
 }
 
 template <typename C>
+magi_status start_fwd(const magi_ffa_fwd_params& a, FwdKernelParams& k, int64_t units, int sms) {
+  MAGI_RETURN(fwd_maps<C>(a, &k));
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([&] {
+    return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                C::smem_bytes(C::kBlockM));
+  }));
+  const int64_t work = units * k.max_parts;
+  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int grid = work < room ? static_cast<int>(work) : room;
+  ffa_fwd<C><<<grid, C::kThreads, C::smem_bytes(a.tile_tokens), static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+}
+
+template <typename T, int kD, int kDv>
 magi_status launch_fwd(const magi_ffa_fwd_params& a) {
+  using C = FwdConfig<T, kD, kDv>;
   if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
     return fail(MAGI_INVALID_ARGUMENT, "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
                 a.pack, a.tile_tokens, C::kBlockM);
   FwdKernelParams k;
   fwd_scalars<C>(a, &k);
   if (k.num_tiles == 0) return MAGI_OK;
-  MAGI_RETURN(fwd_maps<C>(a, &k));
-  const uint32_t smem = C::smem_bytes(a.tile_tokens);
-  static DeviceOnce configured;
-  MAGI_RETURN(configured.run([&] {
-    return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                C::smem_bytes(C::kBlockM));
-  }));
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   const int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units;
   if (units >= (1ll << 31)) return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", (long long)units);
-  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
-  const int grid = units < room ? static_cast<int>(units) : room;
-  ffa_fwd<C><<<grid, C::kThreads, smem, static_cast<cudaStream_t>(a.stream)>>>(k);
-  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+  k.max_parts = fwd_max_parts(units, sms);
+  const int64_t need = fwd_workspace_bytes<C>(units, k.max_parts);
+  if (a.workspace_bytes < need)
+    return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
+                (long long)a.workspace_bytes, (long long)need);
+  if (k.max_parts > 1) return start_fwd<FwdConfig<T, kD, kDv, true>>(a, k, units, sms);
+  return start_fwd<C>(a, k, units, sms);
 }
 
 }  // namespace magi
 
 #define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                              \
   extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params) {                 \
-    return magi::launch_fwd<magi::FwdConfig<TYPE, D, DV>>(*params);                           \
+    return magi::launch_fwd<TYPE, D, DV>(*params);                                            \
+  }                                                                                           \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) { \
+    return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV>>(*params, bytes);                 \
   }

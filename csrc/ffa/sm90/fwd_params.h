@@ -12,7 +12,8 @@ struct FwdKernelParams {
   // Q and out: (d, head in pack, token, head unit); K and V: (d, token, kv head).
   CUtensorMap q_map, k_map, v_map, out_map;
   const int32_t* plan;
-  int32_t* workspace;  // [0] unit counter, [1] CTAs that are done
+  int32_t* workspace;  // [0] unit counter, [1] CTAs that are done, from kArrivalsAt the parts that are done
+  float* partials;     // of tiles that are cut, see fwd_split.cuh
   void* out;
   float* lse;
   float* max_logits;
@@ -21,6 +22,7 @@ struct FwdKernelParams {
   int32_t total_q, heads_q, head_units;       // head units = heads_q / pack
   int32_t pack, tile_tokens, num_tiles, head_dim_v;
   int32_t kv_head_of_unit;    // kv head = head unit / this
+  int32_t max_parts;          // into which a tile may be cut along the keys
   int32_t heads_per_section;  // head units whose keys and values are kept in L2 together
   int32_t sink_count, sink_per_row;
   int32_t out_is_float, accumulate;

@@ -50,16 +50,21 @@ struct BlockWalk {
     --left;
   }
 
-  // At the end of a layer: on to the next one, if the unit has one.
+  // At the end of a layer: on to the next one that has blocks, if the unit has one.
   __device__ __forceinline__ void next_layer() {
-    if (elect_one()) mbar_arrive(smem.layer_empty(layer_slot()));
-    if (layers_left > 0) enter_layer();
+    do {
+      if (elect_one()) mbar_arrive(smem.layer_empty(layer_slot()));
+      if (layers_left == 0) return;
+      enter_layer();
+    } while (C::kSplit && left == 0);
   }
 
   // The first block of a unit.
   __device__ __forceinline__ void start(int num_layers) {
     layers_left = num_layers;
-    if (num_layers > 0) enter_layer();
+    if (num_layers == 0) return;
+    enter_layer();
+    if (C::kSplit && left == 0) next_layer();
   }
 
   __device__ __forceinline__ void enter_layer() {
@@ -67,8 +72,12 @@ struct BlockWalk {
     const uint32_t at = smem.layer(turns >> 2 & 1);
     turns += 4;
     --layers_left;
-    const int2 visit = lds_int2(at);
-    const int4 mine = lds_int4(at + 32 + 16 * (thread_again() / 128 - 1));  // visit_lo, visit_hi, full_lo, full_hi
+    int2 visit = lds_int2(at);
+    int4 mine = lds_int4(at + 32 + 16 * (thread_again() / 128 - 1));  // visit_lo, visit_hi, full_lo, full_hi
+    if constexpr (C::kSplit) {
+      visit = Part::of_word(lds_int(smem.unit(unit_slot()) + 12)).template piece<C>(visit);
+      mine = make_int4(max(mine.x, visit.x), min(mine.y, visit.y), max(mine.z, visit.x), min(mine.w, visit.y));
+    }
     const int end = visit.y, blocks = (end - visit.x + C::kBlockN - 1) / C::kBlockN;
     // Block with `left` to go covers [end - (blocks - left + 1) * N, end - (blocks - left) * N).
     const int below_hi = blocks - (end - mine.y) / C::kBlockN;              // left <= this: starts below visit_hi

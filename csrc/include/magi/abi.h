@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 1
+#define MAGI_ABI_VERSION 2
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -121,20 +121,23 @@ typedef struct {
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
   int64_t out_stride_token, out_stride_head;
+  int64_t workspace_bytes; /* at least what magi_ffa_fwd_workspace says */
   const void *q, *k, *v;
   void* out;
   float* lse;
   float* max_logits;       /* (heads_q,), preset to -inf by the caller, or NULL */
   const float* sink;       /* or NULL */
   const int32_t* plan;     /* device memory, 16-byte aligned */
-  int32_t* workspace;      /* magi_ffa_fwd_workspace_bytes, zeroed once by the caller, reusable on one stream */
+  int32_t* workspace;      /* workspace_bytes, 16-byte aligned, zeroed once by the caller, reusable on one stream */
   void* stream;            /* cudaStream_t */
 } magi_ffa_fwd_params;
 
 /* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and the params. */
 MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v,
                                           int32_t* tile_tokens, int32_t* num_groups, int32_t* pack);
-MAGI_EXPORT int64_t magi_ffa_fwd_workspace_bytes(void);
+/* Bytes of workspace that a call with these shapes needs on the current device; pointers are not looked at. Where there
+ * are fewer tiles than multiprocessors, long tiles are cut along the keys, and the parts wait there to be joined. */
+MAGI_EXPORT magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
 
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or

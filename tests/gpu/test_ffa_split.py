@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles that the forward kernel cuts along the keys, because there are fewer of them than multiprocessors."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from forward_oracle import NEG_INF, Result, assert_right, make_inputs
+from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend, options_of, pytestmark  # noqa: F401
+
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.types import Partial
+from magi_attention.testing import masks
+
+DEVICE = "cuda"
+# (query rows, key rows, (query heads, key heads)): from one tile to nearly as many as there are multiprocessors.
+SHAPES = [(16, 20_000, (8, 1)), (100, 5_000, (4, 4)), (130, 3_000, (16, 2)), (40, 9_001, (5, 1)), (700, 2_500, (8, 2))]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries_and_many_keys(dtype, shape):
+    tq, tk, heads = shape
+    rng = np.random.default_rng(tk)
+    kinds = {
+        "full": [[0, tq, 0, tk, 0]],
+        "causal": [[0, tq, 0, tk, 1]],
+        "two ends": [[0, tq, 0, 700, 0], [0, tq, tk - 300, tk, 2]],
+        "short and long": [[0, tq // 2, 0, 200, 0], [tq // 2, tq, 0, tk, 0]],
+        "random": masks.random_slices(rng, tq, tk, max_slices=60),
+    }
+    for seed, slices in enumerate(kinds.values()):
+        check(seed, np.array(slices), tq, tk, heads, (128, 128), dtype)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (192, 192), (256, 256), (80, 48)], ids=str)
+def test_head_dims(dims):
+    for dtype in DTYPES:
+        check(0, np.array([[0, 48, 0, 6_000, 1]]), 48, 6_000, (4, 2), dims, dtype)
+
+
+def test_options():
+    slices = np.array([[0, 60, 0, 7_000, 1], [60, 64, 0, 100, 0]])
+    for softcap, sink in product((0.0, 20.0), (None, (3, 8), (64, 1, 8))):
+        check(1, slices, 64, 7_000, (8, 1), (128, 128), softcap=softcap, sink_shape=sink)
+    for size in (10.0, 40.0):
+        check(2, slices, 64, 7_000, (8, 1), (128, 128), size=size)
+
+
+def test_it_cuts_and_the_workspace_follows():
+    backend = FfaBackend()
+    few = make_inputs(0, masks.causal(64), 64, 64, (8, 1), (128, 128))
+    many = make_inputs(0, masks.causal(6_000), 6_000, 6_000, (8, 1), (128, 128))
+    for x in (many, few, many):
+        backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x))
+    small, large = sorted({call.workspace_bytes for call in backend._prepared.values()})
+    assert small < 10_000 < 1_000_000 < large
+    (workspace,) = backend._workspaces.values()
+    assert workspace.nbytes == large
+    assert not workspace[:4096].any(), "counters must be back at zero"
+
+
+def test_results_do_not_depend_on_timing():
+    x = make_inputs(3, np.array([[0, 64, 0, 30_000, 1]]), 64, 30_000, (8, 1), (128, 128))
+    first = attend(x)
+    for margin in (0, 0, 0, 60, 120, 131):
+        again = attend(x, sm_margin=margin)
+        assert all(torch.equal(getattr(first, n), getattr(again, n)) for n in ("out", "lse", "max_logits")), margin
+
+
+def test_stages():
+    """Parts are joined before they are merged into what out and lse hold."""
+    ffa = FfaBackend()
+    x = make_inputs(4, np.array([[0, 64, 0, 4_000, 0], [0, 64, 4_000, 9_000, 1]]), 64, 9_000, (8, 1), (128, 128))
+    out = torch.zeros(64, 8, 128, device=DEVICE)
+    part = Partial(out, torch.full((64, 8), NEG_INF, device=DEVICE))
+    for row in (0, 1):
+        one = type(x.slices)(x.slices.array[row : row + 1])
+        ffa.forward(x.q, x.k, x.v, one, options_of(x), init=part)
+    assert_right(x, Result(part.out, part.lse, part.max_logits))
+
+
+def test_margin_leaves_multiprocessors_free():
+    """With all but one of them left free, the same work takes many times as long."""
+    x = make_inputs(5, masks.causal(8_192), 8_192, 8_192, (16, 2), (128, 128))
+
+    def milliseconds(margin: int) -> float:
+        times = []
+        for _ in range(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            attend(x, False, sm_margin=margin)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times)
+
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    milliseconds(0), milliseconds(count - 1)
+    assert milliseconds(count - 1) > 10 * milliseconds(0)
