@@ -95,7 +95,7 @@ struct Worker {
   // Scores to P, and on to the next block.
   __device__ __forceinline__ void softmax(float (&s)[C::kBlockN / 2], SoftmaxState<C>& state, Packed& packed) {
     if (walk.masked()) {
-      if (p.has_softcap) cap_scores<C>(s, p.scale);
+      if (!C::kPlain && p.has_softcap) cap_scores<C>(s, p.scale);
       walk.mask(s);
     }
     flags = state.refer(s, p.scale_log2, p.unscale, p.slack) ? kRescale : 0;
@@ -163,7 +163,7 @@ template <typename C>
 __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   float o[C::kDv / 2], s[C::kBlockN / 2];
   typename Worker<C>::Packed even, odd;
-  BlockWalk<C> walk(smem, p.pack, p.has_softcap);
+  BlockWalk<C> walk(smem, p.pack, !C::kPlain && p.has_softcap);
   Worker<C> worker(p, smem, walk);
   // The output of a unit is staged over the warpgroup's rows of its Q. Those are free once the store has read them, which
   // is asked for in the next unit, when it costs nothing. With one Q slot it cannot wait that long.
@@ -213,7 +213,7 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     if (C::kQStages > 1) release_stored();
     const int group = uniform(thread_again() / 128 - 1);
     bool whole = true;
-    if constexpr (C::kSplit) {
+    if constexpr (!C::kPlain) {
       const int4 cut = lds_int4(smem.unit(walk.unit_slot()));
       const Part part = Part::of_word(uniform(cut.w));
       const int number = uniform(cut.x) * p.head_units + uniform(cut.y);

@@ -118,13 +118,13 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
     float top = state.reference[r];
     float scale = 1.f;
-    if (p.sink_count && rows[r].exists) join_sinks(p, rows[r], &top, &sum, &scale);
+    if (!C::kPlain && p.sink_count && rows[r].exists) join_sinks(p, rows[r], &top, &sum, &scale);
     const bool empty = !(sum > 0.f);
     weight[r] = empty ? 0.f : scale / sum;
     float lse = empty ? -INFINITY : (top + log2_fast(sum)) * kLn2;
     if (!rows[r].exists) continue;
     float* lse_at = p.lse + static_cast<int64_t>(rows[r].token) * p.heads_q + rows[r].head;
-    if (p.accumulate) {
+    if (!C::kPlain && p.accumulate) {
       const float old = *lse_at;
       const float high = fmaxf(lse, old);
       if (high != -INFINITY) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
         atomic_max_float(p.max_logits + rows[r].head, state.reference[r] * kLn2);
     }
   }
-  if (p.out_is_float) {
+  if (!C::kPlain && p.out_is_float) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (rows[r].exists) write_float_row<C>(p, o, r, rows[r], weight[r], old_weight[r], lane);

@@ -120,7 +120,7 @@ __device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem)
   auto layers_of = [&](int tile) {  // first record, number of records
     return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4);
   };
-  const int parts = C::kSplit ? p.max_parts : 1, total = p.num_tiles * p.head_units * parts;
+  const int parts = C::kPlain ? 1 : p.max_parts, total = p.num_tiles * p.head_units * parts;
   Ring<2> units, layers;
   int unit = blockIdx.x;
   int next = unit < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
@@ -140,7 +140,7 @@ __device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem)
       next_tile = p.plan[order_at + next_rank];
     }
     Part part{unit % parts, 1};
-    if (C::kSplit) {
+    if (!C::kPlain) {
       const int blocks = p.plan[tiles_at + 8 * tile + offsetof(magi_tile_desc, num_blocks) / 4];
       part.count = min(parts, max(1, blocks / kBlocksOfPart));
     }
@@ -248,13 +248,16 @@ __device__ void clear_unseen(const FwdKernelParams& p, const FwdSmem<C>& smem, i
         if (clears) {
           mbar_wait(smem.v_raw(vs.slot), raw_phases >> vs.slot & 1);
           raw_phases ^= 1u << vs.slot;
+#pragma unroll 1
           for (int row = lane; row < C::kBlockN; row += 32) {
             const int key = k1 - C::kBlockN + row;
             bool seen = false;
+#pragma unroll 1
             for (int t = 0; t < p.tile_tokens && !seen; ++t) {
               const int2 keys = lds_int2(at + C::kLayerHeader + 8 * t);
               seen = key >= keys.x && key < keys.y;
             }
+#pragma unroll 1
             for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
               asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(
                                smem.v(vs.slot) + chunk / 8 * (C::kBlockN * 128) + row * 128 + chunk % 8 * 16),

@@ -110,7 +110,7 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, FwdKernelParams& k, int64_t 
 
 template <typename T, int kD, int kDv>
 magi_status launch_fwd(const magi_ffa_fwd_params& a) {
-  using C = FwdConfig<T, kD, kDv>;
+  using C = FwdConfig<T, kD, kDv, true>;
   if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
     return fail(MAGI_INVALID_ARGUMENT, "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
                 a.pack, a.tile_tokens, C::kBlockM);
@@ -126,8 +126,9 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   if (a.workspace_bytes < need)
     return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
                 (long long)a.workspace_bytes, (long long)need);
-  if (k.max_parts > 1) return start_fwd<FwdConfig<T, kD, kDv, true>>(a, k, units, sms);
-  return start_fwd<C>(a, k, units, sms);
+  const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
+  if (plain) return start_fwd<C>(a, k, units, sms);
+  return start_fwd<FwdConfig<T, kD, kDv, false>>(a, k, units, sms);
 }
 
 }  // namespace magi
@@ -137,5 +138,5 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
     return magi::launch_fwd<TYPE, D, DV>(*params);                                            \
   }                                                                                           \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) { \
-    return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV>>(*params, bytes);                 \
+    return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV, true>>(*params, bytes);                 \
   }

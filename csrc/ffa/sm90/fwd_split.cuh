@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles that are cut along the keys, because there are too few of them to fill the GPU. Each part leaves its unfinished
 // output in the workspace; the part that arrives last joins all of them, in the order of the keys whoever it is, so that
-// results do not depend on timing. A kernel of its own: the code would cost short runs of the plain one 5%.
+// results do not depend on timing.
 #pragma once
 
 #include "../common/barrier.cuh"
@@ -26,7 +26,7 @@ struct Part {
   // The piece [lo, hi) of a layer's visit range: whole blocks, counted from the right; empty if the layer is short.
   template <typename C>
   __device__ __forceinline__ int2 piece(int2 visit) const {
-    if constexpr (!C::kSplit) return visit;
+    if constexpr (C::kPlain) return visit;
     const int blocks = (visit.y - visit.x + C::kBlockN - 1) / C::kBlockN;
     const int first = static_cast<int64_t>(blocks) * index / count;
     const int last = static_cast<int64_t>(blocks) * (index + 1) / count;

@@ -56,7 +56,7 @@ struct BlockWalk {
       if (elect_one()) mbar_arrive(smem.layer_empty(layer_slot()));
       if (layers_left == 0) return;
       enter_layer();
-    } while (C::kSplit && left == 0);
+    } while (!C::kPlain && left == 0);
   }
 
   // The first block of a unit.
@@ -64,7 +64,7 @@ struct BlockWalk {
     layers_left = num_layers;
     if (num_layers == 0) return;
     enter_layer();
-    if (C::kSplit && left == 0) next_layer();
+    if (!C::kPlain && left == 0) next_layer();
   }
 
   __device__ __forceinline__ void enter_layer() {
@@ -74,7 +74,7 @@ struct BlockWalk {
     --layers_left;
     int2 visit = lds_int2(at);
     int4 mine = lds_int4(at + 32 + 16 * (thread_again() / 128 - 1));  // visit_lo, visit_hi, full_lo, full_hi
-    if constexpr (C::kSplit) {
+    if constexpr (!C::kPlain) {
       visit = Part::of_word(lds_int(smem.unit(unit_slot()) + 12)).template piece<C>(visit);
       mine = make_int4(max(mine.x, visit.x), min(mine.y, visit.y), max(mine.z, visit.x), min(mine.w, visit.y));
     }
