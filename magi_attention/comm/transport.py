@@ -10,6 +10,7 @@ Ranks in arguments are always group ranks, 0 .. size-1; ``ranks`` maps them to g
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
@@ -68,9 +69,7 @@ class Transport(Protocol):
         """Sums the ``x`` of all ranks, (sum(sizes), ...), and keeps rows of this rank: (sizes[rank], ...)."""
         ...
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Point-to-point batch: the n-th tensor sent to a rank fills the n-th tensor received from this one.
         Every rank of the group calls it, with empty lists if it has nothing to move."""
         ...
@@ -146,7 +145,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], -1).view(torch.uint8)
 
 
-class TransportBase:
+class TransportBase(ABC):
     """What every transport does alike, built on ``all_to_all_v``."""
 
     rank: int
@@ -154,11 +153,11 @@ class TransportBase:
     ranks: tuple[int, ...]
     timeout_s: float
 
-    def all_to_all_v(self, output, input, output_splits, input_splits, async_op=False) -> Work:
-        raise NotImplementedError
+    @abstractmethod
+    def all_to_all_v(self, output, input, output_splits, input_splits, async_op=False) -> Work: ...
 
-    def report_failure(self, exc: BaseException, stage: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def report_failure(self, exc: BaseException, stage: str) -> None: ...
 
     def reduce_scatter_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """All parts travel by all-to-all-v and are added in rank order, so that the result has the same
@@ -180,16 +179,12 @@ class TransportBase:
             total += parts[r * own : (r + 1) * own]
         return total.to(x.dtype)
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Packs the tensors into bytes per peer and moves them by one all-to-all-v."""
         for what, batch in (("send to", sends), ("receive from", recvs)):
             for peer, _ in batch:
                 if not 0 <= peer < self.size:
-                    raise ContractError(
-                        f"Cannot {what} rank {peer} in a group of {self.size}; use group ranks."
-                    )
+                    raise ContractError(f"Cannot {what} rank {peer} in a group of {self.size}; use group ranks.")
         device = (sends or recvs)[0][1].device if sends or recvs else self.object_device()
         out_bytes, in_bytes = [0] * self.size, [0] * self.size
         for batch, count in ((sends, in_bytes), (recvs, out_bytes)):

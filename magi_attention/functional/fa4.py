@@ -8,26 +8,12 @@ areas that it may carry are hints which the torch backends do not need.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from magi_attention.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
 from magi_attention.kernels.registry import default_registry
-from magi_attention.kernels.tables import table_from_attn_arg
 from magi_attention.kernels.torch_ops import flex_fwd
-from magi_attention.kernels.types import AttnOptions, Problem
-
-
-class AttnArg(Protocol):
-    """What is read of an attention argument; see ``table_from_attn_arg`` for the accepted types."""
-
-    q_ranges: object
-    k_ranges: object
-    attn_type_map: object
-
-
-def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+from magi_attention.kernels.types import Problem
 
 
 def fa4_fwd(
@@ -41,10 +27,10 @@ def fa4_fwd(
     sink_layout: str = "sh",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq))``; no autograd. Scale defaults to ``D ** -0.5``."""
-    options = AttnOptions(_scale(q, softmax_scale), softcap, sink_layout)
+    options = options_for(q, softmax_scale, softcap, sink_layout)
     backend, _ = default_registry().select(Problem.of(q, k, v, options, sink), "fa4")
-    got = backend.forward(q, k, v, table_from_attn_arg(attn_arg), options, sink)
-    return got.out.to(q.dtype), got.lse
+    out, meta = run_forward(backend, q, k, v, sink, attn_arg, options)
+    return out, meta.lse
 
 
 def fa4_bwd(
@@ -60,14 +46,12 @@ def fa4_bwd(
     softcap: float = 0.0,
     sink_layout: str = "sh",
     deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Gradients:
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
-    options = AttnOptions(_scale(q, softmax_scale), softcap, sink_layout, deterministic)
+    options = options_for(q, softmax_scale, softcap, sink_layout, deterministic=deterministic)
     problem = Problem.of(q, k, v, options, sink, needs_backward=True)
     backend, _ = default_registry().select(problem, "fa4")
-    got = backend.backward(do, q, k, v, o, lse, table_from_attn_arg(attn_arg), options, sink)
-    dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
-    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
+    return run_backward(backend, do, q, k, v, sink, o, lse, attn_arg, options)
 
 
 def ffa_fa4_func(
@@ -92,8 +76,9 @@ def ffa_fa4_func(
 
     check_call(q, k, v, q_ranges, k_ranges, attn_type_map)
     needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    options = options_for(q, softmax_scale, softcap, "sh")
     out, lse, _ = flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, None, "sh",
-        _scale(q, softmax_scale), float(softcap), deterministic, 0, False, "fa4", needs_backward,
+        options.softmax_scale, options.softcap, deterministic, 0, False, "fa4", needs_backward,
     )  # fmt: skip
     return out, lse.detach()

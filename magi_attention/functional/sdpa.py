@@ -10,52 +10,9 @@ from __future__ import annotations
 import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.functional.fa4 import AttnArg
+from magi_attention.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
 from magi_attention.kernels.sdpa import SdpaBackend
 from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
-from magi_attention.kernels.tables import table_from_attn_arg
-from magi_attention.kernels.types import AttnOptions, Backend
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-def _forward(
-    backend: Backend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    attn_arg: AttnArg,
-    softmax_scale: float | None,
-    softcap: float,
-    sink_layout: str,
-    return_max_logits: bool,
-) -> tuple[torch.Tensor, AttnForwardMeta]:
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = AttnOptions(scale, softcap, sink_layout, return_max_logits=return_max_logits)
-    got = backend.forward(q, k, v, table_from_attn_arg(attn_arg), options, sink)
-    return got.out.to(q.dtype), AttnForwardMeta(got.lse, got.max_logits)
-
-
-def _backward(
-    backend: Backend,
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    attn_arg: AttnArg,
-    softmax_scale: float | None,
-    softcap: float,
-    sink_layout: str,
-) -> Gradients:
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = AttnOptions(scale, softcap, sink_layout)
-    got = backend.backward(do, q, k, v, o, lse, table_from_attn_arg(attn_arg), options, sink)
-    dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
-    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
 
 
 def sdpa_fwd(
@@ -70,7 +27,8 @@ def sdpa_fwd(
     return_max_logits: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Dense forward: ``(out (Tq, Hq, Dv) in q's dtype, AttnForwardMeta)``."""
-    return _forward(SdpaBackend(), q, k, v, sink, attn_arg, softmax_scale, softcap, sink_layout, return_max_logits)
+    options = options_for(q, softmax_scale, softcap, sink_layout, return_max_logits=return_max_logits)
+    return run_forward(SdpaBackend(), q, k, v, sink, attn_arg, options)
 
 
 def sdpa_bwd(
@@ -88,7 +46,8 @@ def sdpa_bwd(
     deterministic: bool = False,
 ) -> Gradients:
     """Dense backward: ``(dq, dk, dv, dsink)``. ``o``, ``lse`` are final; always ``deterministic`` on CPU."""
-    return _backward(SdpaBackend(), do, q, k, v, sink, o, lse, attn_arg, softmax_scale, softcap, sink_layout)
+    options = options_for(q, softmax_scale, softcap, sink_layout, deterministic=deterministic)
+    return run_backward(SdpaBackend(), do, q, k, v, sink, o, lse, attn_arg, options)
 
 
 def sdpa_online_fwd(
@@ -103,9 +62,8 @@ def sdpa_online_fwd(
     return_max_logits: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Blocked forward; arguments and results of ``sdpa_fwd``."""
-    return _forward(
-        SdpaOnlineBackend(), q, k, v, sink, attn_arg, softmax_scale, softcap, sink_layout, return_max_logits
-    )
+    options = options_for(q, softmax_scale, softcap, sink_layout, return_max_logits=return_max_logits)
+    return run_forward(SdpaOnlineBackend(), q, k, v, sink, attn_arg, options)
 
 
 def sdpa_online_bwd(
@@ -123,4 +81,5 @@ def sdpa_online_bwd(
     deterministic: bool = False,
 ) -> Gradients:
     """Blocked backward; arguments and results of ``sdpa_bwd``."""
-    return _backward(SdpaOnlineBackend(), do, q, k, v, sink, o, lse, attn_arg, softmax_scale, softcap, sink_layout)
+    options = options_for(q, softmax_scale, softcap, sink_layout, deterministic=deterministic)
+    return run_backward(SdpaOnlineBackend(), do, q, k, v, sink, o, lse, attn_arg, options)

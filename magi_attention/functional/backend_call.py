@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward or backward call of a given backend, without autograd: what ``sdpa_*`` and ``fa4_*`` share."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.kernels.tables import table_from_attn_arg
+from magi_attention.kernels.types import AttnOptions, Backend
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+class AttnArg(Protocol):
+    """What is read of an attention argument; see ``table_from_attn_arg`` for the accepted types."""
+
+    q_ranges: object
+    k_ranges: object
+    attn_type_map: object
+
+
+def options_for(
+    q: torch.Tensor, softmax_scale: float | None, softcap: float, sink_layout: str, **flags: Any
+) -> AttnOptions:
+    """Options of a call; the scale defaults to ``D ** -0.5``."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return AttnOptions(scale, float(softcap), sink_layout, **flags)
+
+
+def run_forward(
+    backend: Backend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    attn_arg: AttnArg,
+    options: AttnOptions,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """``(out (Tq, Hq, Dv) in q's dtype, AttnForwardMeta)``."""
+    got = backend.forward(q, k, v, table_from_attn_arg(attn_arg), options, sink)
+    return got.out.to(q.dtype), AttnForwardMeta(got.lse, got.max_logits)
+
+
+def run_backward(
+    backend: Backend,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    attn_arg: AttnArg,
+    options: AttnOptions,
+) -> Gradients:
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
+    got = backend.backward(do, q, k, v, o, lse, table_from_attn_arg(attn_arg), options, sink)
+    dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
+    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
