@@ -107,7 +107,7 @@ def test_odd_sizes(dtype):
 
 @each_dtype
 def test_random_masks(dtype):
-    for seed in range(100):
+    for seed in range(200):
         rng = np.random.default_rng(seed)
         tq, tk = (int(n) for n in rng.integers(1, 700, size=2))
         slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 40)))

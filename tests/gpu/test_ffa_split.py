@@ -52,7 +52,7 @@ def test_options():
 
 def test_it_cuts_and_the_workspace_follows():
     backend = FfaBackend()
-    few = make_inputs(0, masks.causal(64), 64, 64, (8, 1), (128, 128))
+    few = make_inputs(0, np.array([[0, 64, 0, 5_000, 1]]), 64, 5_000, (8, 1), (128, 128))
     many = make_inputs(0, masks.causal(6_000), 6_000, 6_000, (8, 1), (128, 128))
     for x in (many, few, many):
         backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x))
@@ -61,6 +61,10 @@ def test_it_cuts_and_the_workspace_follows():
     (workspace,) = backend._workspaces.values()
     assert workspace.nbytes == large
     assert not workspace[:4096].any(), "counters must be back at zero"
+    want, *_ = backend.forward_final(few.q, few.k, few.v, few.slices, options_of(few))
+    workspace[4096:] = 255  # NaN in every float
+    got, *_ = backend.forward_final(few.q, few.k, few.v, few.slices, options_of(few))
+    assert torch.equal(got, want)
 
 
 def test_results_do_not_depend_on_timing():
