@@ -14,7 +14,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.correction import check_sink
 from magi_attention.kernels.operands import FLOAT_DTYPES
-from magi_attention.kernels.torch_ops import flex_fwd, flex_fwd_known, options_of
+from magi_attention.kernels.torch_ops import flex_fwd, flex_fwd_known
 
 _INTEGERS = (torch.int32, torch.int64)
 _LEGACY_NOTE = (
@@ -129,9 +129,10 @@ def flex_flash_attn_func(
     )
     is_plain = q_ranges is not None and index_attn_indices is None and not index_attn
     if is_plain and not needs_backward and not torch.compiler.is_compiling():
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        options = options_of(float(scale), float(softcap), sink_layout, deterministic, sm_margin, return_max_logits)
-        known = flex_fwd_known(q, k, v, q_ranges, k_ranges, attn_type_map, sink, options)
+        known = flex_fwd_known(
+            q, k, v, q_ranges, k_ranges, attn_type_map, sink,
+            softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits,
+        )  # fmt: skip
         if known is not None:
             return known[0], AttnForwardMeta(known[1], known[2])
     check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)

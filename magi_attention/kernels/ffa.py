@@ -32,6 +32,7 @@ MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
 _MAX_PREPARED = 512
 _pack_addresses = abi.FFA_FWD_POINTERS.pack
+_empty_like = torch.empty_like
 Final = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -55,6 +56,7 @@ class _Prepared:
     prefix: bytes
     workspace_bytes: int
     tile: FfaTile
+    size_key: str  # of plans
     out_like: torch.Tensor  # one element, expanded: empty_like parses its arguments in half the time of empty
     lse_like: torch.Tensor
     device: torch.device
@@ -78,7 +80,7 @@ class FfaBackend:
         self.library = FfaLibrary.ahead() if library is None else library
         self._runtime = runtime
         self._prepared: dict[tuple, _Prepared] = {}
-        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
+        self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
         self._range_plans = RangePlans(self.library, host_planning)
 
     @property
@@ -155,7 +157,9 @@ class FfaBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: RangeTensors,
+        q_ranges: torch.Tensor,
+        k_ranges: torch.Tensor,
+        types: torch.Tensor | None,
         options: AttnOptions,
         sink: torch.Tensor | None,
     ) -> Final | None:
@@ -168,12 +172,13 @@ class FfaBackend:
             return None
         runtime, index = self.runtime, q.get_device()
         stream = runtime.stream(index)
-        plan_at = self._range_plans.find(mask, q.shape[0], k.shape[0], call.tile, stream)
+        plan_at = self._range_plans.find(q_ranges, k_ranges, types, call.size_key, stream)
         if plan_at is None or index != runtime.current_device() or runtime.is_capturing():
             return None
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        if (addresses[0] | addresses[1] | addresses[2]) & 15:
             return None
-        return self._launch(call, q, k, v, options, sink, None, plan_at, index, stream, False)
+        return self._launch(call, addresses, sink, None, plan_at, index, stream, False)
 
     def _run(self, q, k, v, mask, options, sink, into: Partial | None, out_dtype: torch.dtype | None) -> Final:
         runtime, index = self.runtime, q.get_device()
@@ -184,31 +189,30 @@ class FfaBackend:
         call = self._prepared.get(key)
         if call is None:
             call = self._prepare(key, q, k, v, options, sink, into, out_dtype)
-        if call.is_unusual or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             if 0 in call.out_like.shape or not k.shape[0]:
                 return self._run_empty(q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (_dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan, plan_at = self._plan(mask, q, k, call.tile, stream, capturing)
-        return self._launch(call, q, k, v, options, sink, into, plan_at, index, stream, capturing)
+        return self._launch(call, addresses, sink, into, plan_at, index, stream, capturing)
 
-    def _launch(self, call, q, k, v, options, sink, into, plan_at, index, stream, capturing) -> Final:
-        device = call.device
+    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing) -> Final:
         if into is None:
-            out, lse = torch.empty_like(call.out_like), torch.empty_like(call.lse_like)
-            max_logits = _minus_inf(q) if options.return_max_logits else None
+            out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
+            max_logits = _minus_inf(call.out_like) if call.options.return_max_logits else None
         else:
             out, lse, max_logits = into.out, into.lse, into.max_logits
-        sink_at = 0
-        if sink is not None and sink.numel():
-            sink = sink.detach().to(torch.float32).contiguous()
-            sink_at = sink.data_ptr()
-        work = self._workspace(device, index, stream, capturing, call.workspace_bytes)
-        max_at = 0 if max_logits is None else max_logits.data_ptr()
+        if sink is not None:
+            sink = sink.detach().to(torch.float32).contiguous()  # held until the launch
+        work = None if capturing else self._workspaces.get((index, stream))
+        if work is None or work[2] < call.workspace_bytes:
+            work = self._make_workspace(call, index, stream, capturing)
         tail = _pack_addresses(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            max_at, sink_at, plan_at, work.data_ptr(), stream,
+            *addresses, out.data_ptr(), lse.data_ptr(), 0 if max_logits is None else max_logits.data_ptr(),
+            0 if sink is None or not sink.numel() else sink.data_ptr(), plan_at, work[1], stream,
         )  # fmt: skip
         status = call.library.forward_raw(call.prefix + tail)
         if status:
@@ -229,15 +233,12 @@ class FfaBackend:
         plan = self._range_plans.get(mask, total_q, total_k, tile, stream, capturing)
         return plan, plan.data_ptr()
 
-    def _workspace(
-        self, device: torch.device, index: int, stream: int, capturing: bool, size: int
-    ) -> torch.Tensor:
-        # A graph may be replayed beside other work, so a captured call gets its own.
-        if capturing:
-            return torch.zeros(size, dtype=torch.uint8, device=device)
-        work = self._workspaces.get((index, stream))
-        if work is None or work.nbytes < size:
-            work = torch.zeros(size, dtype=torch.uint8, device=device)
+    def _make_workspace(
+        self, call: _Prepared, index: int, stream: int, capturing: bool
+    ) -> tuple[torch.Tensor, int, int]:
+        tensor = torch.zeros(call.workspace_bytes, dtype=torch.uint8, device=call.device)
+        work = (tensor, tensor.data_ptr(), call.workspace_bytes)
+        if not capturing:  # a graph may be replayed beside other work, so a captured call gets its own
             self._workspaces[index, stream] = work
         return work
 
@@ -266,9 +267,10 @@ class FfaBackend:
         if odd and not is_empty:
             _log_copy(", ".join(odd))
         out_like, lse_like = q.new_empty((), dtype=out_dtype), q.new_empty((), dtype=torch.float32)
+        size_key = RangePlans.size_key(tokens, k.shape[0], tile)
         prepared = _Prepared(
-            library, prefix, workspace_bytes, tile, out_like.expand(out_shape), lse_like.expand(lse_shape), q.device,
-            is_empty or bool(odd), options,
+            library, prefix, workspace_bytes, tile, size_key, out_like.expand(out_shape), lse_like.expand(lse_shape),
+            q.device, is_empty or bool(odd), options,
         )  # fmt: skip
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()

@@ -38,8 +38,7 @@ class _Entry(NamedTuple):
     plan: torch.Tensor
     address: int
 
-    def is_true(self, mask: RangeTensors) -> bool:
-        q_ranges, k_ranges, types = mask
+    def is_true(self, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None) -> bool:
         ref_q, ref_k, ref_types = self.refs
         is_same = ref_q() is q_ranges and ref_k() is k_ranges and (types is None or ref_types() is types)
         return is_same and self.state == _state(q_ranges, k_ranges, types)
@@ -67,13 +66,16 @@ class RangePlans:
         self._entries: dict[tuple, _Entry] = {}
 
     @staticmethod
-    def _key(mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int) -> tuple:
-        return id(mask[0]), id(mask[1]), id(mask[2]), total_q, total_k, tile.tokens, tile.groups, stream
+    def size_key(total_q: int, total_k: int, tile: FfaTile) -> str:
+        """The part of a key that tells sizes. A text, because a text's hash is computed once."""
+        return f"{total_q} {total_k} {tile.tokens} {tile.groups}"
 
-    def find(self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int) -> int | None:
+    def find(
+        self, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, size_key: str, stream: int
+    ) -> int | None:
         """Address of a remembered plan that is still true, or None."""
-        entry = self._entries.get(self._key(mask, total_q, total_k, tile, stream))
-        return None if entry is None or not entry.is_true(mask) else entry.address
+        entry = self._entries.get((id(q_ranges), id(k_ranges), id(types), size_key, stream))
+        return entry.address if entry is not None and entry.is_true(q_ranges, k_ranges, types) else None
 
     def get(
         self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int, capturing: bool
@@ -82,10 +84,10 @@ class RangePlans:
         live = tuple(x for x in mask if x is not None)
         if capturing or any(x.is_inference() for x in live):
             return self._produce(mask, total_q, total_k, tile, stream, capturing)
-        key = self._key(mask, total_q, total_k, tile, stream)
+        key = (id(mask[0]), id(mask[1]), id(mask[2]), self.size_key(total_q, total_k, tile), stream)
         entries = self._entries
         entry = entries.get(key)
-        if entry is not None and entry.is_true(mask):
+        if entry is not None and entry.is_true(*mask):
             return entry.plan
         # The state is taken first: an edit while the plan is being made must not be missed.
         state = _state(*mask)

@@ -8,6 +8,7 @@ and run the backend that the registry selects. The gradient of ``lse`` and ``max
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ _LANE = (
     "MAGI_ATTENTION_FA4_BACKEND",
     "MAGI_ATTENTION_SANITY_CHECK",
 )
+_lane_texts = registry.watch(_LANE)
 # Equal options are one object, by which backends recognise a call that they have prepared.
 options_of = lru_cache(maxsize=512)(AttnOptions)
 
@@ -60,19 +62,29 @@ def _lane_backend(_raw: tuple[str | None, ...]) -> FfaBackend | None:
     return next((b for b in default_registry().backends if isinstance(b, FfaBackend)), None)
 
 
+@lru_cache(maxsize=512)
+def _lane_options(
+    head_dim: int, softmax_scale: float | None, softcap: float, layout: str, deterministic: bool, sm_margin: int,
+    return_max_logits: bool,
+) -> AttnOptions:  # fmt: skip
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    return options_of(float(scale), float(softcap), layout, deterministic, sm_margin, return_max_logits)
+
+
 def flex_fwd_known(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe,
-    sink: Maybe, options: AttnOptions,
+    sink: Maybe, *options: Any,
 ) -> Final | None:  # fmt: skip
     """``(out, lse, max_logits)`` if the CUDA kernels ran an equal call before, else None: then use ``flex_fwd``.
 
     Skips the dispatcher, the checks and the choice of the backend, which together cost the host more than the
-    launch. ``options`` must come from ``options_of``. Not differentiable.
+    launch. ``options``: scale or None, softcap, sink layout, deterministic, margin, whether to return max logits.
+    Not differentiable.
     """
-    backend = _lane_backend(registry.raw(_LANE))
-    if backend is None:
+    backend = _lane_backend(_lane_texts())
+    if backend is None or q.dim() != 3:
         return None
-    return backend.forward_known(q, k, v, RangeTensors(q_ranges, k_ranges, types), options, sink)
+    return backend.forward_known(q, k, v, q_ranges, k_ranges, types, _lane_options(q.size(-1), *options), sink)
 
 
 def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:

@@ -175,17 +175,18 @@ def test_sm_margins_follow_connections_and_native(monkeypatch):
 
 def test_raw_texts_follow_every_change(monkeypatch):
     names = ("MAGI_ATTENTION_KERNEL_BACKEND", "MAGI_ATTENTION_SANITY_CHECK")
-    seen = [registry.raw(names)]
+    texts = registry.watch(names)
+    seen = [texts()]
     assert seen[0] == (None, None)
     for name, text in ((names[0], "sdpa"), (names[1], "1"), (names[0], "ffa")):
         monkeypatch.setenv(name, text)
-        assert registry.raw(names) not in seen
-        seen.append(registry.raw(names))
+        assert texts() not in seen
+        seen.append(texts())
     monkeypatch.delenv(names[0])
     monkeypatch.delenv(names[1])
-    assert registry.raw(names) == seen[0]
+    assert texts() == seen[0]
     with pytest.raises(KeyError):
-        registry.raw(("MAGI_ATTENTION_NO_SUCH",))
+        registry.watch(("MAGI_ATTENTION_NO_SUCH",))
 
 
 def test_unknown_names_give_one_warning_with_the_nearest():

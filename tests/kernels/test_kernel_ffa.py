@@ -239,7 +239,7 @@ def test_what_is_not_remembered():
     for made in (2, 3):
         ffa.forward_final(q, k, v, mask, options)
         assert simulator.plans_made == made and simulator.calls[-1].workspace != work
-    assert ffa.forward_known(q, k, v, mask, options, None) is None
+    assert ffa.forward_known(q, k, v, *mask, options, None) is None
     many = RangeTensors(*(torch.zeros(300_000, 2, dtype=torch.int32) for _ in range(2)), None)
     with pytest.raises(UnsupportedError, match="CUDA graph"):
         ffa.forward_final(q, k, v, many, options)
@@ -257,9 +257,7 @@ def test_many_slices_are_planned_on_the_host():
     ffa, simulator = backend()
     q, k, v = inputs(4096, 64, heads=(1, 1), dims=(8, 8))
     starts = torch.arange(4096, dtype=torch.int64)
-    mask = RangeTensors(
-        torch.stack([starts, starts + 1], 1), torch.stack([starts % 64, starts % 64 + 1], 1), None
-    )
+    mask = RangeTensors(torch.stack([starts, starts + 1], 1), torch.stack([starts % 64, starts % 64 + 1], 1), None)
     simulator.tile_rows = 1
     out, *_ = ffa.forward_final(q, k, v, mask, AttnOptions(1.0))
     assert simulator.plans_made == 0
@@ -274,9 +272,9 @@ def test_known_calls_skip_the_checks_and_nothing_else():
     ffa, simulator = backend()
     q, k, v = inputs(32, 32)
     options, mask = AttnOptions(0.25), tensors(Mask.causal(32).slices)
-    assert ffa.forward_known(q, k, v, mask, options, None) is None
+    assert ffa.forward_known(q, k, v, *mask, options, None) is None
     want, *_ = ffa.forward_final(q, k, v, mask, options)
-    got, *_ = ffa.forward_known(q, k, v, mask, options, None)
+    got, *_ = ffa.forward_known(q, k, v, *mask, options, None)
     assert torch.equal(got, want) and got.data_ptr() != want.data_ptr()
     sink = torch.zeros(1, 4)
     for change in (
@@ -284,9 +282,10 @@ def test_known_calls_skip_the_checks_and_nothing_else():
         {"mask": tensors(Mask.causal(32).slices)},
     ):  # fmt: skip
         call = {"q": q, "k": k, "v": v, "mask": mask, "options": options, "sink": None, **change}
-        assert ffa.forward_known(**call) is None, change
+        q_ranges, k_ranges, types = call.pop("mask")
+        assert ffa.forward_known(q_ranges=q_ranges, k_ranges=k_ranges, types=types, **call) is None, change
     mask.types.fill_(0)
-    assert ffa.forward_known(q, k, v, mask, options, None) is None
+    assert ffa.forward_known(q, k, v, *mask, options, None) is None
 
 
 def test_refusals_are_sentences():
@@ -439,7 +438,7 @@ def test_host_cost_of_a_known_call(monkeypatch):
     ffa.forward_final(q, k, v, mask, ours)
     monkeypatch.setattr(torch_ops, "_lane_backend", lambda raw: ffa)
     whole = per_call_us(lambda: flex_flash_attn_func(q, k, v, *mask))
-    known = per_call_us(lambda: ffa.forward_known(q, k, v, mask, options, None))
+    known = per_call_us(lambda: ffa.forward_known(q, k, v, *mask, options, None))
     final = per_call_us(lambda: ffa.forward_final(q, k, v, slices, options))
     print(f"host cost: known tensors {known:.1f} us, slice table {final:.1f} us, whole call {whole:.1f} us")
     assert known < 40 and final < 40 and whole < 60  # generous: CI machines are shared
