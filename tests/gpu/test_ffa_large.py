@@ -10,6 +10,7 @@ import torch
 from forward_oracle import Result, assert_right, make_inputs
 from test_ffa_forward import attend, explicit_backend, pytestmark  # noqa: F401
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.testing import masks
 
 TOKENS, DOCUMENT = 1_000_000, 1_250
@@ -33,6 +34,17 @@ def test_a_million_tokens():
         part = replace(x, q=x.q[rows], k=x.k[rows], v=x.v[rows], slices=masks.causal(DOCUMENT))
         assert_right(part, Result(got.out[rows], got.lse[rows], None))
     assert not got.lse.isinf().any() and not got.out[::1000].isnan().any()
+
+
+def test_more_keys_than_the_kernel_counts():
+    tokens = 65_535 * 128 + 1
+    x = make_inputs(2, type(masks.full(1))([[0, 1, 0, 5, 0]]), 1, tokens, (1, 1), (8, 8))
+    with pytest.raises(UnsupportedError, match="8388481 keys are more than the 8388480"):
+        attend(x, False)
+    short = replace(x, k=x.k[:-1], v=x.v[:-1])
+    first = replace(x, k=x.k[:5], v=x.v[:5])
+    got = attend(short, False)
+    assert_right(first, Result(got.out, got.lse, None))
 
 
 def test_one_long_row_of_keys():

@@ -56,7 +56,8 @@ __device__ __forceinline__ void join_sinks(const FwdKernelParams& p, const OutRo
       p.sink_per_row ? static_cast<int64_t>(row.token) * p.sink_count * p.heads_q + row.head : row.head;
   float highest = *top;
 #pragma unroll 1
-  for (int i = 0; i < p.sink_count; ++i) highest = fmaxf(highest, p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e);
+  for (int i = 0; i < p.sink_count; ++i)
+    highest = fmaxf(highest, p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e);
   if (highest == -INFINITY) return;
   const float factor = *top == -INFINITY ? 0.f : exp2_fast(*top - highest);
   *sum *= factor;

@@ -96,8 +96,8 @@ __device__ __forceinline__ int2 lds_int2(uint32_t address) {
 // live in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
-// Linear unit index -> (rank in the cost order, head unit); parts of a tile are neighbours, and not counted here. Inside a section of heads the heaviest tiles of all its
-// heads come first; sections follow one another so that their keys and values stay in L2.
+// Linear index of a unit, whose parts are not counted -> (rank in the cost order, head unit). Inside a section of heads the
+// heaviest tiles of all its heads come first; sections follow one another so that their keys and values stay in L2.
 __device__ __forceinline__ void unit_coords(const FwdKernelParams& p, int unit, int* rank, int* head_unit) {
   const int per_section = p.num_tiles * p.heads_per_section;
   const int section = unit / per_section;
@@ -154,8 +154,8 @@ __device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem)
       for (int i = 0; i < desc.y; ++i) {
         mbar_wait(smem.layer_empty(layers.slot), layers.phase ^ 1);
         mbar_expect(smem.layer_full(layers.slot), layer_words * 4);
-        load_bytes(smem.layer(layers.slot), p.plan + records_at + static_cast<int64_t>(desc.x + i) * layer_words, layer_words * 4,
-                   smem.layer_full(layers.slot));
+        load_bytes(smem.layer(layers.slot), p.plan + records_at + static_cast<int64_t>(desc.x + i) * layer_words,
+                   layer_words * 4, smem.layer_full(layers.slot));
         layers.advance();
       }
     }

@@ -114,6 +114,11 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
     return fail(MAGI_INVALID_ARGUMENT, "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
                 a.pack, a.tile_tokens, C::kBlockM);
+  // The kernel counts the key blocks of a layer in 16 bits.
+  constexpr int kMaxKeys = 65535 * C::kBlockN;
+  if (a.total_k > kMaxKeys)
+    return fail(MAGI_UNSUPPORTED, "%d keys are more than the %d that one call takes at this head dim; give them in stages.",
+                a.total_k, kMaxKeys);
   FwdKernelParams k;
   fwd_scalars<C>(a, &k);
   if (k.num_tiles == 0) return MAGI_OK;
