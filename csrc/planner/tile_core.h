@@ -90,6 +90,26 @@ MAGI_HD inline int32_t layer_words(int32_t tile_tokens) {
   return (kLayerHeaderWords + 2 * tile_tokens + 3) / 4 * 4;
 }
 
+// Where the parts of a plan lie, in words; 64 bits, because callers check that a plan fits.
+MAGI_HD inline int64_t order_at(int64_t num_tiles) { return kHeaderWords + kTileWords * num_tiles; }
+MAGI_HD inline int64_t records_at(int64_t num_tiles) { return order_at(num_tiles) + (num_tiles + 3) / 4 * 4; }
+
+// The fields of a header that follow from the sizes; the producers fill in layers, status and has_unseen.
+MAGI_HD inline void describe_plan(magi_tile_plan_header& header, Shape shape, int32_t total_q, int32_t total_k,
+                                  int32_t num_tiles) {
+  header.version = MAGI_ABI_VERSION;
+  header.total_q = total_q;
+  header.total_k = total_k;
+  header.tile_tokens = shape.tile_tokens;
+  header.num_groups = shape.num_groups;
+  header.num_tiles = num_tiles;
+  header.layer_words = layer_words(shape.tile_tokens);
+  header.words_tiles = kHeaderWords;
+  header.words_order = int32_t(order_at(num_tiles));
+  header.words_records = int32_t(records_at(num_tiles));
+  header.reserved[0] = header.reserved[1] = 0;
+}
+
 // First row of group g, for g in [0, num_groups].
 MAGI_HD inline int32_t group_row(Shape shape, int32_t g) { return g * shape.tile_tokens / shape.num_groups; }
 

@@ -185,17 +185,13 @@ struct Sections {
   int64_t capacity = 0;  // records that fit
 };
 
-int64_t words_before_records(int32_t num_tiles) {
-  return kHeaderWords + int64_t(kTileWords) * num_tiles + (int64_t(num_tiles) + 3) / 4 * 4;
-}
-
 Sections sections_of(const Job& job, int32_t* plan, int64_t plan_words) {
   Sections out;
-  const int64_t fixed = words_before_records(job.num_tiles);
+  const int64_t fixed = records_at(job.num_tiles);
   if (plan == nullptr || plan_words < fixed) return out;
   out.header = reinterpret_cast<magi_tile_plan_header*>(plan);
   out.tiles = reinterpret_cast<magi_tile_desc*>(plan + kHeaderWords);
-  out.order = plan + kHeaderWords + int64_t(kTileWords) * job.num_tiles;
+  out.order = plan + order_at(job.num_tiles);
   out.records = plan + fixed;
   out.capacity = (plan_words - fixed) / layer_words(job.shape.tile_tokens);
   return out;
@@ -228,17 +224,8 @@ int64_t plan_tiles(const Job& job, const Sections& out) {
 
 void write_header(const Job& job, int64_t num_layers, int64_t words, magi_tile_plan_header* header) {
   *header = magi_tile_plan_header{};
-  header->version = MAGI_ABI_VERSION;
-  header->total_q = job.total_q;
-  header->total_k = job.total_k;
-  header->tile_tokens = job.shape.tile_tokens;
-  header->num_groups = job.shape.num_groups;
-  header->num_tiles = job.num_tiles;
+  describe_plan(*header, job.shape, job.total_q, job.total_k, job.num_tiles);
   header->num_layers = int32_t(num_layers);
-  header->layer_words = layer_words(job.shape.tile_tokens);
-  header->words_tiles = kHeaderWords;
-  header->words_order = kHeaderWords + kTileWords * job.num_tiles;
-  header->words_records = int32_t(words_before_records(job.num_tiles));
   header->words_total = int32_t(words);
   header->has_unseen =
       !all_seen(job.seen.lo.data(), job.seen.hi.data(), job.seen.size(), 0, job.total_k, job.total_k);
@@ -246,7 +233,7 @@ void write_header(const Job& job, int64_t num_layers, int64_t words, magi_tile_p
 
 magi_status plan_host(const int32_t* rows, int64_t num_slices, Job& job, int32_t* plan, int64_t plan_words,
                       int64_t* words_needed) {
-  const int64_t least = words_before_records(job.num_tiles);
+  const int64_t least = records_at(job.num_tiles);
   if (least > kInt32Max) {
     return fail(MAGI_UNSUPPORTED, "%d tiles need %lld words; at most 2^31 - 1 are possible. Use larger tiles.",
                 job.num_tiles, (long long)least);
@@ -291,7 +278,7 @@ int64_t magi_tile_plan_words(int32_t total_q, int32_t tile_tokens, int64_t num_l
     return -1;
   }
   const int32_t num_tiles = int32_t((int64_t(total_q) + tile_tokens - 1) / tile_tokens);
-  return magi::words_before_records(num_tiles) + num_layers * magi::tile::layer_words(tile_tokens);
+  return magi::tile::records_at(num_tiles) + num_layers * magi::tile::layer_words(tile_tokens);
 }
 
 magi_status magi_tile_plan_host(const int32_t* slices, int64_t num_slices, int32_t total_q, int32_t total_k,

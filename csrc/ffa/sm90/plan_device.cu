@@ -76,12 +76,11 @@ extern "C" magi_status magi_tile_plan_device(const int32_t* q_ranges, const int3
   p.shape = Shape{tile_tokens, num_groups};
   p.plan = plan;
   const int64_t num_tiles = tile_tokens > 0 ? (static_cast<int64_t>(total_q) + tile_tokens - 1) / tile_tokens : 0;
-  const int64_t order = kHeaderWords + kTileWords * num_tiles;
-  const int64_t records = order + (num_tiles + 3) / 4 * 4;
+  const int64_t records = records_at(num_tiles);
   MAGI_RETURN(check_arguments(p, plan_words, records));
   const int64_t room = (plan_words < kInt32Max ? plan_words : kInt32Max) - records;
   p.num_tiles = static_cast<int32_t>(num_tiles);
-  p.words_order = static_cast<int32_t>(order);
+  p.words_order = static_cast<int32_t>(order_at(num_tiles));
   p.words_records = static_cast<int32_t>(records);
   p.capacity = static_cast<int32_t>(room / layer_words(tile_tokens));
   p.max_ranges = 2;

@@ -130,19 +130,9 @@ __device__ void write_header(const PlanParams& p) {
   magi_tile_plan_header* header = p.header();
   const bool fits = header->status == 0;
   const int32_t used = fits ? static_cast<int32_t>(*p.taken()) : 0;
-  header->version = MAGI_ABI_VERSION;
-  header->total_q = p.total_q;
-  header->total_k = p.total_k;
-  header->tile_tokens = p.shape.tile_tokens;
-  header->num_groups = p.shape.num_groups;
-  header->num_tiles = p.num_tiles;
+  describe_plan(*header, p.shape, p.total_q, p.total_k, p.num_tiles);  // clears `taken`, which is read above
   if (!fits) header->num_layers = 0;
-  header->layer_words = layer_words(p.shape.tile_tokens);
-  header->words_tiles = kHeaderWords;
-  header->words_order = p.words_order;
-  header->words_records = p.words_records;
   header->words_total = p.words_records + used * layer_words(p.shape.tile_tokens);
-  header->reserved[0] = header->reserved[1] = 0;
 }
 
 // Sorts key ranges by their start; size is a power of two.
