@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels as a backend, ``"ffa"``: flexible flash attention on Hopper GPUs.
 
-A call costs the host about as much as the launch itself, because everything that depends only on shapes is
-prepared once: a parameter block without its addresses. Each later call looks it up, allocates ``out`` and
+Everything that depends only on shapes is prepared once, because a short kernel runs no longer than the host takes to
+launch it: a parameter block without its addresses. Each later call looks it up, allocates ``out`` and
 ``lse``, appends ten addresses and makes one C call.
 
 Strides are honoured if the copy engine can: last dim 1, others multiples of 8 elements, base address a multiple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ground truth of the GPU forward tests: dense attention in float64; and the plain 16-bit way, for its error."""
+"""Problems, dense attention in any dtype, error bounds and comparisons of the GPU forward tests."""
 
 from __future__ import annotations
 
@@ -93,16 +93,29 @@ def dense(x: Inputs, dtype: torch.dtype) -> Result:
     return Result(torch.einsum("hqk,khd->qhd", p, v), lse.T, top)
 
 
-def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return (got.double() - want).abs().max().item() if want.numel() else 0.0
+def allowed_error_of_huge_logits(x: Inputs, want: Result) -> float:
+    """A weight is as exact as its logit; float32 sums of the products leave some 10^-6 of it."""
+    top = want.max_logits.max().item()
+    return (4 * torch.finfo(x.q.dtype).eps + 4e-6 * top) * want.out.abs().max().item()
 
 
-def allowed_error(x: Inputs, want: Result) -> float:
-    """Twice the error of the plain 16-bit way, but at least what rounding the exact result costs."""
+def by_rows(error: torch.Tensor) -> torch.Tensor:
+    """(Tq, Hq, Dv) to the largest of each row and its 15 neighbours on either side, (Tq,)."""
+    worst = error.abs().flatten(1).amax(1)
+    return torch.nn.functional.max_pool1d(worst[None, None], 31, stride=1, padding=15)[0, 0]
+
+
+def allowed_error(x: Inputs, want: Result) -> torch.Tensor:
+    """(Tq,): twice the error of the plain 16-bit way, but at least what rounding the exact result costs.
+
+    By rows, because rows that see few keys have larger results and errors than rows that see many.
+    """
     if not want.out.numel():
-        return 0.0
-    rounding = torch.finfo(x.q.dtype).eps / 2 * want.out.abs().max().item()
-    return max(2 * largest_error(dense(x, x.q.dtype).out, want.out), rounding)
+        return want.out.new_zeros(len(want.out))
+    plain = dense(x, x.q.dtype).out.double()
+    bound = torch.maximum(2 * by_rows(plain - want.out), torch.finfo(x.q.dtype).eps / 2 * by_rows(want.out))
+    assert (bound < by_rows(want.out) * 0.5 + 1e-6).all(), "the plain way is too wrong to be a measure; give a bound"
+    return bound
 
 
 def assert_numbers(name: str, got: torch.Tensor, want: torch.Tensor, tol: float) -> None:
@@ -117,15 +130,17 @@ def assert_numbers(name: str, got: torch.Tensor, want: torch.Tensor, tol: float)
 
 
 def assert_right(
-    x: Inputs, got: Result, tol: float | None = None, want: Result | None = None, note: object = ""
+    x: Inputs, got: Result, tol: float | torch.Tensor | None = None, want: Result | None = None, note: object = ""
 ) -> Result:
     """Compares with the float64 truth, which is returned. ``tol`` replaces the bound of the plain 16-bit way."""
     want = dense(x, torch.float64) if want is None else want
     assert got.out.shape == want.out.shape, f"{note} out: shape {tuple(got.out.shape)}"
     assert not got.out.isnan().any(), f"{note} out has NaN"
-    error = largest_error(got.out, want.out)
     bound = allowed_error(x, want) if tol is None else tol
-    assert error <= bound, f"{note} out: error {error:.3e} above {bound:.3e}"
+    if want.out.numel():
+        excess = (got.out.double() - want.out).abs().flatten(1).amax(1) - bound
+        row = int(excess.argmax())
+        assert excess[row] <= 0, f"{note} out: row {row} is {excess[row]:.3e} above its bound"
     # The GPU's fast tanh has a relative error of 2^-11.
     lse_tol = 1e-3 * max(1.0, x.softcap) if x.softcap else 3e-5
     assert_numbers(f"{note} lse", got.lse, want.lse, lse_tol)

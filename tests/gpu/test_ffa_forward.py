@@ -12,7 +12,17 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from forward_oracle import NEG_INF, Inputs, Result, allowed_error, assert_numbers, assert_right, dense, make_inputs
+from forward_oracle import (
+    NEG_INF,
+    Inputs,
+    Result,
+    allowed_error,
+    allowed_error_of_huge_logits,
+    assert_numbers,
+    assert_right,
+    dense,
+    make_inputs,
+)
 
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import NoBackendError
@@ -100,9 +110,9 @@ def test_head_dims(dtype, dims):
 @each_dtype
 def test_odd_sizes(dtype):
     for seed, (tq, tk) in enumerate(product(SIZES, SIZES)):
-        slices = [[0, tq, 0, tk, seed % 3]]
+        slices = [[0, tq, 0, tk, seed % 4]]
         dims = ((64, 64), (128, 128))[seed % 2]
-        check(seed, np.array(slices), tq, tk, ((4, 2), (5, 1), (3, 3))[seed % 3], dims, dtype)
+        check(seed, np.array(slices), tq, tk, ((4, 2), (5, 1), (3, 3))[seed // 4 % 3], dims, dtype)
 
 
 @each_dtype
@@ -154,11 +164,8 @@ def test_huge_logits(dtype, size):
             for with_max in (True, False):
                 got = attend(case, with_max)
                 want = dense(case, torch.float64)
-                # A weight is as exact as its logit; float32 sums of the products leave some 10^-6 of it.
-                top = want.max_logits.max().item()
-                assert top > 10 * size
-                relative = 4 * torch.finfo(dtype).eps + 4e-6 * top
-                assert_right(case, got, relative * want.out.abs().max().item(), want)
+                assert want.max_logits.max() > 10 * size
+                assert_right(case, got, allowed_error_of_huge_logits(case, want), want)
 
 
 def test_logits_that_grow_and_fall_along_the_keys():
@@ -193,7 +200,7 @@ def test_stages_equal_one_shot(dtype, with_sink):
         assert part.out.dtype == whole.out.dtype == torch.float32
         want = assert_right(x, Result(whole.out, whole.lse, whole.max_logits))
         assert_right(x, Result(part.out, part.lse, part.max_logits))
-        assert (part.out - whole.out).abs().max().item() <= allowed_error(x, want)
+        assert ((part.out - whole.out).abs().flatten(1).amax(1) <= allowed_error(x, want)).all()
         assert_numbers("lse", part.lse, whole.lse.double(), 1e-5)
         assert torch.equal(part.max_logits, whole.max_logits)
 
@@ -277,7 +284,7 @@ def test_no_rows(tq, tk):
 
 
 def test_more_work_than_fits_at_once():
-    """Hundreds of tiles per SM slot, a long sequence and few SMs: the scheduler has to hand out many rounds."""
+    """Some 80 tiles per multiprocessor, a long sequence and few SMs: the scheduler has to hand out many rounds."""
     x = make_inputs(0, masks.varlen(list(range(0, 20_001, 80)), 1), 20_000, 20_000, (16, 16), device=DEVICE)
     got = attend(x, sm_margin=100)
     for first in (0, 9_920, 19_920):
@@ -344,8 +351,9 @@ def test_streams_do_not_disturb_one_another():
 def test_nan_in_unseen_rows_stays_there():
     total = 500
     seen = np.array([[0, 200, 10, 100, 0], [200, 500, 150, 330, 1]])
-    for dtype, with_max in product(DTYPES, (True, False)):
-        x = make_inputs(0, seen, total, total, dtype=dtype, device=DEVICE)
+    shapes = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+    for dtype, with_max, dims in product(DTYPES, (True, False), shapes):
+        x = make_inputs(0, seen, total, total, dims=dims, dtype=dtype, device=DEVICE)
         want = attend(x, with_max)
         unseen = torch.ones(total, dtype=torch.bool, device=DEVICE)
         unseen[10:100] = unseen[150:330] = False

@@ -17,6 +17,7 @@ TOKENS, DOCUMENT = 1_000_000, 1_250
 
 
 def need_memory(gigabytes: int) -> None:
+    torch.cuda.empty_cache()  # what torch keeps in reserve counts as taken
     free = torch.cuda.mem_get_info()[0] // 10**9
     if free < gigabytes:
         pytest.skip(f"needs {gigabytes} GB of free GPU memory, there are {free}")
@@ -41,10 +42,16 @@ def test_more_keys_than_the_kernel_counts():
     x = make_inputs(2, type(masks.full(1))([[0, 1, 0, 5, 0]]), 1, tokens, (1, 1), (8, 8))
     with pytest.raises(UnsupportedError, match="8388481 keys are more than the 8388480"):
         attend(x, False)
-    short = replace(x, k=x.k[:-1], v=x.v[:-1])
-    first = replace(x, k=x.k[:5], v=x.v[:5])
-    got = attend(short, False)
-    assert_right(first, Result(got.out, got.lse, None))
+    last = slice(tokens - 6, tokens - 1)
+    most = type(x.slices)([[0, 1, 0, 5, 0], [0, 1, last.start, last.stop, 0]])
+    got = attend(replace(x, k=x.k[:-1], v=x.v[:-1], slices=most), False)
+    ends = replace(x, k=torch.cat([x.k[:5], x.k[last]]), v=torch.cat([x.v[:5], x.v[last]]), slices=masks.full(1))
+    ends.slices = type(x.slices)([[0, 1, 0, 10, 0]])
+    assert_right(ends, Result(got.out, got.lse, None))
+    whole = type(x.slices)([[0, 1, 0, tokens - 1, 0]])
+    got = attend(replace(x, k=x.k[:-1], v=x.v[:-1], slices=whole), False)
+    scores = x.k[:-1, 0].double() @ x.q[0, 0].double() * x.scale
+    assert (got.lse[0, 0] - scores.logsumexp(0)).abs() < 1e-4
 
 
 def test_one_long_row_of_keys():
@@ -64,5 +71,5 @@ def test_one_long_row_of_keys():
         scores = x.q[:, head].double() @ x.k[:, head].double().T * x.scale
         lse = scores.logsumexp(1)
         out = (scores - lse[:, None]).exp() @ x.v[:, head].double()
-        assert (got.lse[:, head] - lse).abs().max() < 1e-3
+        assert (got.lse[:, head] - lse).abs().max() < 1e-4
         assert (got.out[:, head] - out).abs().max() < 1e-4

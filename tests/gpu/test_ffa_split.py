@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from forward_oracle import NEG_INF, Result, assert_right, make_inputs
+from forward_oracle import NEG_INF, Result, allowed_error_of_huge_logits, assert_right, dense, make_inputs
 from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend, options_of, pytestmark  # noqa: F401
 
 from magi_attention.kernels.ffa import FfaBackend
@@ -47,7 +47,19 @@ def test_options():
     for softcap, sink in product((0.0, 20.0), (None, (3, 8), (64, 1, 8))):
         check(1, slices, 64, 7_000, (8, 1), (128, 128), softcap=softcap, sink_shape=sink)
     for size in (10.0, 40.0):
-        check(2, slices, 64, 7_000, (8, 1), (128, 128), size=size)
+        x = make_inputs(2, slices, 64, 7_000, (8, 1), (128, 128), size=size)
+        want = dense(x, torch.float64)
+        assert_right(x, attend(x), allowed_error_of_huge_logits(x, want), want)
+
+
+def test_nan_in_unseen_rows_stays_there():
+    x = make_inputs(6, np.array([[0, 64, 100, 2_000, 0], [0, 64, 2_500, 6_000, 1]]), 64, 6_000, (8, 1), (128, 128))
+    want = attend(x)
+    for rows in (slice(0, 100), slice(2_000, 2_500)):
+        x.k[rows] = float("nan")
+        x.v[rows] = float("inf")
+    got = attend(x)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
 
 
 def test_it_cuts_and_the_workspace_follows():

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from magi_attention.common.slices import SliceTable
 from magi_attention.errors import BuildError
+from magi_attention.kernels import SdpaBackend
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi, build, loader
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.loader import check
@@ -50,12 +54,13 @@ def plan_at(address: int) -> TilePlan:
 
 def dense_mask(plan: TilePlan) -> np.ndarray:
     header = plan.header
-    seen = np.zeros((header.total_q, header.total_k), dtype=bool)
+    seen = np.zeros((header.total_q, header.total_k), dtype=int)
     for token0, count, begin, layers, *_ in plan.tiles.tolist():
         for record in plan.intervals[begin : begin + layers]:
             for i in range(count):
-                seen[token0 + i, record[i, 0] : record[i, 1]] = True
-    return seen
+                seen[token0 + i, record[i, 0] : record[i, 1]] += 1
+    assert seen.max(initial=0) <= 1, "a pair is visited twice"
+    return seen.astype(bool)
 
 
 class Simulator:
@@ -167,3 +172,27 @@ class CpuRuntime:
 
     def is_capturing(self) -> bool:
         return self.capturing
+
+
+def backend(**kwargs) -> tuple[FfaBackend, Simulator]:
+    simulator = Simulator()
+    return FfaBackend(simulator, CpuRuntime(), **kwargs), simulator
+
+
+def inputs(tq, tk, heads=(4, 2), dims=(16, 16), dtype=torch.bfloat16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, generator=g).to(dtype)  # noqa: E731
+    return make(tq, heads[0], dims[0]), make(tk, heads[1], dims[0]), make(tk, heads[1], dims[1])
+
+
+def truth(q, k, v, slices, options, sink=None):
+    sink = None if sink is None else sink.double()
+    return SdpaBackend().forward(q.double(), k.double(), v.double(), slices, options, sink)
+
+
+def tensors(slices: SliceTable) -> RangeTensors:
+    return RangeTensors(*(x.clone() for x in slices.tensors()))
+
+
+def close(got, want, tol):
+    torch.testing.assert_close(got.double(), want.double(), rtol=tol, atol=tol)

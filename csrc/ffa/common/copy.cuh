@@ -11,7 +11,6 @@
 namespace magi {
 
 // L2 eviction policies in the encoding that copy instructions take.
-constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 

@@ -74,7 +74,7 @@ extern "C" {
 
 magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v,
                               int32_t* tile_tokens, int32_t* num_groups, int32_t* pack) {
-  if (heads_kv < 1 || heads_q % heads_kv != 0)
+  if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d query heads do not divide over %d key heads.", heads_q, heads_kv);
   const int32_t share = heads_q / heads_kv;
   *num_groups = 2;

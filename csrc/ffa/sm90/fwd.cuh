@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FFA forward for sm_90a. One CTA owns a query tile and walks all key intervals of its layers, accumulating in
-// registers; the output is written once. Warpgroup 0 feeds (a copying lane, a scheduling lane, and a warp that clears V
+// FFA forward for sm_90a. A CTA takes a query tile at a time and walks all key intervals of its layers, accumulating in
+// registers; the output is written once (tiles that are cut along the keys are joined first, see fwd_split.cuh). Warpgroup 0 feeds (a copying lane, a scheduling lane, and a warp that clears V
 // rows which no query sees), the others compute.
 #pragma once
 
@@ -234,7 +234,9 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1) ffa_fwd(const __grid_constant__ FwdKernelParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  if (reinterpret_cast<const magi_tile_plan_header*>(p.plan)->status != 0) {
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  const bool fits = plan.total_q == p.total_q && plan.tile_tokens == p.tile_tokens && plan.num_groups == C::kGroups;
+  if (plan.status != 0 || !fits) {
     write_nan<C>(p);
     return;
   }

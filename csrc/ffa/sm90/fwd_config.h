@@ -30,12 +30,14 @@ struct FwdConfig {
   static constexpr uint32_t kQBytes = kBlockM * kD * 2;
   static constexpr uint32_t kKBytes = kBlockN * kD * 2;
   static constexpr uint32_t kVBytes = kBlockN * kDv * 2;
+  // What the barrier indices, the parities and the staging of the output over Q rely on.
+  static_assert(kKStages == 2 && kVStages <= 3 && kDv <= kD, "see FwdSmem and Worker");
   // Offsets from the 1024-byte aligned start.
   static constexpr uint32_t kQAt = 0;
   static constexpr uint32_t kKAt = kQAt + kQStages * kQBytes;
   static constexpr uint32_t kVAt = kKAt + kKStages * kKBytes;
   static constexpr uint32_t kBarriersAt = kVAt + kVStages * kVBytes;  // the output is staged over the rows of Q
-  static constexpr uint32_t kLayersAt = kBarriersAt + 256;  // 26 barriers and two unit slots
+  static constexpr uint32_t kLayersAt = kBarriersAt + 256;  // 25 barriers and two unit slots
   static constexpr uint32_t kLayerSlots = 2;
   static constexpr uint32_t kLayerHeader = 128;  // bytes of magi_layer
 

@@ -11,13 +11,14 @@ namespace magi {
 
 // Largest value over all threads of all CTAs; works for any sign.
 __device__ __forceinline__ void atomic_max_float(float* address, float value) {
-  if (value >= 0.f)
+  if (!signbit(value))
     atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
   else
     atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
 }
 
-// For a plan that did not fit into its buffer: results that nobody can mistake for right ones.
+// For a plan that did not fit into its buffer, or belongs to other shapes: an output and lse that nobody can mistake for
+// right ones.
 template <typename C>
 __device__ void write_nan(const FwdKernelParams& p) {
   const float nan = __int_as_float(0x7fffffff);
@@ -142,13 +143,13 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
         atomic_max_float(p.max_logits + rows[r].head, state.reference[r] * kLn2);
     }
   }
+  named_barrier(1 + group, 128);  // all warps are through with Q: the output is staged there, or Q is released after this
   if (!C::kPlain && p.out_is_float) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (rows[r].exists) write_float_row<C>(p, o, r, rows[r], weight[r], old_weight[r], lane);
     return;
   }
-  named_barrier(1 + group, 128);  // all warps are through with Q, which lies here
   stage_rows<C>(smem_out, o, weight, warp, lane);
   fence_async_proxy();
   named_barrier(1 + group, 128);

@@ -14,14 +14,6 @@
 
 namespace magi {
 
-// One (tile, head unit) as the scheduler hands it out.
-struct Unit {
-  int32_t tile;        // -1: no more work
-  int32_t head_unit;
-  int32_t num_layers;
-  int32_t part;        // Part::word
-};
-
 template <typename C>
 struct FwdSmem {
   uint32_t base;        // shared-space address of the 1024-aligned start
@@ -49,6 +41,7 @@ struct FwdSmem {
   __device__ uint32_t v_full(uint32_t s) const { return bar(16 + s); }
   __device__ uint32_t v_empty(uint32_t s) const { return bar(19 + s); }
   __device__ uint32_t v_raw(uint32_t s) const { return bar(22 + s); }  // arrived, but with rows to be cleared
+  // A unit as four words: tile (-1: no more work), head unit, number of layers, Part::word.
   __device__ uint32_t unit(uint32_t s) const { return bar(26) + 16 * s; }
 
   __device__ void init_barriers() const {
@@ -227,7 +220,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   }
 }
 
-// One warp. Where a layer may touch keys that no query sees, zeroes the V rows that no token of the tile sees: their weight
+// One warp. Where a layer may touch keys that no query sees, zeroes the V rows that no token of the tile sees in this layer: their weight
 // is zero, but zero times the NaN or Inf that such rows may hold is not.
 template <typename C>
 __device__ void clear_unseen(const FwdKernelParams& p, const FwdSmem<C>& smem, int lane) {

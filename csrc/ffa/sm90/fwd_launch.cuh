@@ -14,7 +14,7 @@ constexpr int64_t kSectionBytes = 32ll << 20;
 
 template <typename C>
 magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
-  const CUtensorMapDataType type = sizeof(typename C::T) == 2 && a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+  const CUtensorMapDataType type = a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const uint64_t units = k->head_units, pack = a.pack, tq = a.total_q, tk = a.total_k;
   const uint64_t dq = a.head_dim, dv = a.head_dim_v, hk = a.heads_kv;
@@ -30,6 +30,8 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
     MAGI_RETURN(encode_map(&k->out_map, type, a.out, {dv, pack, tq, units},
                            {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * a.pack},
                            {64, (uint32_t)pack, group_tokens, 1}, "out"));
+  else if (reinterpret_cast<uintptr_t>(a.out) % 8 || a.out_stride_token % 2 || a.out_stride_head % 2)
+    return fail(MAGI_INVALID_ARGUMENT, "A float32 out must begin at a multiple of 8 bytes and have even strides.");
   else
     k->out_map = k->q_map;  // prefetched, never used
   return MAGI_OK;
@@ -38,7 +40,7 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
 // Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The same on a device whatever
 // is left free, so that sm_margin does not change results.
 inline int fwd_max_parts(int64_t units, int sms) {
-  if (units < 1 || units >= sms) return 1;
+  if (units < 1 || units >= sms || kArrivalsAt + 3 * units > kPartialsAt) return 1;
   const int64_t parts = sms / units;
   return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
 }
@@ -73,7 +75,7 @@ void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   k->head_units = a.heads_q / a.pack;
   k->pack = a.pack;
   k->tile_tokens = a.tile_tokens;
-  k->num_tiles = (a.total_q + a.tile_tokens - 1) / a.tile_tokens;
+  k->num_tiles = static_cast<int>((static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens);
   k->head_dim_v = a.head_dim_v;
   k->kv_head_of_unit = k->head_units / a.heads_kv;
   const int64_t head_bytes = 2ll * a.total_k * (a.head_dim + a.head_dim_v);
@@ -125,7 +127,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   const int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units;
-  if (units >= (1ll << 31)) return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", (long long)units);
+  if (units >= (1ll << 31) - (1 << 16)) return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", (long long)units);
   k.max_parts = fwd_max_parts(units, sms);
   const int64_t need = fwd_workspace_bytes<C>(units, k.max_parts);
   if (a.workspace_bytes < need)

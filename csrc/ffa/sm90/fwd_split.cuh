@@ -11,7 +11,7 @@
 
 namespace magi {
 
-constexpr int kMaxParts = 16;           // the last part reads the others' outputs: 64 KB each
+constexpr int kMaxParts = 16;           // the last part reads the others' outputs, some 70 KB each at head dim 128
 constexpr int kBlocksOfPart = 4;        // key blocks of 128 below which cutting does not pay
 constexpr int kArrivalsAt = 4;          // int32 words into the workspace
 constexpr int kPartialsAt = 1024;       // int32 words into the workspace
@@ -52,7 +52,7 @@ template <typename C>
 __device__ __forceinline__ bool join_parts(const FwdKernelParams& p, float (&o)[C::kDv / 2], SoftmaxState<C>& state, int unit,
                                         Part part, int group) {
   const int thread = threadIdx.x % 128, slot = C::kGroups * unit + group;
-  // In float2. There are fewer parts than multiprocessors, so 32 bits do.
+  // In float2. There are no more parts than multiprocessors, so 32 bits do.
   constexpr int kStride = partial_floats<C>() / 2, kStats = 128 * (C::kDv / 4);
   float2* all = reinterpret_cast<float2*>(p.partials);
   const int first = slot * p.max_parts * kStride + thread;

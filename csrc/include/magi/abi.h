@@ -72,8 +72,8 @@ typedef struct {
  * empty: full_lo >= full_hi); one outside [visit_lo, visit_hi) needs no work at all. */
 typedef struct {
   int32_t visit_lo, visit_hi; /* of the whole tile */
-  int32_t source;             /* which key tensor map: 0 local rows, 1.. received rows */
-  int32_t arrival;            /* arrival flag to wait for before reading the keys, -1 for none */
+  int32_t source;             /* which key tensor map; 0, local rows: others are not used yet */
+  int32_t arrival;            /* of the keys; -1, none: not used yet */
   int32_t has_unseen;         /* 1 if a block of this layer may touch a key that no query sees */
   int32_t reserved[3];
   struct {
@@ -82,7 +82,7 @@ typedef struct {
   int32_t reserved2[12];
 } magi_layer; /* 32 words */
 
-/* Upper bound of layers and the size of the plan buffer in words for that many. */
+/* Words of a plan buffer for that many layers; -1 for bad arguments. */
 MAGI_EXPORT int64_t magi_tile_plan_words(int32_t total_q, int32_t tile_tokens, int64_t num_layers);
 
 /* Host producer. slices: num_slices rows of 5 int32 (q_start, q_end, k_start, k_end, type), disjoint, in host memory.
@@ -143,7 +143,7 @@ MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
  * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are
  * ignored. One record per tile that a slice touches always suffices, fewer usually do; if they do not fit into plan_words
- * the header's status says so and the attention kernel fills its outputs with NaN. Beyond some ten thousand slices
+ * the header's status says so and the attention kernel fills out and lse with NaN, as it does for a plan of other shapes. Beyond some ten thousand slices
  * has_unseen may be 1 without need. */
 MAGI_EXPORT magi_status magi_tile_plan_device(const int32_t* q_ranges, const int32_t* k_ranges, const int32_t* types,
                                               int32_t num_slices, int32_t total_q, int32_t total_k,
