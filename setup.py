@@ -33,7 +33,10 @@ def can_compile() -> bool:
 
 
 def build_native() -> None:
-    """Puts what can be built into magi_attention/lib. A missing tool is no error; sources that fail to compile are."""
+    """Puts what can be built into magi_attention/lib. A missing tool is no error; sources that fail to compile are.
+
+    In an editable install setuptools turns that error into a warning.
+    """
     if env.is_skip_cuda_build():
         say("native libraries were not built, because MAGI_ATTENTION_SKIP_CUDA_BUILD=1.")
         return

@@ -148,7 +148,7 @@ def prepare(case: Case, tensors, makers: dict, results: dict[str, Result]) -> di
             results[name].reason = str(reason)
             continue
         except Exception as failure:  # a peer's own failure is a finding, not the end of the run
-            results[name].reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
+            results[name].reason = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
             continue
         results[name].error = max(results[name].error, error)
         if error > TOLERANCE:

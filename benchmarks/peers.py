@@ -53,20 +53,12 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run
         raise Unfit("torch calls cuDNN for full and causal masks only.")
     q_BHTD, k_BHTD, v_BHTD = map(_batched, (q, k, v))
 
-    def run(keys: torch.Tensor, values: torch.Tensor, is_grouped: bool) -> torch.Tensor:
+    def run() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = attend(q_BHTD, keys, values, is_causal=case.is_causal, enable_gqa=is_grouped)
+            out = attend(q_BHTD, k_BHTD, v_BHTD, is_causal=case.is_causal, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    try:
-        run(k_BHTD, v_BHTD, True)
-        return lambda: run(k_BHTD, v_BHTD, True)
-    except RuntimeError:
-        # A torch whose cuDNN path takes no grouped heads: expanded ones are views, so nothing is copied here.
-        share = q.shape[1] // k.shape[1]
-        wide_k, wide_v = (x.repeat_interleave(share, dim=1) for x in (k_BHTD, v_BHTD))
-        run(wide_k, wide_v, False)
-        return lambda: run(wide_k, wide_v, False)
+    return run
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:

@@ -9,7 +9,7 @@ import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.kernels.tables import table_from_attn_arg
-from magi_attention.kernels.types import AttnOptions, Backend
+from magi_attention.kernels.types import AttnOptions, Backend, options_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -27,7 +27,7 @@ def options_for(
 ) -> AttnOptions:
     """Options of a call; the scale defaults to ``D ** -0.5``."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return AttnOptions(scale, float(softcap), sink_layout, **flags)
+    return options_of(scale, float(softcap), sink_layout, **flags)
 
 
 def run_forward(

@@ -109,7 +109,8 @@ def flex_flash_attn_func(
 
     Raises:
         ContractError: shapes, dtypes, devices or flags do not fit together.
-        RangeError: a malformed range.
+        RangeError: a malformed range. The CUDA kernels plan on the GPU and leave such slices out without an error;
+            with ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
         UnsupportedError: ``sparse_load`` without ``auto_range_merge``, ``disable_bwd_dkv_atomic_reduction``
             with ``swap_bwd_qk_loop`` (both RuntimeErrors), block sizes above 1, sink layout "shd".
         NoBackendError: the backend asked for by environment cannot run the problem.

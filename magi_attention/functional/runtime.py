@@ -12,6 +12,7 @@ from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PlanMismatchError
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
+from magi_attention.kernels.types import options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
 Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
@@ -106,7 +107,7 @@ class AttnRuntime:
     ) -> AttnCall:
         """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard."""
         self._check_inputs(q, k, v, sink)
-        options = AttnOptions(
+        options = options_of(
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
             softcap=float(softcap),
             deterministic=self.policy.deterministic,

@@ -68,7 +68,8 @@ class FfaBackend:
     """Forward by the CUDA kernels of one library.
 
     ``host_planning`` plans masks given as tensors on the host, which waits for the device but checks every range;
-    by default the device plans and the ranges are trusted. What an instance keeps are memos: prepared calls,
+    by default the device plans and the ranges are trusted, unless the bound of the plan is above
+    ``DEVICE_PLAN_BYTES``. What an instance keeps are memos: prepared calls,
     plans, and one small workspace per stream.
     """
 

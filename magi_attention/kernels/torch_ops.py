@@ -18,7 +18,7 @@ from magi_attention.kernels.ffa import FfaBackend, Final
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
-from magi_attention.kernels.types import AttnOptions, Backend, Problem, accumulation_dtype
+from magi_attention.kernels.types import AttnOptions, Backend, Problem, accumulation_dtype, options_of
 
 _MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
 _OPTIONS = (
@@ -34,8 +34,6 @@ _LANE = (
     "MAGI_ATTENTION_SANITY_CHECK",
 )
 _lane_texts = registry.watch(_LANE)
-# Equal options are one object, by which backends recognise a call that they have prepared.
-options_of = lru_cache(maxsize=512)(AttnOptions)
 
 
 def select_backend(problem: Problem, prefer: str = "") -> Backend:
@@ -152,7 +150,7 @@ def flex_bwd(
     sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
-    options = AttnOptions(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
     slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
     got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)

@@ -13,6 +13,7 @@ Shapes used everywhere below (T tokens, H heads, D head dim of q and k, Dv head 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -53,6 +54,10 @@ class AttnOptions:
             raise ContractError(f"softcap is {self.softcap}; give 0 (off) or a positive number.")
         if self.sm_margin < 0:
             raise ContractError(f"sm_margin is {self.sm_margin}; give 0 or a positive number of SMs.")
+
+
+# Equal options are one object, by which backends recognise a call that they have prepared.
+options_of = lru_cache(maxsize=512)(AttnOptions)
 
 
 @dataclass

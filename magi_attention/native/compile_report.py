@@ -11,8 +11,8 @@ from pathlib import Path
 
 from magi_attention.errors import BuildError
 
-# C7508..C7519: wgmma serialised or slowed down; C7602: setmaxnreg ignored. Each costs far more than it looks.
-_FATAL = re.compile(r"\b(C75(?:0[89]|1\d)|C7602)\b")
+# C7508..C7520: wgmma serialised or slowed down; C7602: setmaxnreg ignored. Each costs far more than it looks.
+_FATAL = re.compile(r"\b(C75(?:0[89]|1\d|20)|C7602)\b")
 _ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend of the CUDA kernels remembers, with a simulated library: plans, known calls, the short way to them."""
+"""What the backend of the CUDA kernels remembers, with a simulated library: plans, and calls that it knows."""
 
 from __future__ import annotations
 
