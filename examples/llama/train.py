@@ -191,6 +191,8 @@ def main() -> None:
     try:
         trainer = Trainer(args, rank, world, device)
         write(trainer, *train(trainer))
+        if world > 1:
+            dist.barrier()  # a rank that leaves while another still works can abort as its connections close
     except DataError as error:
         raise SystemExit(str(error)) from None
     finally:
