@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.correction import check_sink
+from magi_attention.kernels.known_calls import KnownCalls
 from magi_attention.kernels.operands import FLOAT_DTYPES
-from magi_attention.kernels.torch_ops import flex_fwd, flex_fwd_known
+from magi_attention.kernels.torch_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
 
 _INTEGERS = (torch.int32, torch.int64)
 _LEGACY_NOTE = (
@@ -23,32 +26,54 @@ _LEGACY_NOTE = (
 )
 
 
-def _accept_legacy_call(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the 1.0.x form ``(q, k, v, q_ranges, k_ranges, max_seqlen_q, max_seqlen_k, attn_type_map)`` too.
+def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Launches calls that ran before again by native code, and takes the 1.0.x calling form too.
+
+    Not under ``torch.compile``, which shall see the one custom op that ``func`` is. ``known_calls`` of what is
+    returned is the memo.
+    """
+    known = KnownCalls(
+        inspect.signature(func), AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",)
+    )
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            args, kwargs = _without_bounds(args, kwargs)
+            return func(*args, **kwargs)
+        result = known.find(*args, **kwargs)
+        if result is None:
+            args, kwargs = _without_bounds(args, kwargs)
+            result = func(*args, **kwargs)
+            known.remember(*args, **kwargs)
+        return result
+
+    call.known_calls = known  # type: ignore[attr-defined]
+    return call
+
+
+def _without_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Translates ``(q, k, v, q_ranges, k_ranges, max_seqlen_q, max_seqlen_k, attn_type_map)`` of 1.0.x.
 
     It is told by an int in sixth place or by the keyword ``max_seqlen_k``. The bounds are dropped: they were
     hints. The result is always ``(out, AttnForwardMeta)``.
     """
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_positional = len(args) > 5 and isinstance(args[5], int)
-        if is_positional or "max_seqlen_k" in kwargs:
-            warnings.warn(_LEGACY_NOTE, DeprecationWarning, stacklevel=2)
-            kwargs.pop("max_seqlen_k", None)
-        if is_positional:
-            has_k_bound = len(args) > 6 and isinstance(args[6], int)
-            rest = args[7:] if has_k_bound else args[6:]
-            if len(rest) > 1:
-                raise ContractError("Pass all arguments after attn_type_map by keyword.")
-            kwargs.pop("max_seqlen_q", None)
-            args = args[:5] + rest
-        return func(*args, **kwargs)
-
-    return call
+    is_positional = len(args) > 5 and isinstance(args[5], int)
+    if not is_positional and "max_seqlen_k" not in kwargs:
+        return args, kwargs
+    warnings.warn(_LEGACY_NOTE, DeprecationWarning, stacklevel=3)
+    kwargs = {name: value for name, value in kwargs.items() if name != "max_seqlen_k"}
+    if is_positional:
+        has_k_bound = len(args) > 6 and isinstance(args[6], int)
+        rest = args[7:] if has_k_bound else args[6:]
+        if len(rest) > 1:
+            raise ContractError("Pass all arguments after attn_type_map by keyword.")
+        kwargs.pop("max_seqlen_q", None)
+        args = args[:5] + rest
+    return args, kwargs
 
 
-@_accept_legacy_call
+@_with_short_way
 def flex_flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,14 +153,6 @@ def flex_flash_attn_func(
     needs_backward = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     )
-    is_plain = q_ranges is not None and index_attn_indices is None and not index_attn
-    if is_plain and not needs_backward and not torch.compiler.is_compiling():
-        known = flex_fwd_known(
-            q, k, v, q_ranges, k_ranges, attn_type_map, sink,
-            softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits,
-        )  # fmt: skip
-        if known is not None:
-            return known[0], AttnForwardMeta(known[1], known[2])
     check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.env import build as env
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa_plans import RangePlans, RangeTensors, table_plan
+from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary, FfaTile
@@ -56,7 +57,6 @@ class _Prepared:
     prefix: bytes
     workspace_bytes: int
     tile: FfaTile
-    size_key: str  # of plans
     out_like: torch.Tensor  # one element, expanded: empty_like parses its arguments in half the time of empty
     lse_like: torch.Tensor
     device: torch.device
@@ -153,33 +153,34 @@ class FfaBackend:
         """Not there yet: ``why_not`` refuses problems that need it."""
         raise UnsupportedError("The CUDA kernels have no backward yet; use backend 'sdpa_ol' for training.")
 
-    def forward_known(
+    def prepared(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_ranges: torch.Tensor,
-        k_ranges: torch.Tensor,
-        types: torch.Tensor | None,
+        mask: RangeTensors,
         options: AttnOptions,
         sink: torch.Tensor | None,
-    ) -> Final | None:
-        """``forward_final`` if it ran before with these shapes, this mask and this options object, else None.
+    ) -> PreparedCall | None:
+        """The launch of a ``forward_final`` that ran before with these arguments; None if it is not to be repeated.
 
-        Then nothing needs checking again, and this is all that a call costs.
+        ``options`` is the object given then.
         """
         call = self._prepared.get(_key(q, k, v, options, sink, None, None))
-        if call is None or call.is_unusual:
-            return None
         runtime, index = self.runtime, q.get_device()
+        if call is None or call.is_unusual or index != runtime.current_device() or runtime.is_capturing():
+            return None
         stream = runtime.stream(index)
-        plan_at = self._range_plans.find(q_ranges, k_ranges, types, call.size_key, stream)
-        if plan_at is None or index != runtime.current_device() or runtime.is_capturing():
+        plan = self._range_plans.find(mask, q.shape[0], k.shape[0], call.tile, stream)
+        work, work_at, work_bytes = self._workspaces.get((index, stream), (None, 0, 0))
+        if plan is None or work is None or work_bytes < call.workspace_bytes:
             return None
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
-        if (addresses[0] | addresses[1] | addresses[2]) & 15:
-            return None
-        return self._launch(call, addresses, sink, None, plan_at, index, stream, False)
+        library = call.library
+        return PreparedCall(
+            call.prefix, library.forward_address, library.check, runtime, index, stream, call.out_like, call.lse_like,
+            partial(_minus_inf, call.out_like) if options.return_max_logits else None, plan, plan.data_ptr(), work,
+            work_at,
+        )  # fmt: skip
 
     def _run(self, q, k, v, mask, options, sink, into: Partial | None, out_dtype: torch.dtype | None) -> Final:
         runtime, index = self.runtime, q.get_device()
@@ -268,9 +269,8 @@ class FfaBackend:
         if odd and not is_empty:
             _log_copy(", ".join(odd))
         out_like, lse_like = q.new_empty((), dtype=out_dtype), q.new_empty((), dtype=torch.float32)
-        size_key = RangePlans.size_key(tokens, k.shape[0], tile)
         prepared = _Prepared(
-            library, prefix, workspace_bytes, tile, size_key, out_like.expand(out_shape), lse_like.expand(lse_shape),
+            library, prefix, workspace_bytes, tile, out_like.expand(out_shape), lse_like.expand(lse_shape),
             q.device, is_empty or bool(odd), options,
         )  # fmt: skip
         if len(self._prepared) >= _MAX_PREPARED:

@@ -33,28 +33,18 @@ class RangeTensors(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    refs: tuple[weakref.ref, weakref.ref, weakref.ref | None]
+    refs: tuple[weakref.ref | None, ...]
     state: tuple
     plan: torch.Tensor
-    address: int
 
-    def is_true(self, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None) -> bool:
-        ref_q, ref_k, ref_types = self.refs
-        is_same = ref_q() is q_ranges and ref_k() is k_ranges and (types is None or ref_types() is types)
-        return is_same and self.state == _state(q_ranges, k_ranges, types)
+    def is_true(self, mask: RangeTensors) -> bool:
+        is_same = all(ref is None or ref() is x for ref, x in zip(self.refs, mask))  # the key tells a missing one
+        return is_same and self.state == _state(mask)
 
 
-def _state(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None) -> tuple:
-    """Changes with every edit that torch knows of. Spelled out, because it is on the path of every call."""
-    if types is None:
-        return (
-            q_ranges._version, q_ranges.data_ptr(), q_ranges.shape,
-            k_ranges._version, k_ranges.data_ptr(), k_ranges.shape,
-        )  # fmt: skip
-    return (
-        q_ranges._version, q_ranges.data_ptr(), q_ranges.shape, k_ranges._version, k_ranges.data_ptr(),
-        k_ranges.shape, types._version, types.data_ptr(), types.shape,
-    )  # fmt: skip
+def _state(mask: RangeTensors) -> tuple:
+    """Changes with every edit that torch knows of."""
+    return tuple((x._version, x.data_ptr(), x.shape) for x in mask if x is not None)
 
 
 class RangePlans:
@@ -65,37 +55,31 @@ class RangePlans:
         self._on_host = on_host
         self._entries: dict[tuple, _Entry] = {}
 
-    @staticmethod
-    def size_key(total_q: int, total_k: int, tile: FfaTile) -> str:
-        """The part of a key that tells sizes. A text, because a text's hash is computed once."""
-        return f"{total_q} {total_k} {tile.tokens} {tile.groups}"
-
     def find(
-        self, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, size_key: str, stream: int
-    ) -> int | None:
-        """Address of a remembered plan that is still true, or None."""
-        entry = self._entries.get((id(q_ranges), id(k_ranges), id(types), size_key, stream))
-        return entry.address if entry is not None and entry.is_true(q_ranges, k_ranges, types) else None
+        self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int
+    ) -> torch.Tensor | None:
+        """A remembered plan that is still true, or None."""
+        if any(x is not None and x.is_inference() for x in mask):
+            return None
+        entry = self._entries.get(_key(mask, total_q, total_k, tile, stream))
+        return entry.plan if entry is not None and entry.is_true(mask) else None
 
     def get(
         self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int, capturing: bool
     ) -> torch.Tensor:
         """The plan, int32 on the device of the ranges; remembered unless in a graph or of an inference tensor."""
-        live = tuple(x for x in mask if x is not None)
-        if capturing or any(x.is_inference() for x in live):
+        if capturing or any(x is not None and x.is_inference() for x in mask):
             return self._produce(mask, total_q, total_k, tile, stream, capturing)
-        key = (id(mask[0]), id(mask[1]), id(mask[2]), self.size_key(total_q, total_k, tile), stream)
-        entries = self._entries
-        entry = entries.get(key)
-        if entry is not None and entry.is_true(*mask):
-            return entry.plan
+        kept = self.find(mask, total_q, total_k, tile, stream)
+        if kept is not None:
+            return kept
         # The state is taken first: an edit while the plan is being made must not be missed.
-        state = _state(*mask)
+        key, state, entries = _key(mask, total_q, total_k, tile, stream), _state(mask), self._entries
         plan = self._produce(mask, total_q, total_k, tile, stream, capturing)
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
         refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
-        entries[key] = _Entry(refs, state, plan, plan.data_ptr())
+        entries[key] = _Entry(refs, state, plan)
         return plan
 
     def _produce(
@@ -120,6 +104,10 @@ class RangePlans:
             )
         # By way of the host, which waits for the device, checks every range and needs no more memory than used.
         return table_plan(table_from_tensors(*mask), total_q, total_k, tile, mask.q_ranges.device)
+
+
+def _key(mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int) -> tuple:
+    return (*map(id, mask), total_q, total_k, tile, stream)
 
 
 def table_plan(slices, total_q: int, total_k: int, tile: FfaTile, device: torch.device) -> torch.Tensor:

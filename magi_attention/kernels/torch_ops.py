@@ -7,18 +7,17 @@ and run the backend that the registry selects. The gradient of ``lse`` and ``max
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.env import registry
-from magi_attention.kernels.ffa import FfaBackend, Final
+from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_plans import RangeTensors
+from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
-from magi_attention.kernels.types import AttnOptions, Backend, Problem, accumulation_dtype, options_of
+from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, options_of
 
 _MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
 _OPTIONS = (
@@ -26,14 +25,14 @@ _OPTIONS = (
     "bool return_max_logits, str prefer, bool needs_backward"
 )
 Maybe = torch.Tensor | None
-# What decides, besides the tensors, whether a call may skip the registry.
-_LANE = (
+# What decides, besides the arguments, what a call comes to.
+WATCHED = (
     "MAGI_ATTENTION_KERNEL_BACKEND",
     "MAGI_ATTENTION_SDPA_BACKEND",
     "MAGI_ATTENTION_FA4_BACKEND",
     "MAGI_ATTENTION_SANITY_CHECK",
+    "MAGI_ATTENTION_FORCE_JIT_BUILD",
 )
-_lane_texts = registry.watch(_LANE)
 
 
 def select_backend(problem: Problem, prefer: str = "") -> Backend:
@@ -50,39 +49,29 @@ def select_backend(problem: Problem, prefer: str = "") -> Backend:
     return default_registry().select(problem, name, explicit=general.is_kernel_backend_explicit())[0]
 
 
-@lru_cache(maxsize=64)
-def _lane_backend(_raw: tuple[str | None, ...]) -> FfaBackend | None:
-    """The kernel backend if it is what the environment asks for; ``_raw`` is the environment's text."""
-    from magi_attention.env import general
-
-    if general.kernel_backend().value != "ffa" or general.is_sanity_check_enable():
-        return None
+def _kernels() -> FfaBackend | None:
     return next((b for b in default_registry().backends if isinstance(b, FfaBackend)), None)
 
 
-@lru_cache(maxsize=512)
-def _lane_options(
-    head_dim: int, softmax_scale: float | None, softcap: float, layout: str, deterministic: bool, sm_margin: int,
-    return_max_logits: bool,
-) -> AttnOptions:  # fmt: skip
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return options_of(float(scale), float(softcap), layout, deterministic, sm_margin, return_max_logits)
+def has_kernels() -> bool:
+    """Is there a library of CUDA kernels?"""
+    return _kernels() is not None
 
 
-def flex_fwd_known(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe,
-    sink: Maybe, *options: Any,
-) -> Final | None:  # fmt: skip
-    """``(out, lse, max_logits)`` if the CUDA kernels ran an equal call before, else None: then use ``flex_fwd``.
+def prepared_flex_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor,
+    attn_type_map: Maybe, sink: Maybe, softmax_scale: float | None, softcap: float, sink_layout: str,
+    deterministic: bool, sm_margin: int, return_max_logits: bool, **_hints: Any,
+) -> PreparedCall | None:  # fmt: skip
+    """The launch that ``flex_fwd`` just made for these arguments of the public function; None if it made none."""
+    from magi_attention.env import general
 
-    Skips the dispatcher, the checks and the choice of the backend, which together cost the host more than the
-    launch. ``options``: scale or None, softcap, sink layout, deterministic, margin, whether to return max logits.
-    Not differentiable.
-    """
-    backend = _lane_backend(_lane_texts())
-    if backend is None or q.dim() != 3:
+    backend = _kernels()
+    if backend is None or general.kernel_backend().value != backend.name or general.is_sanity_check_enable():
         return None
-    return backend.forward_known(q, k, v, q_ranges, k_ranges, types, _lane_options(q.size(-1), *options), sink)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    options = options_of(float(scale), float(softcap), sink_layout, deterministic, sm_margin, return_max_logits)
+    return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
 
 
 def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:

@@ -9,6 +9,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 ABI_VERSION = 2
+HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the native libraries into ``magi_attention/lib`` with ninja.
 
-    python -m magi_attention.native.build [--only planner|ffa] [--variant STEM ...] [--report FILE]
+    python -m magi_attention.native.build [--only planner|ffa|host] [--variant STEM ...] [--report FILE]
 
 Incremental; one build at a time per build folder; a library is put in place whole or not at all, and only after
 the guard found no register spill and no wgmma warning. Needs neither torch nor a GPU, so that ``setup.py`` can
@@ -27,10 +27,10 @@ from magi_attention.env import build as env
 from magi_attention.errors import BuildError
 from magi_attention.native import compile_report, toolchain
 from magi_attention.native.compile_report import Unit
-from magi_attention.native.toolchain import FFA_SM90, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import FFA_SM90, HOST, LIB, PLANNER, library_file
 
 _STEP = Path(__file__).with_name("compile_step.py")
-_VERSION_SCRIPT = "{ global: magi_*; local: *; };\n"
+_VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
 
 
 @dataclass
@@ -99,6 +99,19 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
     flags = toolchain.nvcc_flags(arch)
     link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
     return Job(f"ffa_{arch}", sources, [nvcc, *flags], link, _include(csrc))
+
+
+def host_job(csrc: Path) -> Job:
+    """The Python module of prepared launches from ``csrc/python/*.cpp``, for the Python that runs this."""
+    sources = sorted((csrc / "python").glob("*.cpp"))
+    if not sources:
+        raise BuildError(f"{csrc / 'python'} holds no .cpp file; check out the repository again.")
+    cxx = toolchain.require_cxx()
+    include = [*_include(csrc), toolchain.require_python_headers(), toolchain.require_pybind11()]
+    is_darwin = sys.platform == "darwin"
+    # The symbols of Python come from the process; -s: names of templates are half of the file.
+    link = [cxx, "-shared", *(("-undefined", "dynamic_lookup") if is_darwin else ("-s",))]
+    return Job(HOST, sources, [cxx, *toolchain.cxx_flags(), "-O2"], link, include)
 
 
 def _include(csrc: Path) -> list[Path]:
@@ -219,7 +232,7 @@ def build_all(
     csrc: Path | None = None,
     guard: bool = True,
 ) -> list[Built]:
-    """Builds ``"planner"``, ``"ffa"`` or both (None) into ``lib``.
+    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all (None) into ``lib``.
 
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
     and defaults to ``build/native`` beside ``csrc``.
@@ -234,6 +247,10 @@ def build_all(
         with locked(folder):
             job = ffa_job(csrc, arch, _chosen(csrc, variants) if variants else None)
             built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard))
+    if only in (None, "host"):
+        # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
+        file = library_file(HOST)
+        built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard))
     return built
 
 
@@ -264,7 +281,7 @@ def report(built: Sequence[Built]) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", choices=sorted(toolchain.GENCODE), default="sm90", help="GPU architecture")
-    parser.add_argument("--only", choices=("planner", "ffa"), help="build one library")
+    parser.add_argument("--only", choices=("planner", "ffa", "host"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")
     parser.add_argument("--no-guard", action="store_true", help="install slow code too, for development")
@@ -284,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-__all__ = ["FFA_SM90", "PLANNER", "Built", "Job", "build", "build_all", "main", "report"]
+__all__ = ["FFA_SM90", "HOST", "PLANNER", "Built", "Job", "build", "build_all", "main", "report"]
 
 if __name__ == "__main__":
     sys.exit(main())

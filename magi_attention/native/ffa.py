@@ -26,6 +26,7 @@ class FfaLibrary:
         self._library = library
         # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
         self.forward_raw = library.magi_ffa_fwd
+        self.forward_address = ctypes.cast(library.magi_ffa_fwd, ctypes.c_void_p).value  # for native callers
 
     @classmethod
     def ahead(cls) -> FfaLibrary:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.native import abi
-from magi_attention.native.toolchain import FFA_SM90, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 _FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS}
 _BUILD = "python -m magi_attention.native.build"
@@ -30,7 +32,7 @@ def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
 @lru_cache(maxsize=16)
 def _load(name: str, folder: Path) -> ctypes.CDLL:
     path = folder / library_file(name)
-    remedy = f"run `{_BUILD} --only {'planner' if name == PLANNER else 'ffa'}` in a checkout of the repository"
+    remedy = _remedy("planner" if name == PLANNER else "ffa")
     if not path.is_file():
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {remedy}.")
     try:
@@ -49,6 +51,37 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
             f"{path} has ABI version {version}, this package needs {abi.ABI_VERSION}; {remedy} to replace it."
         )
     return library
+
+
+def _remedy(what: str) -> str:
+    return f"run `{_BUILD} --only {what}` in a checkout of the repository"
+
+
+def load_host(folder: Path | None = None) -> ModuleType:
+    """The Python module ``_magi_host`` of ``folder``, by default that of the package.
+
+    Raises:
+        UnsupportedError: it is not there, does not load, or is of another version; the text says what to do.
+    """
+    return _load_host(LIB if folder is None else folder)
+
+
+@lru_cache(maxsize=4)
+def _load_host(folder: Path) -> ModuleType:
+    path, remedy = folder / library_file(HOST), _remedy("host")
+    if not path.is_file():
+        raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {remedy}.")
+    spec = importlib.util.spec_from_file_location(HOST_MODULE, path)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UnsupportedError(f"{path} cannot be loaded ({error}); {remedy}, on this machine.") from None
+    have = (getattr(module, "abi_version", None), getattr(module, "host_version", None))
+    need = (abi.ABI_VERSION, abi.HOST_VERSION)
+    if have != need:
+        raise UnsupportedError(f"{path} has versions {have}, this package needs {need}; {remedy} to replace it.")
+    return module
 
 
 def why_absent(name: str, folder: Path | None = None) -> str | None:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -18,14 +19,20 @@ from magi_attention.errors import BuildError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIB = PACKAGE / "lib"
-PLANNER, FFA_SM90 = "planner", "ffa_sm90"
+PLANNER, FFA_SM90, HOST = "planner", "ffa_sm90", "host"
+HOST_MODULE = "_magi_host"
 GENCODE = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
 
 
 def library_file(name: str) -> str:
-    """File name of library ``name``, such as ``libmagi_planner.so``."""
-    return f"libmagi_{name}.so"
+    """File name of library ``name``: ``libmagi_planner.so``; of the host module, with the tag of this Python."""
+    return HOST_MODULE + sysconfig.get_config_var("EXT_SUFFIX") if name == HOST else f"libmagi_{name}.so"
+
+
+def built_libraries() -> list[Path]:
+    """What is built and can be used by this Python."""
+    return [*sorted(LIB.glob(library_file("*"))), *LIB.glob(library_file(HOST))]
 
 
 def nvcc_flags(arch: str) -> list[str]:
@@ -110,7 +117,36 @@ def require_cxx() -> str:
     if found := shutil.which(env.cxx()):
         return found
     raise BuildError(
-        f"The planner needs a C++17 compiler, and {env.cxx()!r} is none; install g++ or clang, or set CXX."
+        f"The host libraries need a C++17 compiler, and {env.cxx()!r} is none; install g++ or clang, or set CXX."
+    )
+
+
+def find_pybind11() -> Path | None:
+    """The headers of pybind11: of its package, else those that come with torch."""
+    for package, folder in (("pybind11", "include"), ("torch", "include")):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            if (Path(place) / folder / "pybind11" / "pybind11.h").is_file():
+                return Path(place) / folder
+    return None
+
+
+def require_pybind11() -> Path:
+    """``find_pybind11`` or a sentence that says how to get it."""
+    if found := find_pybind11():
+        return found
+    raise BuildError("The host module needs the headers of pybind11, and there are none: run `pip install pybind11`.")
+
+
+def require_python_headers() -> Path:
+    """The folder of ``Python.h`` of this Python, or a sentence that says how to get it."""
+    folder = Path(sysconfig.get_path("include"))
+    if (folder / "Python.h").is_file():
+        return folder
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    raise BuildError(
+        f"The host module needs Python.h, and it is not in {folder}; on Debian and Ubuntu run "
+        f"`apt-get install python{version}-dev`."
     )
 
 

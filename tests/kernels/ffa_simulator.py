@@ -73,11 +73,23 @@ class Simulator:
         self.calls: list[abi.FfaFwdParams] = []
         self.plans_made = 0
         self.status = abi.OK
+        self.error: Exception | None = None  # of a call through the address, which no exception can leave
+        self._entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self._forward_at)  # held
+        self.forward_address = ctypes.cast(self._entry, ctypes.c_void_p).value
+
+    def _forward_at(self, address: int) -> int:
+        try:
+            return self.forward_raw(ctypes.string_at(address, ctypes.sizeof(abi.FfaFwdParams)))
+        except Exception as error:
+            self.error = error
+            return abi.CUDA_ERROR
 
     def magi_last_error(self) -> bytes:
         return b"the simulator was told to fail."
 
     def check(self, status: int, what: str) -> None:
+        if self.error is not None:
+            raise self.error
         check(self, status, what)
 
     def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
