@@ -112,11 +112,14 @@ bool KnownCalls::read(PyObject* const* args, Py_ssize_t count, PyObject* keyword
   bool needs_backward = true;
   if (!needs_gradient(*request, &needs_backward) || needs_backward || !torch_.is_quiet()) return false;
   if (!read_mask(request)) return false;
-  if (!torch_.read(q, &request->q) || !torch_.read(k, &request->k) || !torch_.read(v, &request->v)) return false;
+  if (!torch_.read_values(q, &request->q) || !torch_.read_values(k, &request->k) ||
+      !torch_.read_values(v, &request->v)) {
+    return false;
+  }
   const auto addresses = reinterpret_cast<uintptr_t>(request->q.data) | reinterpret_cast<uintptr_t>(request->k.data) |
                          reinterpret_cast<uintptr_t>(request->v.data);
   if (addresses & 15) return false;  // the copy engine's unit; the usual way copies such tensors
-  return !request->has_sink || torch_.read(sink, &request->sink);
+  return !request->has_sink || torch_.read_values(sink, &request->sink);
 }
 
 bool KnownCalls::has_same_environment() const {

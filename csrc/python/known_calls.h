@@ -100,11 +100,13 @@ struct Torch {
   std::vector<Entry> entries;   // dictionary entries that must be that very object
   PyGetSetDef* version;
   PyGetSetDef* requires_grad;
+  PyMethodDef* is_neg;
 
   explicit Torch(const py::object& hooks);
   bool is_tensor(PyObject* x) const;
   bool is_quiet() const;  // no mode, no transform: a call means what it says
   bool read(PyObject* tensor, dlpack::Tensor* out) const;
+  bool read_values(PyObject* tensor, dlpack::Tensor* out) const;  // of which a kernel may read the memory as it is
 };
 
 class KnownCalls : public std::enable_shared_from_this<KnownCalls> {

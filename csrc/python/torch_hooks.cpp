@@ -17,6 +17,15 @@ PyGetSetDef* getter(const py::object& tensor, const py::object& parameter, const
   return reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;  // lives as long as the type
 }
 
+PyMethodDef* method(const py::object& tensor, const char* name) {
+  py::object found = tensor.attr(name);
+  if (Py_TYPE(found.ptr()) == &PyMethodDescr_Type) {
+    PyMethodDef* definition = reinterpret_cast<PyMethodDescrObject*>(found.ptr())->d_method;
+    if (definition->ml_flags == METH_NOARGS) return definition;
+  }
+  throw py::value_error(std::string("torch.Tensor.") + name + " is no method defined in C in this torch.");
+}
+
 const dlpack::ExchangeApi* exchange_api(const py::object& capsule) {
   auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
   if (api == nullptr) throw py::error_already_set();
@@ -58,7 +67,8 @@ Torch::Torch(const py::object& hooks)
       empty_like(hooks.attr("empty_like")),
       is_grad_enabled(hooks.attr("is_grad_enabled")),
       version(getter(tensor, parameter, "_version")),
-      requires_grad(getter(tensor, parameter, "requires_grad")) {
+      requires_grad(getter(tensor, parameter, "requires_grad")),
+      is_neg(method(tensor, "is_neg")) {
   for (py::handle row : hooks.attr("answers")) {
     auto pair = py::reinterpret_borrow<py::sequence>(row);
     answers.push_back({pair[0], pair[1]});
@@ -92,6 +102,13 @@ bool Torch::read(PyObject* x, dlpack::Tensor* out) const {
   if (api->dltensor_from_py_object_no_sync(x, out) != 0) return false;
   out->data = static_cast<char*>(out->data) + out->byte_offset;
   return out->ndim <= kMaxDims;
+}
+
+bool Torch::read_values(PyObject* x, dlpack::Tensor* out) const {
+  // Tensors of torch may be the negative of their memory, or zeros without memory; DLPack tells neither.
+  PyObject* is_negated = is_neg->ml_meth(x, nullptr);
+  Py_XDECREF(is_negated);
+  return is_negated == Py_False && read(x, out) && out->data != nullptr;
 }
 
 }  // namespace magi::host

@@ -173,9 +173,13 @@ def test_sm_margins_follow_connections_and_native(monkeypatch):
     assert env.comm.ffa_bwd_sm_margin_save_for_comm() == 0
 
 
-def test_raw_texts_follow_every_change(monkeypatch):
+def test_raw_entries_follow_every_change(monkeypatch):
     names = ("MAGI_ATTENTION_KERNEL_BACKEND", "MAGI_ATTENTION_SANITY_CHECK")
-    texts = registry.watch(names)
+    entries, keys = registry.raw_entries(names)
+
+    def texts():
+        return tuple(map(entries.get, keys))
+
     seen = [texts()]
     assert seen[0] == (None, None)
     for name, text in ((names[0], "sdpa"), (names[1], "1"), (names[0], "ffa")):
@@ -186,7 +190,7 @@ def test_raw_texts_follow_every_change(monkeypatch):
     monkeypatch.delenv(names[1])
     assert texts() == seen[0]
     with pytest.raises(KeyError):
-        registry.watch(("MAGI_ATTENTION_NO_SUCH",))
+        registry.raw_entries(("MAGI_ATTENTION_NO_SUCH",))
 
 
 def test_unknown_names_give_one_warning_with_the_nearest():

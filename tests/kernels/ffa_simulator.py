@@ -14,7 +14,8 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import BuildError
-from magi_attention.kernels import SdpaBackend
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels import Registry, SdpaBackend, torch_ops
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi, build, loader
@@ -30,6 +31,15 @@ def planner_or_skip() -> None:
     except BuildError as error:
         pytest.skip(f"The planner library cannot be built here: {error}")
     loader._load.cache_clear()
+
+
+def host_or_skip() -> None:
+    """The same for the Python module of prepared launches."""
+    try:
+        build.build_all("host")
+    except BuildError as error:
+        pytest.skip(f"The host module cannot be built here: {error}")
+    loader._load_host.cache_clear()
 
 
 def memory(address: int, shape, strides, kind) -> np.ndarray:
@@ -184,6 +194,25 @@ class CpuRuntime:
 
     def is_capturing(self) -> bool:
         return self.capturing
+
+
+class Anywhere(FfaBackend):
+    """Runs on the CPU too, so that the registry picks it."""
+
+    def why_not(self, problem):
+        return None
+
+
+def public_backend(monkeypatch) -> tuple[FfaBackend, Simulator]:
+    """Puts ``flex_flash_attn_func`` on the simulated kernels, with nothing known."""
+    for name in torch_ops.WATCHED:
+        monkeypatch.delenv(name, raising=False)
+    simulator = Simulator()
+    ffa = Anywhere(simulator, CpuRuntime())
+    registry = Registry((ffa, SdpaBackend()), (("sdpa_ol", "not here"), ("fa4", "not here")))
+    monkeypatch.setattr(torch_ops, "default_registry", lambda: registry)
+    flex_flash_attn_func.known_calls.forget()
+    return ffa, simulator
 
 
 def backend(**kwargs) -> tuple[FfaBackend, Simulator]:

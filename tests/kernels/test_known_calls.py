@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a call of ``flex_flash_attn_func`` is known and when it is not, on a simulated kernel library."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import logging
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from ffa_simulator import close, host_or_skip, inputs, planner_or_skip, public_backend, tensors, truth
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.mask import Mask
+from magi_attention.errors import ContractError, MagiError, UnsupportedError
+from magi_attention.functional import flex_flash_attn as flex_module
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels import AttnOptions, known_calls
+from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.native import abi
+
+KNOWN = flex_flash_attn_func.known_calls
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    planner_or_skip()
+    host_or_skip()
+
+
+@pytest.fixture
+def public(monkeypatch):
+    yield public_backend(monkeypatch)
+    KNOWN.forget()
+
+
+class Case:
+    """One call that ran once, so that ``find`` knows it."""
+
+    def __init__(self, simulator, **options) -> None:
+        self.simulator = simulator
+        self.q, self.k, self.v = inputs(32, 32)
+        self.mask = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
+        self.options = options
+        self.want = flex_flash_attn_func(self.q, self.k, self.v, *self.mask, **options)
+
+    def find(self, **changes):
+        q_ranges, k_ranges, types = self.mask
+        call = {
+            "q": self.q, "k": self.k, "v": self.v, "q_ranges": q_ranges, "k_ranges": k_ranges,
+            "attn_type_map": types, **self.options, **changes,
+        }  # fmt: skip
+        return KNOWN.find(**call)
+
+
+@pytest.fixture
+def case(public):
+    made = Case(public[1])
+    assert made.find() is not None
+    return made
+
+
+class Counted:
+    def __init__(self, fn) -> None:
+        self.fn, self.calls = fn, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.fn(*args)
+
+
+def test_the_second_call_is_known_and_right(public, monkeypatch):
+    _, simulator = public
+    q, k, v = inputs(32, 32)
+    ranges = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
+    want = truth(q, k, v, table_from_tensors(*ranges), AttnOptions(0.25, return_max_logits=True))
+    monkeypatch.setattr(flex_module, "flex_fwd", counted := Counted(flex_module.flex_fwd))
+    outs = []
+    for _ in range(3):
+        out, meta = flex_flash_attn_func(q, k, v, *ranges, return_max_logits=True)
+        assert out.dtype == q.dtype and meta.max_logits.shape == (4,) and type(meta) is AttnForwardMeta
+        close(out, want.out, 1e-2)
+        close(meta.lse, want.lse, 1e-5)
+        close(meta.max_logits, want.max_logits, 1e-5)
+        outs.append(out)
+    assert counted.calls == 1 and len(simulator.calls) == 3
+    assert len({out.data_ptr() for out in outs}) == 3 and torch.equal(outs[0], outs[2])
+    q2, k2, v2 = inputs(32, 32, seed=1)
+    out, meta = flex_flash_attn_func(q2, k2, v2, *ranges, return_max_logits=True)
+    close(out, truth(q2, k2, v2, table_from_tensors(*ranges), AttnOptions(0.25)).out, 1e-2)
+    out, meta = flex_flash_attn_func(q, k, v, *ranges)
+    assert meta == AttnForwardMeta(meta.lse, None) and counted.calls == 2
+    with pytest.raises(ContractError, match="exclude each other"):
+        flex_flash_attn_func(q, k, v, *ranges, swap_bwd_qk_loop=True, deterministic=True)
+
+
+def test_every_edit_of_the_mask_is_noticed(public, monkeypatch):
+    q, k, v = inputs(32, 32)
+    ranges = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
+    monkeypatch.setattr(flex_module, "flex_fwd", counted := Counted(flex_module.flex_fwd))
+
+    def run_and_check() -> int:
+        before = counted.calls
+        for _ in range(2):
+            out, _ = flex_flash_attn_func(q, k, v, *ranges)
+            close(out, truth(q, k, v, table_from_tensors(*ranges), AttnOptions(0.25)).out, 1e-2)
+        return counted.calls - before
+
+    assert run_and_check() == 1 and run_and_check() == 0
+    for edit in (
+        lambda: ranges.types.zero_(),
+        lambda: ranges.q_ranges.__setitem__((0, 1), 8),
+        lambda: ranges.k_ranges.set_(torch.tensor([[3, 8], [12, 20]], dtype=torch.int32)),
+        lambda: setattr(ranges.q_ranges, "data", torch.tensor([[0, 7], [7, 30]], dtype=torch.int32)),
+    ):
+        edit()
+        assert run_and_check() == 1, edit
+    assert len(KNOWN) == 1, "a mask that was edited has no calls but those after"
+
+
+def test_options_count_by_value(case):
+    assert case.find(softcap=0.0, deterministic=False, sink=None, softmax_scale=None, ref_block_size=None) is not None
+    assert case.find(max_seqlen_q=17) is not None and case.find(max_seqlen_q=18) is not None
+    for change in (
+        {"softmax_scale": 0.25}, {"softcap": 1.0}, {"softcap": 0}, {"deterministic": True}, {"deterministic": 0},
+        {"sm_margin": 1}, {"return_max_logits": True}, {"sink_layout": "ssh"}, {"ref_block_size": (64, 64)},
+        {"sparse_load": True}, {"index_attn": True}, {"q_block_size": 2}, {"no_such": 1}, {"max_seqlen_k": 3},
+        {"index_attn_indices": case.mask.q_ranges}, {"q": None}, {"q_ranges": None}, {"softcap": [0.0]},
+    ):  # fmt: skip
+        assert case.find(**change) is None, change
+    other = Case(case.simulator, softmax_scale=0.5, sink_layout="sh", ref_block_size=(64, 64))
+    assert other.find(softmax_scale=float("0.5"), ref_block_size=tuple([64, 64])) is not None
+    assert other.find(ref_block_size=(64, 64, 1)) is None and other.find(ref_block_size=(64, 64.0)) is None
+    text = "".join(["s", "h"])  # equal, but another object
+    assert other.find(sink_layout=text) is not None
+    before = len(KNOWN)
+    for _ in range(3):
+        flex_flash_attn_func(case.q, case.k, case.v, *case.mask, softcap=0)
+    assert len(KNOWN) == before + 1
+
+
+def test_how_arguments_are_passed(case):
+    q, k, v, (a, b, c) = case.q, case.k, case.v, case.mask
+    assert KNOWN.find(q, k, v, a, b, c) is not None and KNOWN.find(q, k, v, a, attn_type_map=c, k_ranges=b) is not None
+    assert KNOWN.find(**{"".join(["so", "ftcap"]): 0.0}, q=q, k=k, v=v, q_ranges=a, k_ranges=b) is None
+    for args, kwargs in (
+        ((), {}), ((q, k), {}), ((q, k, v, a, b, c, None), {}), ((q, k, v, a, b, c), {"q": q}),
+        ((q, k, v, a, b, 9, 9, c), {}), ((q, k, v, a, b), {}), ((1, 2, 3, 4, 5, 6), {}), ((q, k, v, a, None, c), {}),
+    ):  # fmt: skip
+        assert KNOWN.find(*args, **kwargs) is None, (len(args), kwargs.keys())
+    with pytest.raises(TypeError, match="multiple values"):
+        flex_flash_attn_func(q, k, v, a, b, c, q=q)
+    with pytest.raises(TypeError, match="no_such"):
+        flex_flash_attn_func(q, k, v, a, b, c, no_such=1)
+    with pytest.raises(TypeError):
+        flex_flash_attn_func(q)
+    with pytest.warns(DeprecationWarning) as caught:
+        flex_flash_attn_func(q, k, v, a, b, 9, 9, c)
+    assert caught[0].filename == __file__
+    assert list(inspect.signature(flex_flash_attn_func).parameters)[:4] == ["q", "k", "v", "q_ranges"]
+    assert flex_flash_attn_func.__name__ == "flex_flash_attn_func" and "Slices must be" in flex_flash_attn_func.__doc__
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_tensors_that_are_not_known(case):
+    q, k, v, mask = case.q, case.k, case.v, case.mask
+    unaligned = torch.empty(q.numel() + 8, dtype=q.dtype)[1 : q.numel() + 1].view(q.shape)
+    assert unaligned.data_ptr() % 16
+    strided = torch.empty(32, 4, 32, dtype=q.dtype)[:, :, :16]
+    for name, x in (
+        ("q", q[:31]), ("q", q.half()), ("q", q.to("meta")), ("q", unaligned), ("q", strided), ("q", q[None]),
+        ("q", q.as_subclass(Subclass)), ("q", q.to_sparse()), ("q", torch._neg_view(q)), ("q", q.shape),
+        ("k", torch._efficientzerotensor(k.shape, dtype=k.dtype)), ("k", k.to_mkldnn()),
+        ("k", k[:, :1]), ("v", v[:, :, :8]), ("v", v.transpose(0, 1)), ("q_ranges", mask.q_ranges.clone()),
+        ("q_ranges", mask.q_ranges.as_subclass(Subclass)), ("k_ranges", mask.k_ranges.tolist()),
+        ("attn_type_map", None), ("attn_type_map", mask.types.long()), ("sink", torch.zeros(1, 4)), ("sink", 1.0),
+    ):  # fmt: skip
+        assert case.find(**{name: x}) is None, (name, x if not torch.is_tensor(x) else tuple(x.shape))
+    assert case.find(q=torch.nn.Parameter(q, requires_grad=False)) is not None
+    with torch.inference_mode():
+        assert case.find(q=q.clone(), k=k + 0) is not None, "inference tensors are fine but as a mask"
+
+
+def test_gradients_modes_and_transforms(case):
+    q, k, v, sink = case.q, case.k, case.v, torch.zeros(1, 4)
+    wanted = q.clone().requires_grad_()
+    assert case.find(q=wanted) is None and case.find(v=torch.nn.Parameter(v)) is None
+    with torch.no_grad():
+        assert case.find(q=wanted) is not None
+        assert case.find(v=torch.nn.Parameter(v)) is not None
+    with_sink = Case(case.simulator, sink=sink)
+    assert with_sink.find() is not None and with_sink.find(sink=sink.clone().requires_grad_()) is None
+    for mode in (DispatchMode(), FunctionMode(), torch.device("cpu")):
+        with mode:
+            assert case.find() is None, mode
+    with forward_ad.dual_level():
+        assert case.find(q=forward_ad.make_dual(q.float(), q.float()).to(q.dtype)) is None
+        assert case.find() is None
+    found = []
+    torch.func.vmap(lambda x: (found.append(case.find(q=x)), x)[1])(q[None])
+    torch.func.grad(lambda x: (found.append(case.find()), x.sum())[1])(torch.zeros(2))
+    assert found == [None, None]
+    assert case.find() is not None
+
+
+def test_device_stream_capture_and_environment(public, case, monkeypatch):
+    runtime = public[0].runtime
+    runtime.capturing = True
+    assert case.find() is None
+    flex_flash_attn_func(case.q, case.k, case.v, *case.mask, softmax_scale=0.125)
+    assert len(KNOWN) == 1, "what a graph captures is not remembered"
+    runtime.capturing = False
+    assert case.find() is not None
+    KNOWN.forget()
+    # As builtin functions are: attributes of the runtime, which are looked up when a call is remembered.
+    state = {"stream": 7, "device": -1}
+    monkeypatch.setattr(runtime, "stream", lambda index: state["stream"], raising=False)
+    monkeypatch.setattr(runtime, "current_device", lambda: state["device"], raising=False)
+    again = Case(case.simulator)
+    assert again.find() is not None
+    state["stream"] = 8
+    assert again.find() is None
+    state.update(stream=7, device=1)
+    assert again.find() is None
+    state["device"] = -1
+    assert again.find() is not None
+    for name, value in (
+        ("MAGI_ATTENTION_SANITY_CHECK", "1"), ("MAGI_ATTENTION_KERNEL_BACKEND", "sdpa"),
+        ("MAGI_ATTENTION_FORCE_JIT_BUILD", "1"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert again.find() is None, name
+            if name != "MAGI_ATTENTION_FORCE_JIT_BUILD":
+                flex_flash_attn_func(again.q, again.k, again.v, *again.mask)
+                assert again.find() is None, "neither the reference nor a checked call is remembered"
+        assert again.find() is not None
+
+
+def test_entries_go_with_their_tensors(public):
+    ffa, _ = public
+    q, k, v = inputs(32, 32)
+    mask = tensors(Mask.causal(32).slices)
+    for scale in (0.25, 0.5):
+        flex_flash_attn_func(q, k, v, *mask, softmax_scale=scale)
+    died = weakref.ref(ffa._range_plans.find(mask, 32, 32, ffa.library.tile(4, 2, 16, 16), 7))
+    assert len(KNOWN) == 2
+    ffa._range_plans._entries.clear()
+    assert died() is not None, "the plan is held by the calls that use it"
+    q_ranges = mask.q_ranges
+    del mask
+    gc.collect()
+    assert len(KNOWN) == 0 and died() is None
+    for cut in range(1, 20):  # ids and memory are used again, calls are not
+        fresh = tensors(Mask.varlen([0, cut, 32]).slices)
+        out, _ = flex_flash_attn_func(q, k, v, *fresh)
+        close(out, truth(q, k, v, table_from_tensors(*fresh), AttnOptions(0.25)).out, 1e-2)
+        assert len(KNOWN) == 1
+    assert q_ranges is not None
+    kept = tensors(Mask.causal(32).slices)
+    for i in range(1030):
+        flex_flash_attn_func(q[:16], k[:16], v[:16], kept[0][:0], kept[1][:0], None, sm_margin=i)
+        assert len(KNOWN) <= 1024
+    with torch.inference_mode():
+        inference = tensors(Mask.full(32).slices)
+        KNOWN.forget()
+        for _ in range(2):
+            flex_flash_attn_func(q, k, v, *inference)
+        assert len(KNOWN) == 0
+
+
+def quick_case(public, monkeypatch) -> Case:
+    """One whose launch does nothing, and whose device is asked by builtin functions, as on a GPU."""
+    ffa, simulator = public
+    for name, ask in (("stream", (8).__add__), ("current_device", (-1).__int__), ("is_capturing", bool)):
+        monkeypatch.setattr(ffa.runtime, name, ask, raising=False)  # stream 7 of device -1
+    launch = ctypes.pythonapi.PyErr_Occurred  # gives 0, whatever it is given
+    monkeypatch.setattr(simulator, "forward_address", ctypes.cast(launch, ctypes.c_void_p).value)
+    return Case(simulator)
+
+
+def test_nothing_leaks(public, monkeypatch):
+    case = quick_case(public, monkeypatch)
+    q, k, v, mask = case.q, case.k, case.v, case.mask
+    watched = [q, k, v, *mask, None, flex_flash_attn_func, AttnForwardMeta, torch.empty_like, Case]
+    meta_of = lambda: flex_flash_attn_func(q, k, v, *mask)[1]  # noqa: E731
+    failing = {"q": q[:31]}
+
+    def counts() -> list[int]:
+        gc.collect()
+        return [sys.getrefcount(x) for x in watched]
+
+    for _ in range(10):
+        assert case.find() and case.find(**failing) is None
+    before, objects = counts(), len(gc.get_objects())
+    for _ in range(10_000):
+        out, meta = KNOWN.find(q, k, v, *mask)
+        assert KNOWN.find(**failing, k=k, v=v, q_ranges=mask.q_ranges, k_ranges=mask.k_ranges) is None
+    assert out is not None and sys.getrefcount(out) == 2
+    assert sys.getrefcount(meta) == 2 and sys.getrefcount(meta.lse) == 2
+    del out, meta
+    after = counts()
+    none = watched.index(None)
+    assert abs(after[none] - before[none]) < 100
+    assert after[:none] + after[none + 1 :] == before[:none] + before[none + 1 :]
+    assert abs(len(gc.get_objects()) - objects) < 100
+    lse = weakref.ref(meta_of().lse)
+    assert lse() is None
+
+
+def test_failing_launches_and_preparations(public, monkeypatch):
+    _, simulator = public
+    case = Case(simulator)
+    for status, kind in ((abi.INVALID_ARGUMENT, ContractError), (abi.UNSUPPORTED, UnsupportedError), (3, MagiError)):
+        simulator.status = status
+        for fresh in (False, True):  # known, and by the usual way
+            with pytest.raises(kind, match="Attention forward: the simulator was told to fail."):
+                flex_flash_attn_func(case.q, case.k, case.v, *case.mask, softcap=1.0 if fresh else 0.0)
+    simulator.status = abi.OK
+    assert case.find() is not None and len(KNOWN) == 1
+    KNOWN.forget()
+    known = known_calls.KnownCalls(
+        inspect.signature(flex_flash_attn_func), AttnForwardMeta, broken, lambda: True, (), ("max_seqlen_q",)
+    )
+    with pytest.raises(ZeroDivisionError):
+        known.remember(case.q, case.k, case.v, *case.mask)
+    assert len(known) == 0
+
+
+def broken(**_):
+    return 1 // 0
+
+
+def test_sinks(public):
+    _, simulator = public
+    sink = torch.randn(2, 4)
+    case = Case(simulator, sink=sink)
+    got, meta = case.find()
+    assert torch.equal(got, case.want[0]) and torch.equal(meta.lse, case.want[1].lse)
+    assert simulator.calls[-1].sink == sink.data_ptr()
+    want = truth(case.q, case.k, case.v, table_from_tensors(*case.mask), AttnOptions(0.25), sink)
+    close(got, want.out, 1e-2)
+    for other in (sink.double(), sink.t().contiguous().t(), sink[:1], sink.bfloat16(), sink[:0]):
+        assert case.find(sink=other) is None
+        flex_flash_attn_func(case.q, case.k, case.v, *case.mask, sink=other)
+    assert case.find(sink=sink.clone()) is not None and len(KNOWN) == 2  # sink[:1] has joined
+
+
+def test_threads(public, monkeypatch):
+    case = quick_case(public, monkeypatch)
+    monkeypatch.setattr(sys, "setswitchinterval", sys.setswitchinterval)
+    interval, faults = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-5)
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(150):
+                mask = tensors(Mask.causal(32).slices)
+                for _ in range(3):
+                    flex_flash_attn_func(case.q, case.k, case.v, *mask, sm_margin=i % 3)
+                    flex_flash_attn_func(case.q, case.k, case.v, *case.mask)
+                if i % 50 == 49:
+                    KNOWN._memo.forget_all()
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not faults
+    gc.collect()
+    assert len(KNOWN) <= 1
+
+
+def test_a_known_call_costs_few_steps(public, monkeypatch):
+    """Counts instead of microseconds: Python functions entered, and allocations, by one known call."""
+    case = quick_case(public, monkeypatch)
+    q, k, v, mask = case.q, case.k, case.v, case.mask
+    steps: list[str] = []
+
+    def note(frame, event, arg) -> None:
+        if event in ("call", "c_call"):
+            steps.append(frame.f_code.co_name if event == "call" else arg.__name__)
+
+    def steps_of(call) -> list[str]:
+        steps.clear()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return steps[1:-1]  # without the lambda and setprofile
+
+    known = steps_of(lambda: flex_flash_attn_func(q, k, v, *mask))
+    assert known == ["call", "is_compiling", "is_scripting", "find"], known
+    assert len(steps_of(lambda: flex_flash_attn_func(q, k, v, *mask, softcap=1.0))) > 100
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func)
+            return func(*args, **(kwargs or {}))
+
+    made: list = []
+    hooks = known_calls.TorchHooks.find()._replace(answers=())  # blind to modes, so that one can count
+    monkeypatch.setattr(known_calls.TorchHooks, "find", lambda: hooks)
+    KNOWN.forget()
+    flex_flash_attn_func(q, k, v, *mask)
+    with Allocations():
+        assert case.find() is not None
+    assert [str(func) for func in made] == ["aten.empty_like.default"] * 2
+
+
+def test_compiled_and_index_calls(public):
+    _, simulator = public
+    q, k, v = inputs(32, 32)
+    ranges = tensors(Mask.causal(32).slices)
+    want = truth(q, k, v, Mask.causal(32).slices, AttnOptions(0.25))
+    flex_flash_attn_func(q, k, v, *ranges)
+    compiled = torch.compile(lambda *x: flex_flash_attn_func(*x)[0] * 2, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        close(compiled(q, k, v, *ranges), 2 * want.out, 2e-2)
+    assert len(simulator.calls) == 3
+    rows = torch.arange(32)[:, None]
+    keys = torch.where(torch.arange(32)[None] <= rows, torch.arange(32)[None], -1).to(torch.int32)
+    q1, k1, v1 = inputs(32, 32, heads=(4, 1))
+    for _ in range(2):
+        out, _ = flex_flash_attn_func(q1, k1, v1, index_attn_indices=keys[:, None])
+        close(out, truth(q1, k1, v1, Mask.causal(32).slices, AttnOptions(0.25)).out, 1e-2)
+    assert len(KNOWN) == 1
+
+
+def test_without_the_module_one_line_says_why(public, monkeypatch, caplog):
+    def absent():
+        raise UnsupportedError("_magi_host.so is not built; run this and that.")
+
+    for patch in (lambda m: m.setattr(known_calls, "load_host", absent), old_torch):
+        KNOWN.forget()
+        caplog.clear()
+        with monkeypatch.context() as changed, caplog.at_level(logging.INFO, "magi_attention.kernels"):
+            patch(changed)
+            case = Case(public[1])
+            for _ in range(2):
+                again = flex_flash_attn_func(case.q, case.k, case.v, *case.mask)
+                assert torch.equal(again[0], case.want[0])
+        (line,) = [r for r in caplog.records if "Repeated attention calls" in r.getMessage()]
+        assert line.levelno == logging.INFO and ("run this" in line.getMessage() or "2.10" in line.getMessage())
+        assert len(KNOWN) == 0 and case.find() is None
+
+
+def old_torch(patch) -> None:
+    real = known_calls.TorchHooks.find
+    monkey = type("torch", (), {"Tensor": object, "__version__": "2.9.0"})
+
+    def find():
+        patch.setattr(known_calls, "torch", monkey)
+        return real()
+
+    patch.setattr(known_calls.TorchHooks, "find", find)
