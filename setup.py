@@ -40,15 +40,18 @@ def build_native() -> None:
     if env.is_skip_cuda_build():
         say("native libraries were not built, because MAGI_ATTENTION_SKIP_CUDA_BUILD=1.")
         return
-    wanted = [("planner", toolchain.require_cxx)]
+    wanted = [
+        ("planner", (toolchain.require_cxx,)),
+        ("host", (toolchain.require_cxx, toolchain.require_pybind11, toolchain.require_python_headers)),
+    ]
     if env.is_prebuild_ffa():
-        wanted.append(("ffa", toolchain.require_nvcc))
+        wanted.append(("ffa", (toolchain.require_nvcc,)))
     else:
         say("attention kernels were not built, because MAGI_ATTENTION_PREBUILD_FFA=0.")
-    for name, require_compiler in wanted:
+    for name, requirements in wanted:
         try:
-            require_compiler()
-            toolchain.require_ninja()
+            for require in (*requirements, toolchain.require_ninja):
+                require()
         except BuildError as error:
             say(f"{name} library was not built. {error}")
             continue
@@ -66,7 +69,7 @@ class BuildPy(build_py):
         if self.editable_mode:
             return  # the package is used where it lies, and so are its lib and csrc
         package = Path(self.build_lib) / "magi_attention"
-        for library in toolchain.LIB.glob("*.so"):
+        for library in toolchain.built_libraries():
             self.mkpath(str(package / "lib"))
             shutil.copy2(library, package / "lib" / library.name)
         csrc = ROOT / "csrc"
@@ -77,21 +80,32 @@ class BuildPy(build_py):
 
 
 class Wheel(bdist_wheel):
-    """One wheel for every Python of the platform: the libraries have a C interface and no Python in them."""
+    """One wheel for every Python of the platform, unless it holds the host module, which is built for one.
+
+    The other libraries have a C interface and no Python in them.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+        has_host = any(Path(self.bdist_dir).glob(f"**/{toolchain.HOST_MODULE}*"))
+        return (python, abi, platform) if self.root_is_pure or has_host else ("py3", "none", platform)
 
 
 class MaybeNative(Distribution):
     def has_ext_modules(self) -> bool:
-        return any(toolchain.LIB.glob("*.so")) or can_compile()
+        return bool(toolchain.built_libraries()) or can_compile()
+
+
+def tools_to_fetch() -> list[str]:
+    """What pip shall bring into the build, only where there is something to compile and they are not there yet."""
+    if not can_compile():
+        return []
+    found = {"ninja": toolchain.find_ninja(), "pybind11": toolchain.find_pybind11()}
+    return [name for name, path in found.items() if path is None]
 
 
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
     distclass=MaybeNative,
-    # Fetched by pip only where there is something to compile and no ninja yet.
-    setup_requires=["ninja"] if can_compile() and not toolchain.find_ninja() else [],
+    setup_requires=tools_to_fetch(),
 )
