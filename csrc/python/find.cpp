@@ -110,7 +110,8 @@ bool KnownCalls::read(PyObject* const* args, Py_ssize_t count, PyObject* keyword
   }
   if (request->has_sink && !torch_.is_tensor(sink)) return false;
   bool needs_backward = true;
-  if (!needs_gradient(*request, &needs_backward) || needs_backward || !torch_.is_quiet()) return false;
+  // First: a mode would be told of every property that is read below.
+  if (!torch_.is_quiet() || !needs_gradient(*request, &needs_backward) || needs_backward) return false;
   if (!read_mask(request)) return false;
   if (!torch_.read_values(q, &request->q) || !torch_.read_values(k, &request->k) ||
       !torch_.read_values(v, &request->v)) {

@@ -7,8 +7,8 @@ native module ``_magi_host`` (``csrc/python``); without it nothing is ever known
 
 A call is known if nothing that the usual way looks at has changed: plain tensors (no subclass) of the same shapes,
 strides, dtypes and device, no gradient wanted, the same options, the very same mask tensors unedited, the same stream,
-no CUDA graph being captured, no mode or transform of torch active, the same environment. Entries go when a tensor of
-their mask does.
+no CUDA graph being captured, no mode or transform of torch active (``torch.set_default_device`` is one), the same
+environment. Entries go when a tensor of their mask does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TorchHooks(NamedTuple):
     parameter: type
     empty_like: Callable[..., torch.Tensor]
     is_grad_enabled: Callable[[], bool]
-    answers: tuple[tuple[Callable[[], int], int], ...]  # (function, what it must return)
+    answers: tuple[tuple[Callable[[], object], object], ...]  # (function, the small constant that it must return)
     entries: tuple[tuple[dict, str, object], ...]  # (dictionary, key, what it must hold)
 
     @classmethod
@@ -67,14 +67,14 @@ class TorchHooks(NamedTuple):
             )
         try:
             modes = (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack)
-            forward_level = forward_ad._current_level
+            is_tracing, _ = torch._C._is_tracing, forward_ad._current_level
         except AttributeError as error:
             raise UnsupportedError(f"torch {torch.__version__} is unknown to this package: {error}.") from None
         return cls(
             api, torch.Tensor, torch.nn.Parameter, torch.empty_like, torch.is_grad_enabled,
-            answers=tuple((f, 0) for f in modes),
+            answers=(*((f, 0) for f in modes), (is_tracing, False)),
             # Tangents of forward-mode differentiation are invisible to all of the above.
-            entries=((vars(forward_ad), "_current_level", -1),) if forward_level == -1 else (),
+            entries=((vars(forward_ad), "_current_level", -1),),
         )  # fmt: skip
 
 
