@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import inspect
-import logging
-import sys
-import threading
 import weakref
 
 import pytest
 import torch
-from ffa_simulator import close, host_or_skip, inputs, planner_or_skip, public_backend, tensors, truth
+from ffa_simulator import close, inputs, tensors, truth
+from known_case import KNOWN, Case
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,46 +23,6 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, known_calls
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native import abi
-
-KNOWN = flex_flash_attn_func.known_calls
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    planner_or_skip()
-    host_or_skip()
-
-
-@pytest.fixture
-def public(monkeypatch):
-    yield public_backend(monkeypatch)
-    KNOWN.forget()
-
-
-class Case:
-    """One call that ran once, so that ``find`` knows it."""
-
-    def __init__(self, simulator, **options) -> None:
-        self.simulator = simulator
-        self.q, self.k, self.v = inputs(32, 32)
-        self.mask = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
-        self.options = options
-        self.want = flex_flash_attn_func(self.q, self.k, self.v, *self.mask, **options)
-
-    def find(self, **changes):
-        q_ranges, k_ranges, types = self.mask
-        call = {
-            "q": self.q, "k": self.k, "v": self.v, "q_ranges": q_ranges, "k_ranges": k_ranges,
-            "attn_type_map": types, **self.options, **changes,
-        }  # fmt: skip
-        return KNOWN.find(**call)
-
-
-@pytest.fixture
-def case(public):
-    made = Case(public[1])
-    assert made.find() is not None
-    return made
 
 
 class Counted:
@@ -206,7 +163,7 @@ def test_tensors_that_are_not_known(case):
 
 
 def test_gradients_modes_and_transforms(case):
-    q, k, v, sink = case.q, case.k, case.v, torch.zeros(1, 4)
+    q, v, sink = case.q, case.v, torch.zeros(1, 4)
     wanted = q.clone().requires_grad_()
     assert case.find(q=wanted) is None and case.find(v=torch.nn.Parameter(v)) is None
     with torch.no_grad():
@@ -294,45 +251,6 @@ def test_entries_go_with_their_tensors(public):
         assert len(KNOWN) == 0
 
 
-def quick_case(public, monkeypatch) -> Case:
-    """One whose launch does nothing, and whose device is asked by builtin functions, as on a GPU."""
-    ffa, simulator = public
-    for name, ask in (("stream", (8).__add__), ("current_device", (-1).__int__), ("is_capturing", bool)):
-        monkeypatch.setattr(ffa.runtime, name, ask, raising=False)  # stream 7 of device -1
-    launch = ctypes.pythonapi.PyErr_Occurred  # gives 0, whatever it is given
-    monkeypatch.setattr(simulator, "forward_address", ctypes.cast(launch, ctypes.c_void_p).value)
-    return Case(simulator)
-
-
-def test_nothing_leaks(public, monkeypatch):
-    case = quick_case(public, monkeypatch)
-    q, k, v, mask = case.q, case.k, case.v, case.mask
-    watched = [q, k, v, *mask, None, flex_flash_attn_func, AttnForwardMeta, torch.empty_like, Case]
-    meta_of = lambda: flex_flash_attn_func(q, k, v, *mask)[1]  # noqa: E731
-    failing = {"q": q[:31]}
-
-    def counts() -> list[int]:
-        gc.collect()
-        return [sys.getrefcount(x) for x in watched]
-
-    for _ in range(10):
-        assert case.find() and case.find(**failing) is None
-    before, objects = counts(), len(gc.get_objects())
-    for _ in range(10_000):
-        out, meta = KNOWN.find(q, k, v, *mask)
-        assert KNOWN.find(**failing, k=k, v=v, q_ranges=mask.q_ranges, k_ranges=mask.k_ranges) is None
-    owners = [sys.getrefcount(out), sys.getrefcount(meta), sys.getrefcount(meta.lse)]
-    assert owners == [2, 2, 2], "one besides the argument itself"
-    del out, meta
-    after = counts()
-    none = watched.index(None)
-    assert abs(after[none] - before[none]) < 100
-    assert after[:none] + after[none + 1 :] == before[:none] + before[none + 1 :]
-    assert abs(len(gc.get_objects()) - objects) < 100
-    lse = weakref.ref(meta_of().lse)
-    assert lse() is None
-
-
 def test_failing_launches_and_preparations(public, monkeypatch):
     _, simulator = public
     case = Case(simulator)
@@ -371,75 +289,6 @@ def test_sinks(public):
     assert case.find(sink=sink.clone()) is not None and len(KNOWN) == 2  # sink[:1] has joined
 
 
-def test_threads(public, monkeypatch):
-    case = quick_case(public, monkeypatch)
-    monkeypatch.setattr(sys, "setswitchinterval", sys.setswitchinterval)
-    interval, faults = sys.getswitchinterval(), []
-    sys.setswitchinterval(1e-5)
-
-    def work(seed: int) -> None:
-        try:
-            for i in range(150):
-                mask = tensors(Mask.causal(32).slices)
-                for _ in range(3):
-                    flex_flash_attn_func(case.q, case.k, case.v, *mask, sm_margin=i % 3)
-                    flex_flash_attn_func(case.q, case.k, case.v, *case.mask)
-                if i % 50 == 49:
-                    KNOWN._memo.forget_all()
-        except Exception as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    finally:
-        sys.setswitchinterval(interval)
-    assert not faults
-    gc.collect()
-    assert len(KNOWN) <= 1
-
-
-def test_a_known_call_costs_few_steps(public, monkeypatch):
-    """Counts instead of microseconds: Python functions entered, and allocations, by one known call."""
-    case = quick_case(public, monkeypatch)
-    q, k, v, mask = case.q, case.k, case.v, case.mask
-    steps: list[str] = []
-
-    def note(frame, event, arg) -> None:
-        if event in ("call", "c_call"):
-            steps.append(frame.f_code.co_name if event == "call" else arg.__name__)
-
-    def steps_of(call) -> list[str]:
-        steps.clear()
-        sys.setprofile(note)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        return steps[1:-1]  # without the lambda and setprofile
-
-    known = steps_of(lambda: flex_flash_attn_func(q, k, v, *mask))
-    assert known == ["call", "is_compiling", "is_scripting", "find"], known
-    assert len(steps_of(lambda: flex_flash_attn_func(q, k, v, *mask, softcap=1.0))) > 100
-
-    class Allocations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func)
-            return func(*args, **(kwargs or {}))
-
-    made: list = []
-    hooks = known_calls.TorchHooks.find()._replace(answers=())  # blind to modes, so that one can count
-    monkeypatch.setattr(known_calls.TorchHooks, "find", lambda: hooks)
-    KNOWN.forget()
-    flex_flash_attn_func(q, k, v, *mask)
-    with Allocations():
-        assert case.find() is not None
-    assert [str(func) for func in made] == ["aten.empty_like.default"] * 2
-
-
 def test_compiled_and_index_calls(public):
     _, simulator = public
     q, k, v = inputs(32, 32)
@@ -457,32 +306,3 @@ def test_compiled_and_index_calls(public):
         out, _ = flex_flash_attn_func(q1, k1, v1, index_attn_indices=keys[:, None])
         close(out, truth(q1, k1, v1, Mask.causal(32).slices, AttnOptions(0.25)).out, 1e-2)
     assert len(KNOWN) == 1
-
-
-def test_without_the_module_one_line_says_why(public, monkeypatch, caplog):
-    def absent():
-        raise UnsupportedError("_magi_host.so is not built; run this and that.")
-
-    for patch in (lambda m: m.setattr(known_calls, "load_host", absent), old_torch):
-        KNOWN.forget()
-        caplog.clear()
-        with monkeypatch.context() as changed, caplog.at_level(logging.INFO, "magi_attention.kernels"):
-            patch(changed)
-            case = Case(public[1])
-            for _ in range(2):
-                again = flex_flash_attn_func(case.q, case.k, case.v, *case.mask)
-                assert torch.equal(again[0], case.want[0])
-        (line,) = [r for r in caplog.records if "Repeated attention calls" in r.getMessage()]
-        assert line.levelno == logging.INFO and ("run this" in line.getMessage() or "2.10" in line.getMessage())
-        assert len(KNOWN) == 0 and case.find() is None
-
-
-def old_torch(patch) -> None:
-    real = known_calls.TorchHooks.find
-    monkey = type("torch", (), {"Tensor": object, "__version__": "2.9.0"})
-
-    def find():
-        patch.setattr(known_calls, "torch", monkey)
-        return real()
-
-    patch.setattr(known_calls.TorchHooks, "find", find)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests that call the public function on simulated kernels."""
+
+from __future__ import annotations
+
+import pytest
+from ffa_simulator import host_or_skip, planner_or_skip, public_backend
+from known_case import KNOWN, Case
+
+
+@pytest.fixture(scope="session")
+def host_libraries():
+    planner_or_skip()
+    host_or_skip()
+
+
+@pytest.fixture
+def public(host_libraries, monkeypatch):
+    """``flex_flash_attn_func`` on the simulated kernels; gives the backend and the simulator."""
+    yield public_backend(monkeypatch)
+    KNOWN.forget()
+
+
+@pytest.fixture
+def case(public):
+    made = Case(public[1])
+    assert made.find() is not None
+    return made
