@@ -47,7 +47,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.fixture(autouse=True)
 def explicit_backend(monkeypatch):
     """An explicit wish, so that no other backend takes over."""
-    for name in torch_ops._LANE:
+    for name in torch_ops.WATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "ffa")
 
