@@ -58,10 +58,12 @@ bool KnownCalls::bind(PyObject* const* args, Py_ssize_t count, PyObject* keyword
   for (int i = 0; i < total; ++i) slots[i] = i < count ? args[i] : nullptr;
   const Py_ssize_t num_keywords = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
   for (Py_ssize_t i = 0; i < num_keywords; ++i) {
-    // Names in source code are interned, so the address tells. One that is not takes the usual way.
+    // Names in source code are interned, so the address tells; those out of a configuration file may not be.
     PyObject* name = PyTuple_GET_ITEM(keywords, i);
     int slot = 0;
     while (slot < total && names_[slot].ptr() != name) ++slot;
+    if (slot == total) slot = 0;
+    while (slot < total && !same_value(names_[slot].ptr(), name)) ++slot;
     if (slot == total || slots[slot] != nullptr) return false;
     slots[slot] = args[count + i];
   }
