@@ -125,6 +125,26 @@ MAGI_HD inline bool trim_slice(Slice& s) {
   return true;
 }
 
+// The transposed slice: rows are its keys, columns its queries. Bounds that move with the key do so only where a query
+// begins or ends to see it, so up to three slices are needed, with the rows in order. Returns how many.
+MAGI_HD inline int32_t transpose_slice(Slice s, Slice out[3]) {
+  if (!trim_slice(s)) return 0;
+  const int32_t queries = s.q1 - s.q0;
+  // Key k is seen from query q1 - (k1 - k) on if causal, and up to query q0 + (k - k0) if inverse, both clipped to the
+  // slice. A lower bound that rises with the row is the inverse type, an upper one the causal type.
+  const int32_t rises_from = s.type & kCausal ? s.k1 - queries : s.k1;  // keys from here on: the lower bound rises
+  const int32_t rises_to = s.type & kInverse ? s.k0 + queries : s.k0;   // keys up to here: the upper bound rises
+  const int32_t cut0 = min_of(rises_from, rises_to), cut1 = max_of(rises_from, rises_to);
+  int32_t count = 0;
+  if (s.k0 < cut0) out[count++] = Slice{s.k0, cut0, s.q0, s.q0 + (cut0 - s.k0), kCausal};
+  if (cut0 < cut1) {
+    const bool both_rise = rises_from < rises_to;
+    out[count++] = both_rise ? Slice{cut0, cut1, s.q0, s.q1, kCausal | kInverse} : Slice{cut0, cut1, s.q0, s.q1, 0};
+  }
+  if (cut1 < s.k1) out[count++] = Slice{cut1, s.k1, s.q1 - (s.k1 - cut1), s.q1, kInverse};
+  return count;
+}
+
 // Interval of query token q of a trimmed slice.
 MAGI_HD inline int32_t slice_lo(const Slice& s, int32_t q) { return s.type & kInverse ? s.k0 + (q - s.q0) : s.k0; }
 MAGI_HD inline int32_t slice_hi(const Slice& s, int32_t q) { return s.type & kCausal ? s.k1 - (s.q1 - 1 - q) : s.k1; }

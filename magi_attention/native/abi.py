@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -78,6 +78,17 @@ _STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out") for d
 _POINTERS = ("q", "k", "v", "out", "lse", "max_logits", "sink", "plan", "workspace", "stream")
 
 
+_BWD_INTS = (
+    *("version", "dtype", "grad_dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
+    *("accumulate", "sm_margin"),
+)
+_BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
+_BWD_POINTERS = (
+    *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
+    *("plan", "workspace", "stream"),
+)
+
+
 class FfaFwdParams(ctypes.Structure):
     """``magi_ffa_fwd_params``. Strides in elements, addresses as integers."""
 
@@ -95,6 +106,20 @@ class FfaFwdParams(ctypes.Structure):
 FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
+class FfaBwdParams(ctypes.Structure):
+    """``magi_ffa_bwd_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = [
+        *((name, c_int32) for name in _BWD_INTS),
+        ("softmax_scale", c_float),
+        ("softcap", c_float),
+        ("reserved", c_int32),
+        *((name, c_int64) for name in _BWD_STRIDES),
+        ("workspace_bytes", c_int64),
+        *((name, c_void_p) for name in _BWD_POINTERS),
+    ]
+
+
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
 
@@ -107,11 +132,19 @@ PLANNER_FUNCTIONS: Functions = {
         (c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, I64_PTR),
     ),
     "magi_tile_plan_check": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
+    "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),
+    "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
+    "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_tile_transpose_device": (
+        c_int32,
+        (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
     "magi_tile_plan_device": (
         c_int32,
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),

@@ -12,40 +12,57 @@
 namespace magi {
 namespace {
 
-struct FwdVariant {
+template <typename Params>
+struct Variant {
   int32_t dtype, head_dim, head_dim_v;
-  magi_status (*launch)(const magi_ffa_fwd_params*);
-  magi_status (*workspace)(const magi_ffa_fwd_params*, int64_t*);
+  magi_status (*launch)(const Params*);
+  magi_status (*workspace)(const Params*, int64_t*);
 };
+using FwdVariant = Variant<magi_ffa_fwd_params>;
+using BwdVariant = Variant<magi_ffa_bwd_params>;
 
 [[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
 
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) {kDtype_##TYPE, D, DV, SYMBOL, SYMBOL##_workspace},
-constexpr FwdVariant kFwdVariants[] = {
-#include "inst/variants.inc"
+// The narrowest variant that holds the shape; padding columns are zeros that the copy engine fills in.
+template <typename Params>
+struct Finder {
+  const Params& p;
+  const Variant<Params>* best = nullptr;
+  Variant<Params> kept{};
+
+  void offer(const Variant<Params>& v) {
+    if (v.dtype != p.dtype || v.head_dim < p.head_dim || v.head_dim_v < p.head_dim_v) return;
+    if (best != nullptr && v.head_dim + v.head_dim_v >= kept.head_dim + kept.head_dim_v) return;
+    kept = v;
+    best = &kept;
+  }
+  template <typename Other>
+  void offer(const Variant<Other>&) {}
 };
+
+#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) \
+  finder->offer(Variant<magi_ffa_##KIND##_params>{kDtype_##TYPE, D, DV, SYMBOL, SYMBOL##_workspace});
+template <typename Params>
+void offer_all([[maybe_unused]] Finder<Params>* finder) {
+#include "inst/variants.inc"
+}
 #undef MAGI_VARIANT
 
-// The narrowest variant that holds the shape; padding columns are zeros that the copy engine fills in.
-const FwdVariant* find_fwd(const magi_ffa_fwd_params& p) {
-  const FwdVariant* best = nullptr;
-  for (const FwdVariant& v : kFwdVariants) {
-    if (v.dtype != p.dtype || v.head_dim < p.head_dim || v.head_dim_v < p.head_dim_v) continue;
-    if (best == nullptr || v.head_dim + v.head_dim_v < best->head_dim + best->head_dim_v) best = &v;
-  }
-  return best;
+magi_status check_shapes(int32_t version, int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v) {
+  if (version != MAGI_ABI_VERSION)
+    return fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", version,
+                MAGI_ABI_VERSION);
+  if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0)
+    return fail(MAGI_INVALID_ARGUMENT, "%d query heads do not divide over %d key heads.", heads_q, heads_kv);
+  if (head_dim < 8 || head_dim % 8 || head_dim_v < 8 || head_dim_v % 8)
+    return fail(MAGI_INVALID_ARGUMENT, "head dims %d and %d must be positive multiples of 8.", head_dim, head_dim_v);
+  return MAGI_OK;
 }
 
 magi_status check_fwd(const magi_ffa_fwd_params& p) {
-  if (p.version != MAGI_ABI_VERSION)
-    return fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", p.version,
-                MAGI_ABI_VERSION);
-  if (p.heads_kv < 1 || p.heads_q < 1 || p.heads_q % p.heads_kv != 0)
-    return fail(MAGI_INVALID_ARGUMENT, "%d query heads do not divide over %d key heads.", p.heads_q, p.heads_kv);
+  MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
   if (p.pack != 1 && p.pack != p.heads_q / p.heads_kv)
     return fail(MAGI_INVALID_ARGUMENT, "pack is %d; use 1 or heads_q / heads_kv.", p.pack);
-  if (p.head_dim < 8 || p.head_dim % 8 || p.head_dim_v < 8 || p.head_dim_v % 8)
-    return fail(MAGI_INVALID_ARGUMENT, "head dims %d and %d must be positive multiples of 8.", p.head_dim, p.head_dim_v);
   if (!(p.softmax_scale > 0.f) || p.softcap < 0.f)
     return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0 and softcap >= 0.");
   if (p.accumulate && p.out_dtype != MAGI_FP32)
@@ -58,13 +75,25 @@ magi_status check_fwd(const magi_ffa_fwd_params& p) {
   return MAGI_OK;
 }
 
-magi_status choose_fwd(const magi_ffa_fwd_params& p, const FwdVariant** variant) {
-  MAGI_RETURN(check_fwd(p));
-  *variant = find_fwd(p);
-  if (*variant == nullptr)
-    return fail(MAGI_UNSUPPORTED, "No forward kernel for head dims %d and %d in this library; largest is 256.", p.head_dim,
-                p.head_dim_v);
+magi_status check_bwd(const magi_ffa_bwd_params& p) {
+  MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
+  if (!(p.softmax_scale > 0.f) || p.softcap < 0.f)
+    return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0 and softcap >= 0.");
+  if (p.accumulate && p.grad_dtype != MAGI_FP32)
+    return fail(MAGI_INVALID_ARGUMENT, "accumulate needs float32 gradients.");
+  if (p.grad_dtype != MAGI_FP32 && p.grad_dtype != p.dtype)
+    return fail(MAGI_INVALID_ARGUMENT, "Gradients must be float32 or have the dtype of q.");
+  if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0)
+    return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k and sm_margin must be >= 0.");
   return MAGI_OK;
+}
+
+template <typename Params>
+magi_status choose(const Params& p, const char* direction, Finder<Params>* finder) {
+  offer_all(finder);
+  if (finder->best != nullptr) return MAGI_OK;
+  return fail(MAGI_UNSUPPORTED, "No %s kernel for head dims %d and %d in this library; largest is 256.", direction, p.head_dim,
+              p.head_dim_v);
 }
 
 }  // namespace
@@ -84,15 +113,39 @@ magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_di
 }
 
 magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) {
-  const magi::FwdVariant* variant = nullptr;
-  MAGI_RETURN(magi::choose_fwd(*params, &variant));
-  return variant->workspace(params, bytes);
+  magi::Finder<magi_ffa_fwd_params> finder{*params};
+  MAGI_RETURN(magi::check_fwd(*params));
+  MAGI_RETURN(magi::choose(*params, "forward", &finder));
+  return finder.best->workspace(params, bytes);
 }
 
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) {
-  const magi::FwdVariant* variant = nullptr;
-  MAGI_RETURN(magi::choose_fwd(*params, &variant));
-  return variant->launch(params);
+  magi::Finder<magi_ffa_fwd_params> finder{*params};
+  MAGI_RETURN(magi::check_fwd(*params));
+  MAGI_RETURN(magi::choose(*params, "forward", &finder));
+  return finder.best->launch(params);
+}
+
+magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups) {
+  if (head_dim < 8 || head_dim_v < 8)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "head dims %d and %d must be positive multiples of 8.", head_dim, head_dim_v);
+  *tile_tokens = 128;
+  *num_groups = 2;
+  return MAGI_OK;
+}
+
+magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {
+  magi::Finder<magi_ffa_bwd_params> finder{*params};
+  MAGI_RETURN(magi::check_bwd(*params));
+  MAGI_RETURN(magi::choose(*params, "backward", &finder));
+  return finder.best->workspace(params, bytes);
+}
+
+magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) {
+  magi::Finder<magi_ffa_bwd_params> finder{*params};
+  MAGI_RETURN(magi::check_bwd(*params));
+  MAGI_RETURN(magi::choose(*params, "backward", &finder));
+  return finder.best->launch(params);
 }
 
 const char* magi_last_error(void) { return magi::error_buffer(); }

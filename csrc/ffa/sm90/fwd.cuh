@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_fwd(const __grid_constant_
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_tiles<C>(p, smem);
-    if (threadIdx.x == 32) schedule_units<C>(p, smem);
+    if (threadIdx.x == 32) schedule_fwd<C>(p, smem);
     if (threadIdx.x / 32 == 2) clear_unseen<C>(p, smem, threadIdx.x % 32);
   } else {
     registers_grow<C::kConsumerRegisters>();

@@ -8,9 +8,11 @@
 #include "../../include/magi/abi.h"
 #include "../common/barrier.cuh"
 #include "../common/copy.cuh"
+#include "../common/shared.cuh"
 #include "fwd_config.h"
 #include "fwd_params.h"
 #include "fwd_split.cuh"
+#include "schedule.cuh"
 
 namespace magi {
 
@@ -64,106 +66,17 @@ struct FwdSmem {
   }
 };
 
-__device__ __forceinline__ int4 lds_int4(uint32_t address) {
-  int4 v;
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ int lds_int(uint32_t address) {
-  int v;
-  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ int2 lds_int2(uint32_t address) {
-  int2 v;
-  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-// The same value in every lane, in a way that the compiler can see: control flow and descriptors that depend on it then
-// live in uniform registers.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
-
-// Linear index of a unit, whose parts are not counted -> (rank in the cost order, head unit). Inside a section of heads the
-// heaviest tiles of all its heads come first; sections follow one another so that their keys and values stay in L2.
-__device__ __forceinline__ void unit_coords(const FwdKernelParams& p, int unit, int* rank, int* head_unit) {
-  const int per_section = p.num_tiles * p.heads_per_section;
-  const int section = unit / per_section;
-  const int in_section = unit - section * per_section;
-  const int first = section * p.heads_per_section;
-  const int heads = min(p.heads_per_section, p.head_units - first);
-  *rank = in_section / heads;
-  *head_unit = first + in_section - *rank * heads;
-}
-
-// One lane. Hands out units two ahead and stages the layer records of each in shared memory.
+// One lane, see schedule.cuh.
 template <typename C>
-__device__ void schedule_units(const FwdKernelParams& p, const FwdSmem<C>& smem) {
-  // Offsets rather than pointers, to save registers.
-  const int32_t* header = p.plan;
-  const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
-  const int32_t order_at = header[offsetof(magi_tile_plan_header, words_order) / 4];
-  const int32_t records_at = header[offsetof(magi_tile_plan_header, words_records) / 4];
-  const int32_t layer_words = header[offsetof(magi_tile_plan_header, layer_words) / 4];
-  auto layers_of = [&](int tile) {  // first record, number of records
-    return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4);
-  };
-  const int parts = C::kPlain ? 1 : p.max_parts, total = p.num_tiles * p.head_units * parts;
-  Ring<2> units, layers;
-  int unit = blockIdx.x;
-  int next = unit < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-  int rank = 0, head_unit = 0, tile = 0;
-  int2 desc = make_int2(0, 0);
-  if (unit < total) {
-    unit_coords(p, unit / parts, &rank, &head_unit);
-    tile = p.plan[order_at + rank];
-    desc = layers_of(tile);
-  }
-  while (unit < total) {
-    // The look-ups of the next unit travel while this one is handed out.
-    const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-    int next_rank = 0, next_head = 0, next_tile = 0;
-    if (next < total) {
-      unit_coords(p, next / parts, &next_rank, &next_head);
-      next_tile = p.plan[order_at + next_rank];
-    }
-    Part part{unit % parts, 1};
+__device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  schedule_units(p, smem, C::kPlain ? 1 : p.max_parts, [&](int tile_at, int index) {
+    Part part{index, 1};
     if (!C::kPlain) {
-      const int blocks = p.plan[tiles_at + 8 * tile + offsetof(magi_tile_desc, num_blocks) / 4];
-      part.count = min(parts, max(1, blocks / kBlocksOfPart));
+      const int blocks = p.plan[tile_at + offsetof(magi_tile_desc, num_blocks) / 4];
+      part.count = min(p.max_parts, max(1, blocks / kBlocksOfPart));
     }
-    if (part.index < part.count) {
-      mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
-      asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(smem.unit(units.slot)), "r"(tile), "r"(head_unit),
-                   "r"(desc.y), "r"(part.word())
-                   : "memory");
-      mbar_arrive(smem.unit_full(units.slot));
-      units.advance();
-      for (int i = 0; i < desc.y; ++i) {
-        mbar_wait(smem.layer_empty(layers.slot), layers.phase ^ 1);
-        mbar_expect(smem.layer_full(layers.slot), layer_words * 4);
-        load_bytes(smem.layer(layers.slot), p.plan + records_at + static_cast<int64_t>(desc.x + i) * layer_words,
-                   layer_words * 4, smem.layer_full(layers.slot));
-        layers.advance();
-      }
-    }
-    unit = next;
-    next = after;
-    tile = next_tile;
-    head_unit = next_head;
-    if (unit < total) desc = layers_of(tile);
-  }
-  mbar_wait(smem.unit_empty(units.slot), units.phase ^ 1);
-  asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(smem.unit(units.slot)), "r"(-1) : "memory");
-  mbar_arrive(smem.unit_full(units.slot));
-  // The last CTA to get here resets the counter for the next launch on this stream.
-  __threadfence();
-  if (atomicInc(reinterpret_cast<unsigned*>(p.workspace) + 1, gridDim.x - 1) == gridDim.x - 1) p.workspace[0] = 0;
+    return part.index < part.count ? part.word() : kNoPart;
+  });
 }
 
 // One lane. Copies Q, K and V tiles.

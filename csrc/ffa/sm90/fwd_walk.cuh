@@ -7,13 +7,6 @@
 
 namespace magi {
 
-// The thread index, read anew: what is needed rarely should not hold a register.
-__device__ __forceinline__ int thread_again() {
-  int t;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-  return t;
-}
-
 // The sequence of key blocks of a unit, as one consumer warpgroup walks it. Inside a layer, from the right: blocks without
 // work for the warpgroup, masked ones, plain ones, masked ones, blocks without work. So a block's kind is told by how many
 // are left, against four thresholds that are worked out once per layer. Few registers: the row intervals stay in the
@@ -94,7 +87,7 @@ struct BlockWalk {
   __device__ __forceinline__ void mask(float (&s)[C::kBlockN / 2]) const {
     const uint32_t at = smem.layer(layer_slot());
     const int2 keys[2] = {lds_int2(at + (row_at & 0xffff)), lds_int2(at + (row_at >> 16))};
-    mask_scores<C>(s, k0, keys, thread_again() % 32);
+    mask_scores<C::kBlockN>(s, k0, keys, thread_again() % 32);
   }
 };
 

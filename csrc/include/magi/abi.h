@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 2
+#define MAGI_ABI_VERSION 3
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -139,6 +139,56 @@ MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int
  * are fewer tiles than multiprocessors, long tiles are cut along the keys, and the parts wait there to be joined. */
 MAGI_EXPORT magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
+
+/* ---- FFA backward ------------------------------------------------------------------------------------
+ *
+ * Gradients of the forward, from its inputs, its out and lse and the gradient dout of out. The plan is that of the
+ * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
+ * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
+ * dk and dv are written once by their owner; dq is summed in float32 in the workspace, in no fixed order.
+ */
+typedef struct {
+  int32_t version;    /* MAGI_ABI_VERSION */
+  int32_t dtype;      /* of q, k, v, out, dout: MAGI_BF16 or MAGI_FP16 */
+  int32_t grad_dtype; /* of dq, dk, dv: the input dtype, or MAGI_FP32 */
+  int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
+  int32_t accumulate; /* 1: add to what dq, dk and dv (float32) already hold */
+  int32_t sm_margin;  /* SMs to leave free, >= 0 */
+  float softmax_scale; /* > 0 */
+  float softcap;       /* > 0, or 0 for none */
+  int32_t reserved;
+  int64_t q_stride_token, q_stride_head;
+  int64_t k_stride_token, k_stride_head;
+  int64_t v_stride_token, v_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t dout_stride_token, dout_stride_head;
+  int64_t workspace_bytes; /* at least what magi_ffa_bwd_workspace says */
+  const void *q, *k, *v;
+  const void* out;         /* or NULL: then delta is read */
+  const void* dout;
+  const float* lse;        /* (total_q, heads_q) */
+  float* delta;            /* (total_q, heads_q), sum(out * dout) of each row: written if out is given; or NULL */
+  void *dq, *dk, *dv;
+  const int32_t* plan;     /* device memory, 16-byte aligned */
+  void* workspace;         /* workspace_bytes, 128-byte aligned; need not be initialised */
+  void* stream;            /* cudaStream_t */
+} magi_ffa_bwd_params;
+
+/* Tile the kernel wants: *tile_tokens keys in *num_groups groups, for the planner. */
+MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens,
+                                          int32_t* num_groups);
+/* Bytes of workspace that a call with these shapes needs; pointers are not looked at. */
+MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
+MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
+
+/* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty ones with all zeros. Host:
+ * rows of 5 int32 as for magi_tile_plan_host. Device: int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or NULL, to
+ * (3n, 2), (3n, 2) and (3n,); malformed slices become empty. */
+MAGI_EXPORT magi_status magi_tile_transpose_host(const int32_t* slices, int64_t num_slices, int32_t* transposed);
+MAGI_EXPORT magi_status magi_tile_transpose_device(const int32_t* q_ranges, const int32_t* k_ranges, const int32_t* types,
+                                                   int32_t num_slices, int32_t total_q, int32_t total_k,
+                                                   int32_t* row_ranges, int32_t* column_ranges, int32_t* new_types,
+                                                   void* stream);
 
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
  * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads of shared memory by its 32-bit address, and values that are the same in a whole warp.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+__device__ __forceinline__ int4 lds_int4(uint32_t address) {
+  int4 v;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int lds_int(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int2 lds_int2(uint32_t address) {
+  int2 v;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// The same value in every lane, in a way that the compiler can see: control flow and descriptors that depend on it then
+// live in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+// The thread index, read anew: what is needed rarely should not hold a register.
+__device__ __forceinline__ int thread_again() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+
+}  // namespace magi

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and walks all queries that see it, of all query
+// heads in the group: dk and dv stay in registers and are written once, without atomics. dq is summed in float32 in L2, by
+// vector reductions straight from the registers.
+#pragma once
+
+#include "bwd_epilogue.cuh"
+#include "bwd_step.cuh"
+
+namespace magi {
+
+template <typename C>
+__device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  float dk[C::kOut / 2], dv[C::kOut / 2];
+  StepWalk<C> walk(smem);
+  StepWorker<C> worker(p, smem, walk);
+  while (true) {
+    mbar_wait(smem.unit_full(walk.turns.unit_slot()), walk.turns.unit_phase());
+    const int4 unit = lds_int4(smem.unit(walk.turns.unit_slot()));
+    if (uniform(unit.x) < 0) break;
+    const BwdPart<C> part = BwdPart<C>::of_word(uniform(unit.w));
+    const int pass = C::kPasses > 1 ? part.pass : 0;
+#pragma unroll
+    for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
+    walk.start(uniform(unit.z), unit.y * (p.heads_q / p.heads_kv) + part.heads * p.heads_per_part, p.heads_per_part);
+    mbar_wait(smem.kv_full(), walk.turns.kv_phase());
+    typename StepWorker<C>::DqRest rest;
+#pragma unroll
+    for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
+    float* rest_at = worker.dq_address(pass);
+    const bool any = walk.has_step();
+    while (walk.has_step()) worker.step(dk, dv, rest, rest_at, pass);
+    if (any) worker.add_rest(rest, rest_at);
+    worker.finish(dk, dv);
+    // Tile and head are read again rather than kept in registers.
+    const int4 again = lds_int4(smem.unit(walk.turns.unit_slot()));
+    __syncwarp();
+    if (elect_one()) mbar_arrive(smem.unit_empty(walk.turns.unit_slot()));
+    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)).pass);
+    walk.turns.next_unit();
+  }
+  if (thread_again() % 128 == 0) store_wait_all();
+}
+
+// For a plan that did not fit into its buffer, or belongs to other shapes.
+template <typename C>
+__device__ void write_nan_grads(const BwdKernelParams& p) {
+  const float nan = __int_as_float(0x7fffffff);
+  for (int grad = 0; grad < 2; ++grad) {
+    void* to = grad ? p.dv : p.dk;
+    const int64_t count = static_cast<int64_t>(p.total_k) * p.heads_kv * (grad ? p.head_dim_v : p.head_dim);
+    for (int64_t i = blockIdx.x * C::kThreads + threadIdx.x; i < count; i += gridDim.x * C::kThreads) {
+      if (p.grads_are_float)
+        static_cast<float*>(to)[i] = nan;
+      else
+        static_cast<typename C::T*>(to)[i] = typename C::T(nan);
+    }
+  }
+}
+
+// Whether the plan is complete and made for these sizes.
+__device__ __forceinline__ bool bwd_plan_fits(const int32_t* plan, int total_q, int total_k, int keys) {
+  const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
+  return header.status == 0 && header.total_q == total_k && header.total_k == total_q && header.tile_tokens == keys &&
+         header.num_groups == 2;
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant__ BwdKernelParams p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k, C::kKeys)) {
+    write_nan_grads<C>(p);
+    return;
+  }
+  const BwdSmem<C> smem(smem_addr(raw));
+  const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    smem.init_barriers();
+    prefetch_tensor_map(&p.q_map);
+    prefetch_tensor_map(&p.k_map);
+    prefetch_tensor_map(&p.v_map);
+    prefetch_tensor_map(&p.do_map);
+  }
+  __syncthreads();
+  if (group == 0) {
+    registers_shrink<C::kProducerRegisters>();
+    if (threadIdx.x == 0) copy_steps<C>(p, smem);
+    if (threadIdx.x == 32) schedule_bwd<C>(p, smem);
+    if (threadIdx.x / 32 == 2) clear_unseen<C>(p, smem, threadIdx.x % 32);
+  } else {
+    registers_grow<C::kConsumerRegisters>();
+    compute_grads<C>(p, smem);
+  }
+}
+
+}  // namespace magi

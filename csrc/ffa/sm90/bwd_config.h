@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tile sizes and the shared-memory map of the backward kernel. Constants only; shared by host and device.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+template <typename T_, int kD_, bool kPlain_>
+struct BwdConfig {
+  using T = T_;
+  static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
+  // Without what most calls do not use: softcap, float32 gradients, adding to earlier ones.
+  static constexpr bool kPlain = kPlain_;
+  // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
+  static constexpr int kOut = kD <= 128 ? kD : 128;
+  static constexpr int kPasses = kD / kOut;
+  static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
+  static constexpr int kKeys = 64 * kGroups;
+  static constexpr int kQueries = 64;  // queries of a step
+  static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
+  static constexpr int kStages = kD <= 128 ? 3 : 1;     // of Q and dO
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+
+  static constexpr uint32_t kKeyBytes = kKeys * kD * 2;  // of K, and of V
+  static constexpr uint32_t kQueryBytes = kQueries * kD * 2;  // of a stage of Q, and of dO
+  static constexpr uint32_t kStatBytes = kQueries * 8;        // 64 offsets, 64 deltas
+  static constexpr uint32_t kDsBytes = kQueries * kKeys * 2;
+  // Offsets from the 1024-byte aligned start.
+  static constexpr uint32_t kKAt = 0;
+  static constexpr uint32_t kVAt = kKAt + kKeyBytes;
+  static constexpr uint32_t kQAt = kVAt + kKeyBytes;
+  static constexpr uint32_t kDoAt = kQAt + kStages * kQueryBytes;
+  static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;  // two slots
+  static constexpr uint32_t kStatsAt = kDsAt + 2 * kDsBytes;
+  static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
+  static constexpr uint32_t kLayersAt = kBarriersAt + 256;  // 27 barriers and two unit slots
+  static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
+  static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
+  static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
+  static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
+};
+
+// Of the sum that becomes dq, in float32: blocks of 64 queries x 64 columns of one head, each in the order in which an
+// accumulator lies in the registers of a warpgroup, so that whole lines are added.
+constexpr int kDqBlockFloats = 64 * 64;
+constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
+
+}  // namespace magi

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes dk and dv of a unit: rounded and staged over the rows of K and V, or as float32 straight from the registers.
+#pragma once
+
+#include "../common/scores.cuh"
+#include "bwd_step.cuh"
+
+namespace magi {
+
+constexpr int kGroupBarrier = 2;  // + warpgroup
+
+// The warpgroup's 64 rows to its rows of a tile in shared memory.
+template <typename C>
+__device__ __forceinline__ void stage_grad(uint32_t tile, const float (&grad)[C::kOut / 2], float factor) {
+  using T = typename C::T;
+  const int thread = thread_again() - 128, lane = thread % 32, matrix = lane / 8;
+  // Lane 8i + l addresses row l of matrix i: (rows 0-7, rows 8-15) x (chunk, chunk + 1) of 8 columns.
+  const int row = thread / 32 * 16 + (matrix & 1) * 8 + lane % 8;
+#pragma unroll
+  for (int j = 0; j < C::kOut / 8; j += 2) {
+    const int chunk = j % 8 + (matrix >> 1);
+    const uint32_t at = tile + j / 8 * (C::kKeys * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
+    store_matrix_x4(at, pack_pair<T>(grad[4 * j] * factor, grad[4 * j + 1] * factor),
+                    pack_pair<T>(grad[4 * j + 2] * factor, grad[4 * j + 3] * factor),
+                    pack_pair<T>(grad[4 * j + 4] * factor, grad[4 * j + 5] * factor),
+                    pack_pair<T>(grad[4 * j + 6] * factor, grad[4 * j + 7] * factor));
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float* to, int head_dim,
+                                                 const float (&grad)[C::kOut / 2], float factor, int tile, int head, int pass) {
+  const int thread = thread_again() - 128, lane = thread % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = tile * C::kKeys + thread / 32 * 16 + lane / 4 + 8 * r;
+    if (key >= p.total_k) continue;
+    float* row = to + (static_cast<int64_t>(key) * p.heads_kv + head) * head_dim;
+#pragma unroll
+    for (int j = 0; j < C::kOut / 8; ++j) {
+      const int column = pass * C::kOut + 8 * j + 2 * (lane % 4);
+      if (column >= head_dim) continue;
+      float2* at = reinterpret_cast<float2*>(row + column);
+      float2 value = make_float2(grad[4 * j + 2 * r] * factor, grad[4 * j + 2 * r + 1] * factor);
+      if (p.accumulate) {
+        const float2 old = *at;
+        value.x += old.x;
+        value.y += old.y;
+      }
+      *at = value;
+    }
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdSmem<C>& smem, const float (&dk)[C::kOut / 2],
+                                            const float (&dv)[C::kOut / 2], int tile, int head, int pass) {
+  const int group = uniform(thread_again() / 128 - 1);
+  const bool leads = thread_again() % 128 == 0;
+  named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
+  if (!C::kPlain && p.grads_are_float) {
+    write_float_grad<C>(p, static_cast<float*>(p.dv), p.head_dim_v, dv, 1.f, tile, head, pass);
+    write_float_grad<C>(p, static_cast<float*>(p.dk), p.head_dim, dk, p.grad_scale, tile, head, pass);
+    if (leads) mbar_arrive(smem.kv_empty());
+    return;
+  }
+  stage_grad<C>(smem.v(), dv, 1.f);
+  stage_grad<C>(smem.k(), dk, p.grad_scale);
+  fence_async_proxy();
+  named_barrier(kGroupBarrier + group, 128);
+  if (!leads) return;
+  const int key = tile * C::kKeys + group * 64, rows = group * 64 * 128;
+  if (key < p.total_k) {
+#pragma unroll
+    for (int d = 0; d < C::kOut / 64; ++d) {
+      store_tile_3d(&p.dv_map, smem.v() + d * C::kKeys * 128 + rows, pass * C::kOut + d * 64, key, head);
+      store_tile_3d(&p.dk_map, smem.k() + d * C::kKeys * 128 + rows, pass * C::kOut + d * 64, key, head);
+    }
+  }
+  store_commit();
+  store_wait_read();
+  mbar_arrive(smem.kv_empty());
+}
+
+}  // namespace magi

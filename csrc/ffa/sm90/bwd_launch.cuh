@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of one backward variant: workspace, tensor maps, the three launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/host.h"
+#include "bwd.cuh"
+#include "bwd_rows.cuh"
+
+namespace magi {
+
+// Byte offsets into the workspace.
+struct BwdWorkspace {
+  int64_t stats, dq_sum, bytes;
+};
+
+template <typename C>
+BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a) {
+  const int64_t blocks = (static_cast<int64_t>(a.total_q) + 63) / 64 * a.heads_q;
+  BwdWorkspace w;
+  w.stats = 128;
+  w.dq_sum = w.stats + 4 * kStatFloats * blocks;
+  w.bytes = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
+  return w;
+}
+
+template <typename C>
+magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
+  const CUtensorMapDataType type =
+      a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q, tk = a.total_k, hq = a.heads_q, hk = a.heads_kv;
+  const int64_t row_k = 2ll * a.head_dim, row_v = 2ll * a.head_dim_v;
+  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {d, tq, hq}, {2 * a.q_stride_token, 2 * a.q_stride_head}, {64, C::kQueries, 1},
+                         "q"));
+  MAGI_RETURN(encode_map(&k->do_map, type, a.dout, {dv, tq, hq}, {2 * a.dout_stride_token, 2 * a.dout_stride_head},
+                         {64, C::kQueries, 1}, "dout"));
+  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {d, tk, hk}, {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, C::kKeys, 1},
+                         "k"));
+  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk}, {2 * a.v_stride_token, 2 * a.v_stride_head},
+                         {64, C::kKeys, 1}, "v"));
+  if (k->grads_are_float) {
+    k->dk_map = k->dv_map = k->k_map;  // never used
+    return MAGI_OK;
+  }
+  MAGI_RETURN(encode_map(&k->dk_map, type, a.dk, {d, tk, hk}, {row_k * a.heads_kv, row_k}, {64, 64, 1}, "dk"));
+  return encode_map(&k->dv_map, type, a.dv, {dv, tk, hk}, {row_v * a.heads_kv, row_v}, {64, 64, 1}, "dv");
+}
+
+template <typename C>
+void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdRowParams* r) {
+  const BwdWorkspace w = bwd_layout<C>(a);
+  uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
+  k->plan = r->plan = a.plan;
+  k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
+  k->stats = r->stats = reinterpret_cast<float*>(workspace + w.stats);
+  k->dq_sum = r->dq_sum = reinterpret_cast<float*>(workspace + w.dq_sum);
+  k->dk = a.dk;
+  k->dv = a.dv;
+  k->total_q = r->total_q = a.total_q;
+  k->total_k = r->total_k = a.total_k;
+  k->query_blocks = r->query_blocks = static_cast<int32_t>((static_cast<int64_t>(a.total_q) + 63) / 64);
+  k->heads_q = r->heads_q = a.heads_q;
+  k->heads_kv = k->head_units = a.heads_kv;
+  k->head_dim = r->head_dim = a.head_dim;
+  k->head_dim_v = r->head_dim_v = a.head_dim_v;
+  k->num_tiles = static_cast<int32_t>((static_cast<int64_t>(a.total_k) + C::kKeys - 1) / C::kKeys);
+  // As many heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
+  const int64_t heads = (2ll * sms + k->num_tiles / 2) / k->num_tiles;
+  k->heads_per_section = heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int32_t>(heads) : a.heads_kv;
+  k->unit_parts = C::kPasses;
+  k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
+  k->heads_per_part = a.heads_q / a.heads_kv;
+  k->grads_are_float = r->grads_are_float = a.grad_dtype == MAGI_FP32;
+  k->accumulate = r->accumulate = a.accumulate;
+  k->has_softcap = a.softcap > 0.f;
+  k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
+  k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
+  k->grad_scale = r->grad_scale = a.softmax_scale;
+  r->out = a.out;
+  r->dout = a.dout;
+  r->lse = a.lse;
+  r->delta = a.delta;
+  r->dq = a.dq;
+  r->out_stride_token = a.out_stride_token;
+  r->out_stride_head = a.out_stride_head;
+  r->dout_stride_token = a.dout_stride_token;
+  r->dout_stride_head = a.dout_stride_head;
+  r->dim_blocks = C::kD / 64;
+}
+
+template <typename C>
+magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run(
+      [] { return cudaFuncSetAttribute(ffa_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes); }));
+  const int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units * k.unit_parts;
+  if (units >= (1ll << 31) - (1 << 16))
+    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", static_cast<long long>(units));
+  k.num_units = static_cast<int32_t>(units);
+  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int grid = units < room ? static_cast<int>(units) : room;
+  ffa_bwd<C><<<grid, C::kThreads, C::kSmemBytes, static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the backward kernel");
+}
+
+template <typename T, int kD>
+magi_status launch_bwd(const magi_ffa_bwd_params& a) {
+  using C = BwdConfig<T, kD, true>;
+  // The kernel counts blocks of queries and heads in 16 bits.
+  constexpr int kMaxQueries = 65535 * C::kQueries;
+  if (a.total_q > kMaxQueries || a.heads_q > 32767)
+    return fail(MAGI_UNSUPPORTED, "%d queries of %d heads are more than the %d of 32767 that one call takes; give them in stages.",
+                a.total_q, a.heads_q, kMaxQueries);
+  const int64_t need = bwd_layout<C>(a).bytes;
+  if (a.workspace_bytes < need)
+    return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
+                static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
+  if (reinterpret_cast<uintptr_t>(a.workspace) % 128)
+    return fail(MAGI_INVALID_ARGUMENT, "The workspace must lie at a multiple of 128 bytes.");
+  if (a.total_q == 0 || a.total_k == 0) return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  BwdKernelParams k;
+  BwdRowParams r;
+  bwd_scalars<C>(a, sms, &k, &r);
+  MAGI_RETURN(bwd_maps<C>(a, &k));
+  const dim3 rows(k.query_blocks, k.heads_q);
+  cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
+  bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
+  MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
+  if (k.has_softcap || k.grads_are_float)
+    MAGI_RETURN((start_bwd<BwdConfig<T, kD, false>>(a, k, sms)));
+  else
+    MAGI_RETURN(start_bwd<C>(a, k, sms));
+  bwd_finish<T><<<rows, kRowThreads, 0, stream>>>(r);
+  return cuda_status(cudaGetLastError(), "launching the end of the backward");
+}
+
+}  // namespace magi
+
+#define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                                                \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params) {                                   \
+    return magi::launch_bwd<TYPE, D>(*params);                                                                  \
+  }                                                                                                             \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
+    *bytes = magi::bwd_layout<magi::BwdConfig<TYPE, D, true>>(*params).bytes;                                   \
+    return MAGI_OK;                                                                                             \
+  }

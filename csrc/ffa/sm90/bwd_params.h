@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the backward are launched with.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace magi {
+
+struct BwdKernelParams {
+  // All (d, token, head).
+  CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
+  const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
+  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
+  float* stats;         // kStatFloats per head and block of 64 queries
+  float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
+  void *dk, *dv;        // (total_k, heads_kv, head dim), contiguous; used where gradients are float32
+  int32_t total_q, total_k, query_blocks;  // blocks of 64 queries, an even number of them
+  int32_t heads_q, heads_kv, head_dim, head_dim_v;
+  int32_t head_units;         // kv heads
+  int32_t num_tiles;
+  int32_t heads_per_section;  // kv heads whose queries are kept in L2 together
+  int32_t unit_parts;         // into which the work for a tile and kv head is split: by query heads, and by column passes
+  int32_t num_units, units_per_section;
+  int32_t heads_per_part;
+  int32_t grads_are_float, accumulate;
+  float scale;       // of a raw score inside the softcap, or 1
+  float scale_log2;  // of the (capped) score, times log2(e)
+  float grad_scale;  // softmax_scale
+  int32_t has_softcap;
+};
+
+// The kernels before and after the main one.
+struct BwdRowParams {
+  const void *out, *dout;
+  const float* lse;       // (total_q, heads_q)
+  float* delta;           // (total_q, heads_q): written, or read where out is NULL
+  float *stats, *dq_sum;
+  int32_t* workspace;
+  void* dq;               // (total_q, heads_q, head dim), contiguous
+  const int32_t* plan;
+  int64_t out_stride_token, out_stride_head, dout_stride_token, dout_stride_head;
+  int32_t total_q, total_k, query_blocks, heads_q, head_dim, head_dim_v;
+  int32_t dim_blocks;     // of 64 columns in dq_sum
+  int32_t grads_are_float, accumulate;
+  float grad_scale;
+};
+
+}  // namespace magi

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels before and after the main one of the backward, over the rows of queries: the first computes
+// delta = sum(out * dout) and the offsets of the exponents and clears the sum of dq, the last rounds that sum to dq.
+#pragma once
+
+#include "../common/copy.cuh"
+#include "../common/scores.cuh"
+#include "bwd_config.h"
+#include "bwd_params.h"
+
+namespace magi {
+
+constexpr int kRowThreads = 256;
+
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t x);
+template <>
+__device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<fp16>(uint32_t x) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+// This lane's share of sum(out * dout) of one row; eight lanes have a row, each takes every eighth 16 bytes.
+template <typename T>
+__device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int head, int lane) {
+  const uint4* out = reinterpret_cast<const uint4*>(static_cast<const T*>(p.out) + token * p.out_stride_token +
+                                                    head * p.out_stride_head);
+  const uint4* dout = reinterpret_cast<const uint4*>(static_cast<const T*>(p.dout) + token * p.dout_stride_token +
+                                                     head * p.dout_stride_head);
+  float sum = 0.f;
+  for (int i = lane; i < p.head_dim_v / 8; i += 8) {
+    const uint4 a = __ldg(out + i), b = __ldg(dout + i);
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
+      sum += u.x * v.x + u.y * v.y;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  return sum;
+}
+
+// One CTA per head and block of 64 queries.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) bwd_prepare(const BwdRowParams p) {
+  const int block = blockIdx.x, head = blockIdx.y;
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  if (number == 0 && threadIdx.x < 2) p.workspace[threadIdx.x] = 0;
+  float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * kDqBlockFloats);
+  for (int i = threadIdx.x; i < p.dim_blocks * kDqBlockFloats / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int row = threadIdx.x / 8; row < 64; row += kRowThreads / 8) {
+    const int token = block * 64 + row, lane = threadIdx.x % 8;
+    const int64_t at = static_cast<int64_t>(token) * p.heads_q + head;
+    const bool exists = token < p.total_q;
+    float delta = 0.f, offset = INFINITY;
+    if (p.out != nullptr) {
+      const float own = row_delta<T>(p, exists ? token : 0, head, lane);
+      if (exists) delta = own;
+    } else if (exists) {
+      delta = p.delta[at];
+    }
+    if (exists) {
+      const float lse = p.lse[at];
+      if (lse == -INFINITY)
+        delta = 0.f;  // the row sees nothing and may hold anything
+      else
+        offset = lse * kLog2e;
+    }
+    if (lane != 0) continue;
+    p.stats[number * kStatFloats + row] = offset;
+    p.stats[number * kStatFloats + 64 + row] = delta;
+    if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
+  }
+}
+
+// One CTA per head and block of 64 queries; warpgroup i takes blocks of 64 columns i, i + 2, ...
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) {
+  __shared__ __align__(128) uint8_t staged[2][64 * 128];
+  const int block = blockIdx.x, head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int lane = thread % 32, matrix = lane / 8;
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  const bool fits = plan.status == 0 && plan.total_q == p.total_k && plan.total_k == p.total_q;
+  const float factor = fits ? p.grad_scale : __int_as_float(0x7fffffff);
+  for (int d = group; d < p.dim_blocks; d += 2) {
+    const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * kDqBlockFloats) + thread;
+    float4 x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = sum[128 * i];
+    if (p.grads_are_float) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int column = d * 64 + 8 * i + 2 * (lane % 4);
+        if (column >= p.head_dim) continue;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int token = block * 64 + thread / 32 * 16 + lane / 4 + 8 * r;
+          if (token >= p.total_q) continue;
+          float2* to = reinterpret_cast<float2*>(static_cast<float*>(p.dq) +
+                                                 (static_cast<int64_t>(token) * p.heads_q + head) * p.head_dim + column);
+          float2 value = r ? make_float2(x[i].z * factor, x[i].w * factor) : make_float2(x[i].x * factor, x[i].y * factor);
+          if (p.accumulate) {
+            value.x += to->x;
+            value.y += to->y;
+          }
+          *to = value;
+        }
+      }
+      continue;
+    }
+    const int row = thread / 32 * 16 + (matrix & 1) * 8 + lane % 8;
+    const uint32_t tile = smem_addr(staged[group]);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const int chunk = i + (matrix >> 1);
+      store_matrix_x4(tile + row * 128 + ((chunk ^ (row & 7)) << 4), pack_pair<T>(x[i].x * factor, x[i].y * factor),
+                      pack_pair<T>(x[i].z * factor, x[i].w * factor), pack_pair<T>(x[i + 1].x * factor, x[i + 1].y * factor),
+                      pack_pair<T>(x[i + 1].z * factor, x[i + 1].w * factor));
+    }
+    named_barrier(1 + group, 128);
+#pragma unroll
+    for (int i = thread; i < 64 * 8; i += 128) {
+      const int token = block * 64 + i / 8, column = d * 64 + i % 8 * 8;
+      if (token >= p.total_q || column >= p.head_dim) continue;
+      const uint4 value = *reinterpret_cast<const uint4*>(staged[group] + i / 8 * 128 + ((i % 8 ^ (i / 8 & 7)) << 4));
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.dq) + (static_cast<int64_t>(token) * p.heads_q + head) * p.head_dim +
+                                column) = value;
+    }
+    named_barrier(1 + group, 128);
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// One consumer warpgroup of the backward kernel: its way through the steps of a unit, and the work of a step.
+//
+// The scores are transposed: rows are the warpgroup's 64 keys, columns the queries of the step. So P and dS come out of the
+// registers as the A operands of dV and dK; only dq, which needs all keys, takes dS from shared memory.
+#pragma once
+
+#include "../common/scores.cuh"
+#include "bwd_feed.cuh"
+
+namespace magi {
+
+constexpr int kDsBarrier = 1;  // of both warpgroups
+
+// The sequence of steps of a unit: of each layer the blocks of queries in their order, and of each block the query heads in
+// turn. The row intervals stay in shared memory. Few registers: pairs of small numbers share one, low half | high half << 16.
+template <typename C>
+struct StepWalk {
+  const BwdSmem<C>& smem;
+  Turns turns;
+  int layers_left = 0;
+  uint32_t heads = 0;   // this one | the end
+  BlockOrder<C> order;
+  uint32_t plain = 0;   // that need no mask in this warpgroup: the first | the end
+
+  __device__ __forceinline__ explicit StepWalk(const BwdSmem<C>& s) : smem(s) {}
+
+  // Of the record at hand, which has been counted already.
+  __device__ __forceinline__ uint32_t layer_slot() const { return turns.layer_slot() ^ 1; }
+
+  __device__ __forceinline__ bool has_step() const { return layers_left >= 0; }
+  __device__ __forceinline__ bool masked() const { return order.block < (plain & 0xffff) || order.block >= (plain >> 16); }
+  __device__ __forceinline__ int head() const { return heads & 0xffff; }
+
+  __device__ __forceinline__ void start(int num_layers, int first_head, int num_heads) {
+    layers_left = num_layers - 1;
+    heads = uniform(first_head | (first_head + num_heads) << 16);
+    if (num_layers > 0) enter_layer();
+  }
+
+  __device__ __forceinline__ void enter_layer() {
+    mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
+    const uint32_t at = smem.layer(turns.layer_slot());
+    turns.next_layer();
+    order = BlockOrder<C>(lds_int2(at), BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
+    const int2 full = lds_int2(at + 32 + 16 * (thread_again() / 128 - 1) + 8);
+    plain = uniform((full.x + C::kQueries - 1) / C::kQueries | full.y / C::kQueries << 16);
+  }
+
+  // `num_heads` are those of the unit.
+  __device__ __forceinline__ void step(int num_heads) {
+    ++heads;
+    if ((heads & 0xffff) < (heads >> 16)) return;
+    heads -= num_heads;
+    order.step();
+    if (order.left > 0) return;
+    if (elect_one()) mbar_arrive(smem.layer_empty(layer_slot()));
+    if (--layers_left >= 0) enter_layer();
+  }
+
+  __device__ __forceinline__ void mask(float (&s)[C::kQueries / 2]) const {
+    const int thread = thread_again() - 128;
+    const uint32_t at = smem.layer(layer_slot()) + C::kLayerHeader + 8 * (thread / 32 * 16 + thread % 32 / 4);
+    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
+    mask_scores<C::kQueries>(s, order.block * C::kQueries, queries, thread % 32);
+  }
+};
+
+__device__ __forceinline__ float2 lds_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// The same with the matrices transposed: row l of matrix i in shared memory is its column l.
+__device__ __forceinline__ void store_matrix_transposed_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void add_to_global_x4(float* address, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+template <typename C>
+struct StepWorker {
+  using Scores = float[C::kQueries / 2];
+  using Packed = uint32_t[C::kQueries / 4];
+  using Grad = float[C::kOut / 2];
+  using Dq = float[C::kDqColumns / 2];
+  // Chunks of four values of dq that leave as soon as they are there, and values that wait until the next scores are being
+  // multiplied: all at once would hold the warps for a third of a step.
+  static constexpr int kNow = C::kPlain ? C::kDqColumns / 16 : C::kDqColumns / 8, kRest = C::kDqColumns / 2 - 4 * kNow;
+  // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
+  static constexpr bool kFlying = C::kPlain && C::kStages > 1;
+  using DqRest = float[kRest > 0 ? kRest : 1];
+
+  const BwdKernelParams& p;
+  const BwdSmem<C>& smem;
+  StepWalk<C>& walk;
+  Ring<C::kStages> ring;
+  static constexpr uint32_t kDsSlot = 1;    // of this step
+  static constexpr uint32_t kReadingQ = 2;  // the multiplication for dK of the step before is under way
+  uint32_t flags = 0;
+
+  __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s, StepWalk<C>& w)
+      : p(params), smem(s), walk(w) {}
+
+  // S^T = K Q^T, or dP^T = V dO^T: this warpgroup's 64 rows by all queries of the step.
+  __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t keys, uint32_t queries) const {
+    using Mma = Wgmma<typename C::T, C::kQueries, 0>;
+    const uint32_t a = uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
+    const uint32_t b = uniform(operand_low(queries, 16));
+#pragma unroll
+    for (int step = 0; step < C::kD / 16; ++step) {
+      const int in_atom = (step % 4) * 32, atom = step / 4;
+      Mma::ss(s, operand(a, (atom * C::kKeys * 128 + in_atom) / 16), operand(b, (atom * C::kQueries * 128 + in_atom) / 16),
+              step > 0);
+    }
+  }
+
+  // dV += P^T dO, or dK += dS^T Q.
+  __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed, uint32_t queries, int pass) const {
+    using Mma = Wgmma<typename C::T, C::kOut, 1>;
+    const uint32_t b = uniform(operand_low(queries + pass * (C::kOut / 64) * C::kQueries * 128, C::kQueries * 128));
+#pragma unroll
+    for (int step = 0; step < C::kQueries / 16; ++step) Mma::rs(grad, packed + 4 * step, operand(b, step * 2048 / 16), 1);
+  }
+
+  // 64 queries by this warpgroup's share of the columns of dq.
+  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds, int pass) const {
+    using Mma = Wgmma<typename C::T, C::kDqColumns, 1>;
+    const int column = pass * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+    const uint32_t a = uniform(operand_low(ds, 16));
+    const uint32_t b = uniform(operand_low(smem.k() + column / 64 * C::kKeys * 128 + column % 64 * 2, 16));
+#pragma unroll
+    for (int step = 0; step < C::kKeys / 16; ++step)
+      Mma::ss(dq, operand(a, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16), operand(b, step * 2048 / 16), step > 0);
+  }
+
+  // Scores to P, which is packed; what stays in s is the factor of dP - delta. Columns have their own offsets.
+  __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed) const {
+    if (!C::kPlain && p.has_softcap) {
+#pragma unroll
+      for (int i = 0; i < C::kQueries / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
+    }
+    const bool masked = walk.masked();
+    if (masked) walk.mask(s);
+    const uint32_t stats = smem.stats(ring.slot) + thread_again() % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < C::kQueries / 8; ++j) {
+      const float2 offset = lds_float2(stats + j * 32);
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[i] = exp2_fast(s[4 * j + i] * p.scale_log2 - (i % 2 ? offset.y : offset.x));
+      packed[2 * j] = pack_pair<typename C::T>(e[0], e[1]);
+      packed[2 * j + 1] = pack_pair<typename C::T>(e[2], e[3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A masked score is -inf and its P zero; so must be the product.
+        if (!C::kPlain && p.has_softcap) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
+        s[4 * j + i] = e[i];
+      }
+    }
+  }
+
+  // dS^T, packed, from the factors in s and dP^T.
+  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, Packed& packed) const {
+    const uint32_t stats = smem.stats(ring.slot) + 256 + thread_again() % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < C::kQueries / 8; ++j) {
+      const float2 delta = lds_float2(stats + j * 32);
+      packed[2 * j] = pack_pair<typename C::T>(s[4 * j] * (dp[4 * j] - delta.x), s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
+      packed[2 * j + 1] =
+          pack_pair<typename C::T>(s[4 * j + 2] * (dp[4 * j + 2] - delta.x), s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
+    }
+  }
+
+  // dS as rows of queries; this warpgroup's keys are one column tile of 64.
+  __device__ __forceinline__ void store_ds(const Packed& packed, uint32_t ds) const {
+    const int thread = thread_again() - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+    // Lane 8i + l addresses row l of matrix i: (keys 0-7, keys 8-15) x (queries 0-7, queries 8-15).
+    const int query = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    const uint32_t at = ds + group * (C::kQueries * 128) + query * 128 + ((chunk ^ (query & 7)) << 4);
+#pragma unroll
+    for (int j = 0; j < C::kQueries / 16; ++j)
+      store_matrix_transposed_x4(at + j * 2048, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+  }
+
+  // Where this thread adds its share of dq of this step.
+  __device__ __forceinline__ float* dq_address(int pass) const {
+    const int thread = thread_again() - 128, column = pass * C::kOut + thread / 128 * C::kDqColumns;
+    const int64_t number = (static_cast<int64_t>(walk.head()) * p.query_blocks + walk.order.block) * (C::kD / 64) + column / 64;
+    return p.dq_sum + number * kDqBlockFloats + (column % 64 * 64 + thread % 128 * 4);
+  }
+
+  __device__ __forceinline__ void add_rest(const DqRest& rest, float* at) const {
+#pragma unroll
+    for (int i = 0; i < kRest / 4; ++i)
+      add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]);
+  }
+
+  __device__ __forceinline__ void release_q_before() const {
+    if (elect_one()) mbar_arrive(smem.q_empty(ring.slot > 0 ? ring.slot - 1 : C::kStages - 1));
+  }
+
+  // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
+  __device__ __forceinline__ void step(Grad& dk, Grad& dv, DqRest& rest, float*& rest_at, int pass) {
+    Scores s, dp;
+    Packed packed_p, packed_ds;
+    mbar_wait(smem.q_full(ring.slot), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows(s, smem.k(), smem.q(ring.slot));
+    wgmma_commit();
+    mbar_wait(smem.do_full(ring.slot), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows(dp, smem.v(), smem.dout(ring.slot));
+    wgmma_commit();
+    add_rest(rest, rest_at);
+    wgmma_wait<1>();
+    keep_in_place(s);
+    if (kFlying && flags & kReadingQ) release_q_before();
+    exponentiate(s, packed_p);
+    wgmma_fence();
+    multiply_grad(dv, packed_p, smem.dout(ring.slot), pass);
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dp);
+    score_grads(s, dp, packed_ds);
+    const uint32_t ds = smem.ds(flags & kDsSlot);
+    store_ds(packed_ds, ds);
+    fence_async_proxy();
+    named_barrier(kDsBarrier, 128 * C::kGroups);
+    Dq dq;
+    wgmma_fence();
+    multiply_dq(dq, ds, pass);
+    wgmma_commit();
+    multiply_grad(dk, packed_ds, smem.q(ring.slot), pass);
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dq);
+    if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
+    rest_at = dq_address(pass);
+#pragma unroll
+    for (int i = 0; i < kNow; ++i)
+      add_to_global_x4(rest_at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+#pragma unroll
+    for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
+    if constexpr (!kFlying) {
+      wgmma_wait<0>();
+      keep_in_place(dk);
+      keep_in_place(dv);
+      if (elect_one()) mbar_arrive(smem.q_empty(ring.slot));
+    }
+    ring.advance();
+    flags = (flags | kReadingQ) ^ kDsSlot;
+    walk.step(p.heads_per_part);
+  }
+
+  __device__ __forceinline__ void finish(Grad& dk, Grad& dv) {
+    wgmma_wait<0>();
+    keep_in_place(dk);
+    keep_in_place(dv);
+    if (kFlying && flags & kReadingQ) release_q_before();
+    flags &= ~kReadingQ;
+  }
+};
+
+}  // namespace magi
