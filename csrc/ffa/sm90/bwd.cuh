@@ -5,39 +5,54 @@
 #pragma once
 
 #include "bwd_epilogue.cuh"
+#include "bwd_split.cuh"
 #include "bwd_step.cuh"
 
 namespace magi {
 
 template <typename C>
+__device__ __forceinline__ void finish_unit(const BwdKernelParams& p, const BwdSmem<C>& smem, float (&dk)[C::kOut / 2],
+                                            float (&dv)[C::kOut / 2], int tile, int head, const BwdPart<C>& part) {
+  if (p.head_parts > 1) {
+    const int tile_unit = (tile * p.heads_kv + head) * C::kPasses + part.pass;
+    if (!join_grads<C>(p, dk, dv, tile_unit, part.heads, uniform(thread_again() / 128 - 1))) {
+      if (thread_again() % 128 == 0) mbar_arrive(smem.kv_empty());
+      return;
+    }
+  }
+  write_grads<C>(p, smem, dk, dv, tile, head, part.pass);
+}
+
+template <typename C>
 __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   float dk[C::kOut / 2], dv[C::kOut / 2];
-  StepWalk<C> walk(smem);
-  StepWorker<C> worker(p, smem, walk);
+  StepWorker<C> worker(p, smem);
   while (true) {
-    mbar_wait(smem.unit_full(walk.turns.unit_slot()), walk.turns.unit_phase());
-    const int4 unit = lds_int4(smem.unit(walk.turns.unit_slot()));
+    mbar_wait(smem.unit_full(worker.turns().unit_slot()), worker.turns().unit_phase());
+    const int4 unit = lds_int4(smem.unit(worker.turns().unit_slot()));
     if (uniform(unit.x) < 0) break;
     const BwdPart<C> part = BwdPart<C>::of_word(uniform(unit.w));
     const int pass = C::kPasses > 1 ? part.pass : 0;
 #pragma unroll
     for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
-    walk.start(uniform(unit.z), unit.y * (p.heads_q / p.heads_kv) + part.heads * p.heads_per_part, p.heads_per_part);
-    mbar_wait(smem.kv_full(), walk.turns.kv_phase());
+    mbar_wait(smem.kv_full(), worker.turns().kv_phase());
     typename StepWorker<C>::DqRest rest;
 #pragma unroll
     for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
-    float* rest_at = worker.dq_address(pass);
-    const bool any = walk.has_step();
-    while (walk.has_step()) worker.step(dk, dv, rest, rest_at, pass);
-    if (any) worker.add_rest(rest, rest_at);
+    if (uniform(unit.z) > 0) {
+      mbar_wait(smem.do_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
+      uint32_t rest_of = worker.dq_block(pass);  // nothing yet, but an address is needed
+      while (worker.step(dk, dv, rest, rest_of, pass)) {}
+      worker.add_rest(rest, rest_of);
+    }
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
-    const int4 again = lds_int4(smem.unit(walk.turns.unit_slot()));
+    const int4 again = lds_int4(smem.unit(worker.turns().unit_slot()));
     __syncwarp();
-    if (elect_one()) mbar_arrive(smem.unit_empty(walk.turns.unit_slot()));
-    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)).pass);
-    walk.turns.next_unit();
+    if (elect_one()) mbar_arrive(smem.unit_empty(worker.turns().unit_slot()));
+    named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
+    finish_unit<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)));
+    worker.next_unit();
   }
   if (thread_again() % 128 == 0) store_wait_all();
 }
@@ -68,11 +83,13 @@ __device__ __forceinline__ bool bwd_plan_fits(const int32_t* plan, int total_q, 
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant__ BwdKernelParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
+  start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k, C::kKeys)) {
     write_nan_grads<C>(p);
     return;
   }
-  const BwdSmem<C> smem(smem_addr(raw));
+  const BwdSmem<C> smem;
+  if (smem_addr(raw) != smem.base) __trap();
   const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     smem.init_barriers();
@@ -82,10 +99,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
     prefetch_tensor_map(&p.do_map);
   }
   __syncthreads();
+  wait_for_kernel_before();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
-    if (threadIdx.x == 0) copy_steps<C>(p, smem);
+    if (threadIdx.x == 0) copy_queries<C>(p, smem);
     if (threadIdx.x == 32) schedule_bwd<C>(p, smem);
+    if (threadIdx.x == 96) copy_keys_and_dout<C>(p, smem);
     if (threadIdx.x / 32 == 2) clear_unseen<C>(p, smem, threadIdx.x % 32);
   } else {
     registers_grow<C::kConsumerRegisters>();

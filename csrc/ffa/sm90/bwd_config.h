@@ -6,12 +6,11 @@
 
 namespace magi {
 
-template <typename T_, int kD_, bool kPlain_>
+template <typename T_, int kD_, bool kCapped_>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
-  // Without what most calls do not use: softcap, float32 gradients, adding to earlier ones.
-  static constexpr bool kPlain = kPlain_;
+  static constexpr bool kCapped = kCapped_;  // scores have a softcap
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;
@@ -37,7 +36,10 @@ struct BwdConfig {
   static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;  // two slots
   static constexpr uint32_t kStatsAt = kDsAt + 2 * kDsBytes;
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr uint32_t kLayersAt = kBarriersAt + 256;  // 27 barriers and two unit slots
+  static constexpr int kBarriers = 12 + 6 * kStages;
+  static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
+  static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
+  static constexpr uint32_t kLayersAt = kStepsAt + 16 * kStages;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
@@ -47,6 +49,7 @@ struct BwdConfig {
 // Of the sum that becomes dq, in float32: blocks of 64 queries x 64 columns of one head, each in the order in which an
 // accumulator lies in the registers of a warpgroup, so that whole lines are added.
 constexpr int kDqBlockFloats = 64 * 64;
+constexpr int kBwdCounters = 1024;  // int32 words at the start of the workspace
 constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
 
 }  // namespace magi

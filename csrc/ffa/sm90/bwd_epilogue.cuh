@@ -7,8 +7,6 @@
 
 namespace magi {
 
-constexpr int kGroupBarrier = 2;  // + warpgroup
-
 // The warpgroup's 64 rows to its rows of a tile in shared memory.
 template <typename C>
 __device__ __forceinline__ void stage_grad(uint32_t tile, const float (&grad)[C::kOut / 2], float factor) {
@@ -52,13 +50,13 @@ __device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float
   }
 }
 
+// Both warpgroups are through with K and V.
 template <typename C>
 __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdSmem<C>& smem, const float (&dk)[C::kOut / 2],
                                             const float (&dv)[C::kOut / 2], int tile, int head, int pass) {
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
-  named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
-  if (!C::kPlain && p.grads_are_float) {
+  if (p.grads_are_float) {
     write_float_grad<C>(p, static_cast<float*>(p.dv), p.head_dim_v, dv, 1.f, tile, head, pass);
     write_float_grad<C>(p, static_cast<float*>(p.dk), p.head_dim, dk, p.grad_scale, tile, head, pass);
     if (leads) mbar_arrive(smem.kv_empty());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward kernel: its shared memory, and the three parts of warpgroup 0, which hand out units,
-// copy tiles, and clear rows of keys and queries that take part in nothing.
+// The feeding side of the backward kernel: its shared memory, and the four parts of warpgroup 0, which hand out units, copy Q
+// and say what each step is, copy the rest, and clear rows of keys and queries that take part in nothing.
 #pragma once
 
 #include "../../include/magi/abi.h"
@@ -15,9 +15,10 @@ namespace magi {
 
 template <typename C>
 struct BwdSmem {
-  uint32_t base;  // shared-space address of the 1024-aligned start
+  // Where dynamic shared memory starts on sm_90 if there is no other: behind what the system reserves. A constant, because
+  // an address in a register for the whole kernel is one too many; the kernel checks it.
+  static constexpr uint32_t base = 1024;
 
-  __device__ explicit BwdSmem(uint32_t start) : base(start) {}
   __device__ uint32_t k() const { return base + C::kKAt; }
   __device__ uint32_t v() const { return base + C::kVAt; }
   __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQueryBytes; }
@@ -33,19 +34,22 @@ struct BwdSmem {
   __device__ uint32_t kv_raw() const { return bar(8); }  // arrived, but perhaps with rows to be cleared
   __device__ uint32_t kv_full() const { return bar(9); }
   __device__ uint32_t kv_empty() const { return bar(10); }
-  __device__ uint32_t q_full(uint32_t s) const { return bar(11 + s); }  // with the stats
-  __device__ uint32_t q_empty(uint32_t s) const { return bar(14 + s); }
-  __device__ uint32_t do_full(uint32_t s) const { return bar(17 + s); }
-  __device__ uint32_t do_empty(uint32_t s) const { return bar(20 + s); }
-  __device__ uint32_t q_raw(uint32_t s) const { return bar(23 + s); }  // of Q, stats and dO together
-  __device__ uint32_t issued() const { return bar(26); }  // all copies of a unit
+  __device__ uint32_t issued() const { return bar(11); }           // all copies of a unit
+  __device__ uint32_t q_full(uint32_t s) const { return bar(12 + s); }  // with the stats
+  __device__ uint32_t q_empty(uint32_t s) const { return bar(12 + C::kStages + s); }
+  __device__ uint32_t do_full(uint32_t s) const { return bar(12 + 2 * C::kStages + s); }
+  __device__ uint32_t do_empty(uint32_t s) const { return bar(12 + 3 * C::kStages + s); }
+  __device__ uint32_t q_raw(uint32_t s) const { return bar(12 + 4 * C::kStages + s); }  // of Q, stats and dO together
+  __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // its four words are there
   // A unit as four words: tile (-1: no more work), kv head, number of layers, part of the heads and pass.
-  __device__ uint32_t unit(uint32_t s) const { return bar(28) + 16 * s; }
+  __device__ uint32_t unit(uint32_t s) const { return base + C::kUnitsAt + 16 * s; }
+  // A step as four words: number of its head and block, first query, flags, slot of the layer | head << 1.
+  __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
   __device__ void init_barriers() const {
     for (uint32_t s = 0; s < 2; ++s) {
       mbar_init(unit_full(s), 1);
-      mbar_init(unit_empty(s), C::kConsumerWarps + 2);
+      mbar_init(unit_empty(s), C::kConsumerWarps + 3);
       mbar_init(layer_full(s), 1);
       mbar_init(layer_empty(s), C::kConsumerWarps + 2);
     }
@@ -59,6 +63,7 @@ struct BwdSmem {
       mbar_init(do_full(s), 1);
       mbar_init(do_empty(s), C::kConsumerWarps);
       mbar_init(q_raw(s), 1);
+      mbar_init(step_full(s), 1);
     }
     mbar_init_fence();
   }
@@ -74,6 +79,9 @@ struct BwdPart {
   }
 };
 
+// Flags of a step. The lowest two: whether the block needs a mask, for each warpgroup.
+constexpr int kLayerEnds = 4, kUnitEnds = 8;
+
 // The order in which a unit takes the blocks of queries of a layer. They lie on a grid that all tiles share, because their
 // dq is summed. What CTAs do at the same time should be the same blocks, which are then in L2. Under a causal mask tile i of
 // n sees the blocks from i on. Let a CTA that starts early take as many from the end, backwards, as it has none at the
@@ -81,26 +89,38 @@ struct BwdPart {
 // time t every CTA is at block t or at block n - t.
 template <typename C>
 struct BlockOrder {
-  int block, first;
-  int left;       // this block included
-  int backwards;  // of them
+  int block;
+  uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
 
-  __device__ __forceinline__ BlockOrder() = default;
   __device__ __forceinline__ BlockOrder(int2 visit, bool late) {
-    first = visit.x / C::kQueries;
-    const int end = (visit.y + C::kQueries - 1) / C::kQueries;
-    left = end - first;
-    backwards = late ? 0 : min(first, left);
+    const int first = visit.x / C::kQueries, end = (visit.y + C::kQueries - 1) / C::kQueries;
+    const int backwards = late ? 0 : min(first, end - first);
+    count = end - first | backwards << 16;
     block = backwards > 0 ? end - 1 : first;
   }
-  __device__ __forceinline__ void step() {
-    --left;
-    if (backwards > 0)
-      block = --backwards > 0 ? block - 1 : first;
-    else
+  __device__ __forceinline__ int left() const { return count & 0xffff; }
+  __device__ __forceinline__ void step(uint32_t layer) {
+    --count;
+    if (count >> 16 == 0) {
       ++block;
+      return;
+    }
+    count -= 1 << 16;
+    block = count >> 16 ? block - 1 : lds_int(layer) / C::kQueries;
   }
 };
+
+// Which warpgroups need a mask for a block: those whose keys do not all see all of it.
+template <typename C>
+__device__ __forceinline__ int masked_groups(uint32_t layer, int block) {
+  int flags = 0;
+#pragma unroll
+  for (int group = 0; group < C::kGroups; ++group) {
+    const int2 full = lds_int2(layer + 32 + 16 * group + 8);
+    if (block * C::kQueries < full.x || (block + 1) * C::kQueries > full.y) flags |= 1 << group;
+  }
+  return flags;
+}
 
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
 // before have been issued: the look-ups then travel behind its last steps.
@@ -123,20 +143,73 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   publish_end(p, smem, turns);
 }
 
-// The queries of a step, of Q or dO.
+// A tile of `rows` rows from the first on, in column tiles of 64.
 template <typename C>
-__device__ __forceinline__ void load_stage(uint32_t to, const CUtensorMap* map, uint32_t bar, int block, int head) {
+__device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorMap* map, uint32_t bar, int first, int head,
+                                          uint64_t policy) {
 #pragma unroll
-  for (int d = 0; d < C::kD / 64; ++d)
-    load_tile_3d(to + d * C::kQueries * 128, map, bar, d * 64, block * C::kQueries, head, kEvictLast);
+  for (int d = 0; d < C::kD / 64; ++d) load_tile_3d(to + d * rows * 128, map, bar, d * 64, first, head, policy);
 }
 
-// One lane. Copies K and V of each unit, and Q, dO and their stats of each step.
+// Of a unit. Read again and again rather than kept: the feeding lanes have few registers.
 template <typename C>
-__device__ void copy_steps(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+__device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t unit) {
+  return lds_int(unit + 4) * (p.group) + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
+}
+
+// Whether there are queries that see nothing.
+__device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
+  int32_t flag;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
+  return flag != 0;
+}
+
+// One lane. Says what each step is, and copies its Q and stats.
+template <typename C>
+__device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
   Ring<C::kStages> ring;
-  const bool clears = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->has_unseen != 0;
+  while (true) {
+    mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
+    const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
+    if (unit.x < 0) break;
+#pragma unroll 1
+    for (int left = unit.z; left > 0; --left) {
+      mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
+      BlockOrder<C> order(lds_int2(smem.layer(turns.layer_slot())), BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
+#pragma unroll 1
+      for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
+#pragma unroll 1
+        for (int i = 0; i < p.heads_per_part; ++i) {
+          mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
+          const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
+          const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
+          mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
+          load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
+          const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
+          load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
+          int flags = masked_groups<C>(smem.layer(turns.layer_slot()), order.block);
+          if (order.left() == 1 && i + 1 == p.heads_per_part) flags |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
+          sts_int4(smem.step(ring.slot), number, order.block * C::kQueries, flags, turns.layer_slot() | head << 1);
+          mbar_arrive(smem.step_full(ring.slot));
+          ring.advance();
+        }
+      }
+      mbar_arrive(smem.layer_empty(turns.layer_slot()));
+      turns.next_layer();
+    }
+    mbar_arrive(smem.issued());
+    mbar_arrive(smem.unit_empty(turns.unit_slot()));
+    turns.next_unit();
+  }
+}
+
+// One lane. Copies K and V of each unit, and dO of each step.
+template <typename C>
+__device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  Turns turns;
+  Ring<C::kStages> ring;
+  const bool clears = has_unseen(p);
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
@@ -146,41 +219,19 @@ __device__ void copy_steps(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       mbar_arrive(smem.kv_raw());
     } else {
       mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
-#pragma unroll
-      for (int d = 0; d < C::kD / 64; ++d) {
-        load_tile_3d(smem.k() + d * C::kKeys * 128, &p.k_map, smem.kv_raw(), d * 64, unit.x * C::kKeys, unit.y, kEvictFirst);
-        load_tile_3d(smem.v() + d * C::kKeys * 128, &p.v_map, smem.kv_raw(), d * 64, unit.x * C::kKeys, unit.y, kEvictFirst);
-      }
+      load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+      load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
     }
-    const int heads = p.heads_per_part;
-    const bool late = BwdPart<C>::of_word(unit.w).late;
-    int head = unit.y * (p.heads_q / p.heads_kv) + BwdPart<C>::of_word(unit.w).heads * heads;
 #pragma unroll 1
-    for (int left = unit.z; left > 0; --left) {
-      mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      BlockOrder<C> order(lds_int2(smem.layer(turns.layer_slot())), late);
-      mbar_arrive(smem.layer_empty(turns.layer_slot()));
-      turns.next_layer();
-      const int end_head = head + heads;
-#pragma unroll 1
-      for (; order.left > 0; order.step()) {
-#pragma unroll 1
-        for (; head < end_head; ++head) {
-          mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
-          const uint32_t q_bar = clears ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
-          mbar_expect(q_bar, C::kQueryBytes + C::kStatBytes + (clears ? C::kQueryBytes : 0));
-          load_stage<C>(smem.q(ring.slot), &p.q_map, q_bar, order.block, head);
-          const uint32_t row = head * p.query_blocks + order.block;  // 32 bits do: a row stands for 64 tokens
-          load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(row) * kStatFloats, C::kStatBytes, q_bar);
-          mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
-          if (!clears) mbar_expect(smem.do_full(ring.slot), C::kQueryBytes);
-          load_stage<C>(smem.dout(ring.slot), &p.do_map, clears ? q_bar : smem.do_full(ring.slot), order.block, head);
-          ring.advance();
-        }
-        head -= heads;
-      }
+    for (bool more = unit.z > 0; more; ring.advance()) {
+      mbar_wait(smem.step_full(ring.slot), ring.phase);
+      const int4 step = lds_int4(smem.step(ring.slot));
+      more = !(step.z & kUnitEnds);
+      mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
+      const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
+      if (!clears) mbar_expect(bar, C::kQueryBytes);
+      load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> 1, kEvictLast);
     }
-    mbar_arrive(smem.issued());
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
@@ -237,11 +288,11 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.kv_full());
-    const bool clears = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->has_unseen != 0;
+    const bool clears = has_unseen(p);
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const int blocks = BlockOrder<C>(lds_int2(smem.layer(turns.layer_slot())), false).left;
+      const int blocks = BlockOrder<C>(lds_int2(smem.layer(turns.layer_slot())), false).left();
       __syncwarp();
       if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
@@ -258,6 +309,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
         }
         fence_async_proxy();
         __syncwarp();
+        mbar_wait(smem.step_full(ring.slot), ring.phase);  // what it says must be seen before the barriers below
         if (lane == 0) {
           mbar_arrive(smem.q_full(ring.slot));
           mbar_arrive(smem.do_full(ring.slot));

@@ -10,19 +10,62 @@
 
 namespace magi {
 
+// Launches a kernel that may start while the one before in the stream is ending; it waits for it where it has to.
+template <typename Params>
+magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream, const Params& params,
+                          const char* doing) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), doing);
+}
+
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, bytes;
+  int64_t stats, dq_sum, partials, bytes;
 };
 
 template <typename C>
-BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a) {
+int64_t bwd_tile_units(const magi_ffa_bwd_params& a) {
+  return (static_cast<int64_t>(a.total_k) + C::kKeys - 1) / C::kKeys * a.heads_kv * C::kPasses;
+}
+
+// Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor. The same
+// on a device whatever is left free, so that sm_margin does not change results.
+template <typename C>
+int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
+  const int group = a.heads_q / a.heads_kv;
+  const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
+  if (kBwdArrivalsAt + C::kGroups * units > kBwdCounters) return 1;
+  for (int parts = 1; parts <= group; ++parts)
+    if (group % parts == 0 && units * parts >= wanted) return parts;
+  return group;
+}
+
+template <typename C>
+BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts) {
   const int64_t blocks = (static_cast<int64_t>(a.total_q) + 63) / 64 * a.heads_q;
   BwdWorkspace w;
-  w.stats = 128;
+  w.stats = 4 * kBwdCounters;
   w.dq_sum = w.stats + 4 * kStatFloats * blocks;
-  w.bytes = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
+  w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
+  w.bytes = w.partials + (parts > 1 ? 4 * C::kGroups * bwd_tile_units<C>(a) * parts * grad_part_floats<C>() : 0);
   return w;
+}
+
+template <typename C>
+magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms)).bytes;
+  return MAGI_OK;
 }
 
 template <typename C>
@@ -49,12 +92,14 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
 
 template <typename C>
 void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdRowParams* r) {
-  const BwdWorkspace w = bwd_layout<C>(a);
+  k->head_parts = bwd_head_parts<C>(a, sms);
+  const BwdWorkspace w = bwd_layout<C>(a, k->head_parts);
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
   k->plan = r->plan = a.plan;
   k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
   k->stats = r->stats = reinterpret_cast<float*>(workspace + w.stats);
   k->dq_sum = r->dq_sum = reinterpret_cast<float*>(workspace + w.dq_sum);
+  k->partials = reinterpret_cast<float*>(workspace + w.partials);
   k->dk = a.dk;
   k->dv = a.dv;
   k->total_q = r->total_q = a.total_q;
@@ -68,9 +113,10 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   // As many heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
   const int64_t heads = (2ll * sms + k->num_tiles / 2) / k->num_tiles;
   k->heads_per_section = heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int32_t>(heads) : a.heads_kv;
-  k->unit_parts = C::kPasses;
+  k->unit_parts = k->head_parts * C::kPasses;
   k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
-  k->heads_per_part = a.heads_q / a.heads_kv;
+  k->group = a.heads_q / a.heads_kv;
+  k->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   k->grads_are_float = r->grads_are_float = a.grad_dtype == MAGI_FP32;
   k->accumulate = r->accumulate = a.accumulate;
   k->has_softcap = a.softcap > 0.f;
@@ -100,19 +146,19 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   k.num_units = static_cast<int32_t>(units);
   const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
   const int grid = units < room ? static_cast<int>(units) : room;
-  ffa_bwd<C><<<grid, C::kThreads, C::kSmemBytes, static_cast<cudaStream_t>(a.stream)>>>(k);
-  return cuda_status(cudaGetLastError(), "launching the backward kernel");
+  return launch_behind(ffa_bwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k, "launching the backward kernel");
 }
 
 template <typename T, int kD>
 magi_status launch_bwd(const magi_ffa_bwd_params& a) {
-  using C = BwdConfig<T, kD, true>;
+  using C = BwdConfig<T, kD, false>;
   // The kernel counts blocks of queries and heads in 16 bits.
   constexpr int kMaxQueries = 65535 * C::kQueries;
   if (a.total_q > kMaxQueries || a.heads_q > 32767)
     return fail(MAGI_UNSUPPORTED, "%d queries of %d heads are more than the %d of 32767 that one call takes; give them in stages.",
                 a.total_q, a.heads_q, kMaxQueries);
-  const int64_t need = bwd_layout<C>(a).bytes;
+  int64_t need = 0;
+  MAGI_RETURN(bwd_workspace<C>(a, &need));
   if (a.workspace_bytes < need)
     return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
                 static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
@@ -129,12 +175,11 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
   bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
   MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
-  if (k.has_softcap || k.grads_are_float)
-    MAGI_RETURN((start_bwd<BwdConfig<T, kD, false>>(a, k, sms)));
+  if (k.has_softcap)
+    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true>>(a, k, sms)));
   else
     MAGI_RETURN(start_bwd<C>(a, k, sms));
-  bwd_finish<T><<<rows, kRowThreads, 0, stream>>>(r);
-  return cuda_status(cudaGetLastError(), "launching the end of the backward");
+  return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
 }
 
 }  // namespace magi
@@ -144,6 +189,5 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
     return magi::launch_bwd<TYPE, D>(*params);                                                                  \
   }                                                                                                             \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
-    *bytes = magi::bwd_layout<magi::BwdConfig<TYPE, D, true>>(*params).bytes;                                   \
-    return MAGI_OK;                                                                                             \
+    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false>>(*params, bytes);                                 \
   }

@@ -12,7 +12,8 @@ struct BwdKernelParams {
   // All (d, token, head).
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
   const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
-  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
+  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done, from kBwdArrivalsAt the parts that are done
+  float* partials;      // of tiles whose heads are shared out, see bwd_split.cuh
   float* stats;         // kStatFloats per head and block of 64 queries
   float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
   void *dk, *dv;        // (total_k, heads_kv, head dim), contiguous; used where gradients are float32
@@ -23,7 +24,8 @@ struct BwdKernelParams {
   int32_t heads_per_section;  // kv heads whose queries are kept in L2 together
   int32_t unit_parts;         // into which the work for a tile and kv head is split: by query heads, and by column passes
   int32_t num_units, units_per_section;
-  int32_t heads_per_part;
+  int32_t group;              // query heads of a kv head
+  int32_t head_parts, heads_per_part;
   int32_t grads_are_float, accumulate;
   float scale;       // of a raw score inside the softcap, or 1
   float scale_log2;  // of the (capped) score, times log2(e)

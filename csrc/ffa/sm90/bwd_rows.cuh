@@ -5,6 +5,7 @@
 
 #include "../common/copy.cuh"
 #include "../common/scores.cuh"
+#include "../common/barrier.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
 
@@ -50,7 +51,9 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads) bwd_prepare(const BwdRowParams p) {
   const int block = blockIdx.x, head = blockIdx.y;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
-  if (number == 0 && threadIdx.x < 2) p.workspace[threadIdx.x] = 0;
+  start_next_kernel();
+  if (number == 0)
+    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * kDqBlockFloats);
   for (int i = threadIdx.x; i < p.dim_blocks * kDqBlockFloats / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -86,6 +89,7 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
   const int block = blockIdx.x, head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int lane = thread % 32, matrix = lane / 8;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  wait_for_kernel_before();
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   const bool fits = plan.status == 0 && plan.total_q == p.total_k && plan.total_k == p.total_q;
   const float factor = fits ? p.grad_scale : __int_as_float(0x7fffffff);

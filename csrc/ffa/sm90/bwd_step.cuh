@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One consumer warpgroup of the backward kernel: its way through the steps of a unit, and the work of a step.
+// One consumer warpgroup of the backward kernel, at work on a step: one block of queries of one head. What the step is, the
+// copying lane has left in shared memory.
 //
 // The scores are transposed: rows are the warpgroup's 64 keys, columns the queries of the step. So P and dS come out of the
 // registers as the A operands of dV and dK; only dq, which needs all keys, takes dS from shared memory.
@@ -10,61 +11,8 @@
 
 namespace magi {
 
-constexpr int kDsBarrier = 1;  // of both warpgroups
-
-// The sequence of steps of a unit: of each layer the blocks of queries in their order, and of each block the query heads in
-// turn. The row intervals stay in shared memory. Few registers: pairs of small numbers share one, low half | high half << 16.
-template <typename C>
-struct StepWalk {
-  const BwdSmem<C>& smem;
-  Turns turns;
-  int layers_left = 0;
-  uint32_t heads = 0;   // this one | the end
-  BlockOrder<C> order;
-  uint32_t plain = 0;   // that need no mask in this warpgroup: the first | the end
-
-  __device__ __forceinline__ explicit StepWalk(const BwdSmem<C>& s) : smem(s) {}
-
-  // Of the record at hand, which has been counted already.
-  __device__ __forceinline__ uint32_t layer_slot() const { return turns.layer_slot() ^ 1; }
-
-  __device__ __forceinline__ bool has_step() const { return layers_left >= 0; }
-  __device__ __forceinline__ bool masked() const { return order.block < (plain & 0xffff) || order.block >= (plain >> 16); }
-  __device__ __forceinline__ int head() const { return heads & 0xffff; }
-
-  __device__ __forceinline__ void start(int num_layers, int first_head, int num_heads) {
-    layers_left = num_layers - 1;
-    heads = uniform(first_head | (first_head + num_heads) << 16);
-    if (num_layers > 0) enter_layer();
-  }
-
-  __device__ __forceinline__ void enter_layer() {
-    mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-    const uint32_t at = smem.layer(turns.layer_slot());
-    turns.next_layer();
-    order = BlockOrder<C>(lds_int2(at), BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
-    const int2 full = lds_int2(at + 32 + 16 * (thread_again() / 128 - 1) + 8);
-    plain = uniform((full.x + C::kQueries - 1) / C::kQueries | full.y / C::kQueries << 16);
-  }
-
-  // `num_heads` are those of the unit.
-  __device__ __forceinline__ void step(int num_heads) {
-    ++heads;
-    if ((heads & 0xffff) < (heads >> 16)) return;
-    heads -= num_heads;
-    order.step();
-    if (order.left > 0) return;
-    if (elect_one()) mbar_arrive(smem.layer_empty(layer_slot()));
-    if (--layers_left >= 0) enter_layer();
-  }
-
-  __device__ __forceinline__ void mask(float (&s)[C::kQueries / 2]) const {
-    const int thread = thread_again() - 128;
-    const uint32_t at = smem.layer(layer_slot()) + C::kLayerHeader + 8 * (thread / 32 * 16 + thread % 32 / 4);
-    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
-    mask_scores<C::kQueries>(s, order.block * C::kQueries, queries, thread % 32);
-  }
-};
+constexpr int kDsBarrier = 1;     // of both warpgroups
+constexpr int kGroupBarrier = 2;  // + warpgroup
 
 __device__ __forceinline__ float2 lds_float2(uint32_t address) {
   float2 v;
@@ -92,21 +40,22 @@ struct StepWorker {
   using Dq = float[C::kDqColumns / 2];
   // Chunks of four values of dq that leave as soon as they are there, and values that wait until the next scores are being
   // multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow = C::kPlain ? C::kDqColumns / 16 : C::kDqColumns / 8, kRest = C::kDqColumns / 2 - 4 * kNow;
+  static constexpr int kNow = C::kCapped ? C::kDqColumns / 8 : C::kDqColumns / 16, kRest = C::kDqColumns / 2 - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
-  static constexpr bool kFlying = C::kPlain && C::kStages > 1;
+  static constexpr bool kFlying = !C::kCapped && C::kStages > 1;
   using DqRest = float[kRest > 0 ? kRest : 1];
 
   const BwdKernelParams& p;
   const BwdSmem<C>& smem;
-  StepWalk<C>& walk;
   Ring<C::kStages> ring;
   static constexpr uint32_t kDsSlot = 1;    // of this step
   static constexpr uint32_t kReadingQ = 2;  // the multiplication for dK of the step before is under way
-  uint32_t flags = 0;
+  uint32_t flags = 0;                       // and from bit 2 on the number of units so far
 
-  __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s, StepWalk<C>& w)
-      : p(params), smem(s), walk(w) {}
+  __device__ __forceinline__ Turns turns() const { return Turns{flags >> 2 & 3}; }
+  __device__ __forceinline__ void next_unit() { flags += 4; }
+
+  __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s) : p(params), smem(s) {}
 
   // S^T = K Q^T, or dP^T = V dO^T: this warpgroup's 64 rows by all queries of the step.
   __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t keys, uint32_t queries) const {
@@ -140,14 +89,23 @@ struct StepWorker {
       Mma::ss(dq, operand(a, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16), operand(b, step * 2048 / 16), step > 0);
   }
 
+  // -inf where a key does not see a query.
+  __device__ __forceinline__ void mask(Scores& s) const {
+    const int thread = thread_again() - 128;
+    const int4 step = lds_int4(smem.step(ring.slot));
+    const uint32_t at = smem.layer(step.w & 1) + C::kLayerHeader + 8 * (thread / 32 * 16 + thread % 32 / 4);
+    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
+    mask_scores<C::kQueries>(s, step.y, queries, thread % 32);
+  }
+
   // Scores to P, which is packed; what stays in s is the factor of dP - delta. Columns have their own offsets.
   __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed) const {
-    if (!C::kPlain && p.has_softcap) {
+    if (C::kCapped) {
 #pragma unroll
       for (int i = 0; i < C::kQueries / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
     }
-    const bool masked = walk.masked();
-    if (masked) walk.mask(s);
+    const int flags_of_step = lds_int(smem.step(ring.slot) + 8);
+    if (uniform(flags_of_step >> (thread_again() / 128 - 1) & 1)) mask(s);
     const uint32_t stats = smem.stats(ring.slot) + thread_again() % 4 * 8;
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
@@ -160,7 +118,7 @@ struct StepWorker {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // A masked score is -inf and its P zero; so must be the product.
-        if (!C::kPlain && p.has_softcap) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
+        if (C::kCapped) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
         s[4 * j + i] = e[i];
       }
     }
@@ -189,14 +147,20 @@ struct StepWorker {
       store_matrix_transposed_x4(at + j * 2048, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
   }
 
-  // Where this thread adds its share of dq of this step.
-  __device__ __forceinline__ float* dq_address(int pass) const {
-    const int thread = thread_again() - 128, column = pass * C::kOut + thread / 128 * C::kDqColumns;
-    const int64_t number = (static_cast<int64_t>(walk.head()) * p.query_blocks + walk.order.block) * (C::kD / 64) + column / 64;
-    return p.dq_sum + number * kDqBlockFloats + (column % 64 * 64 + thread % 128 * 4);
+  // Number of the block of dq_sum that this step adds to; 32 bits do.
+  __device__ __forceinline__ uint32_t dq_block(int pass) const {
+    const int column = pass * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+    return lds_int(smem.step(ring.slot)) * (C::kD / 64) + column / 64;
   }
 
-  __device__ __forceinline__ void add_rest(const DqRest& rest, float* at) const {
+  // Where this thread adds its share of it.
+  __device__ __forceinline__ float* dq_address(uint32_t number) const {
+    const int thread = thread_again() - 128, column = thread / 128 * C::kDqColumns % 64;
+    return p.dq_sum + static_cast<uint64_t>(number) * kDqBlockFloats + (column * 64 + thread % 128 * 4);
+  }
+
+  __device__ __forceinline__ void add_rest(const DqRest& rest, uint32_t number) const {
+    float* at = dq_address(number);
 #pragma unroll
     for (int i = 0; i < kRest / 4; ++i)
       add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]);
@@ -207,7 +171,8 @@ struct StepWorker {
   }
 
   // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
-  __device__ __forceinline__ void step(Grad& dk, Grad& dv, DqRest& rest, float*& rest_at, int pass) {
+  // False after the last step of the unit.
+  __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of, int pass) {
     Scores s, dp;
     Packed packed_p, packed_ds;
     mbar_wait(smem.q_full(ring.slot), ring.phase);
@@ -220,7 +185,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_rows(dp, smem.v(), smem.dout(ring.slot));
     wgmma_commit();
-    add_rest(rest, rest_at);
+    add_rest(rest, rest_of);
     wgmma_wait<1>();
     keep_in_place(s);
     if (kFlying && flags & kReadingQ) release_q_before();
@@ -244,12 +209,15 @@ struct StepWorker {
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    rest_at = dq_address(pass);
+    rest_of = dq_block(pass);
+    float* at = dq_address(rest_of);
 #pragma unroll
     for (int i = 0; i < kNow; ++i)
-      add_to_global_x4(rest_at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
 #pragma unroll
     for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
+    const int2 end = lds_int2(smem.step(ring.slot) + 8);
+    if (uniform(end.x) & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(end.y & 1));
     if constexpr (!kFlying) {
       wgmma_wait<0>();
       keep_in_place(dk);
@@ -258,7 +226,7 @@ struct StepWorker {
     }
     ring.advance();
     flags = (flags | kReadingQ) ^ kDsSlot;
-    walk.step(p.heads_per_part);
+    return !(uniform(end.x) & kUnitEnds);
   }
 
   __device__ __forceinline__ void finish(Grad& dk, Grad& dv) {

@@ -9,6 +9,7 @@
 #include "../../include/magi/abi.h"
 #include "../common/barrier.cuh"
 #include "../common/copy.cuh"
+#include "../common/shared.cuh"
 
 namespace magi {
 
@@ -46,9 +47,7 @@ template <typename P, typename Smem>
 __device__ __forceinline__ void publish_unit(const P& p, const Smem& smem, Turns& turns, int tile, int head_unit, int2 desc,
                                              int word, int records_at, int layer_words) {
   mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
-  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(smem.unit(turns.unit_slot())), "r"(tile), "r"(head_unit),
-               "r"(desc.y), "r"(word)
-               : "memory");
+  sts_int4(smem.unit(turns.unit_slot()), tile, head_unit, desc.y, word);
   mbar_arrive(smem.unit_full(turns.unit_slot()));
   turns.next_unit();
   const int32_t* record = p.plan + records_at + static_cast<int64_t>(desc.x) * layer_words;
@@ -65,7 +64,7 @@ __device__ __forceinline__ void publish_unit(const P& p, const Smem& smem, Turns
 template <typename P, typename Smem>
 __device__ __forceinline__ void publish_end(const P& p, const Smem& smem, const Turns& turns) {
   mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
-  asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(smem.unit(turns.unit_slot())), "r"(-1) : "memory");
+  sts_int4(smem.unit(turns.unit_slot()), -1, -1, -1, -1);
   mbar_arrive(smem.unit_full(turns.unit_slot()));
   __threadfence();
   if (atomicInc(reinterpret_cast<unsigned*>(p.workspace) + 1, gridDim.x - 1) == gridDim.x - 1) p.workspace[0] = 0;
