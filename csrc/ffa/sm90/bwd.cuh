@@ -13,7 +13,7 @@ namespace magi {
 template <typename C>
 __device__ __forceinline__ void finish_unit(const BwdKernelParams& p, const BwdSmem<C>& smem, float (&dk)[C::kOut / 2],
                                             float (&dv)[C::kOut / 2], int tile, int head, const BwdPart<C>& part) {
-  if (p.head_parts > 1) {
+  if (C::kSplit && p.head_parts > 1) {
     const int tile_unit = (tile * p.heads_kv + head) * C::kPasses + part.pass;
     if (!join_grads<C>(p, dk, dv, tile_unit, part.heads, uniform(thread_again() / 128 - 1))) {
       if (thread_again() % 128 == 0) mbar_arrive(smem.kv_empty());

@@ -6,11 +6,13 @@
 
 namespace magi {
 
-template <typename T_, int kD_, bool kCapped_>
+template <typename T_, int kD_, bool kCapped_, bool kSplit_>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
+  // The heads of a tile may be shared out. Code that never runs costs long calls 5%, by what it does to the registers.
+  static constexpr bool kSplit = kSplit_;
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;

@@ -43,7 +43,8 @@ struct BwdSmem {
   __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // its four words are there
   // A unit as four words: tile (-1: no more work), kv head, number of layers, part of the heads and pass.
   __device__ uint32_t unit(uint32_t s) const { return base + C::kUnitsAt + 16 * s; }
-  // A step as four words: number of its head and block, first query, flags, slot of the layer | head << 1.
+  // A step as four words: number of its head and block, first query, and what each warpgroup needs to know (of one bit more
+  // than the layer's slot on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
   __device__ void init_barriers() const {
@@ -79,8 +80,8 @@ struct BwdPart {
   }
 };
 
-// Flags of a step. The lowest two: whether the block needs a mask, for each warpgroup.
-constexpr int kLayerEnds = 4, kUnitEnds = 8;
+// What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
+constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
 
 // The order in which a unit takes the blocks of queries of a layer. They lie on a grid that all tiles share, because their
 // dq is summed. What CTAs do at the same time should be the same blocks, which are then in L2. Under a causal mask tile i of
@@ -110,16 +111,11 @@ struct BlockOrder {
   }
 };
 
-// Which warpgroups need a mask for a block: those whose keys do not all see all of it.
+// Whether a warpgroup needs a mask for a block: not all its keys see all of it.
 template <typename C>
-__device__ __forceinline__ int masked_groups(uint32_t layer, int block) {
-  int flags = 0;
-#pragma unroll
-  for (int group = 0; group < C::kGroups; ++group) {
-    const int2 full = lds_int2(layer + 32 + 16 * group + 8);
-    if (block * C::kQueries < full.x || (block + 1) * C::kQueries > full.y) flags |= 1 << group;
-  }
-  return flags;
+__device__ __forceinline__ int needs_mask(uint32_t layer, int group, int block) {
+  const int2 full = lds_int2(layer + 32 + 16 * group + 8);
+  return block * C::kQueries < full.x || (block + 1) * C::kQueries > full.y ? kMasked : 0;
 }
 
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
@@ -188,9 +184,11 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
           load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
           const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
           load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
-          int flags = masked_groups<C>(smem.layer(turns.layer_slot()), order.block);
-          if (order.left() == 1 && i + 1 == p.heads_per_part) flags |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
-          sts_int4(smem.step(ring.slot), number, order.block * C::kQueries, flags, turns.layer_slot() | head << 1);
+          int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
+          if (order.left() == 1 && i + 1 == p.heads_per_part) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
+          sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
+                   what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
+                   what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
           mbar_arrive(smem.step_full(ring.slot));
           ring.advance();
         }
@@ -230,7 +228,7 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
       mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
       const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
       if (!clears) mbar_expect(bar, C::kQueryBytes);
-      load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> 1, kEvictLast);
+      load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
     }
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();

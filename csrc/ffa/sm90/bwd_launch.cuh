@@ -151,7 +151,7 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
 
 template <typename T, int kD>
 magi_status launch_bwd(const magi_ffa_bwd_params& a) {
-  using C = BwdConfig<T, kD, false>;
+  using C = BwdConfig<T, kD, false, false>;
   // The kernel counts blocks of queries and heads in 16 bits.
   constexpr int kMaxQueries = 65535 * C::kQueries;
   if (a.total_q > kMaxQueries || a.heads_q > 32767)
@@ -176,7 +176,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
   MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
   if (k.has_softcap)
-    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true>>(a, k, sms)));
+    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms)));
+  else if (k.head_parts > 1)
+    MAGI_RETURN((start_bwd<BwdConfig<T, kD, false, true>>(a, k, sms)));
   else
     MAGI_RETURN(start_bwd<C>(a, k, sms));
   return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
@@ -189,5 +191,5 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
     return magi::launch_bwd<TYPE, D>(*params);                                                                  \
   }                                                                                                             \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
-    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false>>(*params, bytes);                                 \
+    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false, false>>(*params, bytes);                                 \
   }

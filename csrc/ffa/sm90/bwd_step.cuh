@@ -90,22 +90,21 @@ struct StepWorker {
   }
 
   // -inf where a key does not see a query.
-  __device__ __forceinline__ void mask(Scores& s) const {
+  __device__ __forceinline__ void mask(Scores& s, int what) const {
     const int thread = thread_again() - 128;
-    const int4 step = lds_int4(smem.step(ring.slot));
-    const uint32_t at = smem.layer(step.w & 1) + C::kLayerHeader + 8 * (thread / 32 * 16 + thread % 32 / 4);
+    const int first_query = lds_int(smem.step(ring.slot) + 4);
+    const uint32_t at = smem.layer(what >> kLayerSlotBit & 1) + C::kLayerHeader + 8 * (thread / 32 * 16 + thread % 32 / 4);
     const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
-    mask_scores<C::kQueries>(s, step.y, queries, thread % 32);
+    mask_scores<C::kQueries>(s, first_query, queries, thread % 32);
   }
 
   // Scores to P, which is packed; what stays in s is the factor of dP - delta. Columns have their own offsets.
-  __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed) const {
+  __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
     if (C::kCapped) {
 #pragma unroll
       for (int i = 0; i < C::kQueries / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
     }
-    const int flags_of_step = lds_int(smem.step(ring.slot) + 8);
-    if (uniform(flags_of_step >> (thread_again() / 128 - 1) & 1)) mask(s);
+    if (what & kMasked) mask(s, what);
     const uint32_t stats = smem.stats(ring.slot) + thread_again() % 4 * 8;
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
@@ -186,10 +185,12 @@ struct StepWorker {
     multiply_rows(dp, smem.v(), smem.dout(ring.slot));
     wgmma_commit();
     add_rest(rest, rest_of);
+    rest_of = dq_block(pass);
+    const int what = uniform(lds_int(smem.step(ring.slot) + 4 + thread_again() / 128 * 4));
     wgmma_wait<1>();
     keep_in_place(s);
     if (kFlying && flags & kReadingQ) release_q_before();
-    exponentiate(s, packed_p);
+    exponentiate(s, packed_p, what);
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.slot), pass);
     wgmma_commit();
@@ -209,15 +210,13 @@ struct StepWorker {
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    rest_of = dq_block(pass);
     float* at = dq_address(rest_of);
 #pragma unroll
     for (int i = 0; i < kNow; ++i)
       add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
 #pragma unroll
     for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
-    const int2 end = lds_int2(smem.step(ring.slot) + 8);
-    if (uniform(end.x) & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(end.y & 1));
+    if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
     if constexpr (!kFlying) {
       wgmma_wait<0>();
       keep_in_place(dk);
@@ -226,7 +225,7 @@ struct StepWorker {
     }
     ring.advance();
     flags = (flags | kReadingQ) ^ kDsSlot;
-    return !(uniform(end.x) & kUnitEnds);
+    return !(what & kUnitEnds);
   }
 
   __device__ __forceinline__ void finish(Grad& dk, Grad& dv) {
