@@ -16,6 +16,7 @@ import torch
 
 from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.kernels import Grads, Partial
+from magi_attention.kernels.types import options_of
 
 HOST = -1
 
@@ -71,7 +72,9 @@ class _DistAttn(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dmax):
         call: AttnCall = ctx.call
         q, k, v, sink, out, lse, *tail = ctx.saved_tensors
-        options = replace(call.options, sm_margin=call.runtime.policy.bwd_sm_margin, return_max_logits=False)
+        o, sm_margin = call.options, call.runtime.policy.bwd_sm_margin
+        # Equal options as one object, by which backends recognise a call.
+        options = options_of(o.softmax_scale, o.softcap, o.sink_layout, o.deterministic, sm_margin)
         call = replace(call, options=options, tail_kv=tuple(tail) if tail else None)
         state = _Backward(call, dout, q, k, v, sink, out, lse)
         with call.runtime.transport.guard("attention backward"):

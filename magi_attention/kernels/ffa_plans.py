@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile plans of masks that are given as range tensors, made on their device and remembered per tensor.
+"""Tile plans of masks: of slice tables, kept with the table; of range tensors, made on their device and remembered.
 
-A remembered plan is used again only for the very same tensor objects (weak references, so a new tensor in reused
-memory never matches), with the same version counters (so every in-place edit that torch knows of counts), the
-same storage and the same stream. Edits that bypass torch, by a foreign kernel that got the raw address, are not
-seen: pass new tensors then. While a CUDA graph is captured nothing is remembered and the planner becomes part
-of the graph, so that a replay follows the ranges as they are then.
+Each mask has two: one for the forward and, of the transposed mask, one for the backward. A remembered plan of range
+tensors is used again only for the very same tensor objects (weak references, so a new tensor in reused memory never
+matches), with the same version counters (so every in-place edit that torch knows of counts), the same storage and
+the same stream. Edits that bypass torch, by a foreign kernel that got the raw address, are not seen: pass new
+tensors then. While a CUDA graph is captured nothing is remembered and the planner becomes part of the graph, so that
+a replay follows the ranges as they are then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native.ffa import FfaLibrary, FfaTile
@@ -30,6 +32,19 @@ class RangeTensors(NamedTuple):
     q_ranges: torch.Tensor
     k_ranges: torch.Tensor
     types: torch.Tensor | None
+
+
+class PlanShape(NamedTuple):
+    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys."""
+
+    total_q: int
+    total_k: int
+    tile: FfaTile
+    is_transposed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.total_k if self.is_transposed else self.total_q
 
 
 class _Entry(NamedTuple):
@@ -48,76 +63,99 @@ def _state(mask: RangeTensors) -> tuple:
 
 
 class RangePlans:
-    """Makes and remembers plans for one kernel library. Entries go when a tensor of the mask does."""
+    """Makes and remembers plans for one kernel library. Those of range tensors go when a tensor of the mask does."""
 
     def __init__(self, library: FfaLibrary, on_host: bool = False) -> None:
         self._library = library
         self._on_host = on_host
         self._entries: dict[tuple, _Entry] = {}
 
-    def find(
-        self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int
-    ) -> torch.Tensor | None:
+    def plan(
+        self, mask: SliceTable | RangeTensors, shape: PlanShape, device: torch.device, stream: int, capturing: bool
+    ) -> tuple[torch.Tensor, int]:
+        """The plan tensor, to be held until the launch, and its address."""
+        if isinstance(mask, SliceTable):
+            cache = mask.__dict__.setdefault("_ffa_plans", {})
+            key = (shape, device)
+            kept = cache.get(key)
+            if kept is None:
+                plan = table_plan(mask, shape, device)
+                kept = cache[key] = (plan, plan.data_ptr())
+            return kept
+        plan = self.get(mask, shape, stream, capturing)
+        return plan, plan.data_ptr()
+
+    def find(self, mask: RangeTensors, shape: PlanShape, stream: int) -> torch.Tensor | None:
         """A remembered plan that is still true, or None."""
         if any(x is not None and x.is_inference() for x in mask):
             return None
-        entry = self._entries.get(_key(mask, total_q, total_k, tile, stream))
+        entry = self._entries.get(_key(mask, shape, stream))
         return entry.plan if entry is not None and entry.is_true(mask) else None
 
-    def get(
-        self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int, capturing: bool
-    ) -> torch.Tensor:
+    def get(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
         """The plan, int32 on the device of the ranges; remembered unless in a graph or of an inference tensor."""
         if capturing or any(x is not None and x.is_inference() for x in mask):
-            return self._produce(mask, total_q, total_k, tile, stream, capturing)
-        kept = self.find(mask, total_q, total_k, tile, stream)
+            return self._produce(mask, shape, stream, capturing)
+        kept = self.find(mask, shape, stream)
         if kept is not None:
             return kept
         # The state is taken first: an edit while the plan is being made must not be missed.
-        key, state, entries = _key(mask, total_q, total_k, tile, stream), _state(mask), self._entries
-        plan = self._produce(mask, total_q, total_k, tile, stream, capturing)
+        key, state, entries = _key(mask, shape, stream), _state(mask), self._entries
+        plan = self._produce(mask, shape, stream, capturing)
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
         refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
         entries[key] = _Entry(refs, state, plan)
         return plan
 
-    def _produce(
-        self, mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int, capturing: bool
-    ) -> torch.Tensor:
+    def _produce(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
         num_slices = mask.q_ranges.shape[0]
-        num_tiles = -(-total_q // tile.tokens)
-        # A slice adds at most one layer to a tile, which bounds the plan without looking at the ranges.
-        words = plan_words(total_q, tile.tokens, num_tiles * num_slices)
+        num_tiles = -(-shape.rows // shape.tile.tokens)
+        # A slice adds at most one layer to a tile, which bounds the plan without looking at the ranges. The three parts
+        # of a transposed one follow one another, so they meet in two tiles at most.
+        layers = num_slices * (num_tiles + 2 if shape.is_transposed else num_tiles)
+        words = plan_words(shape.rows, shape.tile.tokens, layers)
         if num_slices and 4 * words <= DEVICE_PLAN_BYTES and (capturing or not self._on_host):
-            q_ranges, k_ranges, types = (None if x is None else x.to(torch.int32).contiguous() for x in mask)
-            plan = torch.empty(words, dtype=torch.int32, device=q_ranges.device)
-            self._library.plan_on_device(
-                q_ranges.data_ptr(), k_ranges.data_ptr(), None if types is None else types.data_ptr(), num_slices,
-                total_q, total_k, tile, plan.data_ptr(), words, stream,
-            )  # fmt: skip
-            return plan
+            return self._on_device(mask, shape, words, stream)
         if capturing:
             raise UnsupportedError(
                 f"{num_slices} slices over {num_tiles} tiles are too many to plan inside a CUDA graph; give the mask "
                 "as a SliceTable (magi_attention.api.Mask), planned before the capture."
             )
         # By way of the host, which waits for the device, checks every range and needs no more memory than used.
-        return table_plan(table_from_tensors(*mask), total_q, total_k, tile, mask.q_ranges.device)
+        return table_plan(table_from_tensors(*mask), shape, mask.q_ranges.device)
+
+    def _on_device(self, mask: RangeTensors, shape: PlanShape, words: int, stream: int) -> torch.Tensor:
+        num_slices, (rows, columns) = mask.q_ranges.shape[0], (shape.total_q, shape.total_k)
+        # Held until everything is launched.
+        held = [None if x is None else x.to(torch.int32).contiguous() for x in mask]
+        at = [None if x is None else x.data_ptr() for x in held]
+        if shape.is_transposed:
+            parts = torch.empty(15 * num_slices, dtype=torch.int32, device=mask.q_ranges.device)
+            first = parts.data_ptr()
+            to = (first, first + 24 * num_slices, first + 48 * num_slices)  # (3n, 2), (3n, 2), (3n,) words of 4 bytes
+            self._library.transpose_on_device(*at, num_slices, rows, columns, *to, stream)  # type: ignore[arg-type]
+            at, num_slices, rows, columns = [*to], 3 * num_slices, columns, rows
+        plan = torch.empty(words, dtype=torch.int32, device=mask.q_ranges.device)
+        self._library.plan_on_device(
+            *at, num_slices, rows, columns, shape.tile, plan.data_ptr(), words, stream,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return plan
 
 
-def _key(mask: RangeTensors, total_q: int, total_k: int, tile: FfaTile, stream: int) -> tuple:
-    return (*map(id, mask), total_q, total_k, tile, stream)
+def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple:
+    return (*map(id, mask), shape, stream)
 
 
-def table_plan(slices, total_q: int, total_k: int, tile: FfaTile, device: torch.device) -> torch.Tensor:
+def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
     """The plan of a slice table on ``device``, kept with the table.
 
     Raises:
         ContractError: a slice reaches beyond the rows, or a CUDA graph is being captured and the plan is not made.
     """
+    total_q, total_k, tile, is_transposed = shape
     try:
-        return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device)
+        return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device, is_transposed)
     except RuntimeError as error:
         if "captur" not in str(error):
             raise

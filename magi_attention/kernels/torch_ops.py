@@ -54,8 +54,9 @@ def _kernels() -> FfaBackend | None:
 
 
 def has_kernels() -> bool:
-    """Is there a library of CUDA kernels?"""
-    return _kernels() is not None
+    """Is there a library of CUDA kernels, and a torch that could launch them?"""
+    backend = _kernels()
+    return backend is not None and backend.has_runtime
 
 
 def prepared_flex_fwd(
@@ -72,6 +73,17 @@ def prepared_flex_fwd(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     options = options_of(float(scale), float(softcap), sink_layout, deterministic, sm_margin, return_max_logits)
     return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
+
+
+def _mask(
+    k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe
+) -> SliceTable | RangeTensors:
+    """For the CUDA kernels: the ranges as they are, where nobody needs to look at them."""
+    from magi_attention.env import general
+
+    if indices is None and not general.is_sanity_check_enable():
+        return RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
+    return _slices(k, q_ranges, k_ranges, types, indices)
 
 
 def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:
@@ -95,15 +107,10 @@ def flex_fwd(
     sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
 ):  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
-    from magi_attention.env import general
-
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
     if isinstance(backend, FfaBackend):
-        if indices is None and not general.is_sanity_check_enable():
-            mask = RangeTensors(q_ranges, k_ranges, attn_type_map)
-        else:
-            mask = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
         out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
     else:
         got = backend.forward(q, k, v, _slices(k, q_ranges, k_ranges, attn_type_map, indices), options, sink)
@@ -141,8 +148,12 @@ def flex_bwd(
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
-    slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
-    got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)
+    if isinstance(backend, FfaBackend):
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
+        got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink)
+    else:
+        slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+        got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)
     dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
     return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
 

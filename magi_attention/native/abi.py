@@ -77,7 +77,6 @@ _INTS = (
 _STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out") for dim in ("token", "head"))
 _POINTERS = ("q", "k", "v", "out", "lse", "max_logits", "sink", "plan", "workspace", "stream")
 
-
 _BWD_INTS = (
     *("version", "dtype", "grad_dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
     *("accumulate", "sm_margin"),
@@ -106,6 +105,7 @@ class FfaFwdParams(ctypes.Structure):
 FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
+
 class FfaBwdParams(ctypes.Structure):
     """``magi_ffa_bwd_params``. Strides in elements, addresses as integers."""
 
@@ -118,6 +118,10 @@ class FfaBwdParams(ctypes.Structure):
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
     ]
+
+
+FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
+FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS)}Q")
 
 
 I32_PTR = ctypes.POINTER(c_int32)

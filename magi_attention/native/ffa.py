@@ -26,6 +26,7 @@ class FfaLibrary:
         self._library = library
         # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
         self.forward_raw = library.magi_ffa_fwd
+        self.backward_raw = library.magi_ffa_bwd
         self.forward_address = ctypes.cast(library.magi_ffa_fwd, ctypes.c_void_p).value  # for native callers
 
     @classmethod
@@ -50,6 +51,30 @@ class FfaLibrary:
         self.check(self._library.magi_ffa_fwd_workspace(bytes(params), ctypes.byref(need)), "Attention forward")
         params.workspace_bytes = need.value
         return bytes(params)[: abi.FFA_FWD_PREFIX_BYTES], need.value
+
+    def backward_tile(self, head_dim: int, head_dim_v: int) -> FfaTile:
+        """The tile of keys that the backward wants, for plans of the transposed mask."""
+        got = [ctypes.c_int32() for _ in range(2)]
+        status = self._library.magi_ffa_bwd_tile(head_dim, head_dim_v, *map(ctypes.byref, got))
+        self.check(status, "Attention backward")
+        return FfaTile(got[0].value, got[1].value, 1)
+
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int]:
+        """The leading part of ``magi_ffa_bwd_params``, all but the addresses; and the workspace it needs, in bytes."""
+        need = ctypes.c_int64()
+        params = abi.FfaBwdParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._library.magi_ffa_bwd_workspace(bytes(params), ctypes.byref(need)), "Attention backward")
+        params.workspace_bytes = need.value
+        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], need.value
+
+    def transpose_on_device(
+        self, q_ranges: int, k_ranges: int, types: int | None, num_slices: int, total_q: int, total_k: int,
+        row_ranges: int, column_ranges: int, new_types: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Launches the transposition of a mask: from int32 (n, 2), (n, 2), (n,) to (3n, 2), (3n, 2), (3n,)."""
+        arguments = (num_slices, total_q, total_k, row_ranges, column_ranges, new_types, stream)
+        status = self._library.magi_tile_transpose_device(q_ranges, k_ranges, types, *arguments)
+        self.check(status, "Transposing the mask on the device")
 
     def plan_on_device(
         self, q_ranges: int, k_ranges: int, types: int | None, num_slices: int, total_q: int, total_k: int,

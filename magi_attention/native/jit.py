@@ -29,13 +29,20 @@ def cache_folder(csrc: Path | None = None, arch: str = "sm90") -> Path:
     return Path(env.workspace_base_dir()) / ".cache" / "magi_attention" / key
 
 
-def variant_for(dtype: str, head_dim: int, head_dim_v: int, csrc: Path | None = None):
-    """The variant with the smallest tile that holds these head dims: the next multiples of 64."""
+def variant_for(dtype: str, head_dim: int, head_dim_v: int, csrc: Path | None = None, kind: str = "fwd"):
+    """The variant of ``kind`` "fwd" or "bwd" with the smallest tile that holds these head dims.
+
+    Tiles of the forward have the next multiples of 64, those of the backward are the ones of the manifest.
+    """
     if not (0 < head_dim <= MAX_HEAD_DIM and 0 < head_dim_v <= MAX_HEAD_DIM):
         raise BuildError(f"Head dims {head_dim} and {head_dim_v}: kernels exist up to {MAX_HEAD_DIM}.")
     csrc = toolchain.find_csrc() if csrc is None else csrc
+    manifest = toolchain.load_manifest(csrc)
+    if kind == "bwd":
+        fits = [(d, dv) for d, dv in manifest.BWD_HEAD_DIMS if d >= head_dim and dv >= head_dim_v]
+        return manifest.Variant("bwd", dtype, *min(fits, key=sum))
     tile, tile_v = (-(-n // 64) * 64 for n in (head_dim, head_dim_v))
-    return toolchain.load_manifest(csrc).Variant("fwd", dtype, tile, tile_v)
+    return manifest.Variant(kind, dtype, tile, tile_v)
 
 
 def compile_variant(variant, csrc: Path | None = None, arch: str = "sm90") -> Path:
@@ -76,13 +83,17 @@ def _snapshot(csrc: Path, target: Path) -> Path:
     return target
 
 
-def load_variant(dtype: str, head_dim: int, head_dim_v: int, arch: str = "sm90") -> ctypes.CDLL:
+def load_variant(
+    dtype: str, head_dim: int, head_dim_v: int, arch: str = "sm90", kind: str = "fwd"
+) -> ctypes.CDLL:
     """The library for these head dims ("bf16" or "fp16"), compiled at first use and then kept by the process.
+
+    It has all entry points, but kernels of ``kind`` "fwd" or "bwd" only.
 
     Raises:
         BuildError: it cannot be compiled. UnsupportedError: it does not load.
     """
-    variant = variant_for(dtype, head_dim, head_dim_v)
+    variant = variant_for(dtype, head_dim, head_dim_v, kind=kind)
     if env.is_no_build_cache():
         return _load_variant.__wrapped__(variant, arch)
     return _load_variant(variant, arch)

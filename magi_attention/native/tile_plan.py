@@ -2,7 +2,8 @@
 """Tile plans: for each tile of queries the list of key intervals that it visits.
 
 A plan is one int32 buffer whose layout ``csrc/include/magi/abi.h`` describes. It depends on the mask and on the
-tile only, so one plan serves every layer, head and batch of values.
+tile only, so one plan serves every layer, head and batch of values. The backward wants that of the transposed mask,
+for each tile of keys the query intervals that see it.
 """
 
 from __future__ import annotations
@@ -96,6 +97,23 @@ class TilePlan:
         return pairs.reshape(len(pairs), tokens, 2)
 
 
+def transposed(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:
+    """The transposed mask: disjoint slices whose rows are the keys and whose columns are the queries.
+
+    ``slices`` (N, 5) gives int32 (M, 5) with M <= 3 N: none for a slice that allows nothing.
+
+    Raises:
+        ContractError: a size is no int32, a slice is malformed or reaches beyond the tokens.
+        UnsupportedError: the planner library is not built.
+    """
+    rows = _int32_rows(slices, total_q, total_k)
+    library = load(PLANNER)
+    parts = np.zeros((3 * len(rows), 5), dtype=np.int32)
+    status = library.magi_tile_transpose_host(rows.ctypes.data, len(rows), parts.ctypes.data)
+    check(library, status, "Transposing the mask")
+    return parts[parts[:, 0] < parts[:, 1]]
+
+
 def plan_words(total_q: int, tile_tokens: int, num_layers: int) -> int:
     """Size in int32 words of a plan with up to ``num_layers`` layers."""
     return load(PLANNER).magi_tile_plan_words(total_q, tile_tokens, num_layers)
@@ -108,8 +126,11 @@ def device_plan(
     tile_tokens: int,
     num_groups: int,
     device: torch.device | str,
+    is_transposed: bool = False,
 ) -> torch.Tensor:
     """The plan of ``TilePlan.build`` as an int32 tensor on ``device``, made once per slice table and sizes.
+
+    With ``is_transposed`` that of the transposed mask: ``total_k`` rows, ``total_q`` columns, tiles of keys.
 
     It is kept with the slice table, which never changes: all layers share it, it can be neither stale nor outlive
     the mask. Making it copies to the device and waits for the copy, so any stream may use it.
@@ -117,9 +138,12 @@ def device_plan(
     import torch
 
     cache = slices.__dict__.setdefault("_native_plans", {})
-    key = (total_q, total_k, tile_tokens, num_groups, str(device))
+    key = (total_q, total_k, tile_tokens, num_groups, str(device), is_transposed)
     if key not in cache:
-        plan = TilePlan.build(slices, total_q, total_k, tile_tokens, num_groups)
+        if is_transposed:
+            plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile_tokens, num_groups)
+        else:
+            plan = TilePlan.build(slices, total_q, total_k, tile_tokens, num_groups)
         # A copy, because torch cannot hold read-only memory, and a tensor on the CPU would share it.
         cache[key] = torch.from_numpy(plan.words.copy()).to(device)
     return cache[key]

@@ -12,7 +12,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary, FfaTile
-from magi_attention.native.tile_plan import TilePlan, plan_words
+from magi_attention.native.tile_plan import TilePlan, plan_words, transposed
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -23,6 +23,7 @@ pytestmark = [
 
 DEVICE = "cuda"
 TILES = (16, 64, 128)
+ALL = masks.ALL_TYPES
 GARBAGE = -7  # what buffers hold before
 GUARD = 64  # words after the buffer that nobody may touch
 HAS_UNSEEN = 4  # word of a layer
@@ -220,6 +221,31 @@ def test_malformed_slices_are_left_out():
     want = content(TilePlan.build(good, 200, 250, 64, 2))
     got = content(TilePlan(device_words(mixed, 200, 250, 64, room=200)))
     assert all(np.array_equal(a, b) for a, b in zip(got, want))
+
+
+def test_transposition_equals_that_of_the_host():
+    """Slice by slice; malformed slices and those that allow nothing become three empty ones."""
+    bad = [[0, 999, 0, 5, 0], [-1, 4, 0, 5, 0], [9, 3, 0, 5, 0], [0, 5, 0, 5, 4], [3, 3, 0, 5, 1], [0, 9, 3, 5, 3]]
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        total_q, total_k = (int(x) for x in rng.integers(1, 900, size=2))
+        good = rows_of(masks.random_slices(rng, total_q, total_k, max_slices=400, types=ALL if seed % 4 else (0,)))
+        with_types = bool(seed % 4)
+        rows = rows_of(np.concatenate([bad[:3], good, bad[3:]])) if with_types else good
+        count = len(rows)
+        if not count:
+            continue
+        q, k, types = on_device(rows, with_types)
+        got = torch.full((3 * count * 5 + GUARD,), GARBAGE, dtype=torch.int32, device=DEVICE)
+        at = [got.data_ptr() + 4 * words * count for words in (0, 6, 12)]
+        types_at = None if types is None else types.data_ptr()
+        library().transpose_on_device(q.data_ptr(), k.data_ptr(), types_at, count, total_q, total_k, *at, stream())
+        flat = got.cpu().numpy()
+        assert (flat[15 * count :] == GARBAGE).all(), "written beyond the buffers"
+        pairs = flat[: 12 * count].reshape(2, -1, 2)
+        made = np.column_stack([pairs[0], pairs[1], flat[12 * count : 15 * count]])
+        assert np.array_equal(made[made[:, 0] < made[:, 1]], transposed(good, total_q, total_k)), seed
+        assert not made[made[:, 0] >= made[:, 1]].any(), "an empty slice is not all zeros"
 
 
 def test_follows_the_ranges_in_a_cuda_graph():

@@ -20,8 +20,9 @@ from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi, build, loader
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.loader import check
+from magi_attention.native.loader import check, load
 from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.toolchain import PLANNER
 
 
 def planner_or_skip() -> None:
@@ -73,6 +74,38 @@ def dense_mask(plan: TilePlan) -> np.ndarray:
     return seen.astype(bool)
 
 
+def load_operand(p, name: str, rows: int, heads: int, dim: int) -> np.ndarray:
+    """(rows, heads, dim) in float64, from the address and strides of parameters ``p``."""
+    strides = (getattr(p, f"{name}_stride_token"), getattr(p, f"{name}_stride_head"), 1)
+    return to_float(memory(getattr(p, name), (rows, heads, dim), strides, np.uint16), p.dtype)
+
+
+def gradients(p: abi.FfaBwdParams, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """dq, dk, dv and delta in float64; ``allowed`` is the dense mask (queries, keys)."""
+    share = p.heads_q // p.heads_kv
+    q = load_operand(p, "q", p.total_q, p.heads_q, p.head_dim)
+    dout = load_operand(p, "dout", p.total_q, p.heads_q, p.head_dim_v)
+    k = load_operand(p, "k", p.total_k, p.heads_kv, p.head_dim).repeat(share, axis=1)
+    v = load_operand(p, "v", p.total_k, p.heads_kv, p.head_dim_v).repeat(share, axis=1)
+    lse = memory(p.lse, (p.total_q, p.heads_q), (p.heads_q, 1), np.float32).astype(np.float64)
+    if p.out:
+        delta = (load_operand(p, "out", p.total_q, p.heads_q, p.head_dim_v) * dout).sum(-1)
+    else:
+        delta = memory(p.delta, (p.total_q, p.heads_q), (p.heads_q, 1), np.float32).astype(np.float64)
+    nothing = np.isneginf(lse)
+    delta = np.where(nothing, 0.0, delta)
+    q, dout = (np.where(nothing[..., None], 0.0, x) for x in (q, dout))
+    s, slope = np.einsum("qhd,khd->qhk", q, k) * p.softmax_scale, 1.0
+    if p.softcap > 0:
+        tanh = np.tanh(s / p.softcap)
+        s, slope = p.softcap * tanh, 1.0 - tanh**2
+    weights = np.where(allowed[:, None], np.exp(s - np.where(nothing, 0.0, lse)[..., None]), 0.0)
+    ds = weights * (np.einsum("qhd,khd->qhk", dout, v) - delta[..., None]) * slope * p.softmax_scale
+    dk, dv = np.einsum("qhk,qhd->khd", ds, q), np.einsum("qhk,qhd->khd", weights, dout)
+    dk, dv = (x.reshape(p.total_k, p.heads_kv, share, -1).sum(2) for x in (dk, dv))
+    return np.einsum("qhk,khd->qhd", ds, k), dk, dv, delta
+
+
 class Simulator:
     """The interface of ``FfaLibrary``."""
 
@@ -81,6 +114,8 @@ class Simulator:
     def __init__(self, tile_rows: int = 16) -> None:
         self.tile_rows = tile_rows
         self.calls: list[abi.FfaFwdParams] = []
+        self.backward_calls: list[abi.FfaBwdParams] = []
+        self.transposed = 0
         self.plans_made = 0
         self.status = abi.OK
         self.error: Exception | None = None  # of a call through the address, which no exception can leave
@@ -120,6 +155,60 @@ class Simulator:
         assert len(made.words) <= plan_words
         memory(plan, made.words.shape, (1,), np.int32)[:] = made.words
 
+    def backward_tile(self, head_dim: int, head_dim_v: int) -> FfaTile:
+        return FfaTile(self.tile_rows, 2, 1)
+
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int]:
+        params = abi.FfaBwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)
+        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes
+
+    def transpose_on_device(
+        self, q_ranges, k_ranges, types, num_slices, total_q, total_k, row_ranges, column_ranges, new_types, stream
+    ) -> None:
+        self.transposed += 1
+        q, k = (memory(x, (num_slices, 2), (2, 1), np.int32) for x in (q_ranges, k_ranges))
+        kinds = np.zeros(num_slices) if types is None else memory(types, (num_slices,), (1,), np.int32)
+        rows = np.ascontiguousarray(np.column_stack([q, k, kinds]), dtype=np.int32)
+        parts = np.full((3 * num_slices, 5), -7, dtype=np.int32)
+        library = load(PLANNER)
+        check(library, library.magi_tile_transpose_host(rows.ctypes.data, num_slices, parts.ctypes.data), "transposing")
+        memory(row_ranges, (3 * num_slices, 2), (2, 1), np.int32)[:] = parts[:, :2]
+        memory(column_ranges, (3 * num_slices, 2), (2, 1), np.int32)[:] = parts[:, 2:4]
+        memory(new_types, (3 * num_slices,), (1,), np.int32)[:] = parts[:, 4]
+
+    def backward_raw(self, params: bytes) -> int:
+        assert len(params) == ctypes.sizeof(abi.FfaBwdParams)
+        p = abi.FfaBwdParams.from_buffer_copy(params)
+        self.backward_calls.append(p)
+        if self.status:
+            return self.status
+        assert p.version == abi.ABI_VERSION and p.stream == 7 and p.total_q > 0 and p.total_k > 0
+        assert (p.out is None) <= (p.delta is not None), "neither out nor delta"
+        assert not any((x or 0) % 16 for x in (p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv, p.plan))
+        names = [name for name, _ in p._fields_ if name.endswith(("_stride_token", "_stride_head"))]
+        assert not any(getattr(p, name) % 8 for name in names) and len(names) == 10
+        memory(p.workspace, (p.workspace_bytes // 4,), (1,), np.int32)[:] = -7  # it is memory, and ours
+        assert p.grad_dtype == (abi.FP32 if p.accumulate else p.grad_dtype)
+        plan = plan_at(p.plan)
+        assert (plan.header.total_q, plan.header.total_k) == (p.total_k, p.total_q), "the plan is not transposed"
+        dq, dk, dv, delta = gradients(p, dense_mask(plan).T)
+        for address, grad in ((p.dq, dq), (p.dk, dk), (p.dv, dv)):
+            self._store(address, grad, p)
+        if p.out and p.delta:
+            memory(p.delta, delta.shape, (p.heads_q, 1), np.float32)[:] = delta
+        return abi.OK
+
+    @staticmethod
+    def _store(address: int, grad: np.ndarray, p: abi.FfaBwdParams) -> None:
+        strides = (grad.shape[1] * grad.shape[2], grad.shape[2], 1)
+        if p.grad_dtype == abi.FP32:
+            to = memory(address, grad.shape, strides, np.float32)
+            to[:] = to + grad if p.accumulate else grad
+            return
+        kind = torch.bfloat16 if p.grad_dtype == abi.BF16 else torch.float16
+        bits = torch.from_numpy(grad).to(kind).view(torch.uint16).numpy()
+        memory(address, grad.shape, strides, np.uint16)[:] = bits
+
     def forward_raw(self, params: bytes) -> int:
         assert len(params) == ctypes.sizeof(abi.FfaFwdParams)
         p = abi.FfaFwdParams.from_buffer_copy(params)
@@ -135,14 +224,9 @@ class Simulator:
 
     def _compute(self, p: abi.FfaFwdParams) -> None:
         share = p.heads_q // p.heads_kv
-
-        def load(name: str, rows: int, heads: int, dim: int) -> np.ndarray:
-            strides = (getattr(p, f"{name}_stride_token"), getattr(p, f"{name}_stride_head"), 1)
-            return to_float(memory(getattr(p, name), (rows, heads, dim), strides, np.uint16), p.dtype)
-
-        q = load("q", p.total_q, p.heads_q, p.head_dim)
-        k = load("k", p.total_k, p.heads_kv, p.head_dim).repeat(share, axis=1)
-        v = load("v", p.total_k, p.heads_kv, p.head_dim_v).repeat(share, axis=1)
+        q = load_operand(p, "q", p.total_q, p.heads_q, p.head_dim)
+        k = load_operand(p, "k", p.total_k, p.heads_kv, p.head_dim).repeat(share, axis=1)
+        v = load_operand(p, "v", p.total_k, p.heads_kv, p.head_dim_v).repeat(share, axis=1)
         s = np.einsum("qhd,khd->qhk", q, k) * p.softmax_scale
         if p.softcap > 0:
             s = p.softcap * np.tanh(s / p.softcap)

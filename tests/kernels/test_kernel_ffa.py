@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import backend, close, inputs, planner_or_skip, tensors, truth
+from ffa_simulator import Simulator, backend, close, inputs, planner_or_skip, tensors, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,8 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import BuildError, ContractError, MagiError, UnsupportedError
 from magi_attention.kernels import AttnOptions, Backend, Partial, Problem, Registry, SdpaBackend
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa_operands import CudaRuntime
 from magi_attention.native import jit
 
 
@@ -161,13 +163,13 @@ def test_refusals_are_sentences():
         ({"head_dim": 60}, "60"),
         ({"head_dim_v": 264}, "264"),
         ({"num_heads_q": 7}, "7 query"),
-        ({"needs_backward": True}, "backward"),
+        ({"needs_backward": True, "options": AttnOptions(0.1, deterministic=True)}, "no fixed order"),
         ({"options": AttnOptions(-1.0)}, "softmax_scale"),
     ):
         reason = ffa.why_not(replace(good, **change))
         assert reason and word in reason and reason.endswith("."), change
-    with pytest.raises(UnsupportedError, match="sdpa_ol"):
-        ffa.backward()
+    for fine in ({"needs_backward": True}, {"options": AttnOptions(0.1, deterministic=True)}):
+        assert ffa.why_not(replace(good, **fine)) is None
     assert isinstance(ffa, Backend)
     registry = Registry((ffa, SdpaBackend()))
     assert registry.select(good, "ffa", explicit=True)[0] is ffa
@@ -194,11 +196,23 @@ def test_forced_jit_asks_for_the_shape_and_passes_errors_on(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
     asked = []
 
-    def refuse(*shape):
-        asked.append(shape)
+    def refuse(*shape, kind):
+        asked.append((kind, *shape))
         raise BuildError("no compiler")
 
     monkeypatch.setattr(jit, "load_variant", refuse)
     with pytest.raises(BuildError, match="no compiler"):
         ffa.forward_final(q, k, v, Mask.causal(8).slices, AttnOptions(0.25))
-    assert asked == [("fp16", 24, 16)] and not simulator.calls
+    assert asked == [("fwd", "fp16", 24, 16)] and not simulator.calls
+    out, lse = torch.zeros(8, 4, 16, dtype=torch.float16), torch.zeros(8, 4)
+    with pytest.raises(BuildError, match="no compiler"):
+        ffa.backward(out, q, k, v, out, lse, Mask.causal(8).slices, AttnOptions(0.25))
+    assert asked[1:] == [("bwd", "fp16", 24, 16)] and not simulator.backward_calls
+
+
+def test_without_cuda_in_torch_nothing_is_prepared(monkeypatch):
+    ffa = FfaBackend(Simulator())
+    monkeypatch.setattr(CudaRuntime, "exists", staticmethod(lambda: False))
+    q, k, v = inputs(8, 8)
+    assert not ffa.has_runtime and backend()[0].has_runtime
+    assert ffa.prepared(q, k, v, tensors(Mask.causal(8).slices), AttnOptions(0.25), None) is None

@@ -21,6 +21,7 @@ from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional import flex_flash_attn as flex_module
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, known_calls
+from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native import abi
 
@@ -225,7 +226,7 @@ def test_entries_go_with_their_tensors(public):
     mask = tensors(Mask.causal(32).slices)
     for scale in (0.25, 0.5):
         flex_flash_attn_func(q, k, v, *mask, softmax_scale=scale)
-    died = weakref.ref(ffa._range_plans.find(mask, 32, 32, ffa.library.tile(4, 2, 16, 16), 7))
+    died = weakref.ref(ffa._range_plans.find(mask, PlanShape(32, 32, ffa.library.tile(4, 2, 16, 16)), 7))
     assert len(KNOWN) == 2
     ffa._range_plans._entries.clear()
     assert died() is not None, "the plan is held by the calls that use it"

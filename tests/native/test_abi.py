@@ -19,6 +19,7 @@ STRUCTS = {
     "magi_tile_desc": abi.TileDesc,
     "magi_layer": abi.Layer,
     "magi_ffa_fwd_params": abi.FfaFwdParams,
+    "magi_ffa_bwd_params": abi.FfaBwdParams,
 }
 CONSTANTS = {
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
@@ -72,6 +73,7 @@ def test_constants(measured):
 
 def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
+    assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
     assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
 
 

@@ -26,6 +26,7 @@ int64_t magi_tile_plan_words(int32_t, int32_t, int64_t) { return hidden_helper()
 magi_status magi_tile_plan_host(const int32_t*, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t*, int64_t,
                                 int64_t*) { return MAGI_CAPACITY; }
 magi_status magi_tile_plan_check(const int32_t*, int64_t, const int32_t*, int64_t) { return MAGI_OK; }
+magi_status magi_tile_transpose_host(const int32_t*, int64_t, int32_t*) { return MAGI_OK; }
 const char* magi_last_error(void) { return "too small"; }
 int32_t magi_abi_version(void) { return VERSION; }
 int not_exported(void) { return 1; }
@@ -34,19 +35,29 @@ int not_exported(void) { return 1; }
 KERNEL_SOURCE = """
 #include "../../include/magi/abi.h"
 __global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) x[i] = SCALE; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_fwd_params*);
+#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
 #include "inst/variants.inc"
 #undef MAGI_VARIANT
 extern "C" {
 magi_status magi_ffa_fwd_tile(int32_t, int32_t, int32_t, int32_t, int32_t* t, int32_t* g, int32_t* p) {
   *t = *g = *p = 2; return MAGI_OK; }
 magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params*, int64_t* bytes) { *bytes = 16; return MAGI_OK; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) SYMBOL(p),
-magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) {
-  magi_status all[] = {
+magi_status magi_ffa_bwd_tile(int32_t, int32_t, int32_t* t, int32_t* g) { *t = *g = 2; return MAGI_OK; }
+magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params*, int64_t* bytes) { *bytes = 32; return MAGI_OK; }
+}
+template <class A> magi_status call(magi_status (*f)(const A*), const A* p) { return f(p); }
+template <class A, class B> magi_status call(magi_status (*)(const A*), const B*) { return MAGI_CAPACITY; }
+#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) call(SYMBOL, p),
+template <class P> magi_status first(const P* p) {
+  for (magi_status s : {
 #include "inst/variants.inc"
-  };
-  return all[0]; }
+  }) if (s != MAGI_CAPACITY) return s;
+  return MAGI_INVALID_ARGUMENT; }
+extern "C" {
+magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) { return first(p); }
+magi_status magi_ffa_bwd(const magi_ffa_bwd_params* p) { return first(p); }
+magi_status magi_tile_transpose_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t,
+                                       int32_t*, int32_t*, int32_t*, void*) { return MAGI_OK; }
 magi_status magi_tile_plan_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t,
                                   int32_t, int32_t*, int64_t, void*) { return MAGI_OK; }
 const char* magi_last_error(void) { return ""; }
@@ -57,8 +68,8 @@ LAUNCH_SOURCE = """
 #include "../../include/magi/abi.h"
 namespace magi { struct bf16 {}; struct fp16 {}; }
 template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
-#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                        \\
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* p) {                \\
+#define MAGI_FFA_KIND_INSTANCE(TYPE, D, DV, STEM)                                       \\
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_KIND_params* p) {               \\
     if (p->version < 0) twice<D><<<1, 32>>>((float*)p->out);                            \\
     return (magi_status)(D == 64 ? MAGI_UNSUPPORTED : MAGI_OK); }
 """
@@ -91,7 +102,9 @@ def tree(tmp_path) -> Path:
     (csrc / "planner" / "plan.cpp").write_text(HOST_SOURCE.replace("VERSION", str(abi.ABI_VERSION)))
     (csrc / "ffa" / "sm90").mkdir()
     (csrc / "ffa" / "sm90" / "main.cu").write_text(KERNEL_SOURCE.replace("SCALE", "2.f"))
-    (csrc / "ffa" / "sm90" / "fwd_launch.cuh").write_text(LAUNCH_SOURCE)
+    for kind in ("fwd", "bwd"):
+        text = LAUNCH_SOURCE.replace("FFA_KIND", f"FFA_{kind.upper()}").replace("KIND", kind)
+        (csrc / "ffa" / "sm90" / f"{kind}_launch.cuh").write_text(text)
     return csrc
 
 
@@ -252,7 +265,8 @@ def test_the_guard_reads_the_log():
 def test_manifest():
     manifest = toolchain.load_manifest(ROOT / "csrc")
     stems = [v.stem for v in manifest.MANIFEST]
-    assert len(set(stems)) == len(stems) == 10
+    assert len(set(stems)) == len(stems) == 16
+    assert {v.kind for v in manifest.MANIFEST} == {"fwd", "bwd"}
     v = manifest.Variant("fwd", "bf16", 192, 128)
     assert v in manifest.MANIFEST and v.stem == "fwd_bf16_d192_dv128"
     text = manifest.instance_source(v)
@@ -260,6 +274,8 @@ def test_manifest():
     assert "MAGI_FFA_FWD_INSTANCE(magi::bf16, 192, 128, fwd_bf16_d192_dv128)" in text
     line = "MAGI_VARIANT(fwd, bf16, 192, 128, magi_ffa_fwd_bf16_d192_dv128)\n"
     assert manifest.dispatch_table(manifest.MANIFEST).count(line) == 1
+    backward = manifest.Variant("bwd", "fp16", 128, 128)
+    assert backward in manifest.MANIFEST and '#include "../bwd_launch.cuh"' in manifest.instance_source(backward)
 
 
 def test_cuda_library_guard_and_report(tree, tmp_path):
@@ -272,6 +288,8 @@ def test_cuda_library_guard_and_report(tree, tmp_path):
     assert library.magi_ffa_fwd(params) == abi.UNSUPPORTED
     wanted = ctypes.c_int64()
     assert library.magi_ffa_fwd_workspace(params, ctypes.byref(wanted)) == abi.OK and wanted.value == 16
+    # A library without kernels of the backward loads too, and says that it has none.
+    assert library.magi_ffa_bwd(bytes(abi.FfaBwdParams())) == abi.INVALID_ARGUMENT
     data = json.loads(json.dumps(build.report([built])))["libraries"][0]
     units = {u["name"]: u for u in data["units"]}
     assert set(units) == {"main", "fwd_bf16_d64_dv64"} and units["main"]["kernels"][0]["registers"] > 0
@@ -303,6 +321,8 @@ def test_jit_caches_by_source(tree, tmp_path, monkeypatch):
     assert jit.cache_folder(tree) != folder
     with pytest.raises(BuildError, match="nvcc"):
         jit.compile_variant(variant, tree)
+    for dims, square in (((72, 40), 128), ((8, 64), 64), ((192, 128), 256), ((128, 136), 256)):
+        assert jit.variant_for("bf16", *dims, tree, kind="bwd").stem == f"bwd_bf16_d{square}_dv{square}"
     with pytest.raises(BuildError, match="up to 256"):
         jit.variant_for("bf16", 264, 64, tree)
 

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward launches of the CUDA kernels: gradients from the inputs, out, lse and the gradient of out.
+
+The plan is that of the transposed mask. dk and dv are written once by whoever owns the keys; dq is summed in
+float32 in the workspace, in no fixed order. The workspace holds that sum, as many floats as q has values on padded
+heads, so it is taken from torch's allocator for each call and given back, not kept. As in the forward, what depends
+on shapes alone is prepared once, and layouts that the copy engine cannot follow are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
+from magi_attention.kernels.ffa_operands import (
+    DTYPES,
+    MAX_PREPARED,
+    CudaRuntime,
+    check_buffer,
+    check_shapes,
+    dense,
+    library_for,
+    log_copy,
+    odd_strides,
+    stride_fields,
+)
+from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.operands import row_delta
+from magi_attention.kernels.types import AttnOptions, Grads
+from magi_attention.native import abi
+from magi_attention.native.ffa import FfaLibrary
+
+_pack_addresses = abi.FFA_BWD_POINTERS.pack
+_empty_like = torch.empty_like
+
+
+class Operands(NamedTuple):
+    """dout, out (Tq, Hq, Dv), q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), lse and delta (Tq, Hq).
+
+    Exactly one of ``out`` and ``delta``, the sum of out * dout over each row, is given.
+    """
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor | None
+    lse: torch.Tensor
+    delta: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What calls of equal shapes, strides and options share. The ``like`` tensors have one element, expanded."""
+
+    library: FfaLibrary
+    prefix: bytes
+    plan: PlanShape
+    grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    delta_like: torch.Tensor
+    workspace_like: torch.Tensor
+    device: torch.device
+    is_empty: bool  # no queries or no keys
+    is_unusual: bool  # the kernel cannot read the operands as they are
+    options: AttnOptions  # held, so that its id, which is part of the key, stays taken
+
+
+class BackwardCalls:
+    """Runs backwards with one kernel library; what it keeps are prepared parameter blocks."""
+
+    def __init__(self, library: FfaLibrary, plans: RangePlans) -> None:
+        self._library = library
+        self._plans = plans
+        self._prepared: dict[tuple, _Prepared] = {}
+
+    def run(
+        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
+        sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype,
+    ) -> Grads:  # fmt: skip
+        """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned."""
+        index = x.q.get_device()
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.run(runtime, x, mask, options, sink, into, grad_dtype)
+        key = _key(x, options, into is None, grad_dtype)
+        call = self._prepared.get(key)
+        if call is None:
+            call = self._prepare(key, x, options, into is not None, grad_dtype)
+        if sink is not None:
+            check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
+        if into is not None:
+            _check_into(into, x)
+        if call.is_empty:
+            return _run_empty(call, x, sink, into)
+        out_at = 0 if x.out is None else x.out.data_ptr()
+        at = (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr())
+        if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
+            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype)
+        return self._launch(call, at, x, mask, sink, into, runtime, index)
+
+    def _launch(self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index) -> Grads:
+        stream = runtime.stream(index)
+        plan, plan_at = self._plans.plan(mask, call.plan, call.device, stream, runtime.is_capturing())  # held
+        if into is None:
+            grads = Grads(*map(_empty_like, call.grads_like))
+        else:
+            # The kernel adds to dense rows: buffers of other layouts go through a copy.
+            grads = Grads(*map(_dense_buffer, (into.dq, into.dk, into.dv)))
+        delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
+        work = _empty_like(call.workspace_like)
+        tail = _pack_addresses(
+            *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
+            grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
+        )  # fmt: skip
+        status = call.library.backward_raw(call.prefix + tail)
+        if status:
+            call.library.check(status, "Attention backward")
+        if sink is not None:
+            grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
+        return grads if into is None else _copy_back(grads, into)
+
+    def _prepare(self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype) -> _Prepared:
+        """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
+        if options.deterministic:
+            raise UnsupportedError("The CUDA backward sums dq in no fixed order; use backend 'sdpa_ol' or 'sdpa'.")
+        _check(x)
+        q, k, v = x.q, x.k, x.v
+        (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
+        library = library_for(self._library, "bwd", q.dtype, dim, dim_v)
+        out = x.dout if x.out is None else x.out  # without one its strides are not looked at
+        prefix, workspace_bytes = library.backward_prefix(
+            dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
+            total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
+            accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
+            softcap=options.softcap, **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
+        )  # fmt: skip
+        is_empty = tq == 0 or tk == 0
+        odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
+        if odd:
+            log_copy(odd)
+        grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
+        prepared = _Prepared(
+            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
+            (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
+            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
+            bool(odd) or not _is_plain(x), options,
+        )  # fmt: skip
+        if len(self._prepared) >= MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = prepared
+        return prepared
+
+
+def _key(x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype) -> tuple:
+    return (
+        *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
+        id(options), is_fresh, grad_dtype,
+    )  # fmt: skip
+
+
+def _check(x: Operands) -> None:
+    check_shapes(x.q, x.k, x.v)
+    rows = (*x.q.shape[:2], x.v.shape[2])
+    for name, shape in (("dout", rows), ("out", rows), ("lse", rows[:2]), ("delta", rows[:2])):
+        t = getattr(x, name)
+        if t is not None and (tuple(t.shape) != shape or not t.is_floating_point() or t.device != x.q.device):
+            raise ContractError(
+                f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}; with q {tuple(x.q.shape)} on {x.q.device} and "
+                f"v {tuple(x.v.shape)} it must be floating point of shape {shape} on the same device."
+            )
+
+
+def _check_into(into: Grads, x: Operands) -> None:
+    for name, like in (("q", x.q), ("k", x.k), ("v", x.v)):
+        check_buffer(f"d{name}", getattr(into, f"d{name}"), like.shape)
+
+
+def _is_plain(x: Operands) -> bool:
+    """Whether dtypes and the layouts of lse and delta are those that the kernel reads."""
+    is_same = x.dout.dtype == x.q.dtype and (x.out is None or x.out.dtype == x.q.dtype)
+    return is_same and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (x.lse, x.delta))
+
+
+def _plain(x: Operands) -> Operands:
+    """``x`` as the kernel can read it: copied, converted; delta in place of an out of another dtype."""
+    dout, out, delta = x.dout, x.out, x.delta
+    if out is not None and out.dtype != x.q.dtype:
+        delta = row_delta(out.detach(), dout.detach(), None)
+        out = None
+    lse = x.lse.detach().to(torch.float32).contiguous()
+    delta = None if delta is None else delta.detach().to(torch.float32).contiguous()
+    tensors = (dout.detach().to(x.q.dtype), x.q.detach(), x.k.detach(), x.v.detach())
+    return Operands(*map(dense, tensors), None if out is None else dense(out.detach()), lse, delta)
+
+
+def _dense_buffer(buffer: torch.Tensor) -> torch.Tensor:
+    is_fine = buffer.is_contiguous() and not buffer.data_ptr() & 15
+    return buffer if is_fine else buffer.clone(memory_format=torch.contiguous_format)
+
+
+def _copy_back(grads: Grads, into: Grads) -> Grads:
+    for mine, theirs in ((grads.dq, into.dq), (grads.dk, into.dk), (grads.dv, into.dv)):
+        if mine is not theirs:
+            theirs.copy_(mine)
+    return _add_dsink(grads.dsink, into)
+
+
+def _add_dsink(dsink: torch.Tensor | None, into: Grads) -> Grads:
+    if dsink is not None:
+        into.dsink = dsink if into.dsink is None else into.dsink.add_(dsink)
+    return into
+
+
+def _run_empty(call: _Prepared, x: Operands, sink: torch.Tensor | None, into: Grads | None) -> Grads:
+    """No queries or no keys: nothing sees anything, but rows with a sink still weigh it."""
+    dsink = None
+    if sink is not None:
+        delta = row_delta(x.dout, x.dout, x.delta) if x.out is None else row_delta(x.out, x.dout, None)
+        dsink = sink_bwd_from_delta(sink.detach(), x.lse.float(), delta, call.options.sink_layout)
+    if into is not None:
+        return _add_dsink(dsink, into)
+    return Grads(*(torch.zeros_like(like, memory_format=torch.contiguous_format) for like in call.grads_like), dsink)
