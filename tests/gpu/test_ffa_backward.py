@@ -289,12 +289,14 @@ def test_strided_and_misaligned_inputs():
 
 
 @each_dtype
+@pytest.mark.parametrize("num_sinks", [0, 2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_unseen_rows_hold_does_not_matter(dtype, value):
-    """q and dout of queries that see nothing, k and v of keys that nobody sees."""
+def test_what_unseen_rows_hold_does_not_matter(dtype, value, num_sinks):
+    """q and dout of queries that see nothing, k and v of keys that nobody sees. With sinks such queries have an lse."""
     slices = np.array([[0, 200, 10, 100, 0], [230, 480, 150, 330, 1]])
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        x = make_inputs(0, slices, 500, 500, dims=dims, dtype=dtype, device=DEVICE)
+        sink_shape = (num_sinks, 4) if num_sinks else None
+        x = make_inputs(0, slices, 500, 500, dims=dims, dtype=dtype, device=DEVICE, sink_shape=sink_shape)
         dout = make_dout(x)
         want = differentiate(x, dout)
         sees, is_seen = seen(x)
@@ -309,6 +311,8 @@ def test_what_unseen_rows_hold_does_not_matter(dtype, value):
         delta = (out.float() * dout.float()).sum(-1)  # NaN in those rows
         given = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta)
         assert not any(t.isnan().any() for t in (given.dq, given.dk, given.dv))
+        if num_sinks:
+            assert got.dsink.isfinite().all()
 
 
 @pytest.mark.parametrize("is_float", [False, True])

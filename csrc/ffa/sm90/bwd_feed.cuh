@@ -245,6 +245,21 @@ __device__ __forceinline__ void clear_row(uint32_t tile, int rows, int row) {
                  : "memory");
 }
 
+// Whether any key of a tile sees the query in this layer. One that is in the full range of a warpgroup is found at once.
+template <typename C>
+__device__ __forceinline__ bool is_seen(uint32_t layer, int query) {
+  for (int group = 0; group < C::kGroups; ++group) {
+    const int2 full = lds_int2(layer + 32 + 16 * group + 8);
+    if (query >= full.x && query < full.y) return true;
+  }
+#pragma unroll 1
+  for (int key = 0; key < C::kKeys; ++key) {
+    const int2 queries = lds_int2(layer + C::kLayerHeader + 8 * key);
+    if (query >= queries.x && query < queries.y) return true;
+  }
+  return false;
+}
+
 // Bit j: whether row lane + 32 j of a tile has an interval in any of its layers.
 template <typename C>
 __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int layers, int lane) {
@@ -291,29 +306,30 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
       const int blocks = BlockOrder<C>(lds_int2(smem.layer(turns.layer_slot())), false).left();
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
-      turns.next_layer();
-      if (!clears) continue;
 #pragma unroll 1
-      for (int i = p.heads_per_part * blocks; i > 0; --i) {
+      for (int i = clears ? p.heads_per_part * blocks : 0; i > 0; --i) {
+        mbar_wait(smem.step_full(ring.slot), ring.phase);
         mbar_wait(smem.q_raw(ring.slot), ring.phase);
 #pragma unroll 1
         for (int row = lane; row < C::kQueries; row += 32) {
-          const uint32_t offset = smem.stats(ring.slot) + 4 * row;
-          if (__int_as_float(lds_int(offset)) != INFINITY) continue;
+          const int query = lds_int(smem.step(ring.slot) + 4) + row;
+          if (is_seen<C>(smem.layer(turns.layer_slot()), query)) continue;
           clear_row<C>(smem.q(ring.slot), C::kQueries, row);
           clear_row<C>(smem.dout(ring.slot), C::kQueries, row);
+          sts_int(smem.stats(ring.slot) + 4 * row, __float_as_int(INFINITY));
+          sts_int(smem.stats(ring.slot) + 256 + 4 * row, 0);
         }
         fence_async_proxy();
         __syncwarp();
-        mbar_wait(smem.step_full(ring.slot), ring.phase);  // what it says must be seen before the barriers below
         if (lane == 0) {
           mbar_arrive(smem.q_full(ring.slot));
           mbar_arrive(smem.do_full(ring.slot));
         }
         ring.advance();
       }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
+      turns.next_layer();
     }
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.unit_empty(turns.unit_slot()));

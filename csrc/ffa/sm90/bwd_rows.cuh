@@ -38,7 +38,8 @@ __device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
-      sum += u.x * v.x + u.y * v.y;
+      // A row that sees nothing has an out of zero, and its dout may be anything.
+      sum += (u.x != 0.f ? u.x * v.x : 0.f) + (u.y != 0.f ? u.y * v.y : 0.f);
     }
   }
 #pragma unroll
