@@ -40,7 +40,7 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
 #pragma unroll
     for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
     if (uniform(unit.z) > 0) {
-      mbar_wait(smem.do_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
+      mbar_wait(smem.q_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
       uint32_t rest_of = worker.dq_block(pass);  // nothing yet, but an address is needed
       while (worker.step(dk, dv, rest, rest_of, pass)) {}
       worker.add_rest(rest, rest_of);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   if (smem_addr(raw) != smem.base) __trap();
   const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    smem.init_barriers();
+    smem.init_barriers(has_unseen(p));
     prefetch_tensor_map(&p.q_map);
     prefetch_tensor_map(&p.k_map);
     prefetch_tensor_map(&p.v_map);

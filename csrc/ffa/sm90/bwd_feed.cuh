@@ -13,6 +13,13 @@
 
 namespace magi {
 
+// Whether there are queries that see nothing.
+__device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
+  int32_t flag;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
+  return flag != 0;
+}
+
 template <typename C>
 struct BwdSmem {
   // Where dynamic shared memory starts on sm_90 if there is no other: behind what the system reserves. A constant, because
@@ -47,7 +54,8 @@ struct BwdSmem {
   // than the layer's slot on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
-  __device__ void init_barriers() const {
+  // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
+  __device__ void init_barriers(bool clears) const {
     for (uint32_t s = 0; s < 2; ++s) {
       mbar_init(unit_full(s), 1);
       mbar_init(unit_empty(s), C::kConsumerWarps + 3);
@@ -59,9 +67,9 @@ struct BwdSmem {
     mbar_init(kv_empty(), C::kGroups);
     mbar_init(issued(), 1);
     for (uint32_t s = 0; s < C::kStages; ++s) {
-      mbar_init(q_full(s), 1);
+      mbar_init(q_full(s), clears ? 32 : 1);
       mbar_init(q_empty(s), C::kConsumerWarps);
-      mbar_init(do_full(s), 1);
+      mbar_init(do_full(s), clears ? 32 : 1);
       mbar_init(do_empty(s), C::kConsumerWarps);
       mbar_init(q_raw(s), 1);
       mbar_init(step_full(s), 1);
@@ -153,13 +161,6 @@ __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t uni
   return lds_int(unit + 4) * (p.group) + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
 }
 
-// Whether there are queries that see nothing.
-__device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
-  int32_t flag;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
-  return flag != 0;
-}
-
 // One lane. Says what each step is, and copies its Q and stats.
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
@@ -179,17 +180,17 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
         for (int i = 0; i < p.heads_per_part; ++i) {
           mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
           const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
-          const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
-          mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
-          load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
           const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
-          load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
           int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
           if (order.left() == 1 && i + 1 == p.heads_per_part) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
           sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                    what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                    what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
           mbar_arrive(smem.step_full(ring.slot));
+          const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
+          mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
+          load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
+          load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
           ring.advance();
         }
       }
@@ -320,11 +321,8 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
           sts_int(smem.stats(ring.slot) + 256 + 4 * row, 0);
         }
         fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) {
-          mbar_arrive(smem.q_full(ring.slot));
-          mbar_arrive(smem.do_full(ring.slot));
-        }
+        mbar_arrive(smem.q_full(ring.slot));
+        mbar_arrive(smem.do_full(ring.slot));
         ring.advance();
       }
       __syncwarp();

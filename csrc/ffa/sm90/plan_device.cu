@@ -18,7 +18,7 @@ constexpr int32_t kFlagBlocks = 32;  // CTAs that mark layers
 
 int32_t finish_shared_bytes(const PlanParams& p) {
   const int32_t order_words = p.num_tiles <= kRankedTiles ? p.num_tiles : kDigits * kFinishThreads;
-  return 4 * max_of(order_words, 2 * p.max_ranges);
+  return (4 * max_of(order_words, 2 * p.max_ranges) + 15) / 16 * 16;  // the compiler reads four words at a time
 }
 
 magi_status launch_plan(const PlanParams& p, cudaStream_t stream) {
