@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels on six masks: ours beside what is installed, in one run, on the same inputs.
 
-    python benchmarks/kernel.py [--masks causal,varlen_full] [--seqlens 4K,32K] [--out benchmarks/results/NAME]
+    python benchmarks/kernel.py [--direction forward|backward|both] [--masks causal,varlen_full] [--seqlens 4K,32K]
+                                [--out benchmarks/results/NAME]
 
 Before anything is timed, every implementation is compared with a float32 reference on a sample of rows. TFLOP/s
-count ``4 * area * heads * head_dim`` operations forward, where area is the number of unmasked (q, k) pairs.
+count ``n * area * heads * head_dim`` operations, where area is the number of unmasked (q, k) pairs and n is 4
+forward, 10 backward (five products: the scores again and the gradients of P, q, k and v) and 14 for both, the forward
+and backward of one training step timed together.
 Writes NAME.json with machine, versions and commit, and NAME.png where matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import subprocess
@@ -23,19 +27,17 @@ from statistics import fmean
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from masks import NAMES, Case, make_case  # noqa: E402
 from peers import OURS_PUBLIC, Unfit, available  # noqa: E402
-from timing import as_graph, host_us, interleaved_us, summary  # noqa: E402
-
-from magi_attention.common.slices import row_bounds  # noqa: E402
+from peers_backward import gradient_makers  # noqa: E402
+from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
+from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOPS_PER_PAIR = {"forward": 4}  # per head and head dim: one multiply-add in each of the two products
-ROWS_CHECKED = 48
-# Relative error (root mean square) of a bf16 or fp16 result; one rounding of P and one of out are about 0.003.
-TOLERANCE = 0.01
+# Per head and head dim: a multiply-add in each product, two of them forward and five backward.
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
+TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
 @dataclass
@@ -49,7 +51,10 @@ class Result:
     median_us: float = 0.0
     p10_us: float = 0.0
     p90_us: float = 0.0
-    error: float = 0.0
+    direction: str = "forward"
+    error: float = 0.0  # the largest of ``errors``
+    errors: dict[str, float] = field(default_factory=dict)  # of out, or of dq, dk and dv
+    workspace_bytes: int | None = None  # of our backward
     host_us: float | None = None
     reason: str | None = None
     samples: list[float] = field(default_factory=list)
@@ -80,6 +85,8 @@ def _list_of(convert, allowed: Sequence[str] | None = None):
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
+    directions = "what to time; both: forward and backward of one training step together (forward)"
+    add("--direction", choices=tuple(FLOPS_PER_PAIR), default="forward", help=directions)
     add("--masks", type=_list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
     default_lengths = "1K,2K,4K,8K,16K,32K,64K"
     add("--seqlens", type=_list_of(parse_size), default=default_lengths, metavar="4K,32K", help=default_lengths)
@@ -96,91 +103,103 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_inputs(case: Case, heads: Sequence[int], head_dim: int, dtype: torch.dtype, device: str, seed: int = 0):
-    """q, k, v (T, H, D), normal: zeros or constants would let the GPU run at a clock that real data do not allow."""
+def make_inputs(
+    case: Case, heads: Sequence[int], head_dim: int, dtype: torch.dtype, device: str, seed: int = 0,
+    has_dout: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """q, k, v and, if asked for, dout (T, H, D), normal: zeros would let the GPU run at a clock that real data do not.
+
+    The first three do not depend on whether there is a fourth.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [(case.seqlen, h, head_dim) for h in (heads[0], heads[1], heads[1])]
+    counts = (heads[0], heads[1], heads[1], *([heads[0]] if has_dout else []))
+    shapes = [(case.seqlen, h, head_dim) for h in counts]
     return tuple(torch.randn(s, generator=generator, device=device, dtype=torch.float32).to(dtype) for s in shapes)
 
 
-def seen_keys(case: Case, rows: np.ndarray) -> np.ndarray:
-    """Boolean (rows, seqlen) of the chosen query rows, from the slices."""
-    seen = np.zeros((len(rows), case.seqlen), dtype=bool)
-    for row in case.mask.slices.array:
-        start, end = row_bounds(row)
-        for i in np.flatnonzero((rows >= row[0]) & (rows < row[1])):
-            local = rows[i] - row[0]
-            seen[i, start[local] : end[local]] = True
-    return seen
-
-
-def reference_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor):
-    """Attention of the chosen rows in float32, (rows, Hq, Dv); one kv head at a time, for memory."""
-    share = q.shape[1] // k.shape[1]
-    parts = []
-    for head in range(k.shape[1]):
-        q_rows = q[rows, head * share : (head + 1) * share].float()
-        s = torch.einsum("rhd,kd->rhk", q_rows, k[:, head].float()) * q.shape[2] ** -0.5
-        p = s.masked_fill_(~seen[:, None], float("-inf")).softmax(-1).nan_to_num_(0.0)
-        parts.append(p @ v[:, head].float())
-    return torch.cat(parts, 1)
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the reference; inf if anything is not finite."""
-    got = got.float()
-    if not torch.isfinite(got).all():
-        return float("inf")
-    return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
-
-
 def prepare(case: Case, tensors, makers: dict, results: dict[str, Result]) -> dict:
-    """Callables of the implementations that can run the case and are right; the others get a reason."""
-    rows_np = np.unique(np.linspace(0, case.seqlen - 1, ROWS_CHECKED).astype(np.int64))
-    rows = torch.from_numpy(rows_np).to(tensors[0].device)
-    want = reference_rows(*tensors, torch.from_numpy(seen_keys(case, rows_np)).to(rows.device), rows)
+    """Callables of the implementations that can run the case and are right; the others get a reason.
+
+    ``tensors`` are q, k, v for calls that give out, and q, k, v, dout for calls that give gradients.
+    """
+    check = (ForwardCheck if len(tensors) == 3 else BackwardCheck)(case, *tensors)
     calls = {}
     for name, make in makers.items():
+        result = results[name]
         try:
             call = make(*tensors, case)
-            error = relative_error(call()[rows], want)
+            errors = check(call())
         except Unfit as reason:
-            results[name].reason = str(reason)
+            result.reason = str(reason)
             continue
         except Exception as failure:  # a peer's own failure is a finding, not the end of the run
-            results[name].reason = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
+            result.reason = reason_of(failure)
             continue
-        results[name].error = max(results[name].error, error)
-        if error > TOLERANCE:
-            results[name].reason = f"wrong: relative error {error:.3g} on {len(rows_np)} rows"
+        result.errors = {n: max(e, result.errors.get(n, 0.0)) for n, e in errors.items()}
+        result.error = max(result.errors.values())
+        worst = max(errors, key=errors.__getitem__)
+        if errors[worst] > check.tolerance:
+            result.reason = f"wrong: relative error {errors[worst]:.3g} of {worst} on {ROWS_CHECKED} rows or fewer"
             continue
         calls[name] = call
     return calls
 
 
+def graphs_of(calls: dict, results: dict[str, Result]) -> dict:
+    """Replays of the calls; those that cannot be captured get a reason."""
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = as_graph(call)
+        except Exception as failure:
+            results[name].reason = reason_of(failure)
+    return graphs
+
+
+def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: dict[str, Result]) -> dict:
+    """Spread of the times of each implementation on one case. Its tensors live as long as this function runs."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    is_forward = options.direction == "forward"
+    tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
+    calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
+    if "magi" in calls:
+        results["magi"].workspace_bytes = getattr(calls["magi"], "workspace_bytes", None)
+        if options.host:
+            call = OURS_PUBLIC(*tensors, case) if is_forward else calls["magi"]
+            call()
+            results["magi"].host_us = host_us(call)
+    if options.graph:
+        calls = graphs_of(calls, results)
+    failed: dict[str, str] = {}
+    lead = LEAD_CYCLES if is_forward else LONG_LEAD_CYCLES
+    times = interleaved_us(calls, options.repeats, failed, lead)
+    for name, reason in failed.items():
+        results[name].reason = reason
+    return {n: summary(t) for n, t in times.items()}
+
+
 def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) -> list[Result]:
     """All implementations on one mask and length."""
-    results = {n: Result(name, seqlen, n) for n in makers}
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    results = {n: Result(name, seqlen, n, direction=options.direction) for n in makers}
     samples = options.samples if name.startswith("varlen") else 1
     spread: dict[str, list[dict[str, float]]] = {n: [] for n in makers}
     for sample in range(samples):
         case = make_case(name, seqlen, sample)
-        tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda")
-        calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
-        if options.host and "magi" in calls:
-            public = OURS_PUBLIC(*tensors, case)
-            public()
-            results["magi"].host_us = host_us(public)
-        if options.graph:
-            calls = {n: as_graph(c) for n, c in calls.items()}
-        operations = FLOPS_PER_PAIR["forward"] * case.mask.area * options.heads[0] * options.head_dim
-        for n, times in interleaved_us(calls, options.repeats).items():
-            spread[n].append(summary(times))
-            results[n].samples.append(operations / spread[n][-1]["median_us"] / 1e6)
+        operations = FLOPS_PER_PAIR[options.direction] * case.mask.area * options.heads[0] * options.head_dim
+        try:
+            found = run_sample(case, options, makers, results)
+        except torch.OutOfMemoryError as failure:  # of the inputs or the reference
+            found = {}
+            for result in results.values():
+                result.reason = result.reason or reason_of(failure)
+        for n, times in found.items():
+            spread[n].append(times)
+            results[n].samples.append(operations / times["median_us"] / 1e6)
         torch.compiler.reset()  # so that FlexAttention's compilations of past cases do not pile up
+        gc.collect()  # graphs of autograd may be in cycles
+        torch.cuda.empty_cache()
     for n, result in results.items():
-        if spread[n]:
+        if spread[n] and not result.reason:  # a mean over some of the samples would not compare
             result.tflops = fmean(result.samples)
             for key in ("median_us", "p10_us", "p90_us"):
                 setattr(result, key, fmean(s[key] for s in spread[n]))
@@ -188,9 +207,11 @@ def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) 
 
 
 def table(results: Sequence[Result], names: Sequence[str]) -> str:
-    """TFLOP/s of each implementation, our microseconds, and ours over each peer."""
+    """TFLOP/s of each implementation, our microseconds, ours over each peer, and the workspace of our backward."""
     peers = [n for n in names if n != "magi"]
+    has_workspace = any(r.workspace_bytes is not None for r in results)
     header = ["mask", "seqlen", *names, "us", *(f"/ {p}" for p in peers), "host us"]
+    header += ["workspace bytes"] if has_workspace else []
     rows = [header]
     for mask, seqlen in dict.fromkeys((r.mask, r.seqlen) for r in results):
         of = {r.name: r for r in results if (r.mask, r.seqlen) == (mask, seqlen)}
@@ -203,11 +224,13 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         us = f"{mine.median_us:.1f}" if mine and mine.tflops else "-"
         host = f"{mine.host_us:.1f}" if mine and mine.host_us else "-"
         size = f"{seqlen // 1024}K" if seqlen % 1024 == 0 else str(seqlen)
-        rows.append([mask, size, *cells, us, *ratios, host])
+        workspace = f"{mine.workspace_bytes:,}" if mine and mine.workspace_bytes is not None else "-"
+        rows.append([mask, size, *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
-    reasons = {f"{r.name} on {r.mask}: {r.reason}" for r in results if r.reason}
-    return "\n".join([*lines, *sorted(reasons)])
+    reasons = {f"{r.name} on {r.mask}, {r.seqlen} tokens: {r.reason}" for r in results if r.reason}
+    title = ", ".join(TITLES[d] for d in dict.fromkeys(r.direction for r in results))
+    return "\n".join([f"Attention {title}, TFLOP/s", *lines, *sorted(reasons)])
 
 
 def environment() -> dict:
@@ -277,11 +300,16 @@ def save(results: Sequence[Result], names: Sequence[str], options: argparse.Name
     data = {"environment": environment(), "settings": settings, "results": [asdict(r) for r in results]}
     Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
     shape = f"{options.heads[0]}:{options.heads[1]} heads, head dim {options.head_dim}, {options.dtype}"
-    draw(results, names, Path(f"{out}.png"), f"Attention forward, {data['environment'].get('gpu', 'no GPU')}, {shape}")
+    title = f"Attention {TITLES[options.direction]}, {data['environment'].get('gpu', 'no GPU')}, {shape}"
+    draw(results, names, Path(f"{out}.png"), title)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.graph and options.direction == "backward" and not (options.no_peers or options.only == ["magi"]):
+        # Autograd runs a gradient on the stream of its forward, which is outside the capture.
+        parser.error("--graph --direction backward captures ours only: add --no-peers, or time --direction both.")
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch sees none.", file=sys.stderr)
         return 2
@@ -292,6 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{', '.join(unknown)}: not installed here; there are {', '.join(makers)}.", file=sys.stderr)
             return 2
         makers = {n: makers[n] for n in makers if n in options.only}
+    if options.direction != "forward":
+        makers = gradient_makers(makers, is_both=options.direction == "both")
     results: list[Result] = []
     for mask in options.masks:
         for seqlen in options.seqlens:

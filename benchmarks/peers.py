@@ -25,10 +25,16 @@ class Unfit(Exception):
     """This implementation cannot run this case; the text says why."""
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+def our_backend():
+    """The backend of the CUDA kernels; ``Unfit`` where it is not there."""
     backend = next((b for b in default_registry().backends if b.name == "ffa"), None)
     if backend is None:
         raise Unfit(dict(default_registry().absent)["ffa"])
+    return backend
+
+
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    backend = our_backend()
     options, slices = AttnOptions(q.shape[2] ** -0.5), case.mask.slices
     return lambda: backend.forward_final(q, k, v, slices, options)[0]
 
@@ -45,6 +51,11 @@ def _batched(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.unsqueeze(0).transpose(1, 2)
 
 
+def _tokens_first(x_BHTD: torch.Tensor) -> torch.Tensor:
+    """(T, H, D) view of one sequence. No indexing: the gradient of ``x[0]`` fills and copies a tensor of x's size."""
+    return x_BHTD.squeeze(0).transpose(0, 1)
+
+
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as attend
@@ -56,7 +67,7 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run
     def run() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = attend(q_BHTD, k_BHTD, v_BHTD, is_causal=case.is_causal, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return _tokens_first(out)
 
     return run
 
@@ -76,7 +87,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
 
     def run() -> torch.Tensor:
         out = compiled(q_BHTD, k_BHTD, v_BHTD, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
-        return out[0].transpose(0, 1)
+        return _tokens_first(out)
 
     run()
     return run
@@ -100,7 +111,7 @@ def _flash_attention(fixed: Callable, varlen: Callable) -> Make:
             )  # fmt: skip
         extra = {} if case.window is None else {"window_size": (case.window - 1, 0)}
         q_BTHD, k_BTHD, v_BTHD = q[None], k[None], v[None]
-        return lambda: first(fixed(q_BTHD, k_BTHD, v_BTHD, causal=case.is_causal, **extra))[0]
+        return lambda: first(fixed(q_BTHD, k_BTHD, v_BTHD, causal=case.is_causal, **extra)).squeeze(0)
 
     return make
 

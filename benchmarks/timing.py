@@ -12,33 +12,52 @@ import torch
 FLUSH_BYTES = 256 * 2**20  # more than the L2 of any GPU so far
 WARM_UP_SECONDS = 1.0
 LEAD_CYCLES = 500_000  # about 0.3 ms of idling on the GPU, in which the host gets its launches queued
+# For calls through autograd, which cost the host more, and for two calls in a row.
+LONG_LEAD_CYCLES = 4 * LEAD_CYCLES
 Call = Callable[[], object]
 
 
-def interleaved_us(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
+def reason_of(failure: Exception) -> str:
+    """One line. Text, because the frames of an exception that is kept would hold tensors."""
+    return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
+
+
+def interleaved_us(
+    calls: Mapping[str, Call], repeats: int, failed: dict[str, str], lead_cycles: int = LEAD_CYCLES
+) -> dict[str, list[float]]:
     """Microseconds of each call, ``repeats`` times round robin, so that clocks and heat drift for all alike.
 
     Before each, a buffer larger than the L2 cache is written, and the GPU waits until the host has launched, so
-    the host's share is not counted: of nobody, also where it is large.
+    the host's share is not counted: of nobody, also where it is large. A call that raises, out of memory for one,
+    leaves the round and the result, and has its reason in ``failed``.
     """
+    calls = dict(calls)
+
+    def attempt(name: str) -> None:
+        try:
+            calls[name]()
+        except Exception as failure:
+            failed[name] = reason_of(failure)
+            del calls[name]
+
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     started = time.perf_counter()
-    while time.perf_counter() - started < WARM_UP_SECONDS:
-        for call in calls.values():
-            call()
+    while calls and time.perf_counter() - started < WARM_UP_SECONDS:
+        for name in list(calls):
+            attempt(name)
         torch.cuda.synchronize()
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name in list(calls):
             first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(LEAD_CYCLES)
+            torch.cuda._sleep(lead_cycles)
             first.record()
-            call()
+            attempt(name)
             second.record()
             marks[name].append((first, second))
         torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items() if name in calls}
 
 
 def host_us(call: Call, calls: int = 100, rounds: int = 5) -> float:

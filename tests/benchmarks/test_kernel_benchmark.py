@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kernel  # noqa: E402
 import masks  # noqa: E402
 import peers  # noqa: E402
+import reference  # noqa: E402
 import timing  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
@@ -65,12 +66,12 @@ def test_reference_rows(name):
     case = masks.make_case(name, 300, sample=2)
     q, k, v = kernel.make_inputs(case, (4, 2), 16, torch.float32, "cpu")
     rows = np.array([0, 1, 150, 299])
-    seen = torch.from_numpy(kernel.seen_keys(case, rows))
-    got = kernel.reference_rows(q, k, v, seen, torch.from_numpy(rows))
+    seen = torch.from_numpy(reference.seen_keys(case, rows))
+    got = reference.reference_rows(q, k, v, seen, torch.from_numpy(rows))
     want = SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.25)).out[rows]
-    assert kernel.relative_error(got, want) < 1e-5
-    assert kernel.relative_error(got * 1.02, want) > kernel.TOLERANCE
-    assert kernel.relative_error(got.index_fill(0, torch.tensor([1]), torch.nan), want) == float("inf")
+    assert reference.relative_error(got, want) < 1e-5
+    assert reference.relative_error(got * 1.02, want) > reference.TOLERANCE
+    assert reference.relative_error(got.index_fill(0, torch.tensor([1]), torch.nan), want) == float("inf")
 
 
 def test_wrong_failing_and_unfit_implementations_are_not_timed():
@@ -157,12 +158,14 @@ def test_table_json_and_plot(tmp_path):
     ]
     text = kernel.table(results, ["magi", "cudnn"])
     lines = text.splitlines()
+    assert lines.pop(0) == "Attention forward, TFLOP/s"
     assert lines[1].split() == ["causal", "4K", "600", "500", "100.0", "1.20", "12.3"]
     assert lines[2].split() == ["causal", "1K", "300", "-", "100.0", "-", "-"]
-    assert lines[3] == "cudnn on causal: no kernel"
+    assert lines[3] == "cudnn on causal, 1024 tokens: no kernel"
     options = kernel.make_parser().parse_args([])
     kernel.save(results, ["magi", "cudnn"], options, tmp_path / "a" / "run")
     data = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert data["results"][0]["direction"] == data["settings"]["direction"] == "forward"
     assert data["results"][0]["tflops"] == 600.0 and data["environment"]["torch"] == torch.__version__
     pytest.importorskip("matplotlib")
     assert (tmp_path / "a" / "run.png").stat().st_size > 1000

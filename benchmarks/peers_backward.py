@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward calls of the implementations in ``peers``: gradients alone, or forward and gradients of one training step.
+
+Each takes (q, k, v, dout (T, Hq, Dv), case) and gives a function of no arguments whose result is (dq, dk, dv), shaped
+(T, H, D) as q, k and v are. For gradients alone the forward runs before, once, and is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from masks import Case
+from peers import Make, our_backend
+
+from magi_attention.kernels import AttnOptions
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Case], Callable[[], Grads]]
+
+
+class OurGradients:
+    """``backward_final`` of our backend, with ``is_both`` after a ``forward_final`` in the same call."""
+
+    def __init__(self, q, k, v, dout, case: Case, is_both: bool) -> None:
+        self._backend = our_backend()
+        self._tensors, self._dout, self._slices = (q, k, v), dout, case.mask.slices
+        self._options = AttnOptions(q.shape[2] ** -0.5)
+        self._final = None if is_both else self._forward()
+
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._backend.forward_final(*self._tensors, self._slices, self._options)[:2]
+
+    def __call__(self) -> Grads:
+        out, lse = self._final or self._forward()
+        grads = self._backend.backward_final(self._dout, *self._tensors, out, lse, self._slices, self._options)
+        return grads.dq, grads.dk, grads.dv
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Of the prepared backward call, so there must have been one; None if it cannot be told."""
+        # The options were made for this object, so they tell its calls from all others.
+        prepared = getattr(getattr(self._backend, "_backward", None), "_prepared", {}).values()
+        return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
+
+
+def ours(is_both: bool) -> MakeGrads:
+    return lambda q, k, v, dout, case: OurGradients(q, k, v, dout, case, is_both)
+
+
+def by_autograd(make: Make, is_both: bool) -> MakeGrads:
+    """Gradients of a forward of ``peers``, by autograd."""
+
+    def make_grads(q, k, v, dout, case: Case) -> Callable[[], Grads]:
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        if is_both:
+            forward = make(*leaves, case)
+            return lambda: torch.autograd.grad(forward(), leaves, dout)
+        # Compiled functions may otherwise reuse what they saved, and refuse a second backward of one forward. The check
+        # is made at every call, so the setting stays for the life of the process.
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False
+        out = make(*leaves, case)()
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return make_grads
+
+
+def gradient_makers(makers: Mapping[str, Make], is_both: bool) -> dict[str, MakeGrads]:
+    """Of each forward in ``makers`` the gradients; ``"magi"`` is ours."""
+    return {n: ours(is_both) if n == "magi" else by_autograd(make, is_both) for n, make in makers.items()}

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark of gradients, without a GPU: its reference, its checks, its calls and what it reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import kernel  # noqa: E402
+import masks  # noqa: E402
+import peers  # noqa: E402
+import peers_backward  # noqa: E402
+import reference  # noqa: E402
+import timing  # noqa: E402
+
+from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+
+
+class StandIn(SdpaOnlineBackend):
+    """The PyTorch kernels with the calls of the CUDA backend; counts them."""
+
+    def __init__(self, scale_error: float = 1.0) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.scale_error = scale_error
+        self._backward = SimpleNamespace(_prepared={})
+
+    def forward_final(self, q, k, v, slices, options):
+        self.calls.append("forward")
+        part = self.forward(q, k, v, slices, options)
+        return part.out, part.lse, None
+
+    def backward_final(self, dout, q, k, v, out, lse, slices, options):
+        self.calls.append("backward")
+        call = SimpleNamespace(options=options, workspace_like=torch.zeros(1).expand(1234))
+        self._backward._prepared[id(options)] = call
+        grads = self.backward(dout, q, k, v, out, lse, slices, options)
+        grads.dk *= self.scale_error
+        return grads
+
+
+def dense_peer(q, k, v, case):
+    """A peer that autograd can differentiate: attention by a dense mask from the predicate."""
+    i = torch.arange(case.seqlen)
+    predicate = case.predicate(torch.from_numpy)
+    seen = torch.ones(1, 1, dtype=torch.bool) if predicate is None else predicate(0, 0, i[:, None], i[None])
+
+    def run():
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        s = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
+        return torch.einsum("hqk,khd->qhd", s.masked_fill(~seen, float("-inf")).softmax(-1), values)
+
+    return run
+
+
+def inputs(case, dtype=torch.float32):
+    return kernel.make_inputs(case, (4, 2), 16, dtype, "cpu", has_dout=True)
+
+
+def test_inputs_of_the_forward_are_those_of_the_backward():
+    case = masks.make_case("full", 50)
+    q, k, v, dout = inputs(case)
+    assert dout.shape == q.shape and not torch.equal(dout, q)
+    for a, b in zip(kernel.make_inputs(case, (4, 2), 16, torch.float32, "cpu"), (q, k, v)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", masks.NAMES)
+def test_reference_gradients(name):
+    case = masks.make_case(name, 2100, sample=2)
+    q, k, v, dout = kernel.make_inputs(case, (2, 1), 16, torch.float32, "cpu", has_dout=True)
+    ours = StandIn()
+    out, lse, _ = ours.forward_final(q, k, v, case.mask.slices, AttnOptions(0.25))
+    got_lse, got_delta = reference.row_statistics(case, q, k, v, dout, chunk_bytes=2**22)  # 249 rows
+    torch.testing.assert_close(got_lse, lse)
+    torch.testing.assert_close(got_delta, (out * dout).sum(-1), atol=1e-4, rtol=1e-4)
+    grads = ours.backward_final(dout, q, k, v, out, lse, case.mask.slices, AttnOptions(0.25))
+    check = reference.BackwardCheck(case, q, k, v, dout)
+    errors = check((grads.dq, grads.dk, grads.dv))
+    assert list(errors) == ["dq", "dk", "dv"] and max(errors.values()) < 1e-5
+    for i, which in enumerate(errors):
+        bad = [grads.dq, grads.dk, grads.dv]
+        bad[i] = bad[i] * 1.03
+        assert {n for n, e in check(bad).items() if e > check.tolerance} == {which}
+    with pytest.raises(ValueError, match="dk is"):
+        check((grads.dq, grads.dk[:, :0], grads.dv))
+
+
+def test_statistics_of_rows_that_see_nothing():
+    case = SimpleNamespace(mask=SimpleNamespace(slices=SimpleNamespace(array=[(2, 4, 0, 3, 0)])), seqlen=6)
+    lse, delta = reference.row_statistics(case, *inputs(case), chunk_bytes=1)
+    for x in (lse, delta):
+        assert torch.isfinite(x).all() and (x[[0, 1, 4, 5]] == 0).all() and (x[2:4] != 0).all()
+
+
+@pytest.fixture(autouse=True)
+def donated_buffer_restored():
+    before = functorch.donated_buffer
+    yield
+    functorch.donated_buffer = before
+
+
+@pytest.mark.parametrize("is_both", [False, True])
+@pytest.mark.parametrize("name", ["full", "varlen_causal"])
+def test_calls_of_all_kinds_give_the_gradients_again_and_again(name, is_both, monkeypatch):
+    ours = StandIn()
+    monkeypatch.setattr(peers_backward, "our_backend", lambda: ours)
+    case = masks.make_case(name, 300, 1)
+    makers = peers_backward.gradient_makers({"magi": peers._ours, "dense": dense_peer}, is_both)
+    results = {n: kernel.Result(name, 300, n, direction="backward") for n in makers}
+    calls = kernel.prepare(case, inputs(case), makers, results)
+    assert list(calls) == ["magi", "dense"]
+    assert calls["magi"].workspace_bytes == 1234
+    for result in results.values():
+        assert result.reason is None and result.error == max(result.errors.values()) < 1e-5
+        assert set(result.errors) == {"dq", "dk", "dv"}
+    ours.calls.clear()
+    for call in calls.values():
+        first, second = call(), call()
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert ours.calls == (["forward", "backward"] if is_both else ["backward"]) * 2
+
+
+def test_compiled_peer_can_be_differentiated_twice():
+    def compiled_peer(q, k, v, case):
+        compiled = torch.compile(lambda: dense_peer(q, k, v, case)(), backend="aot_eager")
+        return lambda: compiled()
+
+    case = masks.make_case("causal", 40)
+    call = peers_backward.by_autograd(compiled_peer, False)(*inputs(case), case)
+    assert functorch.donated_buffer is False
+    assert all(torch.equal(a, b) for a, b in zip(call(), call()))
+
+
+def test_wrong_and_failing_gradients_are_not_timed(monkeypatch):
+    def no_memory(q, k, v, case):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB\nmore lines")
+
+    def half(q, k, v, case):
+        run = dense_peer(q, k, v.detach(), case)
+        return lambda: run() + 0.5 * (dense_peer(q.detach(), k.detach(), v, case)() - run().detach())
+
+    monkeypatch.setattr(peers_backward, "our_backend", lambda: StandIn(1.05))
+    case = masks.make_case("causal", 64)
+    forwards = {
+        "magi": peers._ours,
+        "none": no_memory,
+        "half": half,
+        "dense": dense_peer,
+        "cudnn": peers._flash_attention,
+    }
+    makers = peers_backward.gradient_makers(forwards, False)
+    results = {n: kernel.Result("causal", 64, n) for n in makers}
+    assert list(kernel.prepare(case, inputs(case), makers, results)) == ["dense"]
+    assert results["magi"].reason.startswith("wrong: relative error 0.05 of dk")
+    assert results["half"].reason.startswith("wrong: relative error 0.5 of dv")
+    assert results["none"].reason == "OutOfMemoryError: Tried to allocate 2.00 GiB"
+    assert results["cudnn"].reason.startswith("TypeError")
+
+
+def test_ours_says_when_it_is_not_there(monkeypatch):
+    registry = SimpleNamespace(backends=[], absent=[("ffa", "No CUDA kernels here.")])
+    monkeypatch.setattr(peers, "default_registry", lambda: registry)
+    case = masks.make_case("causal", 8)
+    with pytest.raises(peers.Unfit, match="No CUDA kernels"):
+        peers_backward.ours(True)(*inputs(case), case)
+
+
+class FakeEvent:
+    def __init__(self, **options):
+        pass
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 0.25
+
+
+def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
+    slept = []
+    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.01)
+    monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
+    cuda = SimpleNamespace(synchronize=lambda: None, Event=FakeEvent, _sleep=slept.append)
+    monkeypatch.setattr(timing.torch, "cuda", cuda)
+    counts = {"early": 0, "late": 0}
+
+    def early():
+        raise torch.OutOfMemoryError("no memory")
+
+    def late():
+        counts["late"] += bool(slept)
+        if counts["late"] == 2:
+            raise RuntimeError("launch failed")
+
+    failed: dict[str, str] = {}
+    times = timing.interleaved_us({"good": lambda: None, "early": early, "late": late}, 5, failed, 77)
+    assert times == {"good": [250.0] * 5} and set(slept) == {77}
+    assert failed == {"early": "OutOfMemoryError: no memory", "late": "RuntimeError: launch failed"}
+
+
+def stub_run(monkeypatch, direction, makers):
+    """``run_mask`` of short masks on the CPU, with times of our own."""
+    inputs_on = kernel.make_inputs
+    monkeypatch.setattr(kernel, "make_inputs", lambda c, h, d, t, _, **more: inputs_on(c, h, d, t, "cpu", **more))
+    monkeypatch.setattr(kernel, "interleaved_us", lambda calls, *rest: {n: [10.0] * 3 for n in calls})
+    monkeypatch.setattr(kernel, "host_us", lambda call: 7.0)
+    options = kernel.make_parser().parse_args(f"--direction {direction} --heads 4 2 --head-dim 16 --host".split())
+    if direction != "forward":
+        makers = peers_backward.gradient_makers(makers, direction == "both")
+    return options, kernel.run_mask("varlen_causal", 96, options, makers)
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_a_run_says_its_direction_everywhere(monkeypatch, tmp_path, direction):
+    monkeypatch.setattr(peers_backward, "our_backend", lambda: StandIn())
+    options, results = stub_run(monkeypatch, direction, {"magi": peers._ours, "dense": dense_peer})
+    area = masks.make_case("varlen_causal", 96, 0).mask.area
+    want = {"backward": 10, "both": 14}[direction] * area * 4 * 16 / 10.0 / 1e6
+    for result in results:
+        assert result.direction == direction and result.reason is None and len(result.samples) == 4
+        assert result.samples[0] == pytest.approx(want)
+    assert (results[0].workspace_bytes, results[0].host_us, results[1].workspace_bytes) == (1234, 7.0, None)
+    title, header, row = kernel.table(results, ["magi", "dense"]).splitlines()
+    assert title == f"Attention {kernel.TITLES[direction]}, TFLOP/s"
+    assert header.endswith("workspace bytes") and row.split()[-2:] == ["7.0", "1,234"]
+    titles = []
+    monkeypatch.setattr(kernel, "draw", lambda results, names, path, title: titles.append(title))
+    kernel.save(results, ["magi", "dense"], options, tmp_path / "run")
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert {r["direction"] for r in data["results"]} == {direction} == {data["settings"]["direction"]}
+    assert data["results"][0]["workspace_bytes"] == 1234
+    assert titles[0].startswith(f"Attention {kernel.TITLES[direction]}, ")
+
+
+def test_no_memory_for_the_reference_is_a_reason(monkeypatch):
+    def no_memory(*tensors):
+        raise torch.OutOfMemoryError("Tried to allocate much")
+
+    monkeypatch.setattr(kernel, "BackwardCheck", no_memory)
+    _, results = stub_run(monkeypatch, "backward", {"magi": peers._ours, "dense": dense_peer})
+    assert {r.reason for r in results} == {"OutOfMemoryError: Tried to allocate much"}
+    assert all(r.tflops == 0.0 for r in results)
+
+
+def test_direction_on_the_command_line(monkeypatch, capsys):
+    parse = kernel.make_parser().parse_args
+    assert parse([]).direction == "forward" and parse(["--direction", "both"]).direction == "both"
+    with pytest.raises(SystemExit):
+        kernel.main(["--direction", "backward", "--graph"])
+    assert "--direction both" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--direction", "sideways"])
