@@ -161,6 +161,14 @@ __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t uni
   return lds_int(unit + 4) * (p.group) + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
 }
 
+// Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window. Tiles then
+// see different blocks at the same time, and what they share stays in L2 only as long as it is that of one head: such a
+// layer is walked once for each head, others once, each block for all heads.
+__device__ __forceinline__ bool is_banded(uint32_t layer) {
+  const int4 range = lds_int4(layer + 32);  // visit_lo, visit_hi, full_lo, full_hi of the first warpgroup
+  return range.z > range.x && range.w < range.y;
+}
+
 // One lane. Says what each step is, and copies its Q and stats.
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
@@ -173,27 +181,32 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      BlockOrder<C> order(lds_int2(smem.layer(turns.layer_slot())), BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
+      const bool banded = is_banded(smem.layer(turns.layer_slot()));
+      int i = 0;
+      do {
+        BlockOrder<C> order(lds_int2(smem.layer(turns.layer_slot())),
+                            BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
 #pragma unroll 1
-      for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
-#pragma unroll 1
-        for (int i = 0; i < p.heads_per_part; ++i) {
-          mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
-          const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
-          const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
-          int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
-          if (order.left() == 1 && i + 1 == p.heads_per_part) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
-          sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
-                   what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
-                   what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
-          mbar_arrive(smem.step_full(ring.slot));
-          const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
-          mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
-          load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
-          load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
-          ring.advance();
+        for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
+          do {
+            mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
+            const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
+            const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
+            int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
+            if (order.left() == 1 && i + 1 == p.heads_per_part) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
+            sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
+                     what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
+                     what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
+            mbar_arrive(smem.step_full(ring.slot));
+            const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
+            mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
+            load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
+            load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
+            ring.advance();
+          } while (!banded && ++i < p.heads_per_part);
+          if (!banded) i = 0;
         }
-      }
+      } while (banded && ++i < p.heads_per_part);
       mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
     }
