@@ -5,23 +5,9 @@
 #pragma once
 
 #include "bwd_epilogue.cuh"
-#include "bwd_split.cuh"
 #include "bwd_step.cuh"
 
 namespace magi {
-
-template <typename C>
-__device__ __forceinline__ void finish_unit(const BwdKernelParams& p, const BwdSmem<C>& smem, float (&dk)[C::kOut / 2],
-                                            float (&dv)[C::kOut / 2], int tile, int head, const BwdPart<C>& part) {
-  if (C::kSplit && p.head_parts > 1) {
-    const int tile_unit = (tile * p.heads_kv + head) * C::kPasses + part.pass;
-    if (!join_grads<C>(p, dk, dv, tile_unit, part.heads, uniform(thread_again() / 128 - 1))) {
-      if (thread_again() % 128 == 0) mbar_arrive(smem.kv_empty());
-      return;
-    }
-  }
-  write_grads<C>(p, smem, dk, dv, tile, head, part.pass);
-}
 
 template <typename C>
 __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {
@@ -51,7 +37,7 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     __syncwarp();
     if (elect_one()) mbar_arrive(smem.unit_empty(worker.turns().unit_slot()));
     named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
-    finish_unit<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)));
+    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)));
     worker.next_unit();
   }
   if (thread_again() % 128 == 0) store_wait_all();

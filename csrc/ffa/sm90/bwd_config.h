@@ -6,13 +6,11 @@
 
 namespace magi {
 
-template <typename T_, int kD_, bool kCapped_, bool kSplit_>
+template <typename T_, int kD_, bool kCapped_>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
-  // The heads of a tile may be shared out. Code that never runs costs long calls 5%, by what it does to the registers.
-  static constexpr bool kSplit = kSplit_;
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;
@@ -51,7 +49,7 @@ struct BwdConfig {
 // Of the sum that becomes dq, in float32: blocks of 64 queries x 64 columns of one head, each in the order in which an
 // accumulator lies in the registers of a warpgroup, so that whole lines are added.
 constexpr int kDqBlockFloats = 64 * 64;
-constexpr int kBwdCounters = 1024;  // int32 words at the start of the workspace
+constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
 
 }  // namespace magi

@@ -53,12 +53,13 @@ __device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float
 // Both warpgroups are through with K and V.
 template <typename C>
 __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdSmem<C>& smem, const float (&dk)[C::kOut / 2],
-                                            const float (&dv)[C::kOut / 2], int tile, int head, int pass) {
+                                            const float (&dv)[C::kOut / 2], int tile, int head, const BwdPart<C>& part) {
+  const int pass = part.pass;
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
   if (p.grads_are_float) {
-    write_float_grad<C>(p, static_cast<float*>(p.dv), p.head_dim_v, dv, 1.f, tile, head, pass);
-    write_float_grad<C>(p, static_cast<float*>(p.dk), p.head_dim, dk, p.grad_scale, tile, head, pass);
+    write_float_grad<C>(p, static_cast<float*>(p.dv) + part.heads * p.dv_stride_part, p.head_dim_v, dv, 1.f, tile, head, pass);
+    write_float_grad<C>(p, static_cast<float*>(p.dk) + part.heads * p.dk_stride_part, p.head_dim, dk, p.grad_scale, tile, head, pass);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
   }

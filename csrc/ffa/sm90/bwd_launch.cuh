@@ -43,10 +43,16 @@ template <typename C>
 int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
   const int group = a.heads_q / a.heads_kv;
   const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
-  if (kBwdArrivalsAt + C::kGroups * units > kBwdCounters) return 1;
   for (int parts = 1; parts <= group; ++parts)
     if (group % parts == 0 && units * parts >= wanted) return parts;
   return group;
+}
+
+inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
+}
+inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim_v;
 }
 
 template <typename C>
@@ -56,7 +62,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts) {
   w.stats = 4 * kBwdCounters;
   w.dq_sum = w.stats + 4 * kStatFloats * blocks;
   w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
-  w.bytes = w.partials + (parts > 1 ? 4 * C::kGroups * bwd_tile_units<C>(a) * parts * grad_part_floats<C>() : 0);
+  w.bytes = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
   return w;
 }
 
@@ -99,9 +105,12 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
   k->stats = r->stats = reinterpret_cast<float*>(workspace + w.stats);
   k->dq_sum = r->dq_sum = reinterpret_cast<float*>(workspace + w.dq_sum);
-  k->partials = reinterpret_cast<float*>(workspace + w.partials);
-  k->dk = a.dk;
-  k->dv = a.dv;
+  float* partials = reinterpret_cast<float*>(workspace + w.partials);
+  const bool split = k->head_parts > 1;
+  k->dk_stride_part = bwd_dk_values(a);
+  k->dv_stride_part = bwd_dv_values(a);
+  k->dk = split ? partials : a.dk;
+  k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
   k->total_q = r->total_q = a.total_q;
   k->total_k = r->total_k = a.total_k;
   k->query_blocks = r->query_blocks = static_cast<int32_t>((static_cast<int64_t>(a.total_q) + 63) / 64);
@@ -111,14 +120,17 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
   k->num_tiles = static_cast<int32_t>((static_cast<int64_t>(a.total_k) + C::kKeys - 1) / C::kKeys);
   // As many heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
-  const int64_t heads = (2ll * sms + k->num_tiles / 2) / k->num_tiles;
+  const int64_t tile_parts = static_cast<int64_t>(k->num_tiles) * k->head_parts;
+  const int64_t heads = (2ll * sms + tile_parts / 2) / tile_parts;
   k->heads_per_section = heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int32_t>(heads) : a.heads_kv;
   k->unit_parts = k->head_parts * C::kPasses;
   k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
   k->group = a.heads_q / a.heads_kv;
   k->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
-  k->grads_are_float = r->grads_are_float = a.grad_dtype == MAGI_FP32;
-  k->accumulate = r->accumulate = a.accumulate;
+  r->grads_are_float = a.grad_dtype == MAGI_FP32;
+  r->accumulate = a.accumulate;
+  k->grads_are_float = r->grads_are_float || split;
+  k->accumulate = r->accumulate && !split;
   k->has_softcap = a.softcap > 0.f;
   k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
   k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
@@ -149,9 +161,18 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   return launch_behind(ffa_bwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k, "launching the backward kernel");
 }
 
+template <typename T>
+magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
+  BwdJoinParams j{static_cast<const float*>(k.dk), static_cast<const float*>(k.dv), a.dk, a.dv, k.dk_stride_part,
+                  k.dv_stride_part, k.head_parts, a.grad_dtype == MAGI_FP32, a.accumulate};
+  const int64_t most = j.dk_count > j.dv_count ? j.dk_count : j.dv_count;
+  const dim3 grid(static_cast<uint32_t>((most / 4 + kRowThreads - 1) / kRowThreads));
+  return launch_behind(bwd_join<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the heads' parts");
+}
+
 template <typename T, int kD>
 magi_status launch_bwd(const magi_ffa_bwd_params& a) {
-  using C = BwdConfig<T, kD, false, false>;
+  using C = BwdConfig<T, kD, false>;
   // The kernel counts blocks of queries and heads in 16 bits.
   constexpr int kMaxQueries = 65535 * C::kQueries;
   if (a.total_q > kMaxQueries || a.heads_q > 32767)
@@ -176,11 +197,10 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
   MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
   if (k.has_softcap)
-    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms)));
-  else if (k.head_parts > 1)
-    MAGI_RETURN((start_bwd<BwdConfig<T, kD, false, true>>(a, k, sms)));
+    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true>>(a, k, sms)));
   else
     MAGI_RETURN(start_bwd<C>(a, k, sms));
+  if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
 }
 
@@ -191,5 +211,5 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
     return magi::launch_bwd<TYPE, D>(*params);                                                                  \
   }                                                                                                             \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
-    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false, false>>(*params, bytes);                                 \
+    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false>>(*params, bytes);                                 \
   }

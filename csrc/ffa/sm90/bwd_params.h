@@ -12,11 +12,12 @@ struct BwdKernelParams {
   // All (d, token, head).
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
   const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
-  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done, from kBwdArrivalsAt the parts that are done
-  float* partials;      // of tiles whose heads are shared out, see bwd_split.cuh
+  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
   float* stats;         // kStatFloats per head and block of 64 queries
   float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
-  void *dk, *dv;        // (total_k, heads_kv, head dim), contiguous; used where gradients are float32
+  // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
+  void *dk, *dv;
+  int64_t dk_stride_part, dv_stride_part;
   int32_t total_q, total_k, query_blocks;  // blocks of 64 queries, an even number of them
   int32_t heads_q, heads_kv, head_dim, head_dim_v;
   int32_t head_units;         // kv heads
@@ -47,6 +48,14 @@ struct BwdRowParams {
   int32_t dim_blocks;     // of 64 columns in dq_sum
   int32_t grads_are_float, accumulate;
   float grad_scale;
+};
+
+// The kernel that adds up the parts of dk and dv.
+struct BwdJoinParams {
+  const float *dk_parts, *dv_parts;
+  void *dk, *dv;
+  int64_t dk_count, dv_count;  // values, multiples of 8
+  int32_t parts, grads_are_float, accumulate;
 };
 
 }  // namespace magi

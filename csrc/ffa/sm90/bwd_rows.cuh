@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels before and after the main one of the backward, over the rows of queries: the first computes
-// delta = sum(out * dout) and the offsets of the exponents and clears the sum of dq, the last rounds that sum to dq.
+// delta = sum(out * dout) and the offsets of the exponents and clears the sum of dq, the last rounds that sum to dq. And the
+// one that adds up dk and dv of tiles whose heads are shared out.
 #pragma once
 
 #include "../common/copy.cuh"
@@ -140,6 +141,32 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
     }
     named_barrier(1 + group, 128);
   }
+}
+
+// Four values of a gradient from its parts, in the order of the parts.
+template <typename T>
+__device__ __forceinline__ void join_four(const float* parts, void* grad, int64_t at, int64_t count, const BwdJoinParams& p) {
+  float4 sum = *reinterpret_cast<const float4*>(parts + at);
+  for (int i = 1; i < p.parts; ++i) {
+    const float4 x = *reinterpret_cast<const float4*>(parts + i * count + at);
+    sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+  }
+  if (!p.grads_are_float) {
+    *reinterpret_cast<uint2*>(static_cast<T*>(grad) + at) = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+    return;
+  }
+  float4* to = reinterpret_cast<float4*>(static_cast<float*>(grad) + at);
+  if (p.accumulate) sum = make_float4(sum.x + to->x, sum.y + to->y, sum.z + to->z, sum.w + to->w);
+  *to = sum;
+}
+
+// Tiles whose query heads are shared out among units leave a dk and dv for each part.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) bwd_join(const BwdJoinParams p) {
+  wait_for_kernel_before();
+  const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x);
+  if (at < p.dk_count) join_four<T>(p.dk_parts, p.dk, at, p.dk_count, p);
+  if (at < p.dv_count) join_four<T>(p.dv_parts, p.dv, at, p.dv_count, p);
 }
 
 }  // namespace magi
