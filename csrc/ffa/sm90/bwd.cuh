@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   extern __shared__ __align__(1024) uint8_t raw[];
   start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k, C::kKeys)) {
+    wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
     return;
   }

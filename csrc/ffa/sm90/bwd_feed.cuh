@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
 // Of a unit. Read again and again rather than kept: the feeding lanes have few registers.
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t unit) {
-  return lds_int(unit + 4) * (p.group) + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
+  return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
 }
 
 // Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window. Tiles then
@@ -293,7 +293,8 @@ __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int
 }
 
 // One warp. Keys that no query sees and queries that see nothing may hold NaN or Inf, and zero times those is not zero: it
-// clears the rows of such keys in every unit, and those of such queries where the mask has any.
+// clears the rows of such keys in every unit and, where the mask has such queries, all that no key of the tile sees. Not by
+// lse: with sinks a query that sees nothing has one.
 template <typename C>
 __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
   Turns turns;

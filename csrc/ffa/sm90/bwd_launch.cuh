@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of one backward variant: workspace, tensor maps, the three launches.
+// Host side of one backward variant: workspace, tensor maps, the launches.
 #pragma once
 
 #include <cuda_runtime.h>

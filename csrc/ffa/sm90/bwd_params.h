@@ -18,7 +18,7 @@ struct BwdKernelParams {
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;
-  int32_t total_q, total_k, query_blocks;  // blocks of 64 queries, an even number of them
+  int32_t total_q, total_k, query_blocks;  // blocks of 64 queries
   int32_t heads_q, heads_kv, head_dim, head_dim_v;
   int32_t head_units;         // kv heads
   int32_t num_tiles;

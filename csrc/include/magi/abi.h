@@ -145,7 +145,8 @@ MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
  * Gradients of the forward, from its inputs, its out and lse and the gradient dout of out. The plan is that of the
  * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
  * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
- * dk and dv are written once by their owner; dq is summed in float32 in the workspace, in no fixed order.
+ * dk and dv are written once by their owner (where tiles are few, by a sum of parts in a fixed order, which wait in the
+ * workspace); dq is summed in float32 in the workspace, in no fixed order.
  */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
