@@ -106,8 +106,6 @@ class FfaBackend:
             return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
         if not p.options.softmax_scale > 0:
             return f"softmax_scale is {p.options.softmax_scale}; the CUDA kernels need a positive one."
-        if p.needs_backward and p.options.deterministic:
-            return "The CUDA backward sums dq in no fixed order, and deterministic gradients are asked for."
         return None
 
     def forward(

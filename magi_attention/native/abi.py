@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -113,7 +113,7 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int32) for name in _BWD_INTS),
         ("softmax_scale", c_float),
         ("softcap", c_float),
-        ("reserved", c_int32),
+        ("deterministic", c_int32),
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 3
+#define MAGI_ABI_VERSION 4
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -146,7 +146,7 @@ MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
  * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
  * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
  * dk and dv are written once by their owner (where tiles are few, by a sum of parts in a fixed order, which wait in the
- * workspace); dq is summed in float32 in the workspace, in no fixed order.
+ * workspace); dq is summed in float32 in the workspace, in no fixed order unless `deterministic`.
  */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
@@ -157,7 +157,7 @@ typedef struct {
   int32_t sm_margin;  /* SMs to leave free, >= 0 */
   float softmax_scale; /* > 0 */
   float softcap;       /* > 0, or 0 for none */
-  int32_t reserved;
+  int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
