@@ -224,7 +224,8 @@ def _run_ninja(ninja: Path, folder: Path, targets: list[str], jobs: int | None) 
     if env.is_build_verbose():
         print(done.stdout, flush=True)
     if done.returncode:
-        raise BuildError(f"Compilation failed in {folder}; correct the sources or use another compiler. This one said:\n{done.stdout}")
+        remedy = "correct the sources or use another compiler"
+        raise BuildError(f"Compilation failed in {folder}; {remedy}. The compiler said:\n{done.stdout}")
 
 
 def build_all(
