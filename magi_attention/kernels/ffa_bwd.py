@@ -18,16 +18,16 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
+from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
     DTYPES,
-    MAX_PREPARED,
     CudaRuntime,
     check_buffer,
     check_shapes,
     dense,
-    library_for,
     log_copy,
     odd_strides,
+    remember,
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
@@ -72,10 +72,10 @@ class _Prepared:
 
 
 class BackwardCalls:
-    """Runs backwards with one kernel library; what it keeps are prepared parameter blocks."""
+    """Runs backwards; what it keeps are prepared parameter blocks."""
 
-    def __init__(self, library: FfaLibrary, plans: RangePlans) -> None:
-        self._library = library
+    def __init__(self, libraries: FfaLibraries, plans: RangePlans) -> None:
+        self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
 
@@ -130,7 +130,7 @@ class BackwardCalls:
         _check(x)
         q, k, v = x.q, x.k, x.v
         (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
-        library = library_for(self._library, "bwd", q.dtype, dim, dim_v)
+        library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
         prefix, workspace_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
@@ -150,9 +150,7 @@ class BackwardCalls:
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
-        if len(self._prepared) >= MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = prepared
+        remember(self._prepared, key, prepared)
         return prepared
 
 

@@ -13,6 +13,7 @@ HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow 
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)
+FWD, BWD = range(2)
 
 LAYER_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
 
@@ -139,6 +140,7 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
 }
 FFA_FUNCTIONS: Functions = {
+    "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),

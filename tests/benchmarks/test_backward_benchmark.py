@@ -126,7 +126,7 @@ def test_calls_of_all_kinds_give_the_gradients_again_and_again(name, is_both, mo
     for call in calls.values():
         first, second = call(), call()
         assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert ours.calls == (["forward", "backward"] if is_both else ["backward"]) * 4  # with and without the wish for one order
+    assert ours.calls == (["forward", "backward"] if is_both else ["backward"]) * 4  # magi and magi_det
 
 
 def test_compiled_peer_can_be_differentiated_twice():

@@ -25,6 +25,7 @@ typedef enum {
 } magi_status;
 
 typedef enum { MAGI_BF16 = 0, MAGI_FP16 = 1, MAGI_FP32 = 2 } magi_dtype;
+typedef enum { MAGI_FWD = 0, MAGI_BWD = 1 } magi_kind;
 
 /* ---- tile plan of the forward ------------------------------------------------------------------------
  *
@@ -98,6 +99,12 @@ MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_
 
 MAGI_EXPORT const char* magi_last_error(void);
 MAGI_EXPORT int32_t magi_abi_version(void);
+
+/* ---- variants ----------------------------------------------------------------------------------------
+ *
+ * A library of attention kernels may hold any of them. 1 if this one has a kernel of that kind (magi_kind) and dtype
+ * whose tile holds these head dims, so that a call finds it; 0 if not, or for a kind, dtype or head dim that there is not. */
+MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int32_t head_dim_v);
 
 /* ---- FFA forward -------------------------------------------------------------------------------------
  *
