@@ -55,6 +55,10 @@ __device__ __forceinline__ void load_bytes(uint32_t dst, const void* src, uint32
                : "memory");
 }
 
+__device__ __forceinline__ void store_bytes(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until the shared memory behind all committed stores of this thread may be written again.

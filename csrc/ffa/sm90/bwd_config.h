@@ -49,7 +49,8 @@ struct BwdConfig {
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
   static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage
-  static constexpr uint32_t kLayersAt = (kTurnsAt + (kOrdered ? 8 * kStages : 0) + 15) / 16 * 16;
+  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : 0);
+  static constexpr uint32_t kLayersAt = (kUnitTurnsAt + (kOrdered ? 8 : 0) + 15) / 16 * 16;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;

@@ -58,6 +58,7 @@ struct BwdSmem {
 
   // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
   __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
+  __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   __device__ uint32_t dq_full() const { return bar(12 + 6 * C::kStages); }
   __device__ uint32_t dq_empty() const { return bar(13 + 6 * C::kStages); }
@@ -130,6 +131,10 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     int rank, head_unit;
     unit_coords(p, unit / p.unit_parts, &rank, &head_unit);
     const int tile = p.plan[plan.words_order + rank];
+    if constexpr (C::kOrdered) {
+      const int first_head = unit / p.units_per_section * p.heads_per_section;
+      sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);
+    }
     const int2 desc = layers_of_tile(p.plan, tile);
     Way way = unit % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly;
     int by_head = 0;  // told for each layer
@@ -220,29 +225,32 @@ __device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSme
 template <typename C>
 __device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns& turns,
                                                  Ring<C::kStages>& ring) {
-  int ahead = 0, seen = -1;
+  int ahead = 0, seen = -1, turn = 0;  // of the last step copied: it travels behind what is done meanwhile
   bool ends = lds_int(smem.unit(turns.unit_slot()) + 8) == 0;
+  auto words_of = [&](int steps) {  // so many steps back
+    const int slot = static_cast<int>(ring.slot) - steps;
+    return smem.turn(slot < 0 ? slot + C::kStages : slot);
+  };
 #pragma unroll 1
   while (!ends || ahead > 0) {
     if (!ends && ahead < C::kStages) {
+      if (ahead > 0) sts_int(words_of(1) + 4, turn);
       mbar_wait(smem.step_full(ring.slot), ring.phase);
       const int4 step = lds_int4(smem.step(ring.slot));
       copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, has_unseen(p));
       const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
-      const int64_t row = static_cast<int64_t>(step.y / kQueryBlock) * p.num_tiles;
-      sts_int2(smem.turn(ring.slot), step.x * C::kPasses + pass, p.turns[row + lds_int(smem.unit(turns.unit_slot()))]);
+      sts_int(smem.turn(ring.slot), step.x * C::kPasses + pass);
+      const int unit_at = lds_int(smem.unit_turns(turns.unit_slot()));
+      turn = p.turns[static_cast<int64_t>(step.y / kQueryBlock) * p.turns_per_block + unit_at];
       ends = step.z & kUnitEnds;
       ring.advance();
       ++ahead;
     } else {
       mbar_wait(smem.dq_full(), turns.layer_slot());
       turns.next_layer();
-      auto words_of = [&](int steps) {  // so many steps back
-        const int slot = static_cast<int>(ring.slot) - steps;
-        return smem.turn(slot < 0 ? slot + C::kStages : slot);
-      };
+      if (ahead == 1) sts_int(words_of(1) + 4, turn);
       add_in_turn<C>(p, smem.dq(), smem.dq_empty(), words_of(ahead), ahead > 1 ? words_of(ahead - 1) : 0, seen);
-      --ahead;
+      if (--ahead > 0) sts_int(words_of(1) + 4, turn);
     }
   }
 }

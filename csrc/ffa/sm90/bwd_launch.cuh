@@ -50,6 +50,12 @@ int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
   return group;
 }
 
+// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
+inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+  const int64_t tile_parts = bwd_tiles(a) * head_parts, heads = tile_parts > 0 ? (2ll * sms + tile_parts / 2) / tile_parts : 1;
+  return heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int>(heads) : a.heads_kv;
+}
+
 inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
   return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
 }
@@ -58,7 +64,7 @@ inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
 }
 
 template <typename C>
-BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts) {
+BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   const int64_t blocks = (static_cast<int64_t>(a.total_q) + 63) / 64 * a.heads_q;
   BwdWorkspace w;
   w.stats = 4 * kBwdCounters;
@@ -66,8 +72,9 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts) {
   w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
   w.turn_flags = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
   w.order = w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0);
-  w.turns = w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a)) : 0);
-  w.bytes = w.turns + (a.deterministic ? 4 * bwd_tiles(a) * ((static_cast<int64_t>(a.total_q) + 63) / 64) : 0);
+  const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
+  w.turns = w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0);
+  w.bytes = w.turns + (a.deterministic ? 4 * units * ((static_cast<int64_t>(a.total_q) + 63) / 64) : 0);
   return w;
 }
 
@@ -75,7 +82,7 @@ template <typename C>
 magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms)).bytes;
+  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
   return MAGI_OK;
 }
 
@@ -107,7 +114,7 @@ inline int bwd_grid(const magi_ffa_bwd_params& a, int sms) { return sms - a.sm_m
 template <typename C>
 void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdRowParams* r) {
   k->head_parts = bwd_head_parts<C>(a, sms);
-  const BwdWorkspace w = bwd_layout<C>(a, k->head_parts);
+  const BwdWorkspace w = bwd_layout<C>(a, k->head_parts, sms);
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
   k->plan = r->plan = a.plan;
   k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
@@ -127,10 +134,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->head_dim = r->head_dim = a.head_dim;
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
   k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
-  // As many heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
-  const int64_t tile_parts = static_cast<int64_t>(k->num_tiles) * k->head_parts;
-  const int64_t heads = (2ll * sms + tile_parts / 2) / tile_parts;
-  k->heads_per_section = heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int32_t>(heads) : a.heads_kv;
+  k->heads_per_section = bwd_heads_per_section(a, k->head_parts, sms);
   k->unit_parts = k->head_parts * C::kPasses;
   k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
   const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
@@ -140,6 +144,9 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->turns = r->turns;
   k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
   r->passes = C::kPasses;
+  r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts;
+  k->turns_per_block = k->num_tiles * r->units_per_tile;
+  r->places = bwd_grid(a, sms) < kMaxWave ? bwd_grid(a, sms) : kMaxWave;
   k->group = a.heads_q / a.heads_kv;
   k->heads_per_part = r->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;

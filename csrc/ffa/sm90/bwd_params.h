@@ -15,12 +15,13 @@ struct BwdKernelParams {
   int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
   float* stats;         // kStatFloats per head and block of 64 queries
   float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
-  // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each tile, (block of 64
-  // queries, tile); and flags of the plan, then the expected start of each rank.
+  // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each unit, (block of 64
+  // queries, tile, kv heads of a section, parts of a unit); and the flags of the plan.
   int32_t* turn_flags;
   const int32_t* turns;
   const int32_t* order;
   int32_t wave;  // ranks of which all units can be in work at the same time
+  int32_t turns_per_block, units_per_tile;  // of a section
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;
@@ -54,8 +55,10 @@ struct BwdRowParams {
   int32_t dim_blocks;     // of 64 columns in dq_sum
   int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
   int32_t* turns;
-  int32_t* order;
+  int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section
   int32_t wave, heads_per_part, passes, num_tiles;
+  int32_t units_per_tile;  // in a section
+  int32_t places;          // CTAs of the main kernel, as far as they are counted
   int32_t grads_are_float, accumulate;
   float grad_scale;
 };

@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kRowThreads) bwd_prepare(const BwdRowParams p)
     }
   }
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * kDqBlockFloats);
-  for (int i = threadIdx.x; i < p.dim_blocks * kDqBlockFloats / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
+  if (p.turn_flags == nullptr)
+    for (int i = threadIdx.x; i < p.dim_blocks * kDqBlockFloats / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int row = threadIdx.x / 8; row < 64; row += kRowThreads / 8) {
     const int token = block * 64 + row, lane = threadIdx.x % 8;
@@ -103,9 +104,11 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
   const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
   for (int d = group; d < p.dim_blocks; d += 2) {
     const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * kDqBlockFloats) + thread;
+    // In order the first to add stores, so where nobody did there is nothing.
+    const bool is_there = p.turn_flags == nullptr || p.turn_flags[number * p.passes + d / (p.dim_blocks / p.passes)] > 0;
     float4 x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = sum[128 * i];
+    for (int i = 0; i < 8; ++i) x[i] = is_there ? sum[128 * i] : make_float4(0, 0, 0, 0);
     if (p.grads_are_float) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

@@ -48,14 +48,14 @@ __device__ __forceinline__ int2 layer_blocks(const int32_t* plan, int layer) {
   return blocks_of(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
 }
 
-// One CTA of kThreads: the flags of the plan, and when the tile of each rank is expected to start, in blocks of one head.
+// One CTA of kThreads: the flags of the plan, and when each unit of a section is expected to start, in blocks of one head.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   __shared__ int bands, visits_twice;
   start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
-  int32_t* starts = p.order + 1;
+  int32_t *costs = p.order + 1, *starts = costs + p.num_tiles;
   if (threadIdx.x == 0) bands = visits_twice = 0;
   __syncthreads();
   for (int rank = threadIdx.x; rank < p.num_tiles; rank += kThreads) {
@@ -71,30 +71,40 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
         twice = blocks.x < other.y && other.x < blocks.y;
       }
     }
-    starts[rank] = cost;
+    costs[rank] = cost;
     atomicAdd(&bands, votes);
     if (twice) visits_twice = 1;
   }
   __syncthreads();
-  const bool by_head = bands > 0;
-  const bool timed = !by_head && p.num_tiles <= kMaxTimed;
-  if (threadIdx.x == 0) p.order[0] = (by_head ? kByHead : 0) | (visits_twice ? 0 : timed ? kTimed : kInWaves);
-  if (threadIdx.x >= 32) return;
-  // Lane l keeps the ends of what places l, l + 32, ... are at; the next unit goes where one ends first.
+  const bool by_head = bands > 0, timed = !by_head && p.num_tiles <= kMaxTimed;
+  const int lane = threadIdx.x;
+  if (lane == 0) p.order[0] = (by_head ? kByHead : 0) | (visits_twice ? 0 : timed ? kTimed : kInWaves);
+  if (lane >= 32) return;
+  // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
   constexpr int kPlaces = kMaxWave / 32;
+  const int units = p.num_tiles * p.units_per_tile;
   unsigned ends[kPlaces];
 #pragma unroll
-  for (int i = 0; i < kPlaces; ++i) ends[i] = static_cast<int>(threadIdx.x) + 32 * i < p.wave ? 0 : ~0u;
-  for (int rank = 0; rank < p.num_tiles; ++rank) {
+  for (int i = 0; i < kPlaces; ++i) {
+    const int unit = lane + 32 * i;
+    ends[i] = unit < min(p.places, units) ? costs[unit / p.units_per_tile] : ~0u;
+    if (unit < min(p.places, units)) starts[unit] = 0;
+  }
+  int rank = p.places / p.units_per_tile, kind = p.places % p.units_per_tile;
+  unsigned cost = rank < p.num_tiles ? costs[rank] : 0, next_cost = rank + 1 < p.num_tiles ? costs[rank + 1] : 0;
+  for (int unit = p.places; unit < units; ++unit, ++kind) {
+    if (kind == p.units_per_tile) {
+      kind = 0;
+      cost = next_cost;
+      ++rank;
+      next_cost = rank + 1 < p.num_tiles ? costs[rank + 1] : 0;
+    }
     unsigned mine = ~0u;
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) mine = min(mine, ends[i]);
     const unsigned first = __reduce_min_sync(0xffffffff, mine);
-    const unsigned cost = starts[rank];
-    __syncwarp();
-    if (threadIdx.x == 0) starts[rank] = first * (by_head ? p.heads_per_part : 1);
-    if (static_cast<int>(threadIdx.x) != __ffs(__ballot_sync(0xffffffff, mine == first)) - 1) continue;
-    bool taken = false;
+    if (lane == 0) starts[unit] = first * (by_head ? p.heads_per_part : 1);
+    bool taken = lane != __ffs(__ballot_sync(0xffffffff, mine == first)) - 1;
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
       if (taken || ends[i] != first) continue;
@@ -104,12 +114,12 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   }
 }
 
-// When a tile is expected at a block, from bit 16 on, and how often it visits it.
-__device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, int rank, int block) {
+// When the unit of a tile that starts at `start` is expected at a block, from bit 16 on, and how often it visits it.
+__device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, int rank, int start, int block) {
   const int2 layers = layers_of_tile(p.plan, tile);
   const int flags = p.order[0];
   const bool by_rank = !(flags & (kTimed | kInWaves));
-  uint64_t time = by_rank ? 0 : p.order[1 + rank];
+  uint64_t time = by_rank ? 0 : start;
   uint32_t count = 0;
   for (int i = 0; i < layers.y; ++i) {
     const int2 blocks = layer_blocks(p.plan, layers.x + i);
@@ -126,27 +136,40 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
   return time << 16 | min(count, 0xffffu);
 }
 
-// A whole CTA: the turns of all tiles at one block of queries.
+// A whole CTA: the turns of all units of a section at one block of queries. Units of the same heads and pass are compared.
 template <int kThreads>
 __device__ void assign_turns(const BwdRowParams& p, int block) {
   __shared__ uint64_t visits[kMaxTimed];
-  static_assert(kMaxWave <= kMaxTimed && kThreads <= kMaxTimed, "those that are compared");
+  __shared__ int before[kMaxTimed];
+  static_assert(kMaxWave <= kMaxTimed, "a wave is compared");
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
-  const int together = p.order[0] & kTimed ? p.num_tiles : p.order[0] & kInWaves ? p.wave : kThreads;
-  for (int first = 0, before = 0; first < p.num_tiles; first += together) {
-    const int here = min(together, p.num_tiles - first);
-    for (int i = threadIdx.x; i < here; i += kThreads) visits[i] = visits_of(p, order[first + i], first + i, block);
-    __syncthreads();
-    for (int i = threadIdx.x; i < here; i += kThreads) {
-      const uint64_t mine = visits[i];
-      if ((mine & 0xffff) == 0) continue;
-      int turn = before;
-      for (int j = 0; j < here; ++j)
-        if (visits[j] >> 16 < mine >> 16 || (visits[j] >> 16 == mine >> 16 && j < i)) turn += visits[j] & 0xffff;
-      p.turns[static_cast<int64_t>(block) * p.num_tiles + order[first + i]] = turn;
+  const int32_t* starts = p.order + 1 + p.num_tiles;
+  const int flags = p.order[0], per_tile = p.units_per_tile;
+  const int ranks = flags & kTimed ? p.num_tiles : flags & kInWaves ? p.wave : kMaxWave;  // that are compared
+  const int kinds = min(per_tile, kMaxTimed / ranks);                                     // at a time
+  for (int kind = 0; kind < per_tile; kind += kinds) {
+    const int width = min(kinds, per_tile - kind);
+    for (int i = threadIdx.x; i < width; i += kThreads) before[i] = 0;
+    for (int first = 0; first < p.num_tiles; first += ranks) {
+      const int here = min(ranks, p.num_tiles - first) * width;
+      for (int i = threadIdx.x; i < here; i += kThreads) {
+        const int rank = first + i / width;
+        visits[i] = visits_of(p, order[rank], rank, starts[rank * per_tile + kind + i % width], block);
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < here; i += kThreads) {
+        const uint64_t mine = visits[i];
+        if ((mine & 0xffff) == 0) continue;
+        int turn = before[i % width];
+        for (int j = i % width; j < here; j += width)
+          if (visits[j] >> 16 < mine >> 16 || (visits[j] >> 16 == mine >> 16 && j < i)) turn += visits[j] & 0xffff;
+        p.turns[(static_cast<int64_t>(block) * p.num_tiles + order[first + i / width]) * per_tile + kind + i % width] = turn;
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < width; i += kThreads)
+        for (int j = i; j < here; j += width) before[i] += visits[j] & 0xffff;
+      __syncthreads();
     }
-    for (int i = 0; i < here; ++i) before += visits[i] & 0xffff;
-    __syncthreads();
   }
 }
 
@@ -157,9 +180,14 @@ template <typename C>
 __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
                                             uint32_t next_words, int& seen) {
   int32_t* turns = p.turn_flags;
-  while (seen < lds_int(words + 4)) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
-  add_bulk_float(p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * kDqBlockFloats), staged,
-                 C::kGroups * C::kDqBytes);
+  const int turn = lds_int(words + 4);
+  if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
+  while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
+  float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * kDqBlockFloats);
+  if (seen == 0)
+    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // the first, so that nothing needs to be cleared
+  else
+    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
   store_commit();
   seen = next_words != 0 ? load_relaxed(turns + static_cast<uint32_t>(lds_int(next_words))) : -1;
   store_wait_read();
