@@ -157,4 +157,5 @@ FFA_FUNCTIONS: Functions = {
 COMMON_FUNCTIONS: Functions = {
     "magi_last_error": (ctypes.c_char_p, ()),
     "magi_abi_version": (c_int32, ()),
+    "magi_build_info": (ctypes.c_char_p, ()),
 }

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError
-from magi_attention.native import compile_report, toolchain
+from magi_attention.native import compile_report, info, toolchain
 from magi_attention.native.compile_report import Unit
 from magi_attention.native.toolchain import FFA_SM90, HOST, LIB, PLANNER, library_file
+from magi_attention.version import __version__
 
 _STEP = Path(__file__).with_name("compile_step.py")
 _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
@@ -35,13 +36,18 @@ _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
 
 @dataclass
 class Job:
-    """What becomes one library: objects by source file, and how to compile and link them."""
+    """What becomes one library: objects by source file, and how to compile and link them.
+
+    ``archs`` and ``variants`` are for its record, see ``native.info``.
+    """
 
     name: str
     sources: list[Path]
     compile: list[str]
     link: list[str]
     include: list[Path] = field(default_factory=list)
+    archs: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
 
 
 @dataclass
@@ -86,7 +92,8 @@ def planner_job(csrc: Path) -> Job:
     if not sources:
         raise BuildError(f"{csrc / 'planner'} holds no .cpp file; check out the repository again.")
     cxx = toolchain.require_cxx()
-    return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], [cxx, "-shared"], _include(csrc))
+    link = [cxx, "-shared", *toolchain.strip_flags()]
+    return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], link, _include(csrc))
 
 
 def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
@@ -94,11 +101,16 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
     nvcc = str(toolchain.require_nvcc())
     manifest = toolchain.load_manifest(csrc)
     folder = csrc / "ffa" / arch
-    instances = manifest.write_instances(folder / "inst", manifest.MANIFEST if variants is None else variants)
+    variants = manifest.MANIFEST if variants is None else variants
+    instances = manifest.write_instances(folder / "inst", variants)
     sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
     flags = toolchain.nvcc_flags(arch)
     link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
-    return Job(f"ffa_{arch}", sources, [nvcc, *flags], link, _include(csrc))
+    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    stems = tuple(sorted(v.stem for v in variants))
+    return Job(
+        f"ffa_{arch}", sources, [nvcc, *flags], link, _include(csrc), (toolchain.target_of(arch),), stems
+    )  # fmt: skip
 
 
 def host_job(csrc: Path) -> Job:
@@ -119,10 +131,17 @@ def _include(csrc: Path) -> list[Path]:
     return [csrc / "include", csrc]
 
 
-def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: bool = True) -> Built:
+def build(
+    job: Job,
+    folder: Path,
+    target: Path,
+    jobs: int | None = None,
+    guard: bool = True,
+    release: info.Release = info.NO_RELEASE,
+) -> Built:
     """Compiles ``job`` in ``folder`` and installs the library as ``target``.
 
-    Without ``guard`` slow code is installed too, and said on stderr: for development.
+    Without ``guard`` slow code is installed too, and said on stderr: for development. ``release`` goes into its record.
 
     Raises:
         BuildError: the compiler failed (its output is in the text), or the guard did.
@@ -130,7 +149,7 @@ def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: 
     ninja = toolchain.require_ninja()
     started = time.monotonic()
     with locked(folder):
-        objects = _write_ninja(job, folder)
+        objects = _write_ninja(job, folder, _write_record(job, folder, release))
         _run_ninja(ninja, folder, ["objects"], jobs)
         units = [compile_report.read_unit(path) for path in objects]
         try:
@@ -144,9 +163,20 @@ def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: 
     return Built(job.name, target, round(time.monotonic() - started, 2), units)
 
 
-def _write_ninja(job: Job, folder: Path) -> list[Path]:
-    """Writes build.ninja where it differs; returns the object files."""
-    is_nvcc = Path(job.compile[0]).name == "nvcc"
+def _is_nvcc(job: Job) -> bool:
+    return Path(job.compile[0]).name == "nvcc"
+
+
+def _write_record(job: Job, folder: Path, release: info.Release) -> Path:
+    """Writes the source of the build record where it differs; returns it."""
+    path = folder / ("build_info.cu" if _is_nvcc(job) else "build_info.cpp")
+    _write_if_changed(path, info.source_text(job.name, __version__, job.archs, job.variants, release))
+    return path
+
+
+def _write_ninja(job: Job, folder: Path, record: Path) -> list[Path]:
+    """Writes build.ninja where it differs; returns the object files, without that of the record."""
+    is_nvcc = _is_nvcc(job)
     script = folder / "exports.map"
     _write_if_changed(script, _VERSION_SCRIPT)
     include = [f"-I{path}" for path in job.include]
@@ -156,7 +186,8 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
     compile_command = [*step, "$out", "--", *job.compile, *include, *depfile, "-c", "$in", "-o", "{out}"]
     export = [] if sys.platform == "darwin" else _export_flags(is_nvcc, script)
     link_command = [*step, "$out", "--", *job.link, *export, "$in", "-o", "{out}"]
-    names = _object_names(job.sources)
+    sources = [*job.sources, record]
+    names = _object_names(sources)
     lines = [
         "ninja_required_version = 1.5",
         "rule compile",
@@ -168,7 +199,7 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
         f"  command = {_shell(link_command)}",
         "  description = link $out",
     ]
-    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(job.sources, names)]
+    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(sources, names)]
     library = library_file(job.name)
     lines += [
         f"build {library}: link {' '.join(names)} | {script.name}",
@@ -176,7 +207,7 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
         f"build library: phony {library}",
     ]
     _write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
-    return [folder / name for name in names]
+    return [folder / name for name in names[:-1]]
 
 
 def _object_names(sources: Sequence[Path]) -> list[str]:
@@ -232,26 +263,27 @@ def build_all(
     jobs: int | None = None,
     csrc: Path | None = None,
     guard: bool = True,
+    release: info.Release = info.NO_RELEASE,
 ) -> list[Built]:
     """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all (None) into ``lib``.
 
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
-    and defaults to ``build/native`` beside ``csrc``.
+    and defaults to ``build/native`` beside ``csrc``. ``release`` goes into the record of each.
     """
     csrc = toolchain.find_csrc() if csrc is None else csrc
     folder = csrc.parent / "build" / "native" if folder is None else folder
     built = []
     if only in (None, "planner"):
-        built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard))
+        built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard, release))
     if only in (None, "ffa"):
         # The lock also covers the generated instances, which two builds of one tree would share.
         with locked(folder):
             job = ffa_job(csrc, arch, _chosen(csrc, variants) if variants else None)
-            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard))
+            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard, release))
     if only in (None, "host"):
         # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
         file = library_file(HOST)
-        built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard))
+        built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard, release))
     return built
 
 

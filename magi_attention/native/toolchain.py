@@ -48,6 +48,16 @@ def cxx_flags() -> list[str]:
     return flags + (["-g"] if env.is_build_debug() else [])
 
 
+def strip_flags() -> list[str]:
+    """Linker flags that leave out names which nobody looks up, and with them those of temporary files."""
+    return [] if env.is_build_debug() or sys.platform == "darwin" else ["-s"]
+
+
+def target_of(arch: str) -> str:
+    """What the code of ``arch`` is compiled for: "sm_90a" for "sm90"."""
+    return GENCODE[arch].rpartition("code=")[2]
+
+
 def find_csrc() -> Path:
     """The folder of the native sources: beside the package in a checkout, inside it when installed.
 
