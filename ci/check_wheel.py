@@ -5,9 +5,9 @@
     python ci/check_wheel.py [--load] [--any-platform] WHEEL ...
 
 Per wheel: its name and tags are those of ci/matrix.json and fit the files in it; its size; each library needs only what
-every system has (no libtorch, no libcudart), searches only beside itself, exports only magi_* and the module's init, asks
-no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. --load also
-opens the libraries with a C interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
+every system has (no libtorch, no libcudart), searches only beside itself, exports only magi_* and the module's init,
+asks no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. --load
+also opens the libraries with a C interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def gpu_targets(library: Path) -> set[str]:
     """What the GPU code inside was compiled for, such as {"sm_90a"}; PTX counts as "ptx of ..."."""
     if ".nv_fatbin" not in run(["readelf", "-SW", str(library)]):
         return set()
-    machine = set(re.findall(r"\.(sm_\w+)\.cubin", run(["cuobjdump", "--list-elf", str(library)])))
-    return machine | {f"ptx of {t}" for t in re.findall(r"\.(sm_\w+)\.ptx", run(["cuobjdump", "--list-ptx", str(library)]))}
+    machine, ptx = (run(["cuobjdump", option, str(library)]) for option in ("--list-elf", "--list-ptx"))
+    forward = {f"ptx of {target}" for target in re.findall(r"\.(sm_\w+)\.ptx", ptx)}
+    return forward | set(re.findall(r"\.(sm_\w+)\.cubin", machine))
 
 
 def exported(library: Path) -> set[str]:
@@ -73,7 +74,8 @@ def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) 
     modules = {"PyInit__magi_host"} if wheel.kind == "main" else set()
     if names := sorted(n for n in exported(library) - modules if not n.startswith("magi_")):
         found.append(f"exports {', '.join(names[:5])}; only magi_* may be seen by other libraries")
-    newest = max(map(matrix.version, re.findall(r"GLIBC_(\d[\d.]*)", run(["readelf", "-VW", str(library)]))), default=())
+    asked = re.findall(r"GLIBC_(\d[\d.]*)", run(["readelf", "-VW", str(library)]))
+    newest = max(map(matrix.version, asked), default=())
     if newest > matrix.version(data["platform"]["glibc"]):
         found.append(f"needs glibc {'.'.join(map(str, newest))}, and the tag says {data['platform']['glibc']}")
     wanted, have = ({wheel.target} if wheel.target else set()), gpu_targets(library)
@@ -136,7 +138,8 @@ def check_files(path: Path, wheel: matrix.Wheel, names: list[str]) -> list[str]:
     else:
         wanted = {"libmagi_comm.so"}
     if libraries != wanted:
-        found.append(f"holds {', '.join(sorted(libraries)) or 'no library'}; by its name it is {', '.join(sorted(wanted))}.")
+        have, need = ", ".join(sorted(libraries)) or "no library", ", ".join(sorted(wanted))
+        found.append(f"holds {have}; by its name it is {need}.")
     return found
 
 
@@ -145,7 +148,8 @@ def check_pins(wheel: matrix.Wheel, text: str, release: str, data: dict) -> list
     wanted = {"magi_attention"} if wheel.kind != "main" else {w.name for w in matrix.wheels(data) if w.kind != "main"}
     requirements = email.message_from_string(text).get_all("Requires-Dist", [])
     parsed = {re.split(r"[^\w.-]", r)[0].replace("_", "-"): r.replace(" ", "") for r in requirements}
-    bad = [n for n in sorted(wanted) if f"=={release}" not in re.split(";", parsed.get(n.replace("_", "-"), ""))[0]]
+    asked = {n: parsed.get(n.replace("_", "-"), "").partition(";")[0] for n in sorted(wanted)}
+    bad = [n for n, text in asked.items() if not text.endswith(f"=={release}")]
     return [f"must ask for {name}=={release}, of the same release." for name in bad]
 
 
@@ -160,7 +164,7 @@ def check(path: Path, data: dict | None = None, platform: str | None = None) -> 
         found.append(f"is {megabytes:.1f} MB, and the limit is {wheel.max_mb} MB.")
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
         names = [n for n in archive.namelist() if not n.endswith("/")]
-        texts = {Path(n).name: archive.read(n).decode() for n in names if n.endswith((".dist-info/WHEEL", "/METADATA"))}
+        texts = {Path(n).name: archive.read(n).decode() for n in names if n.endswith(("/WHEEL", "/METADATA"))}
         found += check_tags(path, wheel, texts.get("WHEEL", ""), data, platform)
         found += check_files(path, wheel, names)
         found += check_pins(wheel, texts.get("METADATA", ""), release, data)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Reads ci/matrix.json, the only place for CUDA versions, GPU families, images, Pythons, torch versions and size limits.
+"""Reads ci/matrix.json, the only place for CUDA versions, GPU families, images, Pythons, torch versions, size limits.
 
     python ci/matrix.py                          what is built, as a table; fails if the file is not as it should be
     python ci/matrix.py --json                   the same for a workflow: kernels first, the main package last
@@ -115,7 +115,8 @@ def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
     ]  # fmt: skip
     if (root / "wheels" / "comm").is_dir():
         row = data["packages"]["comm"]
-        out += [Wheel("comm", row["name"].format(cuda=cuda), ("py3",), row["max_mb"], "", cuda) for cuda in data["cuda"]]
+        names = {cuda: row["name"].format(cuda=cuda) for cuda in data["cuda"]}
+        out += [Wheel("comm", name, ("py3",), row["max_mb"], "", cuda) for cuda, name in names.items()]
     row = data["packages"]["main"]
     tags = tuple(f"cp{python.replace('.', '')}" for python in data["pythons"])
     return [*out, Wheel("main", row["name"], tags, row["max_mb"])]

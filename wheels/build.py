@@ -4,10 +4,10 @@
     ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice]
     ci/build_wheels --engine cibuildwheel [--dry-run]
 
-Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel whose
-sources, tools and compiler did not change is not built again; what was cut short goes on where it stopped. Compilations
-run side by side as far as cores and memory allow (MAX_JOBS decides otherwise). Kernels are built once per CUDA toolkit:
-the one found, and those of --cuda-home. Libraries are linked for the glibc of the platform tag by wheels/portable_cxx;
+Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
+whose sources, tools and compiler did not change is not built again; what was cut short goes on where it stopped.
+Compilations run side by side as far as cores and memory allow (MAX_JOBS decides otherwise). Kernels are built once per
+CUDA toolkit: the one found, and those of --cuda-home. Libraries are linked for the platform tag by wheels/portable_cxx;
 --system-linker leaves that out, and the wheel then gets the tag that auditwheel grants. --twice builds everything a
 second time, in another folder without what the first left, and compares.
 
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 def run(command: list, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
     """Standard output of a command; its last words and an exit where it fails."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-6000:]}")
     return done.stdout
@@ -57,11 +57,11 @@ def find_python(version: str) -> Path | None:
     patterns = Path.home() / ".pyenv" / "versions"
     places = [shutil.which(f"python{version}"), *sorted(map(str, patterns.glob(f"{version}.*/bin/python{version}")))]
     if shutil.which("uv"):
-        found = subprocess.run(["uv", "python", "find", version], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        found = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True)
         places.append(found.stdout.strip())
-    code = "import sys, sysconfig, os; print('%d.%d' % sys.version_info[:2])"
+    code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
     for place in filter(None, places):
-        said = subprocess.run([place, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        said = subprocess.run([place, "-c", code], capture_output=True, text=True)
         if said.stdout.strip() == version:
             return Path(place)
     return None
@@ -165,14 +165,15 @@ def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_por
     """One wheel into ``out``."""
     environment = build_environment(python, source, is_portable)
     if nvcc is not None:
-        environment |= {"CUDA_HOME": str(nvcc.parent.parent), "MAGI_WHEEL_ARCH": wheel.arch, "MAGI_WHEEL_CUDA": wheel.cuda}
+        environment |= {"MAGI_WHEEL_ARCH": wheel.arch, "MAGI_WHEEL_CUDA": wheel.cuda}
+        environment |= {"CUDA_HOME": str(nvcc.parent.parent)}
     raw = source / "build" / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     shutil.rmtree(source / "build" / "lib", ignore_errors=True)
     for stale in (*source.glob("build/lib.*"), *source.glob("build/bdist.*"), source / "magi_attention" / "lib"):
         shutil.rmtree(stale, ignore_errors=True)
-    command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", raw, source / wheel.folder]
-    run(command, source, environment)
+    pip = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run([*pip, "-w", raw, source / wheel.folder], source, environment)
     (made,) = raw.glob("*.whl")
     return retag(made, python, out)
 

@@ -105,7 +105,8 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
     instances = manifest.write_instances(folder / "inst", variants)
     sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
     flags = toolchain.nvcc_flags(arch)
-    link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
+    # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
+    link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
     stems = tuple(sorted(v.stem for v in variants))
     return Job(

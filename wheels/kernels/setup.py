@@ -50,8 +50,8 @@ def found_cuda() -> str:
     if cuda not in MATRIX["cuda"] or cuda != asked or have < matrix.version(MATRIX["cuda"][cuda]["oldest_nvcc"]):
         need = MATRIX["cuda"].get(asked, {"oldest_nvcc": "one of ci/matrix.json"})["oldest_nvcc"]
         raise SystemExit(
-            f"{nvcc} is of CUDA {'.'.join(map(str, have))}, and {asked} needs {need} or newer of the same major version; "
-            "name another toolkit in CUDA_HOME."
+            f"{nvcc} is of CUDA {'.'.join(map(str, have))}, and {asked} needs {need} or newer of the same major "
+            "version; name another toolkit in CUDA_HOME."
         )
     return cuda
 
@@ -100,7 +100,7 @@ setup(
     description=f"CUDA kernels of magi_attention for {MATRIX['archs'][ARCH]['gpus']} (CUDA {CUDA[2:]})",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=f">={MATRIX['pythons'][0]}",
     install_requires=[f"magi_attention=={__version__}"],
