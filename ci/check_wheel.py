@@ -154,7 +154,7 @@ def check_pins(wheel: matrix.Wheel, text: str, release: str, data: dict) -> list
 
 
 def check(path: Path, data: dict | None = None, platform: str | None = None) -> list[str]:
-    """Everything that is wrong with the wheel at ``path``. ``platform``: a pattern, by default the tag of the matrix."""
+    """Everything that is wrong with the wheel at ``path``. ``platform``: a pattern; the tag of the matrix if None."""
     data = matrix.load() if data is None else data
     wheel = matrix.find(path.name.split("-")[0], data)
     release = path.name.split("-")[1]
