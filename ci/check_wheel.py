@@ -38,12 +38,19 @@ NEEDED = {
 PARTS = {"kernels": (NAMESPACE,), "comm": (NAMESPACE,), "main": ("magi_attention",)}
 
 
+def tool(name: str) -> str:
+    """A program on PATH, else out of a package of this Python; or a sentence that says how to get it."""
+    packaged = (p for folder in sys.path for p in Path(folder, "nvidia").glob(f"*/bin/{name}"))
+    if found := shutil.which(name) or next(packaged, None):
+        return str(found)
+    source = {"readelf": "apt-get install binutils", "cuobjdump": "pip install nvidia-cuda-cuobjdump"}[name]
+    raise SystemExit(f"{name} is needed to check a wheel, and there is none on PATH: run `{source}`.")
+
+
 def run(command: list[str]) -> str:
-    """What a tool prints, or a sentence that says how to get the tool."""
-    if shutil.which(command[0]) is None:
-        source = {"readelf": "apt-get install binutils", "cuobjdump": "pip install nvidia-cuda-cuobjdump"}[command[0]]
-        raise SystemExit(f"{command[0]} is needed to check a wheel, and there is none on PATH: run `{source}`.")
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    """What a tool prints."""
+    words = [tool(command[0]), *command[1:]]
+    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
 
 
 def gpu_targets(library: Path) -> set[str]:

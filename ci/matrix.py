@@ -5,6 +5,7 @@
     python ci/matrix.py                          what is built, as a table; fails if the file is not as it should be
     python ci/matrix.py --json                   the same for a workflow: kernels first, the main package last
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
+    python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version
 
 A GPU family is built as soon as csrc/ffa holds its folder. Standard library only.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_name("matrix.json")
 _TABLES: dict[str, dict[str, type]] = {
-    "torch": {"oldest": str, "tested": list},
+    "torch": {"oldest": str, "development": str, "tested": list},
     "platform": {"tag": str, "glibc": str, "machine": str, "image": str},
 }
 _ENTRIES: dict[str, dict[str, type]] = {
@@ -148,15 +149,27 @@ def cibuildwheel(wheel: Wheel, data: dict) -> dict[str, str]:
     }
 
 
+def check_tag(ref: str, root: Path = ROOT) -> int:
+    """1 and a sentence if ``ref`` is a tag of another version; branches pass, since they publish nothing."""
+    have = re.search(r'__version__ = "(.+)"', (root / "magi_attention" / "version.py").read_text())[1]
+    if ref.startswith("refs/tags/") and ref != f"refs/tags/v{have}":
+        print(f"{ref} is not the tag of version {have}; correct magi_attention/version.py or the tag.", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the wheels as JSON")
     parser.add_argument("--cibuildwheel", metavar="NAME", help="print NAME=value lines for this wheel")
+    parser.add_argument("--tag", metavar="REF", help="fail if this tag is not that of the version here")
     options = parser.parse_args(arguments)
     data = load()
     if wrong := problems(data):
         print("\n".join(wrong), file=sys.stderr)
         return 1
+    if options.tag:
+        return check_tag(options.tag)
     if options.cibuildwheel:
         for key, value in cibuildwheel(find(options.cibuildwheel, data), data).items():
             print(f"{key}={value}")

@@ -144,21 +144,18 @@ def toolkits(homes: list[str]) -> dict[str, Path]:
     return found
 
 
-def retag(wheel: Path, python: Path, out: Path) -> Path:
+def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str]) -> Path:
     """The wheel with its platform tag: that of the matrix, or what auditwheel grants, which is said."""
-    tag = matrix.load()["platform"]["tag"]
-    auditwheel = [python, "-m", "auditwheel", "repair", "--only-plat", "-w", out]
-    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "SOURCE_DATE_EPOCH": "0"}
-    environment |= {"SOURCE_DATE_EPOCH": run(["git", "log", "-1", "--format=%ct"]).strip()}
-    before = set(out.glob("*.whl"))
-    done = subprocess.run([*auditwheel, "--plat", tag, wheel], env=environment, capture_output=True, text=True)
+    tag, fresh = matrix.load()["platform"]["tag"], wheel.parent / "tagged"
+    auditwheel = [str(word) for word in (python, "-m", "auditwheel", "repair", "--only-plat", "-w", fresh)]
+    command = [*auditwheel, "--plat", tag, str(wheel)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         say(f"{wheel.name} is no {tag} wheel: {' '.join(last)}")
         run([*auditwheel, wheel], environment=environment)
-    name = f"{wheel.name.rsplit('-', 1)[0]}-"
-    made = {p for p in out.glob(f"{name}*.whl") if p not in before or p.stat().st_mtime >= wheel.stat().st_mtime}
-    return max(made, key=lambda p: p.stat().st_mtime)
+    (made,) = fresh.glob("*.whl")
+    return Path(shutil.move(str(made), str(out / made.name)))
 
 
 def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None) -> Path:
@@ -175,7 +172,7 @@ def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_por
     pip = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     run([*pip, "-w", raw, source / wheel.folder], source, environment)
     (made,) = raw.glob("*.whl")
-    return retag(made, python, out)
+    return retag(made, python, out, environment)
 
 
 def plan(options: argparse.Namespace) -> list[tuple[matrix.Wheel, str, Path, Path | None]]:
@@ -256,14 +253,9 @@ def by_cibuildwheel(options: argparse.Namespace, out: Path) -> int:
 
 def check_wheels(python: Path, wheels: list[Path], is_portable: bool) -> int:
     """Runs ci/check_wheel.py with the tools of the build."""
-    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    # cuobjdump of pip lies beside the packages.
-    found = next(python.parent.parent.glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"), None)
-    if found:
-        environment["PATH"] = f"{found.parent}{os.pathsep}{environment['PATH']}"
     relaxed = [] if is_portable else ["--any-platform"]
     command = [python, ROOT / "ci" / "check_wheel.py", "--load", *relaxed, *wheels]
-    return subprocess.run(list(map(str, command)), env=environment).returncode
+    return subprocess.run(list(map(str, command))).returncode
 
 
 def main(arguments: list[str] | None = None) -> int:

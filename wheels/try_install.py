@@ -125,14 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ci/check_install", description=__doc__.splitlines()[0])
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
     parser.add_argument("--python", action="append", metavar="X.Y", help="instead of all of ci/matrix.json")
-    parser.add_argument("--torch", action="append", metavar="X.Y.Z", help="instead of the newest of ci/matrix.json")
+    parser.add_argument("--torch", action="append", metavar="X.Y.Z", help="instead of that of ci/constraints.txt")
     parser.add_argument("--extra", default="sm90", help="extra to install by; empty for none")
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds that a step may take")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was seen as JSON")
     options = parser.parse_args(arguments)
     rows, failed = [], 0
     for version in options.python or data["pythons"]:
-        for torch in options.torch or data["torch"]["tested"][-1:]:
+        for torch in options.torch or [data["torch"]["development"]]:
             row = try_one(version, torch, options)
             rows.append(row)
             failed += bool(row.get("too_slow"))

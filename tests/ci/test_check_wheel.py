@@ -219,6 +219,7 @@ def test_a_library_that_does_not_load(tmp_path, targets):
 
 def test_missing_tools_are_sentences(monkeypatch):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "path", [])
     with pytest.raises(SystemExit, match="pip install nvidia-cuda-cuobjdump"):
         check_wheel.run(["cuobjdump", "--list-elf", "x"])
 
