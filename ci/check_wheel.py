@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -28,7 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
 import matrix  # noqa: E402
 
-from magi_attention.native import abi, info  # noqa: E402
+from magi_attention.errors import UnsupportedError  # noqa: E402
+from magi_attention.native import abi, info, nvshmem  # noqa: E402
 from magi_attention.native.wheels import NAMESPACE  # noqa: E402
 
 NEEDED = {
@@ -85,8 +87,8 @@ def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) 
     newest = max(map(matrix.version, asked), default=())
     if newest > matrix.version(data["platform"]["glibc"]):
         found.append(f"needs glibc {'.'.join(map(str, newest))}, and the tag says {data['platform']['glibc']}")
-    wanted, have = ({wheel.target} if wheel.target else set()), gpu_targets(library)
-    if wheel.kind != "comm" and have != wanted:
+    wanted, have = set(filter(None, wheel.target.split(","))), gpu_targets(library)
+    if have != wanted:
         found.append(f"has GPU code for {sorted(have) or 'none'}, and its name says {sorted(wanted) or 'none'}")
     return found + check_record(library, wheel, release)
 
@@ -190,10 +192,12 @@ def load(path: Path) -> list[str]:
         for name in (n for n in archive.namelist() if re.search(r"/lib\w+\.so$", n)):
             library = Path(archive.extract(name, folder))
             try:
+                if library.name == "libmagi_comm.so":  # which looks up its other half in the process
+                    ctypes.CDLL(str(nvshmem.host_library()), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
                 opened = ctypes.CDLL(str(library))
                 opened.magi_build_info.restype = ctypes.c_char_p
                 said = info.parse(opened.magi_build_info().decode())
-            except (OSError, AttributeError, ValueError) as error:
+            except (OSError, AttributeError, ValueError, UnsupportedError) as error:
                 found.append(f"{path.name}: {name} cannot be loaded: {error}.")
                 continue
             if said != info.read_info(library):

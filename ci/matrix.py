@@ -27,14 +27,17 @@ _TABLES: dict[str, dict[str, type]] = {
 }
 _ENTRIES: dict[str, dict[str, type]] = {
     "archs": {"target": str, "gpus": str},
-    "cuda": {"oldest_nvcc": str, "min_driver": str, "image": str, "guard": bool},
+    "cuda": {"oldest_nvcc": str, "min_driver": str, "image": str, "nvshmem": str, "guard": bool},
     "packages": {"name": str, "max_mb": int},
 }
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One distribution. ``pythons`` are tags such as "cp310", or ("py3",); ``arch`` and ``cuda`` only of kernels."""
+    """One distribution. ``pythons`` are tags such as "cp310", or ("py3",).
+
+    ``arch`` of kernels, ``cuda`` of them and of collectives, ``target``: of the GPU code inside, separated by commas.
+    """
 
     kind: str
     name: str
@@ -117,7 +120,8 @@ def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
     if (root / "wheels" / "comm").is_dir():
         row = data["packages"]["comm"]
         names = {cuda: row["name"].format(cuda=cuda) for cuda in data["cuda"]}
-        out += [Wheel("comm", name, ("py3",), row["max_mb"], "", cuda) for cuda, name in names.items()]
+        plain = ",".join(data["archs"][arch]["target"].rstrip("af") for arch in archs(data, root))
+        out += [Wheel("comm", name, ("py3",), row["max_mb"], "", cuda, plain) for cuda, name in names.items()]
     row = data["packages"]["main"]
     tags = tuple(f"cp{python.replace('.', '')}" for python in data["pythons"])
     return [*out, Wheel("main", row["name"], tags, row["max_mb"])]

@@ -79,6 +79,19 @@ def environment_of(python: Path, folder: Path) -> Path:
     return ready
 
 
+def nvshmem_of(cuda: str, python: Path) -> Path:
+    """A folder with the nvidia-nvshmem package of that CUDA version alone: those of two share their place."""
+    version = matrix.load()["cuda"][cuda]["nvshmem"]
+    folder = WORK / f"nvshmem-{cuda}-{version}"
+    if not folder.is_dir():
+        partial = folder.with_suffix(".part")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        run([*pip, f"nvidia-nvshmem-{cuda}=={version}"])
+        partial.rename(folder)
+    return folder
+
+
 def sources() -> list[str]:
     """Files that git knows, changed ones included."""
     return sorted(name for name in run(["git", "ls-files", "-z"]).split("\0") if name and (ROOT / name).exists())
@@ -161,6 +174,8 @@ def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str]) -> 
 def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None) -> Path:
     """One wheel into ``out``."""
     environment = build_environment(python, source, is_portable)
+    if wheel.kind == "comm":
+        environment |= {"PYTHONPATH": str(nvshmem_of(wheel.cuda, python))}
     if nvcc is not None:
         environment |= {"MAGI_WHEEL_ARCH": wheel.arch, "MAGI_WHEEL_CUDA": wheel.cuda}
         environment |= {"CUDA_HOME": str(nvcc.parent.parent)}
@@ -254,8 +269,14 @@ def by_cibuildwheel(options: argparse.Namespace, out: Path) -> int:
 def check_wheels(python: Path, wheels: list[Path], is_portable: bool) -> int:
     """Runs ci/check_wheel.py with the tools of the build."""
     relaxed = [] if is_portable else ["--any-platform"]
-    command = [python, ROOT / "ci" / "check_wheel.py", "--load", *relaxed, *wheels]
-    return subprocess.run(list(map(str, command))).returncode
+    command = [str(word) for word in (python, ROOT / "ci" / "check_wheel.py", "--load", *relaxed)]
+    code = 0
+    for wheel in wheels:
+        # A library of collectives loads beside the NVSHMEM of its own CUDA version only.
+        found = re.search(r"_comm_(cu\d+)-", wheel.name)
+        place = {"PYTHONPATH": str(nvshmem_of(found[1], python))} if found else {}
+        code |= subprocess.run([*command, str(wheel)], env={**os.environ, **place}).returncode
+    return code
 
 
 def main(arguments: list[str] | None = None) -> int:

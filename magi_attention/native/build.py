@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the native libraries into ``magi_attention/lib`` with ninja.
 
-    python -m magi_attention.native.build [--only planner|ffa|host] [--variant STEM ...] [--report FILE]
+    python -m magi_attention.native.build [--only planner|ffa|host|comm] [--variant STEM ...] [--report FILE]
 
 Incremental; one build at a time per build folder; a library is put in place whole or not at all, and only after
 the guard found no register spill and no wgmma warning. Needs neither torch nor a GPU, so that ``setup.py`` can
@@ -27,7 +27,7 @@ from magi_attention.env import build as env
 from magi_attention.errors import BuildError
 from magi_attention.native import compile_report, info, toolchain
 from magi_attention.native.compile_report import Unit
-from magi_attention.native.toolchain import FFA_SM90, HOST, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
 _STEP = Path(__file__).with_name("compile_step.py")
@@ -38,7 +38,8 @@ _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
 class Job:
     """What becomes one library: objects by source file, and how to compile and link them.
 
-    ``archs`` and ``variants`` are for its record, see ``native.info``.
+    ``archs`` and ``variants`` are for its record, see ``native.info``; ``libraries`` come after the objects.
+    Without ``is_guarded`` spills are no fault: calls into a library of device code save registers.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Job:
     include: list[Path] = field(default_factory=list)
     archs: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    libraries: list[str] = field(default_factory=list)
+    is_guarded: bool = True
 
 
 @dataclass
@@ -114,6 +117,22 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
     )  # fmt: skip
 
 
+def comm_job(csrc: Path) -> Job:
+    """The transfers over NVSHMEM, for every GPU family that has kernels."""
+    nvcc, nvshmem = str(toolchain.require_nvcc()), toolchain.require_nvshmem()
+    targets = sorted({toolchain.plain_target(arch) for arch in toolchain.GENCODE})
+    code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}" for target in targets]
+    plain = [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
+    sources = [csrc / "ffa" / "common" / "host.cu", *sorted((csrc / "comm").glob("*.cu"))]
+    # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
+    link = [nvcc, "-shared", "-cudart", "static", *code]
+    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    half = [f"-L{nvshmem / 'lib'}", "-lnvshmem_device"]
+    include = [*_include(csrc), nvshmem / "include"]
+    compile_command = [nvcc, *plain, *code, "-rdc=true"]
+    return Job(COMM, sources, compile_command, link, include, tuple(targets), (), half, is_guarded=False)
+
+
 def host_job(csrc: Path) -> Job:
     """The Python module of prepared launches from ``csrc/python/*.cpp``, for the Python that runs this."""
     sources = sorted((csrc / "python").glob("*.cpp"))
@@ -154,7 +173,7 @@ def build(
         _run_ninja(ninja, folder, ["objects"], jobs)
         units = [compile_report.read_unit(path) for path in objects]
         try:
-            compile_report.check_units(units)
+            compile_report.check_units(units if job.is_guarded else [])
         except BuildError as error:
             if guard:
                 raise BuildError(f"{error}\n{compile_report.table(units)}") from None
@@ -186,7 +205,7 @@ def _write_ninja(job: Job, folder: Path, record: Path) -> list[Path]:
     depfile = ["-MMD", "-MT", "$out", "-MF", "$out.d"]
     compile_command = [*step, "$out", "--", *job.compile, *include, *depfile, "-c", "$in", "-o", "{out}"]
     export = [] if sys.platform == "darwin" else _export_flags(is_nvcc, script)
-    link_command = [*step, "$out", "--", *job.link, *export, "$in", "-o", "{out}"]
+    link_command = [*step, "$out", "--", *job.link, *export, "$in", *job.libraries, "-o", "{out}"]
     sources = [*job.sources, record]
     names = _object_names(sources)
     lines = [
@@ -266,7 +285,7 @@ def build_all(
     guard: bool = True,
     release: info.Release = info.NO_RELEASE,
 ) -> list[Built]:
-    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all (None) into ``lib``.
+    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all three (None) into ``lib``; ``"comm"`` only if asked for.
 
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
     and defaults to ``build/native`` beside ``csrc``. ``release`` goes into the record of each.
@@ -285,6 +304,9 @@ def build_all(
         # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
         file = library_file(HOST)
         built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard, release))
+    if only == COMM:
+        with locked(folder):
+            built.append(build(comm_job(csrc), folder / COMM, lib / library_file(COMM), jobs, guard, release))
     return built
 
 
@@ -315,7 +337,7 @@ def report(built: Sequence[Built]) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", choices=sorted(toolchain.GENCODE), default="sm90", help="GPU architecture")
-    parser.add_argument("--only", choices=("planner", "ffa", "host"), help="build one library")
+    parser.add_argument("--only", choices=("planner", "ffa", "host", "comm"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")
     parser.add_argument("--no-guard", action="store_true", help="install slow code too, for development")

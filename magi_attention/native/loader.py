@@ -11,9 +11,9 @@ from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.native import abi, info, wheels
-from magi_attention.native.toolchain import FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
-_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS}
+_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS, COMM: abi.COMM_FUNCTIONS}
 _BUILD = "python -m magi_attention.native.build"
 
 
@@ -47,10 +47,10 @@ def _home(name: str) -> Path:
 @lru_cache(maxsize=16)
 def _load(name: str, folder: Path) -> ctypes.CDLL:
     path = folder / library_file(name)
-    remedy = _remedy("planner" if name == PLANNER else "ffa")
+    remedy = _remedy(name.partition("_")[0])
     if not path.is_file():
-        arch = name.rpartition("_")[2]
-        wheel = f"run `pip install 'magi_attention[{arch}]'`, or " if name != PLANNER and folder == LIB else ""
+        extra = {PLANNER: "", COMM: "nvshmem"}.get(name, name.rpartition("_")[2])
+        wheel = f"run `pip install 'magi_attention[{extra}]'`, or " if extra and folder == LIB else ""
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {wheel}{remedy}.")
     try:
         library = ctypes.CDLL(str(path))

@@ -205,7 +205,7 @@ def test_the_main_wheel(tmp_path, targets):
     found = check_wheel.check(main_wheel(tmp_path, python="cp39"))
     assert any("is for cp39" in f for f in found)
     found = check_wheel.check(main_wheel(tmp_path, requires=("magi-attention-kernels-sm90-cu13>=1",)))
-    assert len(found) == len(matrix.wheels(DATA)) - 1 and all("must ask for magi-attention-kernels" in f for f in found)
+    assert len(found) == len(matrix.wheels(DATA)) - 1 and all("must ask for magi-attention-" in f for f in found)
     targets.add("sm_90a")
     found = check_wheel.check(main_wheel(tmp_path))
     assert len(found) == 2 and all("its name says none" in f for f in found)

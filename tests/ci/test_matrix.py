@@ -80,12 +80,11 @@ def test_the_project_agrees(project):
 def test_extras_pin_the_kernels_that_exist(project):
     extras = project["project"]["optional-dependencies"]
     newest = next(iter(DATA["cuda"]))
-    wanted = {
-        w.arch if w.cuda == newest else f"{w.arch}-{w.cuda}": [f"{w.name}=={__version__}"]
-        for w in matrix.wheels(DATA)
-        if w.kind == "kernels"
-    }
-    assert {name: value for name, value in extras.items() if name.startswith("sm")} == wanted
+    wanted = {}
+    for wheel in matrix.wheels(DATA)[:-1]:
+        name = wheel.arch or "nvshmem"
+        wanted[name if wheel.cuda == newest else f"{name}-{wheel.cuda}"] = [f"{wheel.name}=={__version__}"]
+    assert {name: value for name, value in extras.items() if name.startswith(("sm", "nvshmem"))} == wanted
 
 
 def test_the_compiler_flags_agree():
