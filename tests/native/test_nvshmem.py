@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library over NVSHMEM, as far as no GPU is needed: its header, its two halves, and what is said if one is amiss."""
+"""The library over NVSHMEM, as far as no GPU is needed: header, both halves, and what is said if one is amiss."""
 
 from __future__ import annotations
 
