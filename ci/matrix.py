@@ -150,6 +150,7 @@ def cibuildwheel(wheel: Wheel, data: dict) -> dict[str, str]:
         "CIBW_ARCHS": platform["machine"],
         "MAGI_WHEEL_ARCH": wheel.arch,
         "MAGI_WHEEL_CUDA": wheel.cuda,
+        "MAGI_WHEEL_NVSHMEM": data["cuda"][wheel.cuda]["nvshmem"] if wheel.kind == "comm" else "",
     }
 
 

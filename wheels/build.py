@@ -9,7 +9,8 @@ whose sources, tools and compiler did not change is not built again; what was cu
 Compilations run side by side as far as cores and memory allow (MAX_JOBS decides otherwise). Kernels are built once per
 CUDA toolkit: the one found, and those of --cuda-home. Libraries are linked for the platform tag by wheels/portable_cxx;
 --system-linker leaves that out, and the wheel then gets the tag that auditwheel grants. --twice builds everything a
-second time, in another folder without what the first left, and compares.
+second time, in another folder without what the first left, and compares. Collectives are built again in the same
+folder: they hold linked device code, into which nvcc puts the path of the sources. In a manylinux image that is fixed.
 
 On a runner, cibuildwheel does the same in a manylinux image. Builds of one commit have its time and revision inside.
 """
@@ -232,7 +233,11 @@ def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: b
         known = state.get(name, {})
         path = out / known.get("file", "none")
         if known.get("stamp") != stamp or not path.is_file() or digest(path) != known["sha256"]:
-            path = build_one(wheel, python, source, out, not options.system_linker, nvcc)
+            place = source
+            if is_fresh and wheel.kind == "comm":
+                place = WORK / "source"
+                shutil.rmtree(place / "build" / "wheels" / wheel.name, ignore_errors=True)
+            path = build_one(wheel, python, place, out, not options.system_linker, nvcc)
             for other in out.glob(f"{path.name.rsplit('-', 1)[0]}-*.whl"):
                 if other != path:
                     other.unlink()
