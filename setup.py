@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))  # an isolated build starts without the source fol
 
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.errors import BuildError  # noqa: E402
-from magi_attention.native import build, toolchain  # noqa: E402
+from magi_attention.native import build, info, toolchain  # noqa: E402
 
 
 def say(text: str) -> None:
@@ -57,7 +57,7 @@ def build_native() -> None:
             continue
         try:
             # No guard: with another compiler than ours, slow kernels are better than none. It prints a warning.
-            for built in build.build_all(name, guard=False):
+            for built in build.build_all(name, guard=False, release=info.Release(env.build_revision())):
                 say(f"built {built.path.name}, {len(built.units)} objects in {built.seconds:.0f} s.")
         except BuildError as error:
             say(str(error))  # with all that the compiler said; the reason at the end is what pip shows last
@@ -118,6 +118,8 @@ class BuildPy(build_py):
             return  # the package is used where it lies, and so are its lib and csrc
         package = Path(self.build_lib) / "magi_attention"
         for library in toolchain.built_libraries():
+            if library.name.startswith("libmagi_ffa_") and not env.is_prebuild_ffa():
+                continue  # left over from a development build; it comes in a wheel of its own
             self.mkpath(str(package / "lib"))
             shutil.copy2(library, package / "lib" / library.name)
         csrc = ROOT / "csrc"

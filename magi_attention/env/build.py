@@ -48,6 +48,11 @@ def is_skip_cuda_build() -> bool:
     return registry.get("MAGI_ATTENTION_SKIP_CUDA_BUILD")
 
 
+def build_revision() -> str:
+    """Git revision for the records of built libraries; empty if not told, as in development."""
+    return registry.get("MAGI_ATTENTION_BUILD_REVISION")
+
+
 def cuda_home() -> str:
     """The CUDA toolkit asked for, empty if unset."""
     return registry.get("CUDA_HOME")

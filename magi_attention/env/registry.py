@@ -130,6 +130,7 @@ _BUILD = (
     Variable(PREFIX + "PREBUILD_FFA", "flag", True, _B, "Compile the attention kernels when installing."),
     _int(PREFIX + "PREBUILD_FFA_JOBS", _B, "Compilations at a time; by cores and memory if unset.", None, 1),
     _flag("SKIP_CUDA_BUILD", _B, "Build no native code when installing."),
+    _text(PREFIX + "BUILD_REVISION", _B, "Git revision that goes into built libraries; wheels have it."),
     _text("CUDA_HOME", _B, "CUDA toolkit to compile with, the folder that holds bin/nvcc."),
     _text("CXX", _B, "C++ compiler of the host libraries.", "c++"),
     _flag("SKIP_MAGI_ATTN_EXT_BUILD", _B, "Skip the C++ helpers.", has_effect=False),

@@ -156,7 +156,20 @@ FFA_FUNCTIONS: Functions = {
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     ),
 }
+# Of comm.h.
+COMM_FUNCTIONS: Functions = {
+    "magi_comm_versions": (None, (I32_PTR, I32_PTR)),
+    "magi_comm_unique_id_bytes": (c_int32, ()),
+    "magi_comm_unique_id": (c_int32, (c_void_p,)),
+    "magi_comm_join": (c_int32, (c_void_p, c_int32, c_int32)),
+    "magi_comm_leave": (c_int32, ()),
+    "magi_comm_alloc": (c_int32, (c_int64, ctypes.POINTER(c_void_p))),
+    "magi_comm_free": (c_int32, (c_void_p,)),
+    "magi_comm_put_signal": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_uint64, c_int32, c_void_p)),
+    "magi_comm_wait_signal": (c_int32, (c_void_p, ctypes.c_uint64, c_void_p)),
+}
 COMMON_FUNCTIONS: Functions = {
     "magi_last_error": (ctypes.c_char_p, ()),
     "magi_abi_version": (c_int32, ()),
+    "magi_build_info": (ctypes.c_char_p, ()),
 }

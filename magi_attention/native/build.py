@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the native libraries into ``magi_attention/lib`` with ninja.
 
-    python -m magi_attention.native.build [--only planner|ffa|host] [--variant STEM ...] [--report FILE]
+    python -m magi_attention.native.build [--only planner|ffa|host|comm] [--variant STEM ...] [--report FILE]
 
 Incremental; one build at a time per build folder; a library is put in place whole or not at all, and only after
 the guard found no register spill and no wgmma warning. Needs neither torch nor a GPU, so that ``setup.py`` can
@@ -25,9 +25,10 @@ from pathlib import Path
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError
-from magi_attention.native import compile_report, toolchain
+from magi_attention.native import compile_report, info, toolchain
 from magi_attention.native.compile_report import Unit
-from magi_attention.native.toolchain import FFA_SM90, HOST, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, LIB, PLANNER, library_file
+from magi_attention.version import __version__
 
 _STEP = Path(__file__).with_name("compile_step.py")
 _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
@@ -35,13 +36,21 @@ _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
 
 @dataclass
 class Job:
-    """What becomes one library: objects by source file, and how to compile and link them."""
+    """What becomes one library: objects by source file, and how to compile and link them.
+
+    ``archs`` and ``variants`` are for its record, see ``native.info``; ``libraries`` come after the objects.
+    Without ``is_guarded`` spills are no fault: calls into a library of device code save registers.
+    """
 
     name: str
     sources: list[Path]
     compile: list[str]
     link: list[str]
     include: list[Path] = field(default_factory=list)
+    archs: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    libraries: list[str] = field(default_factory=list)
+    is_guarded: bool = True
 
 
 @dataclass
@@ -86,7 +95,8 @@ def planner_job(csrc: Path) -> Job:
     if not sources:
         raise BuildError(f"{csrc / 'planner'} holds no .cpp file; check out the repository again.")
     cxx = toolchain.require_cxx()
-    return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], [cxx, "-shared"], _include(csrc))
+    link = [cxx, "-shared", *toolchain.strip_flags()]
+    return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], link, _include(csrc))
 
 
 def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None) -> Job:
@@ -98,11 +108,34 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: in
     threads = env.nvcc_threads(2) if threads is None else threads
     manifest = toolchain.load_manifest(csrc)
     folder = csrc / "ffa" / arch
-    instances = manifest.write_instances(folder / "inst", manifest.MANIFEST if variants is None else variants)
+    variants = manifest.MANIFEST if variants is None else variants
+    instances = manifest.write_instances(folder / "inst", variants)
     sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
     flags = toolchain.nvcc_flags(arch)
-    link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
-    return Job(f"ffa_{arch}", sources, [nvcc, *flags, f"--threads={threads}"], link, _include(csrc))
+    # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
+    link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]
+    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    stems = tuple(sorted(v.stem for v in variants))
+    return Job(
+        f"ffa_{arch}", sources, [nvcc, *flags, f"--threads={threads}"], link, _include(csrc),
+        (toolchain.target_of(arch),), stems,
+    )  # fmt: skip
+
+
+def comm_job(csrc: Path) -> Job:
+    """The transfers over NVSHMEM, for every GPU family that has kernels."""
+    nvcc, nvshmem = str(toolchain.require_nvcc()), toolchain.require_nvshmem()
+    targets = sorted({toolchain.plain_target(arch) for arch in toolchain.GENCODE})
+    code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}" for target in targets]
+    plain = [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
+    sources = [csrc / "ffa" / "common" / "host.cu", *sorted((csrc / "comm").glob("*.cu"))]
+    # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
+    link = [nvcc, "-shared", "-cudart", "static", *code]
+    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    half = [f"-L{nvshmem / 'lib'}", "-lnvshmem_device"]
+    include = [*_include(csrc), nvshmem / "include"]
+    compile_command = [nvcc, *plain, *code, "-rdc=true"]
+    return Job(COMM, sources, compile_command, link, include, tuple(targets), (), half, is_guarded=False)
 
 
 def host_job(csrc: Path) -> Job:
@@ -123,10 +156,17 @@ def _include(csrc: Path) -> list[Path]:
     return [csrc / "include", csrc]
 
 
-def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: bool = True) -> Built:
+def build(
+    job: Job,
+    folder: Path,
+    target: Path,
+    jobs: int | None = None,
+    guard: bool = True,
+    release: info.Release = info.NO_RELEASE,
+) -> Built:
     """Compiles ``job`` in ``folder`` and installs the library as ``target``.
 
-    Without ``guard`` slow code is installed too, and said on stderr: for development.
+    Without ``guard`` slow code is installed too, and said on stderr: for development. ``release`` goes into its record.
 
     Raises:
         BuildError: the compiler failed (its output is in the text), or the guard did.
@@ -134,11 +174,11 @@ def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: 
     ninja = toolchain.require_ninja()
     started = time.monotonic()
     with locked(folder):
-        objects = _write_ninja(job, folder)
+        objects = _write_ninja(job, folder, _write_record(job, folder, release))
         _run_ninja(ninja, folder, ["objects"], jobs)
         units = [compile_report.read_unit(path) for path in objects]
         try:
-            compile_report.check_units(units)
+            compile_report.check_units(units if job.is_guarded else [])
         except BuildError as error:
             if guard:
                 raise BuildError(f"{error}\n{compile_report.table(units)}") from None
@@ -148,9 +188,20 @@ def build(job: Job, folder: Path, target: Path, jobs: int | None = None, guard: 
     return Built(job.name, target, round(time.monotonic() - started, 2), units)
 
 
-def _write_ninja(job: Job, folder: Path) -> list[Path]:
-    """Writes build.ninja where it differs; returns the object files."""
-    is_nvcc = Path(job.compile[0]).name == "nvcc"
+def _is_nvcc(job: Job) -> bool:
+    return Path(job.compile[0]).name == "nvcc"
+
+
+def _write_record(job: Job, folder: Path, release: info.Release) -> Path:
+    """Writes the source of the build record where it differs; returns it."""
+    path = folder / ("build_info.cu" if _is_nvcc(job) else "build_info.cpp")
+    _write_if_changed(path, info.source_text(job.name, __version__, job.archs, job.variants, release))
+    return path
+
+
+def _write_ninja(job: Job, folder: Path, record: Path) -> list[Path]:
+    """Writes build.ninja where it differs; returns the object files, without that of the record."""
+    is_nvcc = _is_nvcc(job)
     script = folder / "exports.map"
     _write_if_changed(script, _VERSION_SCRIPT)
     include = [f"-I{path}" for path in job.include]
@@ -159,8 +210,9 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
     depfile = ["-MMD", "-MT", "$out", "-MF", "$out.d"]
     compile_command = [*step, "$out", "--", *job.compile, *include, *depfile, "-c", "$in", "-o", "{out}"]
     export = [] if sys.platform == "darwin" else _export_flags(is_nvcc, script)
-    link_command = [*step, "$out", "--", *job.link, *export, "$in", "-o", "{out}"]
-    names = _object_names(job.sources)
+    link_command = [*step, "$out", "--", *job.link, *export, "$in", *job.libraries, "-o", "{out}"]
+    sources = [*job.sources, record]
+    names = _object_names(sources)
     lines = [
         "ninja_required_version = 1.5",
         "rule compile",
@@ -172,7 +224,7 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
         f"  command = {_shell(link_command)}",
         "  description = link $out",
     ]
-    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(job.sources, names)]
+    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(sources, names)]
     library = library_file(job.name)
     lines += [
         f"build {library}: link {' '.join(names)} | {script.name}",
@@ -180,7 +232,7 @@ def _write_ninja(job: Job, folder: Path) -> list[Path]:
         f"build library: phony {library}",
     ]
     _write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
-    return [folder / name for name in names]
+    return [folder / name for name in names[:-1]]
 
 
 def _object_names(sources: Sequence[Path]) -> list[str]:
@@ -237,26 +289,30 @@ def build_all(
     jobs: int | None = None,
     csrc: Path | None = None,
     guard: bool = True,
+    release: info.Release = info.NO_RELEASE,
 ) -> list[Built]:
-    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all (None) into ``lib``.
+    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all three (None) into ``lib``; ``"comm"`` only if asked for.
 
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
-    and defaults to ``build/native`` beside ``csrc``.
+    and defaults to ``build/native`` beside ``csrc``. ``release`` goes into the record of each.
     """
     csrc = toolchain.find_csrc() if csrc is None else csrc
     folder = csrc.parent / "build" / "native" if folder is None else folder
     built = []
     if only in (None, "planner"):
-        built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard))
+        built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard, release))
     if only in (None, "ffa"):
         # The lock also covers the generated instances, which two builds of one tree would share.
         with locked(folder):
             job = ffa_job(csrc, arch, _chosen(csrc, variants) if variants else None)
-            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard))
+            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard, release))
     if only in (None, "host"):
         # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
         file = library_file(HOST)
-        built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard))
+        built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard, release))
+    if only == COMM:
+        with locked(folder):
+            built.append(build(comm_job(csrc), folder / COMM, lib / library_file(COMM), jobs, guard, release))
     return built
 
 
@@ -287,7 +343,7 @@ def report(built: Sequence[Built]) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", choices=sorted(toolchain.GENCODE), default="sm90", help="GPU architecture")
-    parser.add_argument("--only", choices=("planner", "ffa", "host"), help="build one library")
+    parser.add_argument("--only", choices=("planner", "ffa", "host", "comm"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")
     parser.add_argument("--no-guard", action="store_true", help="install slow code too, for development")

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
-from magi_attention.native.loader import check, load
-from magi_attention.native.toolchain import FFA_SM90, LIB, library_file
+from magi_attention.native.loader import check, find, load
+from magi_attention.native.toolchain import FFA_SM90
 
 
 class FfaTile(NamedTuple):
@@ -37,7 +38,10 @@ class FfaLibrary:
     @staticmethod
     def is_ahead() -> bool:
         """Is a library built ahead, whether it can be used or not?"""
-        return (LIB / library_file(FFA_SM90)).is_file()
+        try:
+            return find(FFA_SM90) is not None
+        except UnsupportedError:  # in a wheel that does not fit
+            return True
 
     def has(self, kind: str, dtype: int, head_dim: int, head_dim_v: int) -> bool:
         """Is there a kernel of ``kind`` "fwd" or "bwd" whose tile holds these head dims?"""

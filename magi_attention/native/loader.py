@@ -10,15 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi
-from magi_attention.native.toolchain import FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
+from magi_attention.native import abi, info, wheels
+from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
-_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS}
+_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS, COMM: abi.COMM_FUNCTIONS}
 _BUILD = "python -m magi_attention.native.build"
 
 
 def load(name: str, folder: Path | None = None, is_kept: bool = True) -> ctypes.CDLL:
-    """The library ``"planner"`` or ``"ffa_sm90"`` of ``folder``, by default that of the package.
+    """The library ``"planner"`` or ``"ffa_sm90"`` of ``folder``, by default that of this installation (``find``).
 
     With ``is_kept`` one object for each is remembered.
 
@@ -28,15 +28,32 @@ def load(name: str, folder: Path | None = None, is_kept: bool = True) -> ctypes.
     Raises:
         UnsupportedError: it is not there, does not load, or has another ABI version; the text says what to do.
     """
-    return (_load if is_kept else _load.__wrapped__)(name, LIB if folder is None else folder)
+    return (_load if is_kept else _load.__wrapped__)(name, _home(name) if folder is None else folder)
+
+
+def find(name: str) -> Path | None:
+    """The library ``name`` built into this package, else that of a wheel of its own; None if there is neither.
+
+    Raises:
+        UnsupportedError: there are wheels with it, and none fits; the text has the pip line that mends it.
+    """
+    path = LIB / library_file(name)
+    return path if path.is_file() else wheels.choose(path.name)
+
+
+def _home(name: str) -> Path:
+    path = find(name)
+    return path.parent if path else LIB
 
 
 @lru_cache(maxsize=64)
 def _load(name: str, folder: Path) -> ctypes.CDLL:
     path = folder / library_file(name)
-    remedy = _remedy("planner" if name == PLANNER else "ffa")
+    remedy = _remedy(name.partition("_")[0])
     if not path.is_file():
-        raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {remedy}.")
+        extra = {PLANNER: "", COMM: "nvshmem"}.get(name, name.rpartition("_")[2])
+        wheel = f"run `pip install 'magi_attention[{extra}]'`, or " if extra and folder == LIB else ""
+        raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {wheel}{remedy}.")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -53,6 +70,11 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
             f"{path} has ABI version {version}, this package needs {abi.ABI_VERSION}; {remedy} to replace it."
         )
     return library
+
+
+def build_info(library: ctypes.CDLL) -> info.BuildInfo:
+    """What a loaded library was built from and with; ``info.read_info`` reads the same from a file."""
+    return info.parse(library.magi_build_info().decode())
 
 
 def _remedy(what: str) -> str:

@@ -19,7 +19,7 @@ from magi_attention.errors import BuildError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIB = PACKAGE / "lib"
-PLANNER, FFA_SM90, HOST = "planner", "ffa_sm90", "host"
+PLANNER, FFA_SM90, HOST, COMM = "planner", "ffa_sm90", "host", "comm"
 HOST_MODULE = "_magi_host"
 GENCODE = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
@@ -46,6 +46,42 @@ def cxx_flags() -> list[str]:
     """Flags of every host object."""
     flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra"]
     return flags + (["-g"] if env.is_build_debug() else [])
+
+
+def strip_flags() -> list[str]:
+    """Linker flags that leave out names which nobody looks up, and with them those of temporary files."""
+    return [] if env.is_build_debug() or sys.platform == "darwin" else ["-s"]
+
+
+def target_of(arch: str) -> str:
+    """What the code of ``arch`` is compiled for: "sm_90a" for "sm90"."""
+    return GENCODE[arch].rpartition("code=")[2]
+
+
+def plain_target(arch: str) -> str:
+    """The target of code that uses no feature of one GPU family alone: "sm_90" for "sm90"."""
+    return target_of(arch).rstrip("af")
+
+
+def find_nvshmem() -> Path | None:
+    """The folder of NVSHMEM with include and lib, out of its package."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except (ImportError, ValueError):
+        spec = None
+    places = map(Path, (spec.submodule_search_locations or ()) if spec else ())
+    return next((p for p in places if (p / "lib").is_dir()), None)
+
+
+def require_nvshmem() -> Path:
+    """``find_nvshmem`` with its headers, or a sentence that says how to get it."""
+    found = find_nvshmem()
+    if found and (found / "include" / "nvshmem.h").is_file():
+        return found
+    raise BuildError(
+        "Transfers over NVSHMEM need its headers, and there are none: run `pip install nvidia-nvshmem-cu13`, or the "
+        "package of your CUDA version."
+    )
 
 
 def find_csrc() -> Path:

@@ -223,7 +223,8 @@ def test_cuda_library_guard_and_report(tree, tmp_path):
 def test_command_line(monkeypatch, capsys, tmp_path, tree):
     need(toolchain.require_cxx, toolchain.require_ninja)
     monkeypatch.setattr(toolchain, "find_csrc", lambda: tree)
-    monkeypatch.setattr(build.build_all, "__defaults__", (None, "sm90", (), tmp_path / "lib", None, None, None, True))
+    defaults = [tmp_path / "lib" if value == toolchain.LIB else value for value in build.build_all.__defaults__]
+    monkeypatch.setattr(build.build_all, "__defaults__", tuple(defaults))
     report = tmp_path / "reports" / "build.json"
     assert build.main(["--only", "planner", "--report", str(report)]) == 0
     assert "libmagi_planner.so" in capsys.readouterr().out

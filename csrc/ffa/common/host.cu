@@ -26,10 +26,13 @@ static PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   void* found = known.load(std::memory_order_acquire);
   if (found == nullptr) {
     cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
-            cudaSuccess ||
-        result != cudaDriverEntryPointSuccess)
-      return nullptr;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else  // which asks for the version that it was compiled for, and that is 12.x here
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
     known.store(found, std::memory_order_release);
   }
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);

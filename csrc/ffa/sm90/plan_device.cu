@@ -12,7 +12,7 @@
 
 namespace magi {
 namespace tile {
-namespace {
+inline namespace planner {
 
 constexpr int32_t kFlagBlocks = 32;  // CTAs that mark layers
 
@@ -58,7 +58,7 @@ magi_status check_arguments(const PlanParams& p, int64_t plan_words, int64_t fix
   return MAGI_OK;
 }
 
-}  // namespace
+}  // namespace planner
 }  // namespace tile
 }  // namespace magi
 

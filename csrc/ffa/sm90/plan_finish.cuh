@@ -7,7 +7,7 @@
 
 namespace magi {
 namespace tile {
-namespace {
+inline namespace planner {
 
 constexpr int32_t kFinishThreads = 1024;
 constexpr int32_t kFinishWarps = kFinishThreads / 32;
@@ -248,6 +248,6 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_plan(const PlanParam
   if (threadIdx.x == 0) write_header(p);
 }
 
-}  // namespace
+}  // namespace planner
 }  // namespace tile
 }  // namespace magi

@@ -12,7 +12,7 @@
 
 namespace magi {
 namespace tile {
-namespace {
+inline namespace planner {  // named: into an unnamed one nvcc puts the path of the sources, and builds would differ
 
 constexpr uint32_t kAll = 0xffffffffu;
 
@@ -38,13 +38,13 @@ struct PlanParams {
 };
 
 // Slice i, trimmed; false if it is malformed or allows nothing. Its queries are given, since callers look at them first.
-__device__ bool load_slice(const PlanParams& p, int32_t i, int2 q, Slice& s) {
+__device__ inline bool load_slice(const PlanParams& p, int32_t i, int2 q, Slice& s) {
   const int2 k = p.k_ranges[i];
   s = Slice{q.x, q.y, k.x, k.y, p.types != nullptr ? p.types[i] : 0};
   if (s.q0 < 0 || s.q1 > p.total_q || s.k0 < 0 || s.k1 > p.total_k || s.type < 0 || s.type > 3) return false;
   return trim_slice(s);
 }
 
-}  // namespace
+}  // namespace planner
 }  // namespace tile
 }  // namespace magi

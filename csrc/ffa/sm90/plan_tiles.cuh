@@ -6,7 +6,7 @@
 
 namespace magi {
 namespace tile {
-namespace {
+inline namespace planner {
 
 constexpr int32_t kPlanWarps = 4;
 constexpr int32_t kListKeys = 128;    // slices of a tile that are sorted at a time
@@ -172,6 +172,6 @@ __global__ void __launch_bounds__(32 * kPlanWarps) plan_tiles(const PlanParams p
   }
 }
 
-}  // namespace
+}  // namespace planner
 }  // namespace tile
 }  // namespace magi

@@ -4,7 +4,7 @@
 
 namespace magi {
 namespace tile {
-namespace {
+inline namespace planner {
 
 constexpr int32_t kTransposeThreads = 128;
 
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kTransposeThreads) transpose_slices(const Tran
   }
 }
 
-}  // namespace
+}  // namespace planner
 }  // namespace tile
 }  // namespace magi
 

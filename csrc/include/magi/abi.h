@@ -99,6 +99,8 @@ MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_
 
 MAGI_EXPORT const char* magi_last_error(void);
 MAGI_EXPORT int32_t magi_abi_version(void);
+/* What the library was built from and with, as JSON; the fields are those of magi_attention/native/info.py. */
+MAGI_EXPORT const char* magi_build_info(void);
 
 /* ---- variants ----------------------------------------------------------------------------------------
  *

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ci/build_wheels, as far as it goes without building: what it takes, what it says, and the release workflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
+
+import matrix  # noqa: E402
+
+import build  # noqa: E402
+from magi_attention.version import __version__  # noqa: E402
+
+DATA = matrix.load()
+
+
+def test_an_export_has_what_git_knows_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    (source / "build").mkdir(parents=True)
+    (source / "build" / "object.o").write_text("kept")
+    (source / "magi_attention" / "lib").mkdir(parents=True)
+    (source / "magi_attention" / "lib" / "libmagi_ffa_sm90.so").write_text("left over")
+    names = ["setup.py", "ci/build_wheels", "csrc/include/magi/abi.h"]
+    build.export(names, source)
+    found = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
+    assert found == sorted([*names, "build/object.o"])
+    assert os.access(source / "ci" / "build_wheels", os.X_OK) and not os.access(source / "setup.py", os.X_OK)
+    stamp = (source / "setup.py").stat().st_mtime_ns
+    build.export(names, source)
+    assert (source / "setup.py").stat().st_mtime_ns == stamp
+
+
+def test_the_key_is_that_of_the_sources():
+    names = ["setup.py", "csrc/include/magi/abi.h", "tests/ci/test_matrix.py"]
+    assert build.source_key(names) == build.source_key(names[:2]) != build.source_key(names[:1])
+
+
+def test_pythons_are_found_by_version():
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    found = build.find_python(here)
+    assert found is None or found.is_file()
+    assert build.find_python("3.99") is None
+
+
+def test_what_cannot_be_built_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(build, "toolkits", lambda homes: {})
+    monkeypatch.setattr(build, "find_python", lambda version: None if version == "3.14" else Path("/python") / version)
+    assert build.main(["--only", "magi-attention-kernels-sm90-cu13"]) == 1
+    out = capsys.readouterr().out
+    assert "there is no nvcc of CUDA 13; name a toolkit by --cuda-home" in out and "nothing was built" in out
+    options = type("Options", (), {"only": ["magi_attention"], "python": None, "cuda_home": []})
+    assert [version for _, version, _, _ in build.plan(options)] == DATA["pythons"][:-1]
+    assert "for Python 3.14 is left out" in capsys.readouterr().out
+
+
+def test_cibuildwheel_commands(capsys):
+    assert build.main(["--engine", "cibuildwheel", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == [w.folder for w in matrix.wheels(DATA)]
+    assert all("SOURCE_DATE_EPOCH=" in line and "CIBW_BUILD=" in line for line in lines)
+
+
+def test_cibuildwheel_understands_them(capsys):
+    pytest.importorskip("cibuildwheel")
+    for wheel in matrix.wheels(DATA):
+        settings = {k: v for k, v in matrix.cibuildwheel(wheel, DATA).items() if v}
+        command = [sys.executable, "-m", "cibuildwheel", "--platform", "linux", "--print-build-identifiers"]
+        environment = {**os.environ, **settings}
+        done = subprocess.run([*command, wheel.folder], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == settings["CIBW_BUILD"].split()
+
+
+def test_the_project_of_kernels_refuses_what_it_cannot_build(tmp_path):
+    def said(**environment: str) -> str:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("MAGI_WHEEL")}
+        command = [sys.executable, "setup.py", "--version"]
+        done = subprocess.run(
+            command, cwd=ROOT / "wheels" / "kernels", env={**clean, **environment}, capture_output=True, text=True
+        )
+        return done.stderr if done.returncode else ""
+
+    pytest.importorskip("setuptools", minversion="77")
+    assert "MAGI_WHEEL_ARCH is ''; set it to one with sources here: sm90" in said()
+    assert "MAGI_WHEEL_ARCH is 'sm70'" in said(MAGI_WHEEL_ARCH="sm70")
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    for release, asked, words in (
+        ("11.8", "", "is of CUDA 11.8, and cu11 needs one of ci/matrix.json"),
+        ("12.0", "", "is of CUDA 12.0, and cu12 needs 12.4 or newer"),
+        ("13.0", "cu12", "is of CUDA 13.0, and cu12 needs"),
+    ):
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+        nvcc.chmod(0o755)
+        assert words in said(MAGI_WHEEL_ARCH="sm90", CUDA_HOME=str(tmp_path), MAGI_WHEEL_CUDA=asked)
+
+
+def test_tags_must_fit_the_version(capsys):
+    assert matrix.main(["--tag", f"refs/tags/v{__version__}"]) == 0
+    assert matrix.main(["--tag", "refs/heads/main"]) == 0
+    assert matrix.main(["--tag", "refs/tags/v0.0.1"]) == 1
+    assert f"is not the tag of version {__version__}" in capsys.readouterr().err
+
+
+def test_the_release_workflow_is_a_thin_caller():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    uses = re.findall(r"uses: (\S+)(.*)", text)
+    assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action, _ in uses)
+    assert all(re.fullmatch(r" # v\d+\.\d+\.\d+", comment) for _, comment in uses)
+    assert "pull_request_target" not in text and "secrets." not in text
+    for script in re.findall(r"\bci/[\w.]+", text):
+        assert (ROOT / script).is_file(), script
+    assert re.search(r"publish-main:\n    needs: publish-kernels", text)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_portable_linker_makes_libraries_for_the_platform(tmp_path):
+    pytest.importorskip("ziglang")
+    source = tmp_path / "x.cpp"
+    source.write_text("#include <memory>\n#include <dlfcn.h>\nextern \"C\" void* magi_x() "
+                      "{ return std::make_shared<int>(1) ? dlsym(nullptr, \"x\") : nullptr; }\n")  # fmt: skip
+    cxx, out = str(ROOT / "wheels" / "portable_cxx"), str(tmp_path / "x.so")
+    subprocess.run([cxx, "-fPIC", "-c", str(source), "-o", str(tmp_path / "x.o")], check=True)
+    subprocess.run([cxx, "-shared", "-Xlinker", "-s", str(tmp_path / "x.o"), "-o", out], check=True)
+    listed = subprocess.run(["readelf", "-VW", out], capture_output=True, text=True, check=True).stdout
+    newest = max(map(matrix.version, re.findall(r"GLIBC_(\d[\d.]*)", listed)))
+    assert newest <= matrix.version(DATA["platform"]["glibc"])

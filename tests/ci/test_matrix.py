@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ci/matrix.json is well formed, and what must repeat one of its values repeats it rightly."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magi_attention.native import toolchain
+from magi_attention.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import matrix  # noqa: E402
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib; newer ones run this.")
+DATA = matrix.load()
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_file_is_as_it_should_be():
+    assert matrix.problems(DATA) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("extra",), {}, "they must be"),
+        (("pythons", 0), "3.10.1", "versions such as 3.10"),
+        (("archs", "sm90", "target"), "sm_100f", "another family"),
+        (("archs", "sm90"), {"target": "sm_90a"}, "archs.sm90 must have"),
+        (("cuda", "cu13", "oldest_nvcc"), "12.9", "another major version"),
+        (("cuda", "cu12", "image"), "quay.io/x/manylinux_2_28_x86_64_cuda13_1", "not named by the platform"),
+        (("cuda", "cu12", "guard"), 1, "cuda.cu12 must have"),
+        (("platform", "glibc"), "2.34", "does not say its glibc"),
+        (("packages", "kernels", "max_mb"), 400, "not taken by PyPI"),
+        (("torch", "oldest"), "2.10", "begins before"),
+    ],
+)
+def test_the_validator_can_fail(path, value, words):
+    data = copy.deepcopy(DATA)
+    row = data
+    for key in path[:-1]:
+        row = row[key]
+    row[path[-1]] = value
+    (problem,) = matrix.problems(data)
+    assert words in problem
+
+
+def test_wheels_follow_the_folders(tmp_path):
+    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["main"]
+    (tmp_path / "csrc" / "ffa" / "sm100").mkdir(parents=True)
+    kernels = [w for w in matrix.wheels(DATA, tmp_path) if w.kind == "kernels"]
+    assert [w.name for w in kernels] == [f"magi-attention-kernels-sm100-{cuda}" for cuda in DATA["cuda"]]
+    assert {w.target for w in kernels} == {"sm_100f"} and kernels[0].file_name == "magi_attention_kernels_sm100_cu13"
+    (tmp_path / "wheels" / "comm").mkdir(parents=True)
+    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels", "kernels", "comm", "comm", "main"]
+    with pytest.raises(SystemExit, match="No wheel is called magi_nothing; .*magi_attention"):
+        matrix.find("magi_nothing", DATA)
+
+
+def test_the_project_agrees(project):
+    assert project["project"]["requires-python"] == f">={DATA['pythons'][0]}"
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["project"]["classifiers"]))
+    assert named == DATA["pythons"]
+    assert f"torch>={DATA['torch']['oldest']}" in project["project"]["dependencies"]
+    assert project["tool"]["ruff"]["target-version"] == f"py{DATA['pythons'][0].replace('.', '')}"
+
+
+def test_extras_pin_the_kernels_that_exist(project):
+    extras = project["project"]["optional-dependencies"]
+    newest = next(iter(DATA["cuda"]))
+    wanted = {}
+    for wheel in matrix.wheels(DATA)[:-1]:
+        name = wheel.arch or "nvshmem"
+        wanted[name if wheel.cuda == newest else f"{name}-{wheel.cuda}"] = [f"{wheel.name}=={__version__}"]
+    assert {name: value for name, value in extras.items() if name.startswith(("sm", "nvshmem"))} == wanted
+
+
+def test_the_compiler_flags_agree():
+    for arch in matrix.archs(DATA):
+        assert toolchain.target_of(arch) == DATA["archs"][arch]["target"]
+    constraints = (ROOT / "ci" / "constraints.txt").read_text()
+    torch = re.search(r"^torch==([\d.]+)", constraints, re.MULTILINE)[1]
+    assert torch == DATA["torch"]["development"] and torch in DATA["torch"]["tested"]
+    assert f"torch=={torch}" in (ROOT / "README.md").read_text()
+
+
+def test_nothing_else_names_images_or_limits():
+    """An image, a digest or a driver version stands in ci/matrix.json alone."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("This is no git checkout.")
+    values = {DATA["platform"]["tag"], *(row["image"] for row in DATA["cuda"].values())}
+    values |= {row["min_driver"] for row in DATA["cuda"].values()}
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if name in ("ci/matrix.json",) or name.startswith("tests/") or not path.is_file() or path.suffix == ".png":
+            continue
+        text = path.read_text(errors="replace")
+        assert not [value for value in values if value in text], name
+
+
+def test_cibuildwheel_settings():
+    main = matrix.cibuildwheel(matrix.find("magi_attention", DATA), DATA)
+    assert main["CIBW_BUILD"].split()[0] == "cp310-manylinux_x86_64" and len(main["CIBW_BUILD"].split()) == 5
+    kernels = matrix.cibuildwheel(matrix.find("magi-attention-kernels-sm90-cu12", DATA), DATA)
+    assert "cuda12" in kernels["CIBW_MANYLINUX_X86_64_IMAGE"] and kernels["MAGI_WHEEL_ARCH"] == "sm90"
+    assert len(kernels["CIBW_BUILD"].split()) == 1
+    printed = subprocess.run(
+        [sys.executable, str(ROOT / "ci" / "matrix.py"), "--cibuildwheel", "magi_attention"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert dict(line.split("=", 1) for line in printed.splitlines()) == main

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package index that wheels/index.py writes: what pip reads from it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "wheels"))
+
+import index  # noqa: E402
+
+
+def put(folder: Path, name: str, requires: str = ">=3.10") -> Path:
+    """A wheel that pip can install."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    python = f"Requires-Python: {requires}\n" if requires else ""
+    with zipfile.ZipFile(path, "w") as archive:
+        head = f"Metadata-Version: 2.1\nName: {name.replace('_', '.')}\nVersion: 1.0\n{python}"
+        archive.writestr(f"{info}/METADATA", head)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_pages(tmp_path):
+    wheel = put(tmp_path, "Magi_Index_Test")
+    put(tmp_path, "other", requires="")
+    found = index.write(tmp_path, tmp_path / "out")
+    assert found == {"magi-index-test": [wheel.name], "other": ["other-1.0-py3-none-any.whl"]}
+    root = (tmp_path / "out" / "index.html").read_text()
+    assert re.findall(r'href="([^"]+)"', root) == ["magi-index-test/", "other/"]
+    text = (tmp_path / "out" / "magi-index-test" / "index.html").read_text()
+    assert f'href="{wheel.name}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"' in text
+    assert 'data-requires-python="&gt;=3.10"' in text
+    beside = (tmp_path / "out" / "magi-index-test" / f"{wheel.name}.metadata").read_bytes()
+    assert f'data-core-metadata="sha256={hashlib.sha256(beside).hexdigest()}"' in text
+    before = text
+    index.write(tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / "magi-index-test" / "index.html").read_text() == before
+
+
+def test_wheels_that_lie_elsewhere(tmp_path):
+    wheel = put(tmp_path, "other")
+    index.write(tmp_path, tmp_path / "out", "https://example.org/releases/")
+    text = (tmp_path / "out" / "other" / "index.html").read_text()
+    assert f'href="https://example.org/releases/{wheel.name}#sha256=' in text
+    assert not list((tmp_path / "out").rglob("*.whl"))
+
+
+def test_what_is_no_wheel(tmp_path):
+    with pytest.raises(SystemExit, match="no wheel in"):
+        index.write(tmp_path, tmp_path / "out")
+    with zipfile.ZipFile(tmp_path / "x-1-py3-none-any.whl", "w"):
+        pass
+    with pytest.raises(SystemExit, match="has no METADATA"):
+        index.write(tmp_path, tmp_path / "out")
+
+
+def test_pip_installs_from_it(tmp_path):
+    put(tmp_path, "Magi_Index_Test")
+    assert index.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    pip = [sys.executable, "-m", "pip", "--isolated", "install", "--quiet", "--no-deps"]
+    place = ["--target", str(tmp_path / "site"), "--index-url", (tmp_path / "out").as_uri()]
+    command = [*pip, *place, "magi-index-test"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin"})
+    if "No module named pip" in done.stderr:
+        pytest.skip("This Python has no pip.")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "Magi_Index_Test-1.0.dist-info").is_dir()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes on two GPUs put rows into one another's symmetric memory, several times, and find what was sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_attention.errors import UnsupportedError
+from magi_attention.native.nvshmem import Nvshmem
+from magi_attention.testing.spawn import run_processes
+
+ROWS, WIDTH, ROUNDS = 1000, 128, 5
+
+
+def exchange(rank: int, world: int) -> list[int]:
+    """Rows of round i hold 100 i + rank. Returns what came, one value per round, after all of them were equal."""
+    torch.cuda.set_device(rank)
+    library = Nvshmem()
+    library.join(dist.distributed_c10d._get_default_store(), rank, world)
+    num_bytes, seen = ROWS * WIDTH * 4, []
+    inbox, signal, back = library.alloc(num_bytes), library.alloc(8), library.alloc(8)
+    received = torch.empty(ROWS, WIDTH, dtype=torch.int32, device="cuda")
+    stream, peer = torch.cuda.current_stream().cuda_stream, 1 - rank
+    nothing = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for i in range(1, ROUNDS + 1):
+        rows = torch.full_like(received, 100 * i + rank)
+        library.put_signal(inbox, rows.data_ptr(), num_bytes, signal, i, peer, stream)
+        library.wait_signal(signal, i, stream)
+        torch.cuda.synchronize()
+        copy_from(inbox, received)
+        first = int(received[0, 0])
+        assert bool((received == first).all())
+        seen.append(first)
+        # The peer has read its inbox before the next rows come.
+        library.put_signal(back, nothing.data_ptr(), 0, back, i, peer, stream)
+        library.wait_signal(back, i, stream)
+        torch.cuda.synchronize()
+    for address in (back, signal, inbox):
+        library.free(address)
+    library.leave()
+    return seen
+
+
+class _Memory:
+    """Device memory at an address, as torch takes it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<i4", "data": (address, False), "version": 3}
+
+
+def copy_from(address: int, out: torch.Tensor) -> None:
+    """Copies symmetric memory into a tensor."""
+    out.copy_(torch.as_tensor(_Memory(address, tuple(out.shape)), device=out.device))
+
+
+@pytest.mark.gpu
+def test_rows_and_signals_arrive():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("Needs two GPUs.")
+    try:
+        Nvshmem()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    seen = run_processes(2, exchange, timeout_s=120.0)
+    assert seen == [[100 * i + 1 - rank for i in range(1, ROUNDS + 1)] for rank in range(2)]

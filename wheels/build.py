@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the wheels of ci/matrix.json and checks them. Called as ci/build_wheels.
+
+    ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice]
+    ci/build_wheels --engine cibuildwheel [--dry-run]
+
+Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
+whose sources, tools and compiler did not change is not built again; what was cut short goes on where it stopped.
+Compilations run side by side as far as cores and memory allow (MAX_JOBS decides otherwise). Kernels are built once per
+CUDA toolkit: the one found, and those of --cuda-home. Libraries are linked for the platform tag by wheels/portable_cxx;
+--system-linker leaves that out, and the wheel then gets the tag that auditwheel grants. --twice builds everything a
+second time, in another folder without what the first left, and compares. Collectives are built again in the same
+folder: they hold linked device code, into which nvcc puts the path of the sources. In a manylinux image that is fixed.
+
+On a runner, cibuildwheel does the same in a manylinux image. Builds of one commit have its time and revision inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+
+import matrix  # noqa: E402
+
+from magi_attention.errors import BuildError  # noqa: E402
+from magi_attention.native import toolchain  # noqa: E402
+
+WORK = ROOT / "build" / "wheels"
+TOOLS = ROOT / "wheels" / "tools.txt"
+
+
+def say(text: str) -> None:
+    print(f"wheels: {text}", flush=True)
+
+
+def run(command: list, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
+    """Standard output of a command; its last words and an exit where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-6000:]}")
+    return done.stdout
+
+
+def find_python(version: str) -> Path | None:
+    """An interpreter of that version: on PATH, else of pyenv, else one that uv knows."""
+    patterns = Path.home() / ".pyenv" / "versions"
+    places = [shutil.which(f"python{version}"), *sorted(map(str, patterns.glob(f"{version}.*/bin/python{version}")))]
+    if shutil.which("uv"):
+        found = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True)
+        places.append(found.stdout.strip())
+    code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+    for place in filter(None, places):
+        said = subprocess.run([place, "-c", code], capture_output=True, text=True)
+        if said.stdout.strip() == version:
+            return Path(place)
+    return None
+
+
+def environment_of(python: Path, folder: Path) -> Path:
+    """A virtual environment of ``python`` with the tools of TOOLS; made once. Returns its interpreter."""
+    stamp, ready = folder / "tools.txt", folder / "bin" / "python"
+    if not (stamp.exists() and stamp.read_text() == TOOLS.read_text()):
+        shutil.rmtree(folder, ignore_errors=True)
+        say(f"preparing {folder.name}")
+        run([python, "-m", "venv", folder])
+        run([ready, "-m", "pip", "install", "--quiet", "-r", TOOLS])
+        shutil.copyfile(TOOLS, stamp)
+    return ready
+
+
+def nvshmem_of(cuda: str, python: Path) -> Path:
+    """A folder with the nvidia-nvshmem package of that CUDA version alone: those of two share their place."""
+    version = matrix.load()["cuda"][cuda]["nvshmem"]
+    folder = WORK / f"nvshmem-{cuda}-{version}"
+    if not folder.is_dir():
+        partial = folder.with_suffix(".part")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        run([*pip, f"nvidia-nvshmem-{cuda}=={version}"])
+        partial.rename(folder)
+    return folder
+
+
+def sources() -> list[str]:
+    """Files that git knows, changed ones included."""
+    return sorted(name for name in run(["git", "ls-files", "-z"]).split("\0") if name and (ROOT / name).exists())
+
+
+def source_key(names: list[str]) -> str:
+    """16 hex digits over all that a wheel is made of."""
+    digest = hashlib.sha256()
+    for name in names:
+        if name.startswith(("csrc/", "magi_attention/", "wheels/", "ci/matrix")) or "/" not in name:
+            digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def export(names: list[str], target: Path) -> None:
+    """Makes ``target`` a copy of the files; what is equal stays as it is, so that objects built there stay good."""
+    for path in sorted(target.rglob("*"), reverse=True):
+        relative = path.relative_to(target)
+        if relative.parts[0] == "build" or relative.parts[-2:-1] == ("inst",):
+            continue  # what builds leave behind
+        if path.is_file() and relative.as_posix() not in names:
+            path.unlink()
+    for name in names:
+        source, copy = ROOT / name, target / name
+        if not (copy.exists() and copy.read_bytes() == source.read_bytes()):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+            copy.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
+
+
+def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str, str]:
+    """What a build sees: the commit's time and name, and nothing of this machine that could end up inside."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON"))}
+    commit = run(["git", "log", "-1", "--format=%H %ct"]).split()
+    dirty = "-dirty" if run(["git", "status", "--porcelain", "--untracked-files=no"]).strip() else ""
+    out = {
+        **kept,
+        "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
+        "SOURCE_DATE_EPOCH": commit[1],
+        "MAGI_ATTENTION_BUILD_REVISION": commit[0] + dirty,
+        "MAGI_ATTENTION_PREBUILD_FFA": "0",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LC_ALL": "C",
+    }
+    if is_portable:
+        linker = source / "wheels" / "portable_cxx"
+        out |= {"CXX": str(linker), "NVCC_APPEND_FLAGS": f"-ccbin {linker}"}
+    return out
+
+
+def toolkits(homes: list[str]) -> dict[str, Path]:
+    """Toolkits by name such as cu13: the ones given, then the one found without being told."""
+    try:
+        nvccs = [Path(home, "bin", "nvcc") for home in homes] + [toolchain.require_nvcc()]
+    except BuildError as error:
+        say(str(error))
+        nvccs = [Path(home, "bin", "nvcc") for home in homes]
+    found: dict[str, Path] = {}
+    for nvcc in nvccs:
+        release = re.search(r"release (\d+)\.", run([nvcc, "--version"]))
+        found.setdefault(f"cu{release[1]}", nvcc)
+    return found
+
+
+def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str]) -> Path:
+    """The wheel with its platform tag: that of the matrix, or what auditwheel grants, which is said."""
+    tag, fresh = matrix.load()["platform"]["tag"], wheel.parent / "tagged"
+    auditwheel = [str(word) for word in (python, "-m", "auditwheel", "repair", "--only-plat", "-w", fresh)]
+    command = [*auditwheel, "--plat", tag, str(wheel)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        say(f"{wheel.name} is no {tag} wheel: {' '.join(last)}")
+        run([*auditwheel, wheel], environment=environment)
+    (made,) = fresh.glob("*.whl")
+    return Path(shutil.move(str(made), str(out / made.name)))
+
+
+def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None) -> Path:
+    """One wheel into ``out``."""
+    environment = build_environment(python, source, is_portable)
+    if wheel.kind == "comm":
+        environment |= {"PYTHONPATH": str(nvshmem_of(wheel.cuda, python))}
+    if nvcc is not None:
+        environment |= {"MAGI_WHEEL_ARCH": wheel.arch, "MAGI_WHEEL_CUDA": wheel.cuda}
+        environment |= {"CUDA_HOME": str(nvcc.parent.parent)}
+    raw = source / "build" / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    shutil.rmtree(source / "build" / "lib", ignore_errors=True)
+    for stale in (*source.glob("build/lib.*"), *source.glob("build/bdist.*"), source / "magi_attention" / "lib"):
+        shutil.rmtree(stale, ignore_errors=True)
+    pip = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run([*pip, "-w", raw, source / wheel.folder], source, environment)
+    (made,) = raw.glob("*.whl")
+    return retag(made, python, out, environment)
+
+
+def plan(options: argparse.Namespace) -> list[tuple[matrix.Wheel, str, Path, Path | None]]:
+    """(wheel, python version, interpreter, nvcc) of everything to build; says what cannot be."""
+    data, out = matrix.load(), []
+    homes = toolkits(options.cuda_home)
+    wanted = options.python or data["pythons"]
+    for wheel in matrix.wheels(data):
+        if options.only and wheel.name not in options.only:
+            continue
+        if wheel.cuda and wheel.cuda not in homes:
+            say(f"{wheel.name} is left out: there is no nvcc of CUDA {wheel.cuda[2:]}; name a toolkit by --cuda-home.")
+            continue
+        for version in wanted if wheel.kind == "main" else [f"{sys.version_info[0]}.{sys.version_info[1]}"]:
+            interpreter = find_python(version)
+            if interpreter is None:
+                say(f"{wheel.name} for Python {version} is left out: there is no such Python here.")
+                continue
+            out.append((wheel, version, interpreter, homes.get(wheel.cuda)))
+    return out
+
+
+def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: bool = False) -> list[Path]:
+    """Builds what ``plan`` says from a copy of the sources in ``source``; returns the wheels in ``out``."""
+    names = sources()
+    key = source_key(names)
+    if is_fresh:
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    export(names, source)
+    state_file = out / "done.json"
+    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+    made = []
+    for wheel, version, interpreter, nvcc in plan(options):
+        started = time.monotonic()
+        python = environment_of(interpreter, WORK / f"venv-{version}")
+        commit = run(["git", "rev-parse", "HEAD"]).strip()
+        name, nvcc_says = f"{wheel.name} {version}", run([nvcc, "--version"]) if nvcc else ""
+        text = f"{key} {commit} {options.system_linker} {TOOLS.read_text()} {nvcc_says}"
+        stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
+        known = state.get(name, {})
+        path = out / known.get("file", "none")
+        if known.get("stamp") != stamp or not path.is_file() or digest(path) != known["sha256"]:
+            place = source
+            if is_fresh and wheel.kind == "comm":
+                place = WORK / "source"
+                shutil.rmtree(place / "build" / "wheels" / wheel.name, ignore_errors=True)
+            path = build_one(wheel, python, place, out, not options.system_linker, nvcc)
+            for other in out.glob(f"{path.name.rsplit('-', 1)[0]}-*.whl"):
+                if other != path:
+                    other.unlink()
+            state[name] = {"stamp": stamp, "file": path.name, "sha256": digest(path)}
+            state_file.write_text(json.dumps(state, indent=1) + "\n")
+        say(f"{digest(path)}  {path.name}  {path.stat().st_size / 1e6:.2f} MB  {time.monotonic() - started:.0f} s")
+        made.append(path)
+    return made
+
+
+def digest(path: Path) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def by_cibuildwheel(options: argparse.Namespace, out: Path) -> int:
+    """Runs cibuildwheel for every wheel; needs docker or podman. With --dry-run prints the commands."""
+    data = matrix.load()
+    commit = run(["git", "log", "-1", "--format=%H %ct"]).split()
+    for wheel in matrix.wheels(data):
+        if options.only and wheel.name not in options.only:
+            continue
+        settings = {k: v for k, v in matrix.cibuildwheel(wheel, data).items() if v}
+        settings |= {"MAGI_ATTENTION_BUILD_REVISION": commit[0], "SOURCE_DATE_EPOCH": commit[1]}
+        command = [sys.executable, "-m", "cibuildwheel", "--platform", "linux", "--output-dir", str(out), wheel.folder]
+        print(" ".join([*(f"{k}='{v}'" for k, v in settings.items()), *command]), flush=True)
+        if not options.dry_run:
+            code = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode
+            if code:
+                return code
+    return 0
+
+
+def check_wheels(python: Path, wheels: list[Path], is_portable: bool) -> int:
+    """Runs ci/check_wheel.py with the tools of the build."""
+    relaxed = [] if is_portable else ["--any-platform"]
+    command = [str(word) for word in (python, ROOT / "ci" / "check_wheel.py", "--load", *relaxed)]
+    code = 0
+    for wheel in wheels:
+        # A library of collectives loads beside the NVSHMEM of its own CUDA version only.
+        found = re.search(r"_comm_(cu\d+)-", wheel.name)
+        place = {"PYTHONPATH": str(nvshmem_of(found[1], python))} if found else {}
+        code |= subprocess.run([*command, str(wheel)], env={**os.environ, **place}).returncode
+    return code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ci/build_wheels", description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=("local", "cibuildwheel"), default="local", help="where to build")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this wheel only; may be repeated")
+    parser.add_argument("--python", action="append", metavar="X.Y", help="the main package for this Python only")
+    parser.add_argument("--cuda-home", action="append", default=[], metavar="DIR", help="a further CUDA toolkit")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
+    parser.add_argument("--system-linker", action="store_true", help="link for the glibc of this machine")
+    parser.add_argument("--twice", action="store_true", help="build again in another folder and compare")
+    parser.add_argument("--dry-run", action="store_true", help="with cibuildwheel: print the commands")
+    options = parser.parse_args(arguments)
+    os.umask(0o022)
+    if options.engine == "cibuildwheel":
+        return by_cibuildwheel(options, options.out)
+    made = build_here(options, WORK / "source", options.out.resolve())
+    if not made:
+        say("nothing was built.")
+        return 1
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    tools = environment_of(Path(sys.executable), WORK / f"venv-{here}")
+    code = check_wheels(tools, made, not options.system_linker)
+    if options.twice:
+        again = build_here(options, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
+        differ = [a.name for a, b in zip(made, again) if a.name != b.name or digest(a) != digest(b)]
+        say(f"built twice: {len(made) - len(differ)} equal, {len(differ)} differ {' '.join(differ)}")
+        code = code or int(bool(differ))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

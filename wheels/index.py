@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the pages of a package index (PEP 503) for a folder of wheels.
+
+    python wheels/index.py DIST [--out DIR] [--url URL]
+
+The result is static files for any web server, or for `pip install --index-url file://...`: one page of projects, and
+one page per project with a link for each file, its SHA-256 and the Pythons it asks for. The metadata of each wheel
+lies beside it (PEP 658), so that an installer need not fetch wheels to resolve. Wheels are copied beside the pages, or
+with --url linked to where they are, such as a release. Pages of equal wheels are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import hashlib
+import html
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="pypi:repository-version" content="1.0">
+<title>{title}</title>
+</head>
+<body>
+{links}
+</body>
+</html>
+"""
+
+
+def normal(name: str) -> str:
+    """The name of a project as it stands in addresses."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def metadata(wheel: Path) -> bytes:
+    """The METADATA file of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if re.fullmatch(r"[^/]+\.dist-info/METADATA", name):
+                return archive.read(name)
+    raise SystemExit(f"{wheel} has no METADATA, so it is no wheel; take it out of the folder.")
+
+
+def page(title: str, links: list[tuple[str, str, dict[str, str]]]) -> str:
+    """One page; a link is its text, its address and further attributes."""
+    rows = []
+    for text, address, attributes in links:
+        more = "".join(f' {key}="{html.escape(value)}"' for key, value in attributes.items())
+        rows.append(f'<a href="{html.escape(address)}"{more}>{html.escape(text)}</a><br>')
+    return _PAGE.format(title=html.escape(title), links="\n".join(rows))
+
+
+def write(dist: Path, out: Path, url: str = "") -> dict[str, list[str]]:
+    """Writes the index of ``dist`` into ``out``; returns the files of each project."""
+    projects: dict[str, list[str]] = {}
+    pages: dict[str, list[tuple[str, str, dict[str, str]]]] = {}
+    for wheel in sorted(dist.glob("*.whl")):
+        data = metadata(wheel)
+        fields = email.message_from_bytes(data)
+        project = normal(fields["Name"])
+        folder = out / project
+        folder.mkdir(parents=True, exist_ok=True)
+        attributes = {"data-requires-python": fields["Requires-Python"]} if fields["Requires-Python"] else {}
+        address = wheel.name
+        if url:
+            address = f"{url.rstrip('/')}/{wheel.name}"
+        else:
+            shutil.copyfile(wheel, folder / wheel.name)
+            (folder / f"{wheel.name}.metadata").write_bytes(data)
+            attributes["data-core-metadata"] = f"sha256={hashlib.sha256(data).hexdigest()}"
+        address += f"#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+        pages.setdefault(project, []).append((wheel.name, address, attributes))
+        projects.setdefault(project, []).append(wheel.name)
+    if not projects:
+        raise SystemExit(f"There is no wheel in {dist}; build some with ci/build_wheels.")
+    for project, links in pages.items():
+        (out / project / "index.html").write_text(page(f"Links for {project}", links))
+    root = [(project, f"{project}/", {}) for project in sorted(projects)]
+    (out / "index.html").write_text(page("Index", root))
+    return projects
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="wheels/index.py", description=__doc__.splitlines()[0])
+    parser.add_argument("dist", type=Path, help="folder of wheels")
+    parser.add_argument("--out", type=Path, default=Path("index"), help="folder of the pages")
+    parser.add_argument("--url", default="", help="where the wheels are, if not beside the pages")
+    options = parser.parse_args(arguments)
+    for project, files in write(options.dist, options.out, options.url).items():
+        print(f"{project}: {len(files)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

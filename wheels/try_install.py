@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installs built wheels into empty environments and uses them there. Called as ci/check_install.
+
+    ci/check_install [--dist DIR] [--python 3.12 ...] [--torch 2.13.0 ...] [--extra sm90] [--report FILE]
+
+For each Python and each torch: a new virtual environment, torch, then the wheels of --dist by their extra. What follows
+runs in another folder with nothing on PATH but that environment, so there is no compiler, no nvcc and no checkout: the
+native libraries are loaded, two gloo ranks compute one attention, which is compared with that of PyTorch, and
+`magi explain` plans a mask. Fails where one of these does, or takes longer than --limit seconds. Pythons that are not
+here are named and left out. Torch comes from the index of pip's configuration; `uv` installs it faster if on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
+
+import matrix  # noqa: E402
+
+import build  # noqa: E402
+
+LOADS = """
+import json, sys, magi_attention
+from magi_attention.errors import UnsupportedError
+from magi_attention.native import info, loader
+import torch
+planner, host = loader.load("planner"), loader.load_host()
+path = loader.find("ffa_sm90")
+record = info.read_info(path)
+assert loader.build_info(loader.load("ffa_sm90")) == record
+assert "site-packages" in magi_attention.__file__ and "site-packages" in str(path), (magi_attention.__file__, path)
+print(json.dumps({"magi": magi_attention.__version__, "torch": torch.__version__, "kernels": record.distribution,
+                  "compiler": record.compiler, "revision": record.revision[:12], "variants": len(record.variants)}))
+"""
+TWO_RANKS = """
+import multiprocessing, tempfile, torch, torch.distributed as dist
+from magi_attention.api import Mask, attend, make_plan
+def rank(r, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=2)
+    mask = Mask.varlen([0, 137, 600, 1000], causal=True)
+    plan = make_plan(mask, 2, num_heads_q=4, num_heads_kv=2, head_dim=16)
+    torch.manual_seed(0)
+    full = [torch.randn(1000, heads, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    out, _ = attend(*(plan.shard(x) for x in full), plan)
+    out = plan.gather(out)
+    q, k, v = (x.transpose(0, 1)[None] for x in full)
+    dense = torch.from_numpy(mask.to_dense())
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    error = (out - want[0].transpose(0, 1)).abs().max().item()
+    assert error < 1e-12, error
+    if r == 0:
+        print(f"two ranks, largest error {error:.1e}")
+    dist.destroy_process_group()
+with tempfile.TemporaryDirectory() as folder:
+    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(r, folder + "/store")) for r in range(2)]
+    [r.start() for r in ranks]
+    [r.join() for r in ranks]
+    assert [r.exitcode for r in ranks] == [0, 0]
+"""
+EXPLAIN = ["explain", "--docs", "30000,2000,66000,33072", "--cp", "256", "--no-pictures"]
+
+
+def make(python: Path, folder: Path, torch: str, dist: Path, extra: str) -> float:
+    """An environment with torch and the wheels; returns the seconds that the wheels took."""
+    build.run([python, "-m", "venv", folder])
+    own = folder / "bin" / "python"
+    uv = shutil.which("uv")
+    install = [uv, "pip", "install", "--python", own] if uv else [own, "-m", "pip", "install"]
+    links = [word for place in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", place)]
+    build.run([*install, "--quiet", *links, f"torch=={torch}", "numpy", "rich"])
+    started = time.monotonic()
+    name = f"magi_attention[{extra}]" if extra else "magi_attention"
+    build.run([own, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", dist, name])
+    return time.monotonic() - started
+
+
+def use(folder: Path, command: list[str], home: Path) -> tuple[float, str]:
+    """Runs a command of the environment with nothing else around; seconds and its last line."""
+    environment = {"PATH": str(folder / "bin"), "HOME": str(home), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[:2])} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    return time.monotonic() - started, done.stdout.strip().splitlines()[-1]
+
+
+def try_one(version: str, torch: str, options: argparse.Namespace) -> dict:
+    """One Python with one torch; what was seen, as plain data."""
+    interpreter = build.find_python(version)
+    if interpreter is None:
+        return {"python": version, "torch": torch, "left_out": "there is no such Python here"}
+    with tempfile.TemporaryDirectory(prefix="magi_install_") as place:
+        folder, home = Path(place, "venv"), Path(place, "home")
+        home.mkdir()
+        try:
+            installing = make(interpreter, folder, torch, options.dist.resolve(), options.extra)
+        except SystemExit as error:
+            if "No matching distribution" in str(error) or "No solution found" in str(error):
+                return {"python": version, "torch": torch, "left_out": "the index has no such torch for it"}
+            raise
+        python = str(folder / "bin" / "python")
+        row = {"python": version, "torch": torch, "install_s": installing}
+        loads = LOADS if options.extra else LOADS.split("path =")[0] + "print('{}')"
+        row["load_s"], text = use(folder, [python, "-c", loads], home)
+        row |= {"seen": json.loads(text)}
+        row["two_ranks_s"], row["two_ranks"] = use(folder, [python, "-c", TWO_RANKS], home)
+        row["explain_s"], _ = use(folder, [str(folder / "bin" / "magi"), *EXPLAIN], home)
+    row["too_slow"] = [k for k in row if k.endswith("_s") and row[k] > options.limit]
+    return {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    data = matrix.load()
+    parser = argparse.ArgumentParser(prog="ci/check_install", description=__doc__.splitlines()[0])
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
+    parser.add_argument("--python", action="append", metavar="X.Y", help="instead of all of ci/matrix.json")
+    parser.add_argument("--torch", action="append", metavar="X.Y.Z", help="instead of that of ci/constraints.txt")
+    parser.add_argument("--extra", default="sm90", help="extra to install by; empty for none")
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds that a step may take")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what was seen as JSON")
+    options = parser.parse_args(arguments)
+    rows, failed = [], 0
+    for version in options.python or data["pythons"]:
+        for torch in options.torch or [data["torch"]["development"]]:
+            row = try_one(version, torch, options)
+            rows.append(row)
+            failed += bool(row.get("too_slow"))
+            print(json.dumps(row), flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(rows, indent=1) + "\n")
+    tried = [row for row in rows if "left_out" not in row]
+    print(f"installs: {len(tried)} tried, {failed} too slow, {len(rows) - len(tried)} left out")
+    return 1 if failed or not tried else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
