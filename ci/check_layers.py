@@ -47,7 +47,9 @@ MODULE_EXCEPTIONS = {
     "config": {"common.enum"},  # configuration is held in members of these enumerations
     "env": {"common.enum"},
 }
-NO_MODULE_LEVEL_TORCH = {"errors", "version", "env", "config", "common", "meta", "cli", "report"}
+NO_MODULE_LEVEL_TORCH = {
+    *("errors", "version", "env", "config", "common", "meta", "cli", "report", "launch", "doctor"),
+}
 ENVIRON_READERS = {"env.registry"}
 
 
