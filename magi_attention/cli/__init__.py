@@ -20,6 +20,8 @@ from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.errors import MagiError
 from magi_attention.version import __version__
 
+# A word that may be left out is only seen by argparse in front of the options; behind them it is taken here.
+OPTIONAL_WORDS = {"run": "script", "render": "script", "status": "name", "down": "name"}
 MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 
 
@@ -188,6 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     top, words = parser(), list(sys.argv[1:] if argv is None else argv)
     words, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     args, rest = top.parse_known_args(words)
+    optional = OPTIONAL_WORDS.get(args.command)
+    if optional and rest and not rest[0].startswith("-") and getattr(args, optional) is None:
+        setattr(args, optional, rest.pop(0))
     if rest and args.command != "test":
         hint = "; what is for the script goes behind --" if getattr(args, "script", None) else ""
         top.error(f"unknown arguments: {' '.join(rest)}{hint}")

@@ -26,6 +26,7 @@ _FIELDS = {
     "python": "python",
     "workdir": "workdir",
     "max_restarts": "max_restarts",
+    "grace": "grace_s",
     "image": "container.image",
     "gpus": "container.gpus",
     "port": "rendezvous.port",
@@ -50,6 +51,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--address", help="where the ranks meet: the address of node 0 as all nodes reach it")
     group.add_argument("--port", type=int, help="port of the rendezvous; a free one for engine local")
     group.add_argument("--timeout", type=int, help="seconds for all nodes to arrive")
+    group.add_argument("--grace", type=int, help="seconds that ranks get to stop before they are killed")
     group.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the ranks")
     group.add_argument("--python", help="interpreter on the nodes")
     group.add_argument("--workdir", help="working folder on the nodes")

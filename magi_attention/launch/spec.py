@@ -15,6 +15,7 @@ from magi_attention.launch.toml import build, read_toml
 ENGINES = ("local", "docker", "ssh", "slurm", "k8s")
 K8S_TEMPLATES = ("jobset", "lws", "pytorchjob")
 DEFAULT_PORT = 29500
+RESERVED = ("MAGI_RUN_ID", "MAGI_RUN_FOLDER")
 # Also a DNS label with room for what engines add, because k8s makes host names of it.
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -174,6 +175,8 @@ def check_spec(spec: LaunchSpec) -> LaunchSpec:
     for name in spec.environment:
         if not _VARIABLE.fullmatch(name):
             raise LaunchError(f"environment has {name!r}, which is no name of a variable.")
+        if name in RESERVED:
+            raise LaunchError(f"environment has {name}, which the launcher sets itself; leave it out.")
     for mount in spec.container.mounts:
         if not 2 <= len(mount.split(":")) <= 3 or not mount.startswith("/"):
             raise LaunchError(f"container.mounts has {mount!r}; write /host/path:/container/path or .../path:ro.")

@@ -22,6 +22,7 @@ from magi_attention.launch.node import REFUSED, STOPPED
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
 
 OTHERS_GRACE_S = 5.0  # for the other nodes, whose last lines may tell more about a failure
+REFUSED_GRACE_S = 1.0  # where a node did not even start, they have less to tell
 _PREFIX = re.compile(rb"\[(rank|node) \d+\]:")
 _RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
 _CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)")
@@ -178,7 +179,8 @@ class Supervisor:
             self._open -= 1
             if node.process.wait() != 0 and self._first is None:
                 self._first = node
-                self._stop_at = self._stop_at or time.monotonic() + OTHERS_GRACE_S
+                grace = REFUSED_GRACE_S if node.refusal else OTHERS_GRACE_S
+                self._stop_at = self._stop_at or time.monotonic() + grace
 
     def _keep_time(self) -> None:
         """Asks all to stop once it is time to: by the end of their input, then SIGTERM, then SIGKILL."""

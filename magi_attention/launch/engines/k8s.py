@@ -17,6 +17,7 @@ from magi_attention.launch.spec import LaunchSpec
 
 IS_QUEUE = True
 NODES = "nodes"  # name of the one replicated job of a JobSet
+HEALTH = ("-m", "magi_attention.cli", "doctor", "--quick", "--fail-on", "error")
 # template -> resource name for kubectl
 RESOURCES = {
     "jobset": "jobsets.jobset.x-k8s.io",
@@ -34,8 +35,13 @@ def _labels(target: Target) -> dict[str, str]:
 
 
 def _agent(spec: LaunchSpec, target: Target, rank: Sequence[str], address: Sequence[str]) -> list[str]:
-    python = spec.python or "python"
-    return list(node_argv(spec, target, python, rank, address, CONTAINER_LOGS, watch_stdin=False))
+    argv = node_argv(spec, target, spec.python or "python", rank, address, CONTAINER_LOGS, watch_stdin=False)
+    return [_literal(word) for word in argv]
+
+
+def _literal(text: str) -> str:
+    """Kubernetes would put the value of NAME in place of $(NAME)."""
+    return text.replace("$(", "$$(")
 
 
 def pod_spec(spec: LaunchSpec, target: Target, command: list[str], container_name: str = "node") -> dict:
@@ -50,9 +56,14 @@ def pod_spec(spec: LaunchSpec, target: Target, command: list[str], container_nam
         "name": container_name,
         "image": spec.container.image,
         "command": command,
-        "env": [{"name": name, "value": value} for name, value in sorted(variables.items())],
+        "env": [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())],
         "ports": [{"name": "rendezvous", "containerPort": spec.port}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        "readinessProbe": {
+            "exec": {"command": [spec.python or "python", *HEALTH]},
+            "periodSeconds": 300,
+            "timeoutSeconds": 20,
+        },
     }
     if spec.workdir:
         container["workingDir"] = spec.workdir

@@ -38,14 +38,14 @@ def directives(spec: LaunchSpec, target: Target) -> list[str]:
     return [*found, *own.directives]
 
 
-def srun_argv(spec: LaunchSpec) -> list[str]:
+def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
     """srun of one agent per node; the first that fails ends the others."""
     argv = ["srun", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1"]
     argv += ["--kill-on-bad-exit=1", "--unbuffered"]
     if spec.container.image:
         argv += [f"--container-image={spec.container.image}", "--no-container-mount-home"]
-        if spec.container.mounts:
-            argv.append(f"--container-mounts={','.join(spec.container.mounts)}")
+        mounts = [*spec.container.mounts, f"{target.folder}:{target.folder}"]  # the last for the logs of the ranks
+        argv.append(f"--container-mounts={','.join(mounts)}")
         if spec.workdir:
             argv.append(f"--container-workdir={spec.workdir}")
         # Without this the image's own values win over those of the job.
@@ -64,7 +64,7 @@ def script(spec: LaunchSpec, target: Target) -> str:
         spec.python or ("python" if spec.container.image else "python3"),
         ("--node-rank-from", "SLURM_NODEID"),
         ("--master-addr", "@HEAD@"),
-        target.folder if not spec.container.image else "/tmp/magi-logs",
+        target.folder,
         watch_stdin=False,
     )
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {line}" for line in directives(spec, target)), ""]
@@ -77,7 +77,7 @@ def script(spec: LaunchSpec, target: Target) -> str:
         lines.append('[[ -n "${head}" ]] || { echo "Slurm named no host for this job." >&2; exit 2; }')
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     lines.append(f"export {MARK}={shlex.quote(target.run_id)}")
-    command = shlex.join([*srun_argv(spec), *agent]).replace("@HEAD@", '"${head}"')
+    command = shlex.join([*srun_argv(spec, target), *agent]).replace("@HEAD@", '"${head}"')
     return "\n".join([*lines, "", command, ""])
 
 
