@@ -14,6 +14,7 @@ from pathlib import Path
 from magi_attention.cli import launch
 from magi_attention.cli.bench import BENCHMARKS, command_bench
 from magi_attention.cli.common import UsageError
+from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import command_explain
 from magi_attention.cli.run import command_run, example_options_given
 from magi_attention.cli.suites import SUITES, command_test
@@ -179,9 +180,22 @@ def add_launcher(commands: argparse._SubParsersAction) -> None:
     bench.set_defaults(function=command_bench)
     bench.add_argument("benchmark", nargs="?", choices=sorted(BENCHMARKS), help="lists them without it")
     bench.add_argument("--session", help="launch it in this session")
-    for parser in (up, render, bench):
+    doctor = commands.add_parser("doctor", help="what keeps this machine from running well, and what mends it")
+    doctor.set_defaults(function=command_doctor)
+    doctor.add_argument("--static", action="store_true", help="without a GPU, as while an image is built")
+    doctor.add_argument("--quick", action="store_true", help="within two seconds, nothing is allocated on a GPU")
+    doctor.add_argument("--pairwise", action="store_true", help="also all ranks against one another, over nodes")
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--fail-on", choices=("warning", "error"), default="warning", help="for the exit code")
+    doctor.add_argument("--session", help="for --pairwise")
+    collect = commands.add_parser("collect-env", help="what a bug report needs, as JSON")
+    collect.set_defaults(function=command_collect_env)
+    collect.add_argument("--session", help="pack the files of its latest run with it into a tar file")
+    collect.add_argument("--run", help="number of the run")
+    collect.add_argument("--output", help="name of the tar file")
+    for parser in (up, render, bench, doctor):
         launch.add_spec_options(parser)
-    for parser in (up, status, logs, down, render, bench):
+    for parser in (up, status, logs, down, render, bench, doctor, collect):
         launch.add_dry_run(parser)
 
 

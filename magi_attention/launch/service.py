@@ -65,8 +65,9 @@ def plan_run(made: Session, command: Sequence[str]) -> LaunchPlan:
     return engine_of(made.spec.engine).run(with_command(made.spec, command), session.next_target(made))
 
 
-def run(made: Session, command: Sequence[str], report: Report) -> tuple[Run, Outcome]:
-    """Runs ``command`` on every rank of the session and waits for it; a queue only gets it submitted.
+def run(made: Session, command: Sequence[str], report: Report, show: bool = True) -> tuple[Run, Outcome]:
+    """Runs ``command`` on every rank of the session and waits for it; a queue only gets it submitted. What the ranks
+    print goes to the log and, with ``show``, to standard output.
 
     Raises:
         LaunchError: it could not be started.
@@ -87,7 +88,7 @@ def run(made: Session, command: Sequence[str], report: Report) -> tuple[Run, Out
                 current.data["job"] = answer
                 session.end_run(current, session.SUBMITTED, None, "")
                 return current, Outcome(0, f"Submitted: {answer}")
-            outcome = _supervise(plan, current, spec.grace_s)
+            outcome = _supervise(plan, current, spec.grace_s, _print_line if show else lambda line: None)
         except LaunchError as error:
             session.end_run(current, session.FAILED, None, str(error))
             raise
@@ -106,14 +107,15 @@ def _image(spec: LaunchSpec) -> dict[str, str] | None:
     return {"name": spec.container.image, "digest": known or "unknown here"}
 
 
-def _supervise(plan: LaunchPlan, current: Run, grace_s: float) -> Outcome:
-    def show(line: bytes) -> None:
-        try:
-            sys.stdout.buffer.write(line)
-            sys.stdout.flush()
-        except (BrokenPipeError, ValueError):  # why go on: the log has it all
-            pass
+def _print_line(line: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):  # why go on: the log has it all
+        pass
 
+
+def _supervise(plan: LaunchPlan, current: Run, grace_s: float, show: Callable[[bytes], None]) -> Outcome:
     try:
         log = (current.folder / "output.log").open("wb")
     except OSError as error:
