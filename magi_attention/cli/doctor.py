@@ -21,7 +21,7 @@ from magi_attention.doctor.system import System
 from magi_attention.launch import provenance, service, session
 from magi_attention.launch.plan import LaunchPlan
 
-PAIRWISE = ["-m", "magi_attention.doctor.pairwise"]
+PAIRWISE = ["-m", "magi_attention.benchmarking.collective"]
 # Parts of names whose values stay out of what people send to others.
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL", "AUTH")
 _SHOWN = ("MAGI_", "NCCL_", "NVSHMEM_", "TORCH", "CUDA_", "NVIDIA_", "GLOO_", "OMP_", "LD_", "SLURM_", "PYTHONPATH")

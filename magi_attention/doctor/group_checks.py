@@ -14,7 +14,9 @@ from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.gpu_checks import no_gpu
 from magi_attention.doctor.system import System
 
-MARK = "PAIRWISE "  # of the line of pairwise.py, which this module does not import because it needs torch
+MARK = (
+    "PAIRWISE "  # of the line of benchmarking/collective.py, which this module does not import because it needs torch
+)
 # GPU name -> GB/s on the bus that a 64 MiB all-reduce inside one NVLink domain must reach; a healthy machine has
 # about twice as much, one whose rows go through the host a fraction.
 LEAST_BUS_GB_PER_S = {"H100": 80, "H200": 80, "H800": 40, "B200": 150, "B300": 150, "GB200": 150, "A100": 60}
@@ -23,7 +25,7 @@ SLOW_PAIR = 0.5  # of the median
 
 
 def parse_output(text: str) -> dict[str, Any] | None:
-    """The numbers of a run of pairwise.py from what it printed; None if it did not get that far."""
+    """The numbers of a run of benchmarking/collective.py from what it printed; None if it did not get that far."""
     match = re.search(rf"{MARK}(\{{.*\}})\s*$", text, re.MULTILINE)
     return json.loads(match[1]) if match else None
 
@@ -111,7 +113,14 @@ def check_bandwidth(system: System) -> Finding:
     if len(system.gpus) < 2:
         return Finding("nccl", SKIPPED, "one GPU has nobody to talk to")
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    argv += ["--nproc-per-node", str(len(system.gpus)), "-m", "magi_attention.doctor.pairwise", "--device", "cuda"]
+    argv += [
+        "--nproc-per-node",
+        str(len(system.gpus)),
+        "-m",
+        "magi_attention.benchmarking.collective",
+        "--device",
+        "cuda",
+    ]
     data = parse_output(system.run([*argv, "--timeout", "30"], 120) or "")
     if data is None:
         evidence = f"an all-reduce over {len(system.gpus)} GPUs failed or took more than two minutes"

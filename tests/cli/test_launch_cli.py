@@ -49,7 +49,7 @@ def test_dry_run_of_every_verb_prints_and_makes_nothing(home, spec, capsys):
         "test --suite multinode": "magi_attention.testing.rank_pytest -m multinode tests/multinode",
         "test --suite gpu --engine docker --image me/magi:1": "rank_pytest -m gpu tests",
         "bench kernel -- --masks causal": "benchmarks/kernel.py --masks causal",
-        "bench collective": "-m magi_attention.doctor.pairwise",
+        "bench collective": "-m magi_attention.benchmarking.collective",
         "status": "",
         "down --all": "",
         "render jobset --spec {spec}": "kubectl apply",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rank against every other: `torchrun ... -m magi_attention.doctor.pairwise`.
+"""Every rank against every other: `torchrun ... -m magi_attention.benchmarking.collective`.
 
 Times an all-reduce and a send between pairs of ranks, and compares versions, variables and clocks. Rank 0 prints a
 table and one line that starts with ``PAIRWISE`` and holds everything as JSON, for `magi doctor`.
