@@ -13,7 +13,7 @@ from magi_attention.cli.common import child_environment, num_cores, run_child, s
 # name -> (what torchrun or python starts, does it run on one rank, what it measures)
 BENCHMARKS = {
     "kernel": ("benchmarks/kernel.py", True, "attention kernels on one GPU, ours beside cuDNN and FlexAttention"),
-    "collective": ("-m magi_attention.benchmarking.collective", False, "all-reduce and pairs of ranks, over NCCL or gloo"),
+    "collective": ("-m magi_attention.benchmarking.collective", False, "all-reduce and pairs of ranks, NCCL or gloo"),
 }
 
 

@@ -18,12 +18,11 @@ from magi_attention.cli.common import ROOT, UsageError
 from magi_attention.doctor import finding, group_checks, registry
 from magi_attention.doctor.finding import Finding
 from magi_attention.doctor.system import System
+from magi_attention.env import launch as env
 from magi_attention.launch import provenance, service, session
 from magi_attention.launch.plan import LaunchPlan
 
 PAIRWISE = ["-m", "magi_attention.benchmarking.collective"]
-# Parts of names whose values stay out of what people send to others.
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL", "AUTH")
 _SHOWN = ("MAGI_", "NCCL_", "NVSHMEM_", "TORCH", "CUDA_", "NVIDIA_", "GLOO_", "OMP_", "LD_", "SLURM_", "PYTHONPATH")
 
 
@@ -84,11 +83,7 @@ def pairwise(args: argparse.Namespace) -> list[Finding] | None:
 
 def shown_environment() -> dict[str, str]:
     """Variables that matter here; values of those that may be secrets are left out."""
-    found = {}
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(_SHOWN):
-            found[name] = "(left out)" if any(word in name.upper() for word in _SECRET) else value
-    return found
+    return {n: env.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SHOWN)}
 
 
 def collected() -> dict[str, Any]:

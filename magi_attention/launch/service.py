@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from magi_attention.env import launch as env
 from magi_attention.errors import LaunchError
 from magi_attention.launch import processes, provenance, session
 from magi_attention.launch.engines import docker, engine_of
@@ -77,8 +78,10 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
     with session.locked(made):
         target = session.next_target(made)
         plan = engine.run(spec, target)
-        facts = provenance.facts(sys.argv)
-        facts.update(command=list(spec.command), plan=plan.text(), nodes=spec.nodes, world_size=spec.world_size)
+        hide = without_secrets(spec)
+        facts = provenance.facts([hide(word) for word in sys.argv])
+        facts.update(command=list(spec.command), plan=hide(plan.text()))
+        facts.update(nodes=spec.nodes, world_size=spec.world_size)
         facts["image"] = _image(spec)
         current = session.start_run(made, target, facts)
         try:
@@ -97,6 +100,19 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
         state = session.STOPPED if outcome.is_stopped else session.FAILED if outcome.exit_code else session.DONE
         session.end_run(current, state, outcome.exit_code, outcome.reason)
         return current, outcome
+
+
+def without_secrets(spec: LaunchSpec) -> Callable[[str], str]:
+    """A function that leaves the values of secret variables of the spec out of a text."""
+    pairs = [(value, env.shown(name, value)) for name, value in spec.environment.items()]
+    hidden = sorted((p for p in pairs if p[0] != p[1] and p[0]), key=lambda p: -len(p[0]))
+
+    def hide(text: str) -> str:
+        for value, words in hidden:
+            text = text.replace(value, words)
+        return text
+
+    return hide
 
 
 def _image(spec: LaunchSpec) -> dict[str, str] | None:

@@ -71,6 +71,7 @@ def make_session(name: str, spec: LaunchSpec, is_implicit: bool = False) -> Sess
         raise LaunchError(f"Session {name} is up already; `magi down {name}` ends it, or choose another --name.")
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # the spec may hold secrets for the ranks
     except OSError as error:
         raise LaunchError(
             f"The session folder {folder} cannot be made ({error.strerror}); make it writable, or set MAGI_HOME to "

@@ -29,7 +29,20 @@ def unique(name: str) -> str:
 
 def test_two_nodes_of_two_ranks(magi):
     name = unique("two")
-    done = magi("run", SCRIPT, *TWO_NODES, "--name", name, "--env", "GREETING=good day", "--", "hello", "a b")
+    done = magi(
+        "run",
+        SCRIPT,
+        *TWO_NODES,
+        "--name",
+        name,
+        "--env",
+        "GREETING=good day",
+        "--env",
+        "A_TOKEN=s3cr3t",
+        "--",
+        "hello",
+        "a b",
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     for rank in range(4):
         assert f"[rank {rank}]: rank {rank} of 4 says hello ['a b'] good day" in done.stdout
@@ -43,6 +56,7 @@ def test_two_nodes_of_two_ranks(magi):
     assert len(only) == 2 and all(line.startswith("[rank 3]: ") for line in only)
     assert len(magi("logs", name, "--node", "1", "--grep", "stderr").stdout.splitlines()) == 2
 
+    assert "s3cr3t" not in (magi.folder(name) / "run.json").read_text()
     facts = json.loads((magi.folder(name) / "run.json").read_text())
     assert facts["state"] == "done" and facts["exit_code"] == 0 and facts["world_size"] == 4
     assert facts["command"] == [SCRIPT, "hello", "a b"] and "--node-rank 1" in facts["plan"]
