@@ -59,8 +59,7 @@ def launch_suite(args: argparse.Namespace) -> int:
     if not args.session and not args.spec:
         args.nodes = args.nodes or NODES
         args.ranks_per_node = args.ranks_per_node or RANKS_PER_NODE
-    where = [] if any(not a.startswith("-") for a in args.pytest_arguments) else ["tests/multinode"]
-    if suite != "multinode" and where:
-        where = ["tests"]
+    names_tests = any((ROOT / word.partition("::")[0]).exists() for word in args.pytest_arguments)
+    where = [] if names_tests else ["tests/multinode" if suite == "multinode" else "tests"]
     command = ["-m", "magi_attention.testing.rank_pytest", "-m", SUITES[suite], *where, *args.pytest_arguments]
     return launch.launch(args, command, f"test-{suite}")
