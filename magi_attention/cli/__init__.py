@@ -186,6 +186,7 @@ def add_launcher(commands: argparse._SubParsersAction) -> None:
     doctor.add_argument("--quick", action="store_true", help="within two seconds, nothing is allocated on a GPU")
     doctor.add_argument("--pairwise", action="store_true", help="also all ranks against one another, over nodes")
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--problems", action="store_true", help="print only what needs mending")
     doctor.add_argument("--fail-on", choices=("warning", "error"), default="warning", help="for the exit code")
     doctor.add_argument("--session", help="for --pairwise")
     collect = commands.add_parser("collect-env", help="what a bug report needs, as JSON")

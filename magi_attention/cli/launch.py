@@ -51,6 +51,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--address", help="where the ranks meet: the address of node 0 as all nodes reach it")
     group.add_argument("--port", type=int, help="port of the rendezvous; a free one for engine local")
     group.add_argument("--timeout", type=int, help="seconds for all nodes to arrive")
+    group.add_argument("--no-preflight", action="store_true", help="no doctor on the nodes when the session is made")
     group.add_argument("--grace", type=int, help="seconds that ranks get to stop before they are killed")
     group.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the ranks")
     group.add_argument("--python", help="interpreter on the nodes")
@@ -65,7 +66,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 def launch_options_given(args: argparse.Namespace) -> list[str]:
     """Names of the launcher's options that the user gave."""
     given = [name for name in (*_FIELDS, "spec", "session") if getattr(args, name, None) is not None]
-    given += [name for name in ("mount", "env") if getattr(args, name, None)]
+    given += [name for name in ("mount", "env", "no_preflight") if getattr(args, name, None)]
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
@@ -87,6 +88,8 @@ def spec_from(args: argparse.Namespace) -> LaunchSpec:
     if args.mount:
         container = dataclasses.replace(spec.container, mounts=(*spec.container.mounts, *args.mount))
         spec = dataclasses.replace(spec, container=container)
+    if args.no_preflight:
+        spec = dataclasses.replace(spec, preflight=False)
     pairs = dict(spec.environment)
     for word in args.env:
         name, equals, value = word.partition("=")
@@ -195,14 +198,14 @@ def command_status(args: argparse.Namespace) -> int:
 def command_logs(args: argparse.Namespace) -> int:
     made = session.read_session(args.name)
     current, engine = session.find_run(made, args.run), engine_of(made.spec.engine)
-    step = engine.logs(made.spec, current.target) if engine.IS_QUEUE else None
+    step = engine.logs(made.spec, current.target, args.follow) if engine.IS_QUEUE else None
     path = current.folder / "output.log"
     if args.dry_run:
         print(LaunchPlan(f"logs: reads {path}" if step is None else "logs", (step,) if step else ()).text(), end="")
         return 0
     selection = logs.make_selection(args.rank, args.node, made.spec.ranks_per_node, args.grep)
     if step is not None:
-        lines = iter("".join(service.run_steps(LaunchPlan("logs", (step,)), 60, lambda text: None)).splitlines())
+        lines = logs.lines_of(step)
     else:
 
         def is_running() -> bool:

@@ -41,9 +41,11 @@ def exit_code(findings: Sequence[Finding], fail_on: str = WARNING) -> int:
     return EXIT_WARNING if status == WARNING and fail_on == WARNING else EXIT_OK
 
 
-def as_text(findings: Sequence[Finding]) -> str:
+def as_text(findings: Sequence[Finding], only_problems: bool = False) -> str:
     lines = []
     for finding in findings:
+        if only_problems and not finding.remedy:
+            continue
         lines.append(f"{_MARKS[finding.status]} {finding.check:6} {finding.evidence}")
         if finding.remedy:
             lines.append(f"               -> {finding.remedy}")

@@ -84,7 +84,8 @@ def check_gpus(system: System) -> Finding:
             )
         if not native[library][0]:
             remedy = f"pip install 'magi_attention[{arch}]', or in a checkout python -m magi_attention.native.build"
-            return Finding("gpu", ERROR, f"{names}; the kernels for {arch} are not installed", remedy)
+            evidence = f"{names}; the kernels for {arch} are not installed, PyTorch's are slower"
+            return Finding("gpu", WARNING, evidence, remedy)
     if mig := [g for g in gpus if g.is_mig]:
         listing = ", ".join(str(g.index) for g in mig)
         return Finding("gpu", WARNING, f"{names}; MIG is on for GPU {listing}", "nvidia-smi -mig 0 gives whole GPUs")

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from magi_attention.errors import LaunchError
+from magi_attention.launch.plan import Step
 
 _RANK = re.compile(r"^\[rank (\d+)\]: ?")
 _NODE = re.compile(r"^\[node (\d+)\]: ?")
@@ -46,6 +48,25 @@ def make_selection(rank: int | None, node: int | None, ranks_per_node: int, grep
 
 def select(lines: Iterator[str], selection: Selection) -> Iterator[str]:
     return (line for line in lines if selection.has(line))
+
+
+def lines_of(step: Step) -> Iterator[str]:
+    """What a command prints, as it does; ``LaunchError`` if it fails."""
+    try:
+        process = subprocess.Popen(step.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise LaunchError(f"{step.argv[0]} cannot be started ({error.strerror}).") from None
+    try:
+        for line in process.stdout:
+            yield line.decode("utf-8", "replace").rstrip("\n")
+        words = process.stderr.read().decode("utf-8", "replace").strip()
+        if process.wait() != 0:
+            raise LaunchError(f"`{step.text()}` failed: {words}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def read_lines(path: Path, is_running: Callable[[], bool] | None = None, poll_s: float = 0.2) -> Iterator[str]:

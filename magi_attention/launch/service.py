@@ -24,6 +24,7 @@ from magi_attention.launch.supervise import Outcome, Supervisor, run_steps, writ
 
 STEP_TIMEOUT_S = 60.0
 IMAGE_TIMEOUT_S = 1800.0  # an image may have to be pulled
+QUEUE_GRACE_S = 60.0  # a queue may not show a job at once
 Report = Callable[[str], None]
 
 
@@ -175,6 +176,8 @@ def _ask_queue(engine: Any, spec: LaunchSpec, current: Run) -> None:
     elif current.data["queue"] in ("Succeeded", "Failed"):
         is_done = current.data["queue"] == "Succeeded"
         session.end_run(current, session.DONE if is_done else session.FAILED, int(not is_done), "")
+    elif current.data["queue"] == "gone" and time.time() - current.data["started"] > QUEUE_GRACE_S:
+        session.end_run(current, session.FAILED, None, "It left the queue without a result; its log may say why.")
 
 
 def describe(made: Session, runs: Sequence[Run]) -> dict[str, Any]:

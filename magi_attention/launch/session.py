@@ -45,7 +45,7 @@ class Session:
 
 
 def sessions_folder() -> Path:
-    return Path(env.magi_home()).expanduser() / "sessions"
+    return Path(env.magi_home()).expanduser().absolute() / "sessions"
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -88,7 +88,8 @@ class K8s:
 @dataclass(frozen=True)
 class LaunchSpec:
     """One launch. ``command`` is a script and its arguments, or ``-m`` and a module; torchrun starts it on every
-    rank. ``python`` and ``workdir`` are those of the nodes; empty means the engine's own."""
+    rank. ``python`` and ``workdir`` are those of the nodes; empty means the engine's own. ``preflight`` has the
+    doctor look at the nodes when a session is made, where the engine can reach them."""
 
     engine: str = "local"
     nodes: int = 1
@@ -98,6 +99,7 @@ class LaunchSpec:
     workdir: str = ""
     max_restarts: int = 0
     grace_s: int = 10
+    preflight: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     rendezvous: Rendezvous = Rendezvous()
     container: Container = Container()

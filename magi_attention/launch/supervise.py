@@ -108,12 +108,12 @@ class Supervisor:
         self._disk_error = ""
 
     def run(self) -> Outcome:
-        """Runs to the end. Ctrl-C or SIGTERM stops all nodes, a second one at once; the outcome says so.
+        """Runs to the end. Ctrl-C, SIGTERM or SIGHUP stops all nodes, a second one at once; the outcome says so.
 
         Raises:
             LaunchError: a command could not be started; the others were stopped.
         """
-        previous = signal.signal(signal.SIGTERM, _interrupt)
+        previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
         refused, is_stopped = None, False
         try:
             try:
@@ -129,7 +129,8 @@ class Supervisor:
                         self._kill()
                     is_stopped, self._stop_at = True, 0.0
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
         if refused:
             raise refused
         if is_stopped:

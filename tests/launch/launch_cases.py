@@ -26,7 +26,7 @@ CONTAINER = {"image": IMAGE, "mounts": ["/data:/data:ro", "/out:/out"], "rdma": 
 CASES: dict[str, dict] = {
     "local": {**BASE, "engine": "local", "rendezvous": {"port": 29611}, "max_restarts": 1},
     "docker": {**BASE, "engine": "docker", "container": CONTAINER, "workdir": "/workspace"},
-    "docker-cpu": {**BASE, "engine": "docker", "container": {"image": IMAGE, "gpus": "none"}},
+    "docker-cpu": {**BASE, "engine": "docker", "preflight": False, "container": {"image": IMAGE, "gpus": "none"}},
     "docker-gpus": {**BASE, "engine": "docker", "container": {"image": IMAGE, "gpus": "0,1", "network": "host"}},
     "ssh": {
         **BASE,

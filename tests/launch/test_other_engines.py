@@ -175,6 +175,16 @@ def test_slurm_job_runs_as_rendered(slurm, tmp_path):
     assert "--name magi-job-001-" in (tmp_path / "bin" / "scancel.log").read_text()
 
 
+def test_a_slurm_job_that_vanishes(slurm, tmp_path):
+    stand_in(tmp_path / "bin", "sbatch", "print('4712')")
+    assert slurm("run", SCRIPT, "--engine", "slurm", "--name", "lost", "--", "hello").returncode == 0
+    assert slurm.status("lost")["runs"][0]["queue"] == "gone"
+    path = slurm.folder("lost") / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1.0}))
+    row = slurm.status("lost")["runs"][0]
+    assert row["state"] == "failed" and "left the queue without a result" in row["reason"]
+
+
 def test_slurm_is_not_here(magi):
     magi.environment["PATH"] = "/nowhere"
     done = magi("up", "--engine", "slurm")
@@ -191,6 +201,9 @@ if words[:2] == ["network", "rm"] or words[0] == "rm":
     sys.exit("Error response from daemon: No such container or network not found")
 if words[0] == "run" and "me/wrong:1" in words:
     sys.exit("Unable to find image 'me/wrong:1' locally. pull access denied for me/wrong")
+if "doctor" in words and "me/sick:1" in words:
+    print("ERROR   shm    /dev/shm has 0.06 GiB")
+    sys.exit(2)
 if words[0] == "image":
     print('sha256:1234 ["me/magi@sha256:5678"]')
 if words[0] == "run" and "--interactive" in words:
@@ -228,3 +241,18 @@ def test_a_wrong_image(docker):
     done = docker("run", SCRIPT, "--engine", "docker", "--image", "me/wrong:1", "--name", "wrong", "--", "hello")
     assert done.returncode == 2 and "pull access denied for me/wrong" in done.stderr
     assert docker.status("wrong")["state"] == "down" and docker("down", "wrong").returncode == 0
+
+
+def test_the_doctor_looks_before_a_session_is_made(docker):
+    words = ("up", "--engine", "docker", "--image", "me/sick:1", "--name", "sick")
+    done = docker(*words)
+    assert done.returncode == 2 and "/dev/shm has 0.06 GiB" in done.stderr
+    assert docker(*words, "--no-preflight").returncode == 0 and docker.status("sick")["state"] == "up"
+
+
+def test_the_doctor_looks_at_this_machine(magi):
+    magi.environment["MAGI_ATTENTION_PRECISION"] = "bf8"
+    done = magi("up", "--name", "odd")
+    assert (
+        done.returncode == 2 and "'bf8' is unknown" in done.stderr and "unset MAGI_ATTENTION_PRECISION" in done.stderr
+    )

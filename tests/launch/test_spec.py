@@ -115,6 +115,12 @@ def test_one_host_twice_may_meet_at_loopback():
     check_spec(build(LaunchSpec, {"engine": "ssh", "nodes": 2, "ssh": {"hosts": ["127.0.0.1"] * 2}}, "test"))
 
 
+def test_every_field_is_documented_by_its_use():
+    """A spec of all defaults is a launch of one rank on this machine."""
+    spec = check_spec(LaunchSpec())
+    assert (spec.engine, spec.world_size, spec.preflight, spec.command) == ("local", 1, True, ())
+
+
 def test_names():
     assert check_name("a") == "a" and check_name("my-run-3") == "my-run-3"
     for name in ("", "A", "a_b", "-a", "a-", "a/b", "..", "x" * 33):

@@ -11,7 +11,7 @@ import pytest
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch import supervise
-from magi_attention.launch.logs import make_selection, read_lines, select
+from magi_attention.launch.logs import lines_of, make_selection, read_lines, select
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
 from magi_attention.launch.supervise import Supervisor, run_steps, write_files
 
@@ -119,6 +119,15 @@ def test_log_selections(tmp_path):
         make_selection(None, None, 2, "(")
     with pytest.raises(LaunchError, match="no log yet"):
         list(read_lines(tmp_path / "none"))
+
+
+def test_lines_of_a_command():
+    python = (sys.executable, "-c")
+    assert list(lines_of(Step("logs", (*python, "print('a'); print('b')")))) == ["a", "b"]
+    with pytest.raises(LaunchError, match="failed: no such pod"):
+        list(lines_of(Step("logs", (*python, "raise SystemExit('no such pod')"))))
+    with pytest.raises(LaunchError, match="cannot be started"):
+        list(lines_of(Step("logs", ("/no/such/program",))))
 
 
 def test_following_a_log(tmp_path):

@@ -40,7 +40,8 @@ def test_all_ranks_are_there(device):
     """Ranks count up node by node, and no node runs by itself."""
     rank, world = dist.get_rank(), dist.get_world_size()
     nodes, per_node = int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    assert world == nodes * per_node and rank == int(os.environ["GROUP_RANK"]) * per_node + int(os.environ["LOCAL_RANK"])
+    node, local_rank = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
+    assert world == nodes * per_node and rank == node * per_node + local_rank
     seen = [None] * world
     dist.all_gather_object(seen, (rank, int(os.environ["GROUP_RANK"]), os.getpid()))
     assert [entry[0] for entry in seen] == list(range(world))

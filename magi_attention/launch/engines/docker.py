@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from magi_attention.launch.engines.node_command import SESSION_LABEL, container_name, docker_run, node_argv
+from magi_attention.launch.engines.node_command import SESSION_LABEL, container_name, docker_look, docker_run, node_argv
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.spec import LaunchSpec
 
@@ -21,6 +21,9 @@ def network_name(spec: LaunchSpec, session: str) -> str:
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
     image = spec.container.image
     steps = [Step(f"see that {image} is here, or pull it", ("docker", "run", "--rm", "--entrypoint", "true", image))]
+    if spec.preflight:
+        look = docker_look(spec, ["--user", f"{os.getuid()}:{os.getgid()}"])
+        steps.append(Step(f"doctor in {image}", tuple(look)))
     if not spec.container.network:
         argv = ("docker", "network", "create", "--label", f"{SESSION_LABEL}={session}", network_name(spec, session))
         steps.append(Step("network of the session", argv, tolerated="already exists"))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from magi_attention.launch.engines.node_command import CONTAINER_LOGS, RUN_LABEL, SESSION_LABEL, node_argv
+from magi_attention.launch.engines.node_command import CONTAINER_LOGS, DOCTOR, RUN_LABEL, SESSION_LABEL, node_argv
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step, Target
 from magi_attention.launch.processes import MARK
 from magi_attention.launch.spec import LaunchSpec
 
 IS_QUEUE = True
 NODES = "nodes"  # name of the one replicated job of a JobSet
-HEALTH = ("-m", "magi_attention.cli", "doctor", "--quick", "--fail-on", "error")
 # template -> resource name for kubectl
 RESOURCES = {
     "jobset": "jobsets.jobset.x-k8s.io",
@@ -60,7 +59,7 @@ def pod_spec(spec: LaunchSpec, target: Target, command: list[str], container_nam
         "ports": [{"name": "rendezvous", "containerPort": spec.port}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
         "readinessProbe": {
-            "exec": {"command": [spec.python or "python", *HEALTH]},
+            "exec": {"command": [spec.python or "python", *DOCTOR]},
             "periodSeconds": 300,
             "timeoutSeconds": 20,
         },
@@ -173,8 +172,9 @@ def status(spec: LaunchSpec, target: Target) -> Step:
     return Step(f"pods of run {target.run}", argv)
 
 
-def logs(spec: LaunchSpec, target: Target) -> Step | None:
+def logs(spec: LaunchSpec, target: Target, follow: bool = False) -> Step | None:
     argv = _kubectl(spec, "logs", "--selector", f"{RUN_LABEL}={target.run_id}", "--tail=-1", "--max-log-requests=64")
+    argv += ("--follow",) if follow else ()
     return Step(f"output of run {target.run}", argv)
 
 

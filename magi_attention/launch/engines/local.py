@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from magi_attention.launch.engines.node_command import node_argv
+from magi_attention.launch.engines.node_command import DOCTOR, node_argv
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.processes import MARK
 from magi_attention.launch.spec import LaunchSpec
@@ -19,7 +19,11 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
-    return LaunchPlan(f"up: session {session} on this machine", remark="processes need nothing made beforehand")
+    title = f"up: session {session} on this machine"
+    if not spec.preflight:
+        return LaunchPlan(title, remark="processes need nothing made beforehand")
+    argv = (spec.python or sys.executable, *DOCTOR)
+    return LaunchPlan(title, (Step("doctor", argv, {"PYTHONPATH": PACKAGE_PARENT, **spec.environment}),))
 
 
 def run(spec: LaunchSpec, target: Target) -> LaunchPlan:

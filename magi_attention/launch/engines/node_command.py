@@ -10,6 +10,7 @@ from magi_attention.launch.spec import Container, LaunchSpec
 
 SESSION_LABEL, RUN_LABEL = "com.magi.session", "com.magi.run"
 CONTAINER_LOGS = "/tmp/magi-logs"
+DOCTOR = ("-m", "magi_attention.cli", "doctor", "--quick", "--problems", "--fail-on", "error")
 
 
 def node_argv(
@@ -54,6 +55,12 @@ def container_flags(container: Container) -> list[str]:
     for mount in container.mounts:
         flags += ["--volume", mount]
     return [*flags, *container.flags]
+
+
+def docker_look(spec: LaunchSpec, extra: Sequence[str] = ()) -> list[str]:
+    """The doctor in a container with the rights that a node has."""
+    argv = ["docker", "run", "--rm", *container_flags(spec.container), *extra]
+    return [*argv, spec.container.image, spec.python or "python", *DOCTOR]
 
 
 def docker_run(spec: LaunchSpec, target: Target, node: int, network: str, extra: Sequence[str] = ()) -> list[str]:

@@ -94,7 +94,7 @@ def status(spec: LaunchSpec, target: Target) -> Step:
     return Step(f"queue state of run {target.run}", argv)
 
 
-def logs(spec: LaunchSpec, target: Target) -> Step | None:
+def logs(spec: LaunchSpec, target: Target, follow: bool = False) -> Step | None:
     return None  # the job writes output.log into the run's folder
 
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from magi_attention.launch.engines.node_command import CONTAINER_LOGS, container_name, docker_run, node_argv
+from magi_attention.launch.engines.node_command import (
+    CONTAINER_LOGS,
+    DOCTOR,
+    container_name,
+    docker_look,
+    docker_run,
+    node_argv,
+)
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.processes import MARK
 from magi_attention.launch.spec import LaunchSpec
@@ -42,10 +49,11 @@ def up(spec: LaunchSpec, session: str) -> LaunchPlan:
     steps = []
     for host in dict.fromkeys(spec.ssh.hosts[: spec.nodes]):
         if spec.container.image:
-            argv = ["docker", "run", "--rm", "--entrypoint", "true", spec.container.image]
+            pull = ["docker", "run", "--rm", "--entrypoint", "true", spec.container.image]
+            argv = docker_look(spec) if spec.preflight else pull
             label = f"{host}: reach it and see that {spec.container.image} runs"
         else:
-            argv = [_python(spec), "-m", "magi_attention.launch.node", "--help"]
+            argv = [_python(spec), *(DOCTOR if spec.preflight else ("-m", "magi_attention.launch.node", "--help"))]
             label = f"{host}: reach it and find the package"
         steps.append(Step(label, ssh_argv(spec, host, _in_workdir(spec, argv))))
     return LaunchPlan(f"up: session {session} on {len(steps)} hosts", tuple(steps))

@@ -31,6 +31,8 @@ def test_exit_codes():
 def test_reports_tell_the_same():
     text = finding.as_text([GOOD, SOSO, BAD, PASSED])
     assert "-> mend it" in text and "1 ok, 1 warning, 1 error, 1 skipped" in text
+    brief = finding.as_text([GOOD, SOSO, PASSED], only_problems=True)
+    assert "fine" not in brief and "-> speed up" in brief and "1 ok, 1 warning, 1 skipped" in brief
     data = json.loads(finding.as_json([GOOD, SOSO]))
     assert data["status"] == "warning" and data["findings"][1]["remedy"] == "speed up"
 
@@ -114,7 +116,7 @@ def test_output_of_the_ranks_is_found_behind_a_prefix():
 
 
 def test_bandwidth_of_one_machine():
-    from test_checks import Machine
+    from test_doctor_checks import Machine
 
     line = f"{group_checks.MARK}{json.dumps(one_host())}\n"
     assert group_checks.check_bandwidth(Machine(commands={"benchmarking.collective": line})).status == OK
