@@ -249,8 +249,8 @@ class Supervisor:
             others = [n for n in self._nodes if n is not node and n.failed_rank]
             rest = "".join(f"; {n.failed_rank} on {n.step.label}" for n in others)
             return f"{node.failed_rank[0].upper()}{node.failed_rank[1:]} on {node.step.label}{rest}."
-        lines = [line for line in node.tail if line.strip()]
-        last = f": {lines[-1].strip()}" if lines else " and printed nothing."
+        lines = [line.strip() for line in node.tail if line.strip()]
+        last = f": {' '.join(lines[-3:])[-600:]}" if lines else " and printed nothing."
         return f"{node.step.label[0].upper()}{node.step.label[1:]} {describe_ending(node.process.returncode)}{last}"
 
 

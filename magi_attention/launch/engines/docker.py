@@ -20,10 +20,12 @@ def network_name(spec: LaunchSpec, session: str) -> str:
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
     image = spec.container.image
-    steps = [Step(f"see that {image} is here, or pull it", ("docker", "run", "--rm", "--entrypoint", "true", image))]
     if spec.preflight:
         look = docker_look(spec, ["--user", f"{os.getuid()}:{os.getgid()}"])
-        steps.append(Step(f"doctor in {image}", tuple(look)))
+        steps = [Step(f"doctor in {image}, which is pulled if it is not here", tuple(look))]
+    else:
+        argv = ("docker", "run", "--rm", "--entrypoint", "true", image)
+        steps = [Step(f"see that {image} is here, or pull it", argv)]
     if not spec.container.network:
         argv = ("docker", "network", "create", "--label", f"{SESSION_LABEL}={session}", network_name(spec, session))
         steps.append(Step("network of the session", argv, tolerated="already exists"))

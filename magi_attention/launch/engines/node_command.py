@@ -43,7 +43,9 @@ def container_name(target: Target, node: int) -> str:
 def container_flags(container: Container) -> list[str]:
     """Rights of a container, each for a reason; together they replace ``--privileged``."""
     flags = ["--shm-size", container.shm_size]  # NCCL and CUDA IPC between the ranks of a node
-    flags += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # pinned memory; deep stacks of compilers
+    flags += ["--ulimit", "stack=67108864"]  # deep stacks of compilers
+    if container.gpus != "none" or container.rdma:
+        flags += ["--ulimit", "memlock=-1"]  # pinned memory; a daemon without that right refuses it
     if container.gpus == "all":
         flags += ["--gpus", "all"]
     elif container.gpus != "none":
@@ -57,9 +59,17 @@ def container_flags(container: Container) -> list[str]:
     return [*flags, *container.flags]
 
 
+def place_flags(spec: LaunchSpec) -> list[str]:
+    """Environment and working folder of a container."""
+    flags = []
+    for name, value in sorted(spec.environment.items()):
+        flags += ["--env", f"{name}={value}"]
+    return flags + (["--workdir", spec.workdir] if spec.workdir else [])
+
+
 def docker_look(spec: LaunchSpec, extra: Sequence[str] = ()) -> list[str]:
     """The doctor in a container with the rights that a node has."""
-    argv = ["docker", "run", "--rm", *container_flags(spec.container), *extra]
+    argv = ["docker", "run", "--rm", *container_flags(spec.container), *extra, *place_flags(spec)]
     return [*argv, spec.container.image, spec.python or "python", *DOCTOR]
 
 
@@ -69,9 +79,5 @@ def docker_run(spec: LaunchSpec, target: Target, node: int, network: str, extra:
     argv = ["docker", "run", "--rm", "--interactive", "--init", "--name", container_name(target, node)]
     argv += ["--label", f"{SESSION_LABEL}={target.session}", "--label", f"{RUN_LABEL}={target.run_id}"]
     argv += ["--network", network, *container_flags(spec.container), *extra]
-    argv += ["--env", f"MAGI_RUN_ID={target.run_id}"]
-    for name, value in sorted(spec.environment.items()):
-        argv += ["--env", f"{name}={value}"]
-    if spec.workdir:
-        argv += ["--workdir", spec.workdir]
+    argv += ["--env", f"MAGI_RUN_ID={target.run_id}", *place_flags(spec)]
     return [*argv, spec.container.image]
