@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -107,7 +108,7 @@ def new_name(args: argparse.Namespace, stem: str) -> str:
     if getattr(args, "name", None):
         return args.name
     plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in stem.lower()).strip("-") or "run"
-    return f"{plain[:15].strip('-')}-{time.strftime('%m%d-%H%M%S')}"
+    return f"{plain[:15].strip('-')}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(1)}"
 
 
 # ---- the verbs ------------------------------------------------------------------------------------------

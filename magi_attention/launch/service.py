@@ -96,8 +96,11 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
         except LaunchError as error:
             session.end_run(current, session.FAILED, None, str(error))
             raise
-        if outcome.was_killed:
-            run_steps(engine.down(spec, made.name, [target]), STEP_TIMEOUT_S, report)
+        if not outcome.is_clean:
+            try:
+                run_steps(engine.leftovers(spec, target), STEP_TIMEOUT_S, report)
+            except LaunchError as error:
+                outcome.reason += f" Tidying up failed, `magi down {made.name}` tries again: {error}"
         state = session.STOPPED if outcome.is_stopped else session.FAILED if outcome.exit_code else session.DONE
         session.end_run(current, state, outcome.exit_code, outcome.reason)
         return current, outcome

@@ -35,7 +35,7 @@ class Outcome:
     exit_code: int
     reason: str
     is_stopped: bool = False
-    was_killed: bool = False  # a node did not end when asked to, so something may be left of it
+    is_clean: bool = True  # every node ended by itself; else something may be left of it
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Supervisor:
         self._first: _Node | None = None  # the first that failed
         self._asked_at: float | None = None  # when all were asked to stop
         self._stop_at: float | None = None
-        self._was_killed = False
+        self._is_clean = True
         self._disk_error = ""
 
     def run(self) -> Outcome:
@@ -133,14 +133,17 @@ class Supervisor:
                 signal.signal(number, handler)
         if refused:
             raise refused
+        # A signal ended the agent before it could tidy up, or a connection was lost (255 of ssh).
+        if any(n.process.returncode < 0 or n.process.returncode == 255 for n in self._nodes):
+            self._is_clean = False
         if is_stopped:
-            return Outcome(STOPPED, "It was stopped before its end.", True, self._was_killed)
+            return Outcome(STOPPED, "It was stopped before its end.", True, self._is_clean)
         if self._disk_error:
-            return Outcome(1, self._disk_error, was_killed=self._was_killed)
+            return Outcome(1, self._disk_error, is_clean=self._is_clean)
         if self._first is None:
             return Outcome(0, "")
         cause = self._cause(self._first)
-        return Outcome(abs(cause.process.returncode), self._sentence(cause), was_killed=self._was_killed)
+        return Outcome(abs(cause.process.returncode), self._sentence(cause), is_clean=self._is_clean)
 
     def _start(self, number: int, step: Step) -> None:
         try:
@@ -204,7 +207,7 @@ class Supervisor:
     def _kill(self) -> None:
         for node in self._nodes:
             if node.process.poll() is None:
-                self._was_killed = True
+                self._is_clean = False
                 node.process.kill()
             node.process.wait()
         self._open = 0  # why not wait for the end of the output: what was left running may hold it open
@@ -221,6 +224,8 @@ class Supervisor:
             node.is_at_cause = False
         elif "]: refused: " in text:
             node.refusal = text.partition("]: refused: ")[2]
+        if not line.endswith(b"\n"):  # the last words of a node must not run into those of another
+            line += b"\n"
         if not _PREFIX.match(line):
             line = f"[node {node.number}]: ".encode() + line
         if self._asked_at is None:  # what comes while all are stopping is for the log only

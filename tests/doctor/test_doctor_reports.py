@@ -12,7 +12,6 @@ import time
 
 import pytest
 
-from magi_attention.cli import doctor as cli_doctor
 from magi_attention.cli import main
 from magi_attention.doctor import finding, group_checks, registry
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
@@ -122,7 +121,7 @@ def test_bandwidth_of_one_machine():
     assert group_checks.check_bandwidth(Machine(commands={"benchmarking.collective": line})).status == OK
 
 
-@pytest.mark.parametrize(("flag", "limit_s"), [("--static", 4.0), ("--quick", 4.0)])
+@pytest.mark.parametrize(("flag", "limit_s"), [("--static", 6.0), ("--quick", 6.0)])
 def test_the_command_is_quick_and_needs_no_torch(flag, limit_s):
     """Where torch cannot be imported at all it still answers, and says so."""
     code = "import sys; sys.modules['torch'] = None; from magi_attention.cli import main; sys.exit(main())"
@@ -169,9 +168,14 @@ def test_pairwise_over_two_nodes(tmp_path, monkeypatch, capsys):
     assert code in (0, 1), found
     assert {"nccl", "link", "time", "same", "envs", "mtu"} <= set(found)
     assert "over 2 ranks" in found["nccl"]["evidence"] and found["time"]["status"] == OK
-    # the same ranks, but the launch fails: nothing was compared, which is another exit code
-    monkeypatch.setattr(cli_doctor, "PAIRWISE", ["-m", "magi_attention.no_such_module"])
-    assert main(["doctor", "--static", "--pairwise", "--nodes", "1"]) == finding.EXIT_NOT_RUN
+
+
+def test_pairwise_that_does_not_get_far(tmp_path, monkeypatch, capsys):
+    """Nothing was compared, which is another exit code than a finding."""
+    monkeypatch.setenv("MAGI_HOME", str(tmp_path))
+    words = ["doctor", "--static", "--pairwise", "--nodes", "1", "--python", "/bin/false", "--no-preflight"]
+    assert main(words) == finding.EXIT_NOT_RUN
+    assert "the ranks did not finish: Node 0 ended with exit code 1" in capsys.readouterr().err
 
 
 def test_collect_env(tmp_path, monkeypatch, capsys):

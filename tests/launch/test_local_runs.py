@@ -96,7 +96,7 @@ def test_kill_9_of_the_launcher(magi):
     magi.wait_for(name, "says wait", 4)
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: processes_of(name) == [], f"still running: {processes_of(name)}", 15)
+    wait_until(lambda: processes_of(name) == [], f"still running: {processes_of(name)}", 30)
     assert "says wait" in magi.output(name)
     status = magi.status(name)
     assert status["runs"][0]["state"] == "lost" and "Its launcher ended" in status["runs"][0]["reason"]
@@ -111,20 +111,36 @@ def test_kill_9_of_everything_but_the_ranks(magi, tmp_path):
     name = unique("worst")
     launcher = magi.start("run", SCRIPT, "--name", name, "--grace", "2", "--", "stubborn", str(tmp_path))
     wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
-    found = [p for p in os.listdir("/proc") if p.isdecimal()]
-    launcher.kill()
-    for pid in found:
-        try:
-            words = open(f"/proc/{pid}/cmdline").read()
-        except OSError:
-            continue
-        if name in words and ("launch.node" in words or "distributed.run" in words):
-            os.kill(int(pid), signal.SIGKILL)
+    for pid in [launcher.pid, *pids_with(name, "launch.node"), *pids_with(name, "distributed.run")]:
+        os.kill(pid, signal.SIGKILL)
     launcher.wait()
     wait_until(lambda: len(processes_of(name)) == 2, "only the rank and its child live on")
     status = magi.status(name)
     assert "2 processes that it left here were ended" in status["runs"][0]["reason"]
     assert processes_of(name) == []
+
+
+def test_kill_9_of_a_node(magi, tmp_path):
+    """The launcher sees it, says so, and ends what that node cannot end any more."""
+    name = unique("node")
+    launcher = magi.start("run", SCRIPT, "--name", name, "--grace", "2", "--", "stubborn", str(tmp_path))
+    wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
+    (agent,) = [p for p in pids_with(name, "launch.node")]
+    os.kill(agent, signal.SIGKILL)
+    assert launcher.wait(timeout=60) == 1 and processes_of(name) == []
+    assert "Node 0 ended with signal SIGKILL (9)" in magi.status(name)["runs"][0]["reason"]
+
+
+def pids_with(*words: str) -> list[int]:
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            line = open(f"/proc/{pid}/cmdline").read()
+        except OSError:
+            continue
+        if all(word in line for word in words):
+            found.append(int(pid))
+    return found
 
 
 def test_ctrl_c_keeps_the_session(magi, tmp_path):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import pytest
+from launching import ROOT
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch.spec import LaunchSpec, check_name, check_spec, read_spec
@@ -126,3 +127,10 @@ def test_names():
     for name in ("", "A", "a_b", "-a", "a-", "a/b", "..", "x" * 33):
         with pytest.raises(LaunchError, match="no name for a session"):
             check_name(name)
+
+
+def test_the_example_names_real_fields():
+    spec = read_spec(ROOT / "examples" / "launch.toml")
+    for engine in ("docker", "slurm", "k8s"):
+        check_spec(dataclasses.replace(spec, engine=engine))
+    assert spec.slurm.directives == ("--qos=normal",) and spec.container.rdma and spec.rendezvous.timeout_s == 300

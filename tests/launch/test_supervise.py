@@ -59,7 +59,7 @@ def test_a_refusal_wins_and_the_others_are_stopped():
     started = time.monotonic()
     # the other node ends when its input does, as agents do
     outcome, log, shown = run("import sys; sys.stdin.read(); print('late')", code)
-    assert outcome.reason == "the port is taken." and outcome.exit_code == 2 and not outcome.was_killed
+    assert outcome.reason == "the port is taken." and outcome.exit_code == 2 and outcome.is_clean
     assert time.monotonic() - started < 8
     assert "late" in log and "late" not in shown
 
@@ -68,7 +68,7 @@ def test_a_node_that_does_not_react_is_killed(monkeypatch):
     monkeypatch.setattr(supervise, "OTHERS_GRACE_S", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     outcome, _, _ = run(stubborn, "raise SystemExit(1)", grace_s=0)
-    assert outcome.was_killed and outcome.exit_code == 1
+    assert not outcome.is_clean and outcome.exit_code == 1
 
 
 def test_a_command_that_does_not_exist_stops_the_others():

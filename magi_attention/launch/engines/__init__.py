@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: pure functions from a spec to a ``LaunchPlan``. They start nothing and look nothing up.
 
-Every engine module has ``up`` (what makes or checks what runs need), ``run`` and ``down``. Engines whose ``run``
-hands a job to a queue also have ``status`` and ``logs``; their ``IS_QUEUE`` is True.
+Every engine module has ``up`` (what makes or checks what runs need), ``run`` and ``down``. Engines that start the
+nodes themselves have ``leftovers``, for a run whose nodes did not end in good order. Engines whose ``run`` hands a
+job to a queue have ``status`` and ``logs`` instead; their ``IS_QUEUE`` is True.
 """
 
 from __future__ import annotations

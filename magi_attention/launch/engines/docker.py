@@ -58,12 +58,16 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
-    steps = []
-    for target in targets:
-        names = tuple(container_name(target, node) for node in range(spec.nodes))
-        argv = ("docker", "rm", "--force", *names)
-        steps.append(Step(f"containers of run {target.run}", argv, tolerated="No such container"))
+    steps = [step for target in targets for step in leftovers(spec, target).steps]
     if not spec.container.network:
         argv = ("docker", "network", "rm", network_name(spec, session))
         steps.append(Step("network of the session", argv, tolerated="not found"))
     return LaunchPlan(f"down: session {session}", tuple(steps))
+
+
+def leftovers(spec: LaunchSpec, target: Target) -> LaunchPlan:
+    """Ends the containers of a run."""
+    names = tuple(container_name(target, node) for node in range(spec.nodes))
+    argv = ("docker", "rm", "--force", *names)
+    step = Step(f"containers of run {target.run}", argv, tolerated="No such container")
+    return LaunchPlan(f"leftovers of run {target.run}", (step,))

@@ -55,11 +55,13 @@ def num_cores() -> int:
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
-    return LaunchPlan(f"down: session {session}", tuple(sweep_step(spec, target) for target in targets))
+    steps = [step for target in targets for step in leftovers(spec, target).steps]
+    return LaunchPlan(f"down: session {session}", tuple(steps))
 
 
-def sweep_step(spec: LaunchSpec, target: Target) -> Step:
+def leftovers(spec: LaunchSpec, target: Target) -> LaunchPlan:
     """Ends what is left of a run on this machine."""
     argv = (sys.executable, "-m", "magi_attention.launch.node", "--run-id", target.run_id)
     argv += ("--grace", str(spec.grace_s), "--sweep")
-    return Step(f"end what run {target.run} left here", argv, {"PYTHONPATH": PACKAGE_PARENT})
+    step = Step(f"end what run {target.run} left here", argv, {"PYTHONPATH": PACKAGE_PARENT})
+    return LaunchPlan(f"leftovers of run {target.run}", (step,))

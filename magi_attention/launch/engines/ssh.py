@@ -79,16 +79,21 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
-    steps = []
-    for target in targets:
-        for node, host in enumerate(spec.ssh.hosts[: spec.nodes]):
-            if not spec.container.image and host in spec.ssh.hosts[:node]:
-                continue  # one sweep ends all of a host
-            if spec.container.image:
-                argv, tolerated = ["docker", "rm", "--force", container_name(target, node)], "No such container"
-            else:
-                argv = [_python(spec), "-m", "magi_attention.launch.node", "--run-id", target.run_id]
-                argv, tolerated = [*argv, "--grace", str(spec.grace_s), "--sweep"], ""
-            label = f"{host}: end what run {target.run} left"
-            steps.append(Step(label, ssh_argv(spec, host, _in_workdir(spec, argv)), tolerated=tolerated))
+    steps = [step for target in targets for step in leftovers(spec, target).steps]
     return LaunchPlan(f"down: session {session}", tuple(steps))
+
+
+def leftovers(spec: LaunchSpec, target: Target) -> LaunchPlan:
+    """Ends what a run left on its hosts."""
+    steps = []
+    for node, host in enumerate(spec.ssh.hosts[: spec.nodes]):
+        if not spec.container.image and host in spec.ssh.hosts[:node]:
+            continue  # one sweep ends all of a host
+        if spec.container.image:
+            argv, tolerated = ["docker", "rm", "--force", container_name(target, node)], "No such container"
+        else:
+            argv = [_python(spec), "-m", "magi_attention.launch.node", "--run-id", target.run_id]
+            argv, tolerated = [*argv, "--grace", str(spec.grace_s), "--sweep"], ""
+        label = f"{host}: end what run {target.run} left"
+        steps.append(Step(label, ssh_argv(spec, host, _in_workdir(spec, argv)), tolerated=tolerated))
+    return LaunchPlan(f"leftovers of run {target.run}", tuple(steps))
