@@ -166,7 +166,7 @@ class Stopped(Exception):
     """A signal came while the nodes were still meeting."""
 
 
-class Agent:
+class NodeRunner:
     """Waits for torchrun, for a signal and for the end of standard input, whichever comes first."""
 
     def __init__(self, args: argparse.Namespace):
@@ -238,14 +238,14 @@ def start(args: argparse.Namespace) -> int:
     args = resolve(args)
     folder = prepare_folder(args.log_dir, args.node_rank)
     found = versions()
-    agent = Agent(args)
+    runner = NodeRunner(args)
     facts = rollcall.NodeFacts(
         args.run_id, args.node_rank, args.nodes, args.ranks_per_node, socket.gethostname(), found
     )
     listing = ", ".join(f"{name} {version}" for name, version in found.items())
     say(args, f"{facts.host}, {args.ranks_per_node} ranks, {listing}")
-    agent.meet(facts)
-    return agent.run(torchrun_argv(args, folder), folder)
+    runner.meet(facts)
+    return runner.run(torchrun_argv(args, folder), folder)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -109,7 +109,8 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
 def without_secrets(spec: LaunchSpec) -> Callable[[str], str]:
     """A function that leaves the values of secret variables of the spec out of a text."""
     pairs = [(value, env.shown(name, value)) for name, value in spec.environment.items()]
-    hidden = sorted((p for p in pairs if p[0] != p[1] and p[0]), key=lambda p: -len(p[0]))
+    # A short one, such as that of TOKENIZERS_PARALLELISM=false, is no secret and stands in many a word.
+    hidden = sorted((p for p in pairs if p[0] != p[1] and len(p[0]) >= 8), key=lambda p: -len(p[0]))
 
     def hide(text: str) -> str:
         for value, words in hidden:

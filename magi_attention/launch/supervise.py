@@ -133,7 +133,7 @@ class Supervisor:
                 signal.signal(number, handler)
         if refused:
             raise refused
-        # A signal ended the agent before it could tidy up, or a connection was lost (255 of ssh).
+        # A signal ended the runner before it could tidy up, or a connection was lost (255 of ssh).
         if any(n.process.returncode < 0 or n.process.returncode == 255 for n in self._nodes):
             self._is_clean = False
         if is_stopped:
@@ -196,7 +196,7 @@ class Supervisor:
                     with contextlib.suppress(BrokenPipeError):
                         node.process.stdin.close()
             return
-        # why the agent's own grace comes first: it has to end torchrun, which has to end the ranks
+        # why the runner's own grace comes first: it has to end torchrun, which has to end the ranks
         waited = now - self._asked_at
         if waited > 2 * self._grace_s + 4:
             self._kill()

@@ -38,7 +38,7 @@ def test_two_nodes_of_two_ranks(magi):
         "--env",
         "GREETING=good day",
         "--env",
-        "A_TOKEN=s3cr3t",
+        "A_TOKEN=s3cr3t-words",
         "--",
         "hello",
         "a b",
@@ -56,7 +56,7 @@ def test_two_nodes_of_two_ranks(magi):
     assert len(only) == 2 and all(line.startswith("[rank 3]: ") for line in only)
     assert len(magi("logs", name, "--node", "1", "--grep", "stderr").stdout.splitlines()) == 2
 
-    assert "s3cr3t" not in (magi.folder(name) / "run.json").read_text()
+    assert "s3cr3t-words" not in (magi.folder(name) / "run.json").read_text()
     facts = json.loads((magi.folder(name) / "run.json").read_text())
     assert facts["state"] == "done" and facts["exit_code"] == 0 and facts["world_size"] == 4
     assert facts["command"] == [SCRIPT, "hello", "a b"] and "--node-rank 1" in facts["plan"]
@@ -125,8 +125,8 @@ def test_kill_9_of_a_node(magi, tmp_path):
     name = unique("node")
     launcher = magi.start("run", SCRIPT, "--name", name, "--grace", "2", "--", "stubborn", str(tmp_path))
     wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
-    (agent,) = [p for p in pids_with(name, "launch.node")]
-    os.kill(agent, signal.SIGKILL)
+    (runner,) = [p for p in pids_with(name, "launch.node")]
+    os.kill(runner, signal.SIGKILL)
     assert launcher.wait(timeout=60) == 1 and processes_of(name) == []
     assert "Node 0 ended with signal SIGKILL (9)" in magi.status(name)["runs"][0]["reason"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node agent and the roll call, without torchrun."""
+"""The node runner and the roll call, without torchrun."""
 
 from __future__ import annotations
 
@@ -134,15 +134,15 @@ def test_no_room_for_logs(tmp_path, monkeypatch):
         node.prepare_folder(str(tmp_path), 0)
 
 
-def test_the_agent_stops_when_its_input_ends(tmp_path):
+def test_the_runner_stops_when_its_input_ends(tmp_path):
     """While the nodes still meet, too: nothing may wait for a launcher that is gone."""
     argv = [sys.executable, "-m", "magi_attention.launch.node", "--run-id", "alone", "--nodes", "2", "--watch-stdin"]
     argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--", "none.py"]
-    agent = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert "host" not in agent.stdout.readline()[:4]
-    assert agent.poll() is None
-    agent.stdin.close()
-    assert agent.wait(timeout=10) == node.STOPPED
+    runner = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert "host" not in runner.stdout.readline()[:4]
+    assert runner.poll() is None
+    runner.stdin.close()
+    assert runner.wait(timeout=10) == node.STOPPED
 
 
 def test_marked_processes_are_found_and_ended():

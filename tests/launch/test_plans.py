@@ -26,15 +26,15 @@ def test_no_golden_file_is_left_over():
     assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
 
 
-def agent_words(argv):
+def runner_words(argv):
     return list(argv)[list(argv).index("magi_attention.launch.node") + 1 :]
 
 
 @pytest.mark.parametrize("name", ["local", "docker", "docker-cpu", "docker-gpus"])
-def test_the_agent_understands_its_argv(name):
+def test_the_runner_understands_its_argv(name):
     spec = spec_of(name)
     steps = {"local": local, "docker": docker}[spec.engine].run(spec, TARGET).steps
-    parsed = [parser().parse_args(agent_words(step.argv)) for step in steps]
+    parsed = [parser().parse_args(runner_words(step.argv)) for step in steps]
     assert [args.node_rank for args in parsed] == [0, 1]
     assert len({(args.master_addr, args.master_port, args.run_id) for args in parsed}) == 1
     for args in parsed:
@@ -92,7 +92,7 @@ def test_jobset_meets_at_its_first_pod():
     found = manifest("jobset")
     job = found["spec"]["replicatedJobs"][0]
     name = found["metadata"]["name"]
-    args = parser().parse_args(agent_words(job["template"]["spec"]["template"]["spec"]["containers"][0]["command"]))
+    args = parser().parse_args(runner_words(job["template"]["spec"]["template"]["spec"]["containers"][0]["command"]))
     assert args.master_addr == f"{name}-{job['name']}-0-0.{name}" and args.node_rank_from == "JOB_COMPLETION_INDEX"
     indexed = job["template"]["spec"]
     assert indexed["completionMode"] == "Indexed" and indexed["completions"] == indexed["parallelism"] == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor with commands that are no agents, and the steps that run one after another."""
+"""The supervisor with commands that are no runners, and the steps that run one after another."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_failure_without_a_report(monkeypatch):
 def test_a_refusal_wins_and_the_others_are_stopped():
     code = "print('[node 1]: refused: the port is taken.'); raise SystemExit(2)"
     started = time.monotonic()
-    # the other node ends when its input does, as agents do
+    # the other node ends when its input does, as runners do
     outcome, log, shown = run("import sys; sys.stdin.read(); print('late')", code)
     assert outcome.reason == "the port is taken." and outcome.exit_code == 2 and outcome.is_clean
     assert time.monotonic() - started < 8

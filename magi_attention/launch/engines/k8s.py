@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine ``k8s``: one object per run, a JobSet; LeaderWorkerSet and PyTorchJob are other templates for it.
 
-Manifests are JSON, which kubectl reads as it does YAML. The agent finds its number and node 0 by variables that the
+Manifests are JSON, which kubectl reads as it does YAML. The runner finds its number and node 0 by variables that the
 controllers set; if one is missing it says so rather than run alone.
 """
 
@@ -33,7 +33,7 @@ def _labels(target: Target) -> dict[str, str]:
     return {SESSION_LABEL: target.session, RUN_LABEL: target.run_id}
 
 
-def _agent(spec: LaunchSpec, target: Target, rank: Sequence[str], address: Sequence[str]) -> list[str]:
+def _runner(spec: LaunchSpec, target: Target, rank: Sequence[str], address: Sequence[str]) -> list[str]:
     argv = node_argv(spec, target, spec.python or "python", rank, address, CONTAINER_LOGS, watch_stdin=False)
     return [_literal(word) for word in argv]
 
@@ -99,7 +99,7 @@ def jobset(spec: LaunchSpec, target: Target) -> dict:
     """Pod k of the one indexed job is node k; pod 0 has a DNS name of its own."""
     name = object_name(target)
     head = spec.rendezvous.address or f"{name}-{NODES}-0-0.{name}"
-    command = _agent(spec, target, ("--node-rank-from", "JOB_COMPLETION_INDEX"), ("--master-addr", head))
+    command = _runner(spec, target, ("--node-rank-from", "JOB_COMPLETION_INDEX"), ("--master-addr", head))
     pod = {**pod_spec(spec, target, command), "restartPolicy": "Never"}
     job = {
         "completionMode": "Indexed",
@@ -121,7 +121,7 @@ def lws(spec: LaunchSpec, target: Target) -> dict:
     address = ("--master-addr", spec.rendezvous.address)
     if not spec.rendezvous.address:
         address = ("--master-addr-from", "LWS_LEADER_ADDRESS")
-    command = _agent(spec, target, ("--node-rank-from", "LWS_WORKER_INDEX"), address)
+    command = _runner(spec, target, ("--node-rank-from", "LWS_WORKER_INDEX"), address)
     template = {"metadata": {"labels": _labels(target)}, "spec": pod_spec(spec, target, command)}
     group = {"size": spec.nodes, "restartPolicy": "RecreateGroupOnPodRestart", "workerTemplate": template}
     body = {"replicas": 1, "leaderWorkerTemplate": group}
@@ -133,7 +133,7 @@ def pytorchjob(spec: LaunchSpec, target: Target) -> dict:
     address = ("--master-addr", spec.rendezvous.address)
     if not spec.rendezvous.address:
         address = ("--master-addr-from", "MASTER_ADDR")
-    command = _agent(spec, target, ("--node-rank-from", "RANK"), address)
+    command = _runner(spec, target, ("--node-rank-from", "RANK"), address)
     pod = pod_spec(spec, target, command, "pytorch")
     pod["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": spec.port}]
     template = {"metadata": {"labels": _labels(target)}, "spec": pod}

@@ -22,7 +22,7 @@ def node_argv(
     log_dir: str,
     watch_stdin: bool = True,
 ) -> tuple[str, ...]:
-    """argv of the node agent. ``rank`` and ``address`` are options with their value, such as ``--node-rank 1`` or
+    """argv of the node runner. ``rank`` and ``address`` are options with their value, such as ``--node-rank 1`` or
     ``--node-rank-from SLURM_NODEID``."""
     argv = [python, "-m", "magi_attention.launch.node", "--run-id", target.run_id]
     argv += ["--nodes", str(spec.nodes), *rank, "--ranks-per-node", str(spec.ranks_per_node)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine ``slurm``: one sbatch script per run; srun starts the agent once per node, in a container by pyxis."""
+"""Engine ``slurm``: one sbatch script per run; srun starts the runner once per node, in a container by pyxis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def directives(spec: LaunchSpec, target: Target) -> list[str]:
 
 
 def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
-    """srun of one agent per node; the first that fails ends the others."""
+    """srun of one runner per node; the first that fails ends the others."""
     argv = ["srun", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1"]
     argv += ["--kill-on-bad-exit=1", "--unbuffered"]
     if spec.container.image:
@@ -58,7 +58,7 @@ def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
 def script(spec: LaunchSpec, target: Target) -> str:
     """The sbatch script. Node 0 is found on the batch host, where scontrol is, and never guessed."""
     head = shlex.quote(spec.rendezvous.address) if spec.rendezvous.address else ""
-    agent = node_argv(
+    runner = node_argv(
         spec,
         target,
         spec.python or ("python" if spec.container.image else "python3"),
@@ -77,7 +77,7 @@ def script(spec: LaunchSpec, target: Target) -> str:
         lines.append('[[ -n "${head}" ]] || { echo "Slurm named no host for this job." >&2; exit 2; }')
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     lines.append(f"export {MARK}={shlex.quote(target.run_id)}")
-    command = shlex.join([*srun_argv(spec, target), *agent]).replace("@HEAD@", '"${head}"')
+    command = shlex.join([*srun_argv(spec, target), *runner]).replace("@HEAD@", '"${head}"')
     return "\n".join([*lines, "", command, ""])
 
 
