@@ -2,7 +2,8 @@
 """Builds the native libraries while the package is installed; all metadata lives in pyproject.toml.
 
 The work is done by ``magi_attention.native.build``, which needs neither torch nor a GPU. Without a compiler the
-package installs all the same, as pure Python, and one line says what was left out and why. Switches:
+package installs all the same, as pure Python, and one line says what was left out and why; with one, sources that do
+not compile fail the installation. Switches:
 MAGI_ATTENTION_SKIP_CUDA_BUILD=1 builds nothing, MAGI_ATTENTION_PREBUILD_FFA=0 leaves out the attention kernels.
 """
 
@@ -10,10 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build as build_command
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # an isolated build starts without the source folder
@@ -33,10 +36,7 @@ def can_compile() -> bool:
 
 
 def build_native() -> None:
-    """Puts what can be built into magi_attention/lib. A missing tool is no error; sources that fail to compile are.
-
-    In an editable install setuptools turns that error into a warning.
-    """
+    """Puts what can be built into magi_attention/lib. A missing tool is no error; sources that fail to compile are."""
     if env.is_skip_cuda_build():
         say("native libraries were not built, because MAGI_ATTENTION_SKIP_CUDA_BUILD=1.")
         return
@@ -55,16 +55,64 @@ def build_native() -> None:
         except BuildError as error:
             say(f"{name} library was not built. {error}")
             continue
-        # No guard: with another compiler than ours, slow kernels are better than none. It prints a warning.
-        for built in build.build_all(name, guard=False):
-            say(f"built {built.path.name}, {len(built.units)} objects in {built.seconds:.0f} s.")
+        try:
+            # No guard: with another compiler than ours, slow kernels are better than none. It prints a warning.
+            for built in build.build_all(name, guard=False):
+                say(f"built {built.path.name}, {len(built.units)} objects in {built.seconds:.0f} s.")
+        except BuildError as error:
+            say(str(error))  # with all that the compiler said; the reason at the end is what pip shows last
+            raise CompileError(_why_failed(name)) from None
 
 
-class BuildPy(build_py):
-    """Compiles first; a wheel also gets the libraries and, for kernels compiled at run time, the sources."""
+def _why_failed(name: str) -> str:
+    if name == "ffa":
+        remedy = (
+            f"use another CUDA toolkit than that of {toolchain.find_nvcc()}, by CUDA_HOME, or set "
+            "MAGI_ATTENTION_PREBUILD_FFA=0 to install without the attention kernels."
+        )
+    else:
+        remedy = (
+            f"name another C++17 compiler than {shutil.which(env.cxx())} in CXX, or set "
+            "MAGI_ATTENTION_SKIP_CUDA_BUILD=1 to install as pure Python."
+        )
+    return f"the {name} library does not compile, for the reason above, so nothing was installed; {remedy}"
+
+
+class BuildNative(Command):
+    """A step of its own before ``build_py``, because in an editable install errors of that one are mere warnings.
+
+    It has outputs in no wheel; ``build_py`` puts the libraries there.
+    """
+
+    description = "compile the native libraries into magi_attention/lib"
+    user_options: list = []
+    editable_mode = False
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
 
     def run(self) -> None:
         build_native()
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class Build(build_command):
+    sub_commands = [("build_native", None), *build_command.sub_commands]
+
+
+class BuildPy(build_py):
+    """A wheel also gets the libraries that ``build_native`` made and, for kernels compiled at run time, the sources."""
+
+    def run(self) -> None:
         super().run()
         if self.editable_mode:
             return  # the package is used where it lies, and so are its lib and csrc
@@ -105,7 +153,7 @@ def tools_to_fetch() -> list[str]:
 
 
 setup(
-    cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
+    cmdclass={"build": Build, "build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel},
     distclass=MaybeNative,
     setup_requires=tools_to_fetch(),
 )

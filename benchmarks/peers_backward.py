@@ -22,10 +22,10 @@ MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Ca
 class OurGradients:
     """``backward_final`` of our backend, with ``is_both`` after a ``forward_final`` in the same call."""
 
-    def __init__(self, q, k, v, dout, case: Case, is_both: bool) -> None:
+    def __init__(self, q, k, v, dout, case: Case, is_both: bool, deterministic: bool = False) -> None:
         self._backend = our_backend()
         self._tensors, self._dout, self._slices = (q, k, v), dout, case.mask.slices
-        self._options = AttnOptions(q.shape[2] ** -0.5)
+        self._options = AttnOptions(q.shape[2] ** -0.5, deterministic=deterministic)
         self._final = None if is_both else self._forward()
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,8 +44,8 @@ class OurGradients:
         return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
 
 
-def ours(is_both: bool) -> MakeGrads:
-    return lambda q, k, v, dout, case: OurGradients(q, k, v, dout, case, is_both)
+def ours(is_both: bool, deterministic: bool = False) -> MakeGrads:
+    return lambda q, k, v, dout, case: OurGradients(q, k, v, dout, case, is_both, deterministic)
 
 
 def by_autograd(make: Make, is_both: bool) -> MakeGrads:
@@ -68,5 +68,7 @@ def by_autograd(make: Make, is_both: bool) -> MakeGrads:
 
 
 def gradient_makers(makers: Mapping[str, Make], is_both: bool) -> dict[str, MakeGrads]:
-    """Of each forward in ``makers`` the gradients; ``"magi"`` is ours."""
-    return {n: ours(is_both) if n == "magi" else by_autograd(make, is_both) for n, make in makers.items()}
+    """Of each forward in ``makers`` the gradients; ours is ``"magi"``, and ``"magi_det"`` with ``deterministic``."""
+    grads = {n: by_autograd(make, is_both) for n, make in makers.items() if n != "magi"}
+    mine = {"magi": ours(is_both), "magi_det": ours(is_both, deterministic=True)} if "magi" in makers else {}
+    return mine | grads

@@ -29,9 +29,9 @@ def is_build_debug() -> bool:
     return registry.get("MAGI_ATTENTION_BUILD_DEBUG")
 
 
-def nvcc_threads() -> int:
-    """Threads of one nvcc process, 4 if unset."""
-    return registry.get("NVCC_THREADS")
+def nvcc_threads(unset: int = 4) -> int:
+    """Threads of one nvcc process, ``unset`` if the variable is not set."""
+    return registry.get("NVCC_THREADS") if registry.is_set("NVCC_THREADS") else unset
 
 
 def max_jobs() -> int | None:

@@ -118,12 +118,12 @@ _COMMUNICATION = (
     _choice("DSINK_ALL_REDUCE_OP", _C, "Reduction of the sink gradient.", "none", ("none", "sum", "avg")),
 )
 _KERNELS = (
-    _flag("NO_BUILD_CACHE", _J, "Do not memoise loaded kernel modules."),
+    _flag("NO_BUILD_CACHE", _J, "Do not memoise loaded kernel modules: each call looks its kernel up."),
     _text(PREFIX + "WORKSPACE_BASE", _J, "Folder that holds .cache/magi_attention; home if unset."),
     _flag("FORCE_JIT_BUILD", _J, "Ignore kernels compiled ahead and cached ones."),
     _flag("BUILD_VERBOSE", _J, "Show compiler output."),
     _flag("BUILD_DEBUG", _J, "Debug symbols, keep intermediate files."),
-    _int("NVCC_THREADS", _J, "Threads of one nvcc.", 4, 1),
+    _int("NVCC_THREADS", _J, "nvcc --threads; 2 if unset when building ahead.", 4, 1),
     _int("MAX_JOBS", _J, "Compilations at a time.", None, 1),
     _text(PREFIX + "FFA_FA4_CACHE_DIR", _J, "Precompiled FA4 kernels.", has_effect=False),
 )

@@ -18,18 +18,18 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_bwd import BackwardCalls, Operands
+from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
     DTYPES,
     MAX_HEAD_DIM,
-    MAX_PREPARED,
     CudaRuntime,
     check_buffer,
     check_shapes,
     dense,
-    library_for,
     log_copy,
     minus_inf,
     odd_strides,
+    remember,
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
@@ -59,8 +59,9 @@ class _Prepared:
 
 
 class FfaBackend:
-    """Forward and backward by the CUDA kernels of one library.
+    """Forward and backward by the CUDA kernels of ``library``, by default the one built ahead.
 
+    Kernels that it lacks are compiled at first use, where that is possible (``FfaLibraries``).
     ``host_planning`` plans masks given as tensors on the host, which waits for the device but checks every range;
     by default the device plans and the ranges are trusted, unless the bound of the plan is above
     ``DEVICE_PLAN_BYTES``. What an instance keeps are memos: prepared calls,
@@ -72,12 +73,17 @@ class FfaBackend:
     def __init__(
         self, library: FfaLibrary | None = None, runtime: CudaRuntime | None = None, host_planning: bool = False
     ) -> None:
-        self.library = FfaLibrary.ahead() if library is None else library
+        self._libraries = FfaLibraries.find() if library is None else FfaLibraries(library)
         self._runtime = runtime
         self._prepared: dict[tuple, _Prepared] = {}
         self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
-        self._range_plans = RangePlans(self.library, host_planning)
-        self._backward = BackwardCalls(self.library, self._range_plans)
+        self._range_plans = RangePlans(self._libraries, host_planning)
+        self._backward = BackwardCalls(self._libraries, self._range_plans)
+
+    @property
+    def library(self) -> FfaLibrary:
+        """Any library at hand, for what does not depend on the kernels in it: tiles and planners."""
+        return self._libraries.at_hand
 
     @property
     def runtime(self) -> CudaRuntime:
@@ -106,9 +112,8 @@ class FfaBackend:
             return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
         if not p.options.softmax_scale > 0:
             return f"softmax_scale is {p.options.softmax_scale}; the CUDA kernels need a positive one."
-        if p.needs_backward and p.options.deterministic:
-            return "The CUDA backward sums dq in no fixed order, and deterministic gradients are asked for."
-        return None
+        kinds = ("fwd", "bwd") if p.needs_backward else ("fwd",)
+        return self._libraries.why_not(kinds, p.dtype, p.head_dim, p.head_dim_v)
 
     def forward(
         self,
@@ -270,7 +275,7 @@ class FfaBackend:
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         check_shapes(q, k, v)
         tokens, heads, dim = q.shape
-        library = library_for(self.library, "fwd", q.dtype, dim, v.shape[2])
+        library = self._libraries.get("fwd", q.dtype, dim, v.shape[2])
         tile = library.tile(heads, k.shape[1], dim, v.shape[2])
         out_dtype = q.dtype if out_dtype is None else out_dtype
         out_shape, lse_shape = (tokens, heads, v.shape[2]), (tokens, heads)
@@ -292,9 +297,7 @@ class FfaBackend:
             library, prefix, workspace_bytes, PlanShape(tokens, k.shape[0], tile), out_like.expand(out_shape),
             lse_like.expand(lse_shape), q.device, is_empty or bool(odd), options,
         )  # fmt: skip
-        if len(self._prepared) >= MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = prepared
+        remember(self._prepared, key, prepared)
         return prepared
 
     def _run_empty(self, q, k, v, options, sink, into, out_dtype, call: _Prepared) -> Final:

@@ -2,9 +2,10 @@
 """Backward launches of the CUDA kernels: gradients from the inputs, out, lse and the gradient of out.
 
 The plan is that of the transposed mask. dk and dv are written once by whoever owns the keys; dq is summed in
-float32 in the workspace, in no fixed order. The workspace holds that sum, as many floats as q has values on padded
-heads, so it is taken from torch's allocator for each call and given back, not kept. As in the forward, what depends
-on shapes alone is prepared once, and layouts that the copy engine cannot follow are copied.
+float32 in the workspace, in no fixed order unless ``deterministic`` is asked for. The workspace holds that sum, as
+many floats as q has values on padded heads, so it is taken from torch's allocator for each call and given back, not
+kept. As in the forward, what depends on shapes alone is prepared once, and layouts that the copy engine cannot
+follow are copied.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
 from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
+from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
     DTYPES,
-    MAX_PREPARED,
     CudaRuntime,
     check_buffer,
     check_shapes,
     dense,
-    library_for,
     log_copy,
     odd_strides,
+    remember,
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
@@ -71,10 +72,10 @@ class _Prepared:
 
 
 class BackwardCalls:
-    """Runs backwards with one kernel library; what it keeps are prepared parameter blocks."""
+    """Runs backwards; what it keeps are prepared parameter blocks."""
 
-    def __init__(self, library: FfaLibrary, plans: RangePlans) -> None:
-        self._library = library
+    def __init__(self, libraries: FfaLibraries, plans: RangePlans) -> None:
+        self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
 
@@ -126,18 +127,17 @@ class BackwardCalls:
 
     def _prepare(self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype) -> _Prepared:
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
-        if options.deterministic:
-            raise UnsupportedError("The CUDA backward sums dq in no fixed order; use backend 'sdpa_ol' or 'sdpa'.")
         _check(x)
         q, k, v = x.q, x.k, x.v
         (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
-        library = library_for(self._library, "bwd", q.dtype, dim, dim_v)
+        library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
         prefix, workspace_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
+            softcap=options.softcap, deterministic=int(options.deterministic),
+            **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
@@ -150,9 +150,7 @@ class BackwardCalls:
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
-        if len(self._prepared) >= MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = prepared
+        remember(self._prepared, key, prepared)
         return prepared
 
 

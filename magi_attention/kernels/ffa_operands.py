@@ -12,7 +12,6 @@ import torch
 from magi_attention.env import build as env
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
-from magi_attention.native.ffa import FfaLibrary
 
 _log = logging.getLogger("magi_attention.kernels")
 
@@ -38,17 +37,13 @@ class CudaRuntime:
         return torch.cuda.device(index)
 
 
-def library_for(ahead: FfaLibrary, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> FfaLibrary:
-    """The library built ahead, or with MAGI_ATTENTION_FORCE_JIT_BUILD=1 one compiled for these head dims.
-
-    ``kind`` is "fwd" or "bwd".
-    """
-    if not env.is_force_jit_build():
-        return ahead
-    from magi_attention.native import jit  # the compiler drivers, which a training run does not need
-
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return FfaLibrary(jit.load_variant(name, head_dim, head_dim_v, kind=kind))
+def remember(memo: dict[tuple, Any], key: tuple, prepared: Any) -> None:
+    """Keeps a prepared call, unless the user wants the kernel library to be looked up for each call."""
+    if env.is_no_build_cache():
+        return
+    if len(memo) >= MAX_PREPARED:
+        memo.clear()
+    memo[key] = prepared
 
 
 def minus_inf(q: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.tables import table_from_tensors
-from magi_attention.native.ffa import FfaLibrary, FfaTile
+from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import device_plan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
@@ -63,10 +64,10 @@ def _state(mask: RangeTensors) -> tuple:
 
 
 class RangePlans:
-    """Makes and remembers plans for one kernel library. Those of range tensors go when a tensor of the mask does."""
+    """Makes and remembers plans. Those of range tensors go when a tensor of the mask does."""
 
-    def __init__(self, library: FfaLibrary, on_host: bool = False) -> None:
-        self._library = library
+    def __init__(self, libraries: FfaLibraries, on_host: bool = False) -> None:
+        self._libraries = libraries
         self._on_host = on_host
         self._entries: dict[tuple, _Entry] = {}
 
@@ -127,6 +128,7 @@ class RangePlans:
 
     def _on_device(self, mask: RangeTensors, shape: PlanShape, words: int, stream: int) -> torch.Tensor:
         num_slices, (rows, columns) = mask.q_ranges.shape[0], (shape.total_q, shape.total_k)
+        planner = self._libraries.at_hand  # every library has the same
         # Held until everything is launched.
         held = [None if x is None else x.to(torch.int32).contiguous() for x in mask]
         at = [None if x is None else x.data_ptr() for x in held]
@@ -134,10 +136,10 @@ class RangePlans:
             parts = torch.empty(15 * num_slices, dtype=torch.int32, device=mask.q_ranges.device)
             first = parts.data_ptr()
             to = (first, first + 24 * num_slices, first + 48 * num_slices)  # (3n, 2), (3n, 2), (3n,) words of 4 bytes
-            self._library.transpose_on_device(*at, num_slices, rows, columns, *to, stream)  # type: ignore[arg-type]
+            planner.transpose_on_device(*at, num_slices, rows, columns, *to, stream)  # type: ignore[arg-type]
             at, num_slices, rows, columns = [*to], 3 * num_slices, columns, rows
         plan = torch.empty(words, dtype=torch.int32, device=mask.q_ranges.device)
-        self._library.plan_on_device(
+        planner.plan_on_device(
             *at, num_slices, rows, columns, shape.tile, plan.data_ptr(), words, stream,  # type: ignore[arg-type]
         )  # fmt: skip
         return plan

@@ -87,7 +87,7 @@ class KnownCalls:
 
     ``result`` is a class without constructor logic, of which one is made per call, with attributes ``lse`` and
     ``max_logits``. ``prepare`` gets all arguments by name and gives a ``PreparedCall``, or None. ``is_wanted`` says
-    whether there is a kernel library at all; native code is loaded at the first call of ``remember`` if so.
+    whether there is a kernel backend at all; native code is loaded at the first call of ``remember`` if so.
     ``watched`` are the environment variables that ``prepare`` depends on, ``ignored`` parameters that never change a
     launch.
     """

@@ -102,7 +102,8 @@ def _warn_once(reason: str) -> None:
 def default_registry() -> Registry:
     """The backends of this build. Immutable, so that all callers share one.
 
-    Loads the kernel library, if there is one, which touches no GPU.
+    Loads the kernel library built ahead, if there is one, which touches no GPU. Without one "ffa" is in the list all
+    the same, because its kernels may be compiled at first use.
     """
     absent = [("fa4", "The FlashAttention-4 adaptor is not installed in this build.")]
     backends: tuple[Backend, ...] = (SdpaOnlineBackend(), SdpaBackend())

@@ -54,7 +54,7 @@ def _kernels() -> FfaBackend | None:
 
 
 def has_kernels() -> bool:
-    """Is there a library of CUDA kernels, and a torch that could launch them?"""
+    """Is there a backend of CUDA kernels, and a torch that could launch them?"""
     backend = _kernels()
     return backend is not None and backend.has_runtime
 

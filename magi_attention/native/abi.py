@@ -8,11 +8,12 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)
+FWD, BWD = range(2)
 
 LAYER_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
 
@@ -113,7 +114,7 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int32) for name in _BWD_INTS),
         ("softmax_scale", c_float),
         ("softcap", c_float),
-        ("reserved", c_int32),
+        ("deterministic", c_int32),
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
@@ -139,6 +140,7 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
 }
 FFA_FUNCTIONS: Functions = {
+    "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),

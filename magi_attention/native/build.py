@@ -89,16 +89,20 @@ def planner_job(csrc: Path) -> Job:
     return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], [cxx, "-shared"], _include(csrc))
 
 
-def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None) -> Job:
-    """The attention kernels of ``arch``; generates the instances. ``variants`` defaults to the manifest."""
+def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None) -> Job:
+    """The attention kernels of ``arch``; generates the instances. ``variants`` defaults to the manifest.
+
+    ``threads`` of each nvcc, which change no byte of the result, default to NVCC_THREADS or 2.
+    """
     nvcc = str(toolchain.require_nvcc())
+    threads = env.nvcc_threads(2) if threads is None else threads
     manifest = toolchain.load_manifest(csrc)
     folder = csrc / "ffa" / arch
     instances = manifest.write_instances(folder / "inst", manifest.MANIFEST if variants is None else variants)
     sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
     flags = toolchain.nvcc_flags(arch)
     link = [nvcc, "-shared", "-cudart", "static", toolchain.GENCODE[arch]]
-    return Job(f"ffa_{arch}", sources, [nvcc, *flags], link, _include(csrc))
+    return Job(f"ffa_{arch}", sources, [nvcc, *flags, f"--threads={threads}"], link, _include(csrc))
 
 
 def host_job(csrc: Path) -> Job:
@@ -220,7 +224,8 @@ def _run_ninja(ninja: Path, folder: Path, targets: list[str], jobs: int | None) 
     if env.is_build_verbose():
         print(done.stdout, flush=True)
     if done.returncode:
-        raise BuildError(f"Compilation failed in {folder}; correct the sources. The compiler said:\n{done.stdout}")
+        remedy = "correct the sources or use another compiler"
+        raise BuildError(f"Compilation failed in {folder}; {remedy}. The compiler said:\n{done.stdout}")
 
 
 def build_all(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from magi_attention.native import abi
 from magi_attention.native.loader import check, load
-from magi_attention.native.toolchain import FFA_SM90
+from magi_attention.native.toolchain import FFA_SM90, LIB, library_file
 
 
 class FfaTile(NamedTuple):
@@ -31,8 +31,18 @@ class FfaLibrary:
 
     @classmethod
     def ahead(cls) -> FfaLibrary:
-        """The library built ahead; ``UnsupportedError`` if there is none."""
+        """The library built ahead; ``UnsupportedError`` if there is none, or none that can be used."""
         return cls(load(FFA_SM90))
+
+    @staticmethod
+    def is_ahead() -> bool:
+        """Is a library built ahead, whether it can be used or not?"""
+        return (LIB / library_file(FFA_SM90)).is_file()
+
+    def has(self, kind: str, dtype: int, head_dim: int, head_dim_v: int) -> bool:
+        """Is there a kernel of ``kind`` "fwd" or "bwd" whose tile holds these head dims?"""
+        number = abi.FWD if kind == "fwd" else abi.BWD
+        return bool(self._library.magi_ffa_has_variant(number, dtype, head_dim, head_dim_v))
 
     def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
         """The tile that the kernel wants for these shapes."""

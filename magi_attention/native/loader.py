@@ -17,8 +17,10 @@ _FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS}
 _BUILD = "python -m magi_attention.native.build"
 
 
-def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
+def load(name: str, folder: Path | None = None, is_kept: bool = True) -> ctypes.CDLL:
     """The library ``"planner"`` or ``"ffa_sm90"`` of ``folder``, by default that of the package.
+
+    With ``is_kept`` one object for each is remembered.
 
     Functions have their argument types set. Loading touches no GPU: the CUDA runtime inside starts at the first
     launch.
@@ -26,10 +28,10 @@ def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
     Raises:
         UnsupportedError: it is not there, does not load, or has another ABI version; the text says what to do.
     """
-    return _load(name, LIB if folder is None else folder)
+    return (_load if is_kept else _load.__wrapped__)(name, LIB if folder is None else folder)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _load(name: str, folder: Path) -> ctypes.CDLL:
     path = folder / library_file(name)
     remedy = _remedy("planner" if name == PLANNER else "ffa")

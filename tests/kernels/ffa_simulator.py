@@ -115,6 +115,7 @@ class Simulator:
         self.tile_rows = tile_rows
         self.calls: list[abi.FfaFwdParams] = []
         self.backward_calls: list[abi.FfaBwdParams] = []
+        self.lacking: set[tuple[str, int, int]] = set()  # kind and head dims without a kernel
         self.transposed = 0
         self.plans_made = 0
         self.status = abi.OK
@@ -136,6 +137,9 @@ class Simulator:
         if self.error is not None:
             raise self.error
         check(self, status, what)
+
+    def has(self, kind: str, dtype: int, head_dim: int, head_dim_v: int) -> bool:
+        return (kind, head_dim, head_dim_v) not in self.lacking
 
     def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
         pack = heads_q // heads_kv

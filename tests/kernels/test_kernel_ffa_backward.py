@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import Anywhere, backend, close, inputs, planner_or_skip, tensors, truth
+from ffa_simulator import backend, close, inputs, planner_or_skip, tensors, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,8 +202,6 @@ def test_errors():
         with pytest.raises(kind, match="Attention backward: the simulator was told to fail"):
             ffa.backward(*case.tensors, case.slices, case.options)
     simulator.status = 0
-    with pytest.raises(UnsupportedError, match="no fixed order"):
-        ffa.backward(*case.tensors, case.slices, AttnOptions(0.3, deterministic=True))
     dout, q, k, v, out, lse = case.tensors
     bad = [
         (dout[1:], q, k, v, out, lse), (dout, q, k, v, out[..., :8], lse), (dout, q, k, v, out, lse[:, :3]),
@@ -307,11 +305,10 @@ def test_autograd_of_the_public_function(public, layout, softcap):
     assert simulator.plans_made == plans and q.grad is not None
 
 
-def test_deterministic_gradients_are_refused(public, monkeypatch):
-    ffa, simulator = public
-    refuse = lambda _, p: "no" if p.needs_backward and p.options.deterministic else None  # noqa: E731
-    monkeypatch.setattr(Anywhere, "why_not", refuse)
+@pytest.mark.parametrize("wish", (False, True))
+def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
+    _, simulator = public
     q, k, v = (x.requires_grad_() for x in inputs(16, 16))
-    out, _ = flex_flash_attn_func(q, k, v, *Mask.causal(16).slices.tensors(), deterministic=True)
+    out, _ = flex_flash_attn_func(q, k, v, *Mask.causal(16).slices.tensors(), deterministic=wish)
     out.sum().backward()
-    assert not simulator.calls and not simulator.backward_calls and q.grad is not None
+    assert [c.deterministic for c in simulator.backward_calls] == [int(wish)] and q.grad is not None

@@ -31,6 +31,8 @@ CONSTANTS = {
     "MAGI_BF16": abi.BF16,
     "MAGI_FP16": abi.FP16,
     "MAGI_FP32": abi.FP32,
+    "MAGI_FWD": abi.FWD,
+    "MAGI_BWD": abi.BWD,
 }
 
 

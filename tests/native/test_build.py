@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build on small source trees: increments, atomicity, locks, the guard, errors; the loader; the JIT."""
+"""The build on small source trees: increments, atomicity, locks, the guard, errors; the loader."""
 
 from __future__ import annotations
 
@@ -12,67 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from small_tree import HOST_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.native import abi, build, compile_report, jit, loader, toolchain
+from magi_attention.native import abi, build, compile_report, loader, toolchain
 
-ROOT = Path(__file__).resolve().parents[2]
-HOST_SOURCE = """
-#include "magi/abi.h"
-#include <cstdio>
-static int hidden_helper() { return 3; }
-extern "C" {
-int64_t magi_tile_plan_words(int32_t, int32_t, int64_t) { return hidden_helper(); }
-magi_status magi_tile_plan_host(const int32_t*, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t*, int64_t,
-                                int64_t*) { return MAGI_CAPACITY; }
-magi_status magi_tile_plan_check(const int32_t*, int64_t, const int32_t*, int64_t) { return MAGI_OK; }
-magi_status magi_tile_transpose_host(const int32_t*, int64_t, int32_t*) { return MAGI_OK; }
-const char* magi_last_error(void) { return "too small"; }
-int32_t magi_abi_version(void) { return VERSION; }
-int not_exported(void) { return 1; }
-}
-"""
-KERNEL_SOURCE = """
-#include "../../include/magi/abi.h"
-__global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) x[i] = SCALE; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
-#include "inst/variants.inc"
-#undef MAGI_VARIANT
-extern "C" {
-magi_status magi_ffa_fwd_tile(int32_t, int32_t, int32_t, int32_t, int32_t* t, int32_t* g, int32_t* p) {
-  *t = *g = *p = 2; return MAGI_OK; }
-magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params*, int64_t* bytes) { *bytes = 16; return MAGI_OK; }
-magi_status magi_ffa_bwd_tile(int32_t, int32_t, int32_t* t, int32_t* g) { *t = *g = 2; return MAGI_OK; }
-magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params*, int64_t* bytes) { *bytes = 32; return MAGI_OK; }
-}
-template <class A> magi_status call(magi_status (*f)(const A*), const A* p) { return f(p); }
-template <class A, class B> magi_status call(magi_status (*)(const A*), const B*) { return MAGI_CAPACITY; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) call(SYMBOL, p),
-template <class P> magi_status first(const P* p) {
-  for (magi_status s : {
-#include "inst/variants.inc"
-  }) if (s != MAGI_CAPACITY) return s;
-  return MAGI_INVALID_ARGUMENT; }
-extern "C" {
-magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) { return first(p); }
-magi_status magi_ffa_bwd(const magi_ffa_bwd_params* p) { return first(p); }
-magi_status magi_tile_transpose_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t,
-                                       int32_t*, int32_t*, int32_t*, void*) { return MAGI_OK; }
-magi_status magi_tile_plan_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t,
-                                  int32_t, int32_t*, int64_t, void*) { return MAGI_OK; }
-const char* magi_last_error(void) { return ""; }
-int32_t magi_abi_version(void) { return MAGI_ABI_VERSION; }
-}
-"""
-LAUNCH_SOURCE = """
-#include "../../include/magi/abi.h"
-namespace magi { struct bf16 {}; struct fp16 {}; }
-template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
-#define MAGI_FFA_KIND_INSTANCE(TYPE, D, DV, STEM)                                       \\
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_KIND_params* p) {               \\
-    if (p->version < 0) twice<D><<<1, 32>>>((float*)p->out);                            \\
-    return (magi_status)(D == 64 ? MAGI_UNSUPPORTED : MAGI_OK); }
-"""
 SPILLING_KERNEL = """
 __global__ void __launch_bounds__(1024, 2) greedy(float* x) {
   float a[96];
@@ -88,32 +32,6 @@ __global__ void __launch_bounds__(1024, 2) greedy(float* x) {
   }
 }
 """
-
-
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    """A checkout with the real header and manifest and trivial sources."""
-    csrc = tmp_path / "tree with space" / "csrc"
-    for name in ("include/magi/abi.h", "ffa/variants.py"):
-        target = csrc / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((ROOT / "csrc" / name).read_text())
-    (csrc / "planner").mkdir()
-    (csrc / "planner" / "plan.cpp").write_text(HOST_SOURCE.replace("VERSION", str(abi.ABI_VERSION)))
-    (csrc / "ffa" / "sm90").mkdir()
-    (csrc / "ffa" / "sm90" / "main.cu").write_text(KERNEL_SOURCE.replace("SCALE", "2.f"))
-    for kind in ("fwd", "bwd"):
-        text = LAUNCH_SOURCE.replace("FFA_KIND", f"FFA_{kind.upper()}").replace("KIND", kind)
-        (csrc / "ffa" / "sm90" / f"{kind}_launch.cuh").write_text(text)
-    return csrc
-
-
-def need(*finders) -> None:
-    for find in finders:
-        try:
-            find()
-        except BuildError as error:
-            pytest.skip(str(error))
 
 
 def build_planner(tree: Path, **kwargs) -> build.Built:
@@ -300,31 +218,6 @@ def test_cuda_library_guard_and_report(tree, tmp_path):
     with pytest.raises(BuildError, match="main: [0-9]+ bytes of register spills in .*greedy"):
         build.build_all("ffa", variants=["fwd_bf16_d64_dv64"], lib=lib, csrc=tree)
     assert built.path.read_bytes() == before
-
-
-def test_jit_caches_by_source(tree, tmp_path, monkeypatch):
-    need(toolchain.require_nvcc, toolchain.require_ninja)
-    monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path / "base"))
-    variant = jit.variant_for("fp16", 72, 40, tree)
-    assert variant.stem == "fwd_fp16_d128_dv64"
-    folder = jit.cache_folder(tree)
-    assert folder.parent == tmp_path / "base" / ".cache" / "magi_attention" and not (tmp_path / "base").exists()
-    assert folder.name.startswith(f"{abi.ABI_VERSION}-")
-    lib = jit.compile_variant(variant, tree)
-    library = lib / "libmagi_ffa_sm90.so"
-    assert loader.load("ffa_sm90", lib).magi_ffa_fwd(bytes(ctypes.sizeof(abi.FfaFwdParams))) == abi.OK
-    assert not (tree / "ffa" / "sm90" / "inst").exists()  # the checkout is left alone
-    stamp = library.stat().st_mtime_ns
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    assert jit.compile_variant(variant, tree) == lib and library.stat().st_mtime_ns == stamp
-    (tree / "ffa" / "sm90" / "main.cu").write_text(KERNEL_SOURCE.replace("SCALE", "3.f"))
-    assert jit.cache_folder(tree) != folder
-    with pytest.raises(BuildError, match="nvcc"):
-        jit.compile_variant(variant, tree)
-    for dims, square in (((72, 40), 128), ((8, 64), 64), ((192, 128), 256), ((128, 136), 256)):
-        assert jit.variant_for("bf16", *dims, tree, kind="bwd").stem == f"bwd_bf16_d{square}_dv{square}"
-    with pytest.raises(BuildError, match="up to 256"):
-        jit.variant_for("bf16", 264, 64, tree)
 
 
 def test_command_line(monkeypatch, capsys, tmp_path, tree):

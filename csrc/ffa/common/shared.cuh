@@ -19,6 +19,10 @@ __device__ __forceinline__ void sts_int(uint32_t address, int a) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }
 
+__device__ __forceinline__ void sts_int2(uint32_t address, int a, int b) {
+  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
 __device__ __forceinline__ void sts_int4(uint32_t address, int a, int b, int c, int d) {
   asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

@@ -17,8 +17,6 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     mbar_wait(smem.unit_full(worker.turns().unit_slot()), worker.turns().unit_phase());
     const int4 unit = lds_int4(smem.unit(worker.turns().unit_slot()));
     if (uniform(unit.x) < 0) break;
-    const BwdPart<C> part = BwdPart<C>::of_word(uniform(unit.w));
-    const int pass = C::kPasses > 1 ? part.pass : 0;
 #pragma unroll
     for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
     mbar_wait(smem.kv_full(), worker.turns().kv_phase());
@@ -27,9 +25,9 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
     if (uniform(unit.z) > 0) {
       mbar_wait(smem.q_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
-      uint32_t rest_of = worker.dq_block(pass);  // nothing yet, but an address is needed
-      while (worker.step(dk, dv, rest, rest_of, pass)) {}
-      worker.add_rest(rest, rest_of);
+      uint32_t rest_of = C::kOrdered ? 0 : worker.dq_block();  // nothing yet, but an address is needed
+      while (worker.step(dk, dv, rest, rest_of)) {}
+      if constexpr (!C::kOrdered) worker.add_rest(rest, rest_of);
     }
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
@@ -59,18 +57,11 @@ __device__ void write_nan_grads(const BwdKernelParams& p) {
   }
 }
 
-// Whether the plan is complete and made for these sizes.
-__device__ __forceinline__ bool bwd_plan_fits(const int32_t* plan, int total_q, int total_k, int keys) {
-  const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
-  return header.status == 0 && header.total_q == total_k && header.total_k == total_q && header.tile_tokens == keys &&
-         header.num_groups == 2;
-}
-
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant__ BwdKernelParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   start_next_kernel();
-  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k, C::kKeys)) {
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
     return;

@@ -6,40 +6,50 @@
 
 namespace magi {
 
-template <typename T_, int kD_, bool kCapped_>
+constexpr int kTileKeys = 128;   // of a tile: 64 for each consumer warpgroup
+constexpr int kQueryBlock = 64;  // queries
+
+template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
+  // dq is summed in an order that does not depend on time: see bwd_turns.cuh.
+  static constexpr bool kOrdered = kOrdered_;
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
-  static constexpr int kKeys = 64 * kGroups;
-  static constexpr int kQueries = 64;  // queries of a step
+  static constexpr int kKeys = kTileKeys;
+  static constexpr int kQueries = kQueryBlock;  // queries of a step
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
-  static constexpr int kStages = kD <= 128 ? 3 : 1;     // of Q and dO
+  static constexpr int kStages = kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kOrdered && kD == 64 ? 232 : 240;
+  static constexpr int kProducerRegisters = kOrdered && kD == 64 ? 40 : 24;
 
   static constexpr uint32_t kKeyBytes = kKeys * kD * 2;  // of K, and of V
   static constexpr uint32_t kQueryBytes = kQueries * kD * 2;  // of a stage of Q, and of dO
   static constexpr uint32_t kStatBytes = kQueries * 8;        // 64 offsets, 64 deltas
   static constexpr uint32_t kDsBytes = kQueries * kKeys * 2;
+  // In order dq leaves by way of shared memory. Wide heads have room for it only where dS was.
+  static constexpr uint32_t kDqBytes = kQueries * kDqColumns * 4;  // of one warpgroup
+  static constexpr bool kDqOverDs = kOrdered && kD > 128;
   // Offsets from the 1024-byte aligned start.
   static constexpr uint32_t kKAt = 0;
   static constexpr uint32_t kVAt = kKAt + kKeyBytes;
   static constexpr uint32_t kQAt = kVAt + kKeyBytes;
   static constexpr uint32_t kDoAt = kQAt + kStages * kQueryBytes;
   static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;  // two slots
-  static constexpr uint32_t kStatsAt = kDsAt + 2 * kDsBytes;
+  static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + 2 * kDsBytes;  // one for each warpgroup
+  static constexpr uint32_t kStatsAt = kDsAt + 2 * kDsBytes + (kOrdered && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr int kBarriers = 12 + 6 * kStages;
+  static constexpr int kBarriers = (kOrdered ? 14 : 12) + 6 * kStages;
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
-  static constexpr uint32_t kLayersAt = kStepsAt + 16 * kStages;
+  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage
+  static constexpr uint32_t kLayersAt = (kTurnsAt + (kOrdered ? 8 * kStages : 0) + 15) / 16 * 16;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
@@ -49,6 +59,8 @@ struct BwdConfig {
 // Of the sum that becomes dq, in float32: blocks of 64 queries x 64 columns of one head, each in the order in which an
 // accumulator lies in the registers of a warpgroup, so that whole lines are added.
 constexpr int kDqBlockFloats = 64 * 64;
+constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
+constexpr int kMaxTimed = 1024;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
 

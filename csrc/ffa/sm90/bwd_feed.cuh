@@ -9,6 +9,8 @@
 #include "../common/shared.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
+#include "bwd_plan.cuh"
+#include "bwd_turns.cuh"
 #include "schedule.cuh"
 
 namespace magi {
@@ -54,6 +56,12 @@ struct BwdSmem {
   // than the layer's slot on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
+  // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
+  __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
+  __device__ uint32_t dq() const { return base + C::kDqAt; }
+  __device__ uint32_t dq_full() const { return bar(12 + 6 * C::kStages); }
+  __device__ uint32_t dq_empty() const { return bar(13 + 6 * C::kStages); }
+
   // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
   __device__ void init_barriers(bool clears) const {
     for (uint32_t s = 0; s < 2; ++s) {
@@ -66,6 +74,10 @@ struct BwdSmem {
     mbar_init(kv_full(), 1);
     mbar_init(kv_empty(), C::kGroups);
     mbar_init(issued(), 1);
+    if constexpr (C::kOrdered) {
+      mbar_init(dq_full(), C::kConsumerWarps);
+      mbar_init(dq_empty(), 1);
+    }
     for (uint32_t s = 0; s < C::kStages; ++s) {
       mbar_init(q_full(s), clears ? 32 : 1);
       mbar_init(q_empty(s), C::kConsumerWarps);
@@ -78,46 +90,16 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a unit: which query heads, which columns, and whether it starts when others are on their way.
+// Fourth word of a unit: which query heads, which columns, and how it walks its layers.
 template <typename C>
 struct BwdPart {
   int32_t heads, pass;
-  bool late;
-  __device__ static BwdPart of_word(int32_t word) {
-    return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses, (word >> 16) != 0};
-  }
+  __device__ static BwdPart of_word(int32_t word) { return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses}; }
 };
+constexpr int kWayBit = 16, kByHeadBit = 18;
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
 constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
-
-// The order in which a unit takes the blocks of queries of a layer. They lie on a grid that all tiles share, because their
-// dq is summed. What CTAs do at the same time should be the same blocks, which are then in L2. Under a causal mask tile i of
-// n sees the blocks from i on. Let a CTA that starts early take as many from the end, backwards, as it has none at the
-// start, then the rest forwards; and one that starts when a long tile is done, so with a short one, all forwards. Then at
-// time t every CTA is at block t or at block n - t.
-template <typename C>
-struct BlockOrder {
-  int block;
-  uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
-
-  __device__ __forceinline__ BlockOrder(int2 visit, bool late) {
-    const int first = visit.x / C::kQueries, end = (visit.y + C::kQueries - 1) / C::kQueries;
-    const int backwards = late ? 0 : min(first, end - first);
-    count = end - first | backwards << 16;
-    block = backwards > 0 ? end - 1 : first;
-  }
-  __device__ __forceinline__ int left() const { return count & 0xffff; }
-  __device__ __forceinline__ void step(uint32_t layer) {
-    --count;
-    if (count >> 16 == 0) {
-      ++block;
-      return;
-    }
-    count -= 1 << 16;
-    block = count >> 16 ? block - 1 : lds_int(layer) / C::kQueries;
-  }
-};
 
 // Whether a warpgroup needs a mask for a block: not all its keys see all of it.
 template <typename C>
@@ -126,22 +108,37 @@ __device__ __forceinline__ int needs_mask(uint32_t layer, int group, int block) 
   return block * C::kQueries < full.x || (block + 1) * C::kQueries > full.y ? kMasked : 0;
 }
 
+// In order, a unit may wait for those before it, so they are taken up in order too, whichever CTA starts first.
+template <typename C>
+__device__ __forceinline__ int next_unit(const BwdKernelParams& p) {
+  return atomicAdd(p.workspace, 1) + (C::kOrdered ? 0 : gridDim.x);
+}
+template <typename C>
+__device__ __forceinline__ int first_unit(const BwdKernelParams& p) {
+  return C::kOrdered ? next_unit<C>(p) : blockIdx.x;
+}
+
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
 // before have been issued: the look-ups then travel behind its last steps.
 template <typename C>
 __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < p.num_units; unit = atomicAdd(p.workspace, 1) + gridDim.x) {
+  for (int unit = first_unit<C>(p); unit < p.num_units; unit = next_unit<C>(p)) {
     mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
     int rank, head_unit;
     unit_coords(p, unit / p.unit_parts, &rank, &head_unit);
     const int tile = p.plan[plan.words_order + rank];
-    const int2 desc = *reinterpret_cast<const int2*>(p.plan + plan.words_tiles + 8 * tile +
-                                                     offsetof(magi_tile_desc, layer_begin) / 4);
-    const int late = unit % p.units_per_section >= gridDim.x ? 1 : 0;
-    publish_unit(p, smem, turns, tile, head_unit, desc, unit % p.unit_parts | late << 16, plan.words_records, C::kLayerBytes / 4);
+    const int2 desc = layers_of_tile(p.plan, tile);
+    Way way = unit % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly;
+    int by_head = 0;  // told for each layer
+    if constexpr (C::kOrdered) {
+      way = ordered_way(p.order[0], rank >= p.wave);
+      by_head = p.order[0] & kByHead ? 1 << kByHeadBit : 0;
+    }
+    publish_unit(p, smem, turns, tile, head_unit, desc, unit % p.unit_parts | static_cast<int>(way) << kWayBit | by_head,
+                 plan.words_records, C::kLayerBytes / 4);
     mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
   }
   publish_end(p, smem, turns);
@@ -161,14 +158,6 @@ __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t uni
   return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
 }
 
-// Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window. Tiles then
-// see different blocks at the same time, and what they share stays in L2 only as long as it is that of one head: such a
-// layer is walked once for each head, others once, each block for all heads.
-__device__ __forceinline__ bool is_banded(uint32_t layer) {
-  const int4 range = lds_int4(layer + 32);  // visit_lo, visit_hi, full_lo, full_hi of the first warpgroup
-  return range.z > range.x && range.w < range.y;
-}
-
 // One lane. Says what each step is, and copies its Q and stats.
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
@@ -181,11 +170,11 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const bool banded = is_banded(smem.layer(turns.layer_slot()));
+      const bool is_banded = !C::kOrdered && is_band(lds_int4(smem.layer(turns.layer_slot()) + 32));
+      auto by_head = [&] { return C::kOrdered ? (lds_int(smem.unit(turns.unit_slot()) + 12) >> kByHeadBit & 1) != 0 : is_banded; };
       int i = 0;
       do {
-        BlockOrder<C> order(lds_int2(smem.layer(turns.layer_slot())),
-                            BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).late);
+        BlockOrder order(smem.layer(turns.layer_slot()), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
 #pragma unroll 1
         for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
           do {
@@ -203,16 +192,58 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
             ring.advance();
-          } while (!banded && ++i < p.heads_per_part);
-          if (!banded) i = 0;
+          } while (!by_head() && ++i < p.heads_per_part);
+          if (!by_head()) i = 0;
         }
-      } while (banded && ++i < p.heads_per_part);
+      } while (by_head() && ++i < p.heads_per_part);
       mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
     }
     mbar_arrive(smem.issued());
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
+  }
+}
+
+// Copies dO of a step. The barrier it arrives at is that of Q as well where rows are cleared before they are handed over.
+template <typename C>
+__device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSmem<C>& smem, const Ring<C::kStages>& ring,
+                                          int first_query, int head, bool clears) {
+  mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
+  const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
+  if (!clears) mbar_expect(bar, C::kQueryBytes);
+  load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, first_query, head, kEvictLast);
+}
+
+// dO of all steps of a unit, and dq of each in its turn. The words of a step may be written anew when its Q has been used, which
+// is before its dq is added; so what that needs is kept elsewhere. Steps count as layers in `turns`.
+template <typename C>
+__device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns& turns,
+                                                 Ring<C::kStages>& ring) {
+  int ahead = 0, seen = -1;
+  bool ends = lds_int(smem.unit(turns.unit_slot()) + 8) == 0;
+#pragma unroll 1
+  while (!ends || ahead > 0) {
+    if (!ends && ahead < C::kStages) {
+      mbar_wait(smem.step_full(ring.slot), ring.phase);
+      const int4 step = lds_int4(smem.step(ring.slot));
+      copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, has_unseen(p));
+      const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
+      const int64_t row = static_cast<int64_t>(step.y / kQueryBlock) * p.num_tiles;
+      sts_int2(smem.turn(ring.slot), step.x * C::kPasses + pass, p.turns[row + lds_int(smem.unit(turns.unit_slot()))]);
+      ends = step.z & kUnitEnds;
+      ring.advance();
+      ++ahead;
+    } else {
+      mbar_wait(smem.dq_full(), turns.layer_slot());
+      turns.next_layer();
+      auto words_of = [&](int steps) {  // so many steps back
+        const int slot = static_cast<int>(ring.slot) - steps;
+        return smem.turn(slot < 0 ? slot + C::kStages : slot);
+      };
+      add_in_turn<C>(p, smem.dq(), smem.dq_empty(), words_of(ahead), ahead > 1 ? words_of(ahead - 1) : 0, seen);
+      --ahead;
+    }
   }
 }
 
@@ -234,15 +265,19 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
       load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
       load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
     }
+    if constexpr (C::kOrdered) {
+      copy_dout_add_dq<C>(p, smem, turns, ring);
+    } else {
 #pragma unroll 1
-    for (bool more = unit.z > 0; more; ring.advance()) {
-      mbar_wait(smem.step_full(ring.slot), ring.phase);
-      const int4 step = lds_int4(smem.step(ring.slot));
-      more = !(step.z & kUnitEnds);
-      mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
-      const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
-      if (!clears) mbar_expect(bar, C::kQueryBytes);
-      load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
+      for (bool more = unit.z > 0; more; ring.advance()) {
+        mbar_wait(smem.step_full(ring.slot), ring.phase);
+        const int4 step = lds_int4(smem.step(ring.slot));
+        more = !(step.z & kUnitEnds);
+        mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
+        const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
+        if (!clears) mbar_expect(bar, C::kQueryBytes);
+        load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
+      }
     }
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
@@ -320,7 +355,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const int blocks = BlockOrder<C>(lds_int2(smem.layer(turns.layer_slot())), false).left();
+      const int blocks = BlockOrder(smem.layer(turns.layer_slot()), Way::kForwards).left();
 #pragma unroll 1
       for (int i = clears ? p.heads_per_part * blocks : 0; i > 0; --i) {
         mbar_wait(smem.step_full(ring.slot), ring.phase);

@@ -29,12 +29,14 @@ magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, bytes;
+  int64_t stats, dq_sum, partials, turn_flags, order, turns, bytes;
 };
+
+inline int64_t bwd_tiles(const magi_ffa_bwd_params& a) { return (static_cast<int64_t>(a.total_k) + kTileKeys - 1) / kTileKeys; }
 
 template <typename C>
 int64_t bwd_tile_units(const magi_ffa_bwd_params& a) {
-  return (static_cast<int64_t>(a.total_k) + C::kKeys - 1) / C::kKeys * a.heads_kv * C::kPasses;
+  return bwd_tiles(a) * a.heads_kv * C::kPasses;
 }
 
 // Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor. The same
@@ -62,7 +64,10 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts) {
   w.stats = 4 * kBwdCounters;
   w.dq_sum = w.stats + 4 * kStatFloats * blocks;
   w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
-  w.bytes = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  w.turn_flags = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  w.order = w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0);
+  w.turns = w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a)) : 0);
+  w.bytes = w.turns + (a.deterministic ? 4 * bwd_tiles(a) * ((static_cast<int64_t>(a.total_q) + 63) / 64) : 0);
   return w;
 }
 
@@ -96,6 +101,9 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
   return encode_map(&k->dv_map, type, a.dv, {dv, tk, hk}, {row_v * a.heads_kv, row_v}, {64, 64, 1}, "dv");
 }
 
+// Multiprocessors that a call may use.
+inline int bwd_grid(const magi_ffa_bwd_params& a, int sms) { return sms - a.sm_margin > 1 ? sms - a.sm_margin : 1; }
+
 template <typename C>
 void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdRowParams* r) {
   k->head_parts = bwd_head_parts<C>(a, sms);
@@ -118,15 +126,22 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->heads_kv = k->head_units = a.heads_kv;
   k->head_dim = r->head_dim = a.head_dim;
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
-  k->num_tiles = static_cast<int32_t>((static_cast<int64_t>(a.total_k) + C::kKeys - 1) / C::kKeys);
+  k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
   // As many heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
   const int64_t tile_parts = static_cast<int64_t>(k->num_tiles) * k->head_parts;
   const int64_t heads = (2ll * sms + tile_parts / 2) / tile_parts;
   k->heads_per_section = heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int32_t>(heads) : a.heads_kv;
   k->unit_parts = k->head_parts * C::kPasses;
   k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
+  const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
+  k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
+  k->turn_flags = r->turn_flags = a.deterministic ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
+  r->turns = reinterpret_cast<int32_t*>(workspace + w.turns);
+  k->turns = r->turns;
+  k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
+  r->passes = C::kPasses;
   k->group = a.heads_q / a.heads_kv;
-  k->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
+  k->heads_per_part = r->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;
   r->accumulate = a.accumulate;
   k->grads_are_float = r->grads_are_float || split;
@@ -156,7 +171,7 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   if (units >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", static_cast<long long>(units));
   k.num_units = static_cast<int32_t>(units);
-  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int room = bwd_grid(a, sms);
   const int grid = units < room ? static_cast<int>(units) : room;
   return launch_behind(ffa_bwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k, "launching the backward kernel");
 }
@@ -194,12 +209,19 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   MAGI_RETURN(bwd_maps<C>(a, &k));
   const dim3 rows(k.query_blocks, k.heads_q);
   cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
-  bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
-  MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
-  if (k.has_softcap)
-    MAGI_RETURN((start_bwd<BwdConfig<T, kD, true>>(a, k, sms)));
+  if (a.deterministic) {
+    bwd_expect<kRowThreads><<<1, kRowThreads, 0, stream>>>(r);
+    MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the plan of the turns"));
+    MAGI_RETURN(launch_behind(bwd_prepare<T>, rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
+  } else {
+    bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
+    MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
+  }
+  if (a.deterministic)
+    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms))
+                              : (start_bwd<BwdConfig<T, kD, false, true>>(a, k, sms)));
   else
-    MAGI_RETURN(start_bwd<C>(a, k, sms));
+    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true>>(a, k, sms)) : start_bwd<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
 }

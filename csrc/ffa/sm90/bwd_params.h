@@ -15,6 +15,12 @@ struct BwdKernelParams {
   int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
   float* stats;         // kStatFloats per head and block of 64 queries
   float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
+  // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each tile, (block of 64
+  // queries, tile); and flags of the plan, then the expected start of each rank.
+  int32_t* turn_flags;
+  const int32_t* turns;
+  const int32_t* order;
+  int32_t wave;  // ranks of which all units can be in work at the same time
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;
@@ -46,6 +52,10 @@ struct BwdRowParams {
   int64_t out_stride_token, out_stride_head, dout_stride_token, dout_stride_head;
   int32_t total_q, total_k, query_blocks, heads_q, head_dim, head_dim_v;
   int32_t dim_blocks;     // of 64 columns in dq_sum
+  int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
+  int32_t* turns;
+  int32_t* order;
+  int32_t wave, heads_per_part, passes, num_tiles;
   int32_t grads_are_float, accumulate;
   float grad_scale;
 };

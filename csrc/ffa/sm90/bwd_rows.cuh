@@ -9,6 +9,7 @@
 #include "../common/barrier.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
+#include "bwd_turns.cuh"
 
 namespace magi {
 
@@ -56,6 +57,13 @@ __global__ void __launch_bounds__(kRowThreads) bwd_prepare(const BwdRowParams p)
   start_next_kernel();
   if (number == 0)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+  if (p.turn_flags != nullptr) {
+    if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
+    if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
+      wait_for_kernel_before();
+      assign_turns<kRowThreads>(p, block);
+    }
+  }
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * kDqBlockFloats);
   for (int i = threadIdx.x; i < p.dim_blocks * kDqBlockFloats / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -92,9 +100,7 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
   const int lane = thread % 32, matrix = lane / 8;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   wait_for_kernel_before();
-  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
-  const bool fits = plan.status == 0 && plan.total_q == p.total_k && plan.total_k == p.total_q;
-  const float factor = fits ? p.grad_scale : __int_as_float(0x7fffffff);
+  const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
   for (int d = group; d < p.dim_blocks; d += 2) {
     const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * kDqBlockFloats) + thread;
     float4 x[8];

@@ -40,7 +40,8 @@ struct StepWorker {
   using Dq = float[C::kDqColumns / 2];
   // Chunks of four values of dq that leave as soon as they are there, and values that wait until the next scores are being
   // multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow = C::kCapped ? C::kDqColumns / 8 : C::kDqColumns / 16, kRest = C::kDqColumns / 2 - 4 * kNow;
+  static constexpr int kNow = C::kCapped || C::kOrdered ? C::kDqColumns / 8 : C::kDqColumns / 16;
+  static constexpr int kRest = C::kDqColumns / 2 - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kFlying = !C::kCapped && C::kStages > 1;
   using DqRest = float[kRest > 0 ? kRest : 1];
@@ -54,6 +55,10 @@ struct StepWorker {
 
   __device__ __forceinline__ Turns turns() const { return Turns{flags >> 2 & 3}; }
   __device__ __forceinline__ void next_unit() { flags += 4; }
+  // Of the columns of dk, dv and dq; read where it is needed, for want of registers.
+  __device__ __forceinline__ int pass() const {
+    return C::kPasses > 1 ? BwdPart<C>::of_word(uniform(lds_int(smem.unit(turns().unit_slot()) + 12))).pass : 0;
+  }
 
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s) : p(params), smem(s) {}
 
@@ -71,17 +76,17 @@ struct StepWorker {
   }
 
   // dV += P^T dO, or dK += dS^T Q.
-  __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed, uint32_t queries, int pass) const {
+  __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed, uint32_t queries) const {
     using Mma = Wgmma<typename C::T, C::kOut, 1>;
-    const uint32_t b = uniform(operand_low(queries + pass * (C::kOut / 64) * C::kQueries * 128, C::kQueries * 128));
+    const uint32_t b = uniform(operand_low(queries + pass() * (C::kOut / 64) * C::kQueries * 128, C::kQueries * 128));
 #pragma unroll
     for (int step = 0; step < C::kQueries / 16; ++step) Mma::rs(grad, packed + 4 * step, operand(b, step * 2048 / 16), 1);
   }
 
   // 64 queries by this warpgroup's share of the columns of dq.
-  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds, int pass) const {
+  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
     using Mma = Wgmma<typename C::T, C::kDqColumns, 1>;
-    const int column = pass * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
     const uint32_t a = uniform(operand_low(ds, 16));
     const uint32_t b = uniform(operand_low(smem.k() + column / 64 * C::kKeys * 128 + column % 64 * 2, 16));
 #pragma unroll
@@ -147,8 +152,8 @@ struct StepWorker {
   }
 
   // Number of the block of dq_sum that this step adds to; 32 bits do.
-  __device__ __forceinline__ uint32_t dq_block(int pass) const {
-    const int column = pass * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+  __device__ __forceinline__ uint32_t dq_block() const {
+    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
     return lds_int(smem.step(ring.slot)) * (C::kD / 64) + column / 64;
   }
 
@@ -165,13 +170,27 @@ struct StepWorker {
       add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]);
   }
 
+  // This warpgroup's share of dq to where the feeding side takes it up.
+  __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
+    if constexpr (C::kDqOverDs)
+      named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
+    else
+      mbar_wait(smem.dq_empty(), flags & kDsSlot ^ 1);
+    const uint32_t at = smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
+#pragma unroll
+    for (int i = 0; i < C::kDqColumns / 8; ++i) sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    fence_async_proxy();
+    __syncwarp();
+    if (elect_one()) mbar_arrive(smem.dq_full());
+  }
+
   __device__ __forceinline__ void release_q_before() const {
     if (elect_one()) mbar_arrive(smem.q_empty(ring.slot > 0 ? ring.slot - 1 : C::kStages - 1));
   }
 
   // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
   // False after the last step of the unit.
-  __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of, int pass) {
+  __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of) {
     Scores s, dp;
     Packed packed_p, packed_ds;
     mbar_wait(smem.q_full(ring.slot), ring.phase);
@@ -184,36 +203,43 @@ struct StepWorker {
     wgmma_fence();
     multiply_rows(dp, smem.v(), smem.dout(ring.slot));
     wgmma_commit();
-    add_rest(rest, rest_of);
-    rest_of = dq_block(pass);
+    if constexpr (!C::kOrdered) {
+      add_rest(rest, rest_of);
+      rest_of = dq_block();
+    }
     const int what = uniform(lds_int(smem.step(ring.slot) + 4 + thread_again() / 128 * 4));
     wgmma_wait<1>();
     keep_in_place(s);
     if (kFlying && flags & kReadingQ) release_q_before();
     exponentiate(s, packed_p, what);
     wgmma_fence();
-    multiply_grad(dv, packed_p, smem.dout(ring.slot), pass);
+    multiply_grad(dv, packed_p, smem.dout(ring.slot));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dp);
     score_grads(s, dp, packed_ds);
     const uint32_t ds = smem.ds(flags & kDsSlot);
+    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(), flags & kDsSlot ^ 1);
     store_ds(packed_ds, ds);
     fence_async_proxy();
     named_barrier(kDsBarrier, 128 * C::kGroups);
     Dq dq;
     wgmma_fence();
-    multiply_dq(dq, ds, pass);
+    multiply_dq(dq, ds);
     wgmma_commit();
-    multiply_grad(dk, packed_ds, smem.q(ring.slot), pass);
+    multiply_grad(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    float* at = dq_address(rest_of);
+    if constexpr (C::kOrdered) {
+      hand_over_dq(dq);
+    } else {
+      float* at = dq_address(rest_of);
 #pragma unroll
-    for (int i = 0; i < kNow; ++i)
-      add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      for (int i = 0; i < kNow; ++i)
+        add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
 #pragma unroll
     for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
     if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));

@@ -96,10 +96,28 @@ magi_status choose(const Params& p, const char* direction, Finder<Params>* finde
               p.head_dim_v);
 }
 
+template <typename Params>
+bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
+  Params p{};
+  p.dtype = dtype;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  Finder<Params> finder{p};
+  offer_all(&finder);
+  return finder.best != nullptr;
+}
+
 }  // namespace
 }  // namespace magi
 
 extern "C" {
+
+int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
+  if (head_dim < 1 || head_dim_v < 1) return 0;
+  if (kind == MAGI_FWD) return magi::has<magi_ffa_fwd_params>(dtype, head_dim, head_dim_v);
+  if (kind == MAGI_BWD) return magi::has<magi_ffa_bwd_params>(dtype, head_dim, head_dim_v);
+  return 0;
+}
 
 magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v,
                               int32_t* tile_tokens, int32_t* num_groups, int32_t* pack) {

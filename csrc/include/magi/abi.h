@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 3
+#define MAGI_ABI_VERSION 4
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -25,6 +25,7 @@ typedef enum {
 } magi_status;
 
 typedef enum { MAGI_BF16 = 0, MAGI_FP16 = 1, MAGI_FP32 = 2 } magi_dtype;
+typedef enum { MAGI_FWD = 0, MAGI_BWD = 1 } magi_kind;
 
 /* ---- tile plan of the forward ------------------------------------------------------------------------
  *
@@ -99,6 +100,12 @@ MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_
 MAGI_EXPORT const char* magi_last_error(void);
 MAGI_EXPORT int32_t magi_abi_version(void);
 
+/* ---- variants ----------------------------------------------------------------------------------------
+ *
+ * A library of attention kernels may hold any of them. 1 if this one has a kernel of that kind (magi_kind) and dtype
+ * whose tile holds these head dims, so that a call finds it; 0 if not, or for a kind, dtype or head dim that there is not. */
+MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int32_t head_dim_v);
+
 /* ---- FFA forward -------------------------------------------------------------------------------------
  *
  * q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), all 16-bit, last dim contiguous,
@@ -146,7 +153,7 @@ MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
  * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
  * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
  * dk and dv are written once by their owner (where tiles are few, by a sum of parts in a fixed order, which wait in the
- * workspace); dq is summed in float32 in the workspace, in no fixed order.
+ * workspace); dq is summed in float32 in the workspace, in no fixed order unless `deterministic`.
  */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
@@ -157,7 +164,7 @@ typedef struct {
   int32_t sm_margin;  /* SMs to leave free, >= 0 */
   float softmax_scale; /* > 0 */
   float softcap;       /* > 0, or 0 for none */
-  int32_t reserved;
+  int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;

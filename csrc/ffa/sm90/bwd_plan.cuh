@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the backward read out of a plan: whether it is theirs, and which blocks of queries a tile of keys visits
+// in which order.
+#pragma once
+
+#include <cstddef>
+
+#include "../../include/magi/abi.h"
+#include "../common/shared.cuh"
+#include "bwd_config.h"
+
+namespace magi {
+
+// Whether the plan is complete and made for these sizes.
+__device__ __forceinline__ bool bwd_plan_fits(const int32_t* plan, int total_q, int total_k) {
+  const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
+  return header.status == 0 && header.total_q == total_k && header.total_k == total_q && header.tile_tokens == kTileKeys &&
+         header.num_groups == 2;
+}
+
+// First layer record of a tile and how many it has.
+__device__ __forceinline__ int2 layers_of_tile(const int32_t* plan, int tile) {
+  const int tiles_at = reinterpret_cast<const magi_tile_plan_header*>(plan)->words_tiles;
+  return *reinterpret_cast<const int2*>(plan + tiles_at + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4);
+}
+
+__device__ __forceinline__ const int32_t* layer_record(const int32_t* plan, int index) {
+  const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
+  return plan + header.words_records + static_cast<int64_t>(index) * header.layer_words;
+}
+
+// Blocks of queries on a grid that all tiles share, because their dq is summed: first, and behind the last.
+__device__ __forceinline__ int2 blocks_of(int2 visit) {
+  return make_int2(visit.x / kQueryBlock, (visit.y + kQueryBlock - 1) / kQueryBlock);
+}
+
+// Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window; `range` is
+// visit_lo, visit_hi, full_lo, full_hi of the first warpgroup. Tiles then see different blocks at the same time, and what they
+// share stays in L2 only as long as it is that of one head: such a layer is walked once for each head, others once, each
+// block for all heads.
+__device__ __forceinline__ bool is_band(int4 range) { return range.z > range.x && range.w < range.y; }
+
+// The way in which a unit takes the blocks of a layer. What CTAs do at the same time should be the same blocks, which are then in
+// L2. Under a causal mask tile i of n sees the blocks from i on. Let a CTA that starts early take as many from the end, backwards,
+// as it has none at the start, then the rest forwards; and one that starts when a long tile is done, so with a short one, all
+// forwards. Then at time t every CTA is at block t or at block n - t.
+enum class Way { kForwards, kEarly, kBackwards };
+
+__device__ __forceinline__ int blocks_backwards(int2 blocks, Way way) {
+  const int count = blocks.y - blocks.x;
+  return way == Way::kForwards ? 0 : way == Way::kBackwards ? count : min(blocks.x, count);
+}
+
+// How dq is summed in order, see bwd_turns.cuh: flags of a plan. All heads of a layer one after the other, or all heads of a block;
+// and whether expected times count, among all tiles or in waves, or else ranks alone.
+enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4 };
+
+__device__ __forceinline__ Way ordered_way(int flags, bool late) {
+  if (!(flags & (kTimed | kInWaves))) return Way::kBackwards;  // tiles often end at the same block, and the longest comes first
+  return late || flags & kByHead ? Way::kForwards : Way::kEarly;
+}
+
+// The blocks of a layer, given by its address in shared memory, in that way.
+struct BlockOrder {
+  int block;
+  uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
+
+  __device__ __forceinline__ BlockOrder(uint32_t layer, Way way) {
+    const int2 blocks = blocks_of(lds_int2(layer));
+    const int backwards = blocks_backwards(blocks, way);
+    count = blocks.y - blocks.x | backwards << 16;
+    block = backwards > 0 ? blocks.y - 1 : blocks.x;
+  }
+  __device__ __forceinline__ int left() const { return count & 0xffff; }
+  __device__ __forceinline__ void step(uint32_t layer) {
+    --count;
+    if (count >> 16 == 0) {
+      ++block;
+      return;
+    }
+    count -= 1 << 16;
+    block = count >> 16 ? block - 1 : lds_int(layer) / kQueryBlock;
+  }
+};
+
+}  // namespace magi

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an editable install does with the native libraries: with a compiler that fails, and without one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magi_attention.native import toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy without libraries, beside a CUDA toolkit whose nvcc fails."""
+    if toolchain.find_ninja() is None:
+        pytest.skip("needs ninja, without which nothing is compiled")
+    copy = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "inst")
+    for name in ("magi_attention", "csrc"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'this nvcc compiles nothing {x}'\nexit 1\n")
+    nvcc.chmod(0o755)
+    return copy
+
+
+def install(checkout: Path, **environment: str) -> subprocess.CompletedProcess:
+    """What `pip install -e .` asks of setuptools. No host library is built."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MAGI_ATTENTION_")}
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "editable_wheel", "-d", "dist"], cwd=checkout,
+        env={**kept, "CXX": "no-such-compiler", "CUDA_HOME": str(checkout.parent / "cuda"), **environment},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_kernel_that_does_not_compile_fails_the_install(checkout):
+    done = install(checkout)
+    assert done.returncode != 0 and not list(checkout.glob("dist/*.whl")), done.stderr
+    assert "this nvcc compiles nothing" in done.stderr and "Traceback" not in done.stderr
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "does not compile" in sentence and "MAGI_ATTENTION_PREBUILD_FFA=0" in sentence and "nvcc" in sentence
+    done = install(checkout, MAGI_ATTENTION_PREBUILD_FFA="0")
+    assert done.returncode == 0 and "because MAGI_ATTENTION_PREBUILD_FFA=0" in done.stderr, done.stderr
+    assert list(checkout.glob("dist/*.whl")) and "this nvcc" not in done.stderr
+
+
+def test_a_missing_compiler_is_a_notice(checkout):
+    done = install(checkout, CUDA_HOME=str(checkout / "no-cuda"))
+    assert done.returncode == 0 and list(checkout.glob("dist/*.whl")), done.stderr
+    for name, reason in (("ffa", "correct or unset CUDA_HOME"), ("planner", "no-such-compiler")):
+        start = f"magi_attention: {name} library was not built"
+        (notice,) = (line for line in done.stderr.splitlines() if line.startswith(start))
+        assert reason in notice
+    assert "Traceback" not in done.stderr
+
+
+def test_a_host_library_that_does_not_compile_fails_the_install(checkout):
+    compiler = checkout.parent / "c++"
+    compiler.write_text("#!/bin/sh\necho 'this one too'\nexit 1\n")
+    compiler.chmod(0o755)
+    done = install(checkout, CXX=str(compiler), MAGI_ATTENTION_PREBUILD_FFA="0")
+    assert done.returncode != 0 and "this one too" in done.stderr and not list(checkout.glob("dist/*.whl"))
+    assert "error: the planner library does not compile" in done.stderr and f"than {compiler} in CXX" in done.stderr

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deterministic=True`` of the backward kernels: right, and the same bits whatever else the GPU does.
+
+In each of the three ways in which turns are given out: by expected time, in waves (masks of bands, and many tiles)
+and by rank (tiles that visit a block in several layers).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from backward_oracle import assert_grads, make_dout, truth
+from forward_oracle import make_inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_ffa_backward import DEVICE, differentiate, each_dtype, explicit_backend_in_poisoned_memory, pytestmark  # noqa: F401
+
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels.types import Grads
+from magi_attention.testing import masks
+
+
+def scattered(total: int) -> np.ndarray:
+    """Each 16 queries see a few keys here and there, so a tile of keys is visited by a block of queries many times."""
+    rng = np.random.default_rng(total)
+    rows = []
+    for q in range(0, total, 16):
+        cuts = sorted(rng.choice(total + 1, 6, replace=False).tolist())
+        rows += [(q, min(q + 16, total), *cuts[i : i + 2], 0) for i in (0, 2, 4)]
+    return np.array(rows)
+
+
+CASES = {
+    "full": masks.full,
+    "causal": masks.causal,
+    "documents": lambda n: masks.varlen([0, n // 7, n // 2, n // 2 + n // 20, n], 1),
+    "window": lambda n: masks.sliding_window(n, min(200, n // 4)),
+    "scattered": scattered,
+}
+
+
+def bits(grads: Grads) -> list[torch.Tensor]:
+    return [
+        g.contiguous().view(torch.int16 if g.element_size() == 2 else torch.int32)
+        for g in (grads.dq, grads.dk, grads.dv)
+    ]
+
+
+def assert_same_bits(got: Grads, first: Grads, note) -> None:
+    for name, x, y in zip(("dq", "dk", "dv"), bits(got), bits(first)):
+        assert torch.equal(x, y), (note, name, int((x != y).sum()))
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (72, 120), (256, 256)), ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_right_and_the_same_every_time(name, dims, dtype):
+    for total, heads in ((1337, (8, 2)), (300, (5, 1)), (65, (2, 2))):
+        x = make_inputs(0, CASES[name](total), total, total, heads, dims, dtype=dtype, device=DEVICE)
+        dout = make_dout(x)
+        first = differentiate(x, dout, deterministic=True)
+        assert_grads(x, first, truth(x, dout), (name, total, heads))
+        for _ in range(4):
+            assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, total, heads))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_beside_other_work(name):
+    """Kernels that come and go on other streams change which CTA gets which tile, and when."""
+    total = 4096
+    x = make_inputs(1, CASES[name](total), total, total, (16, 2), (128, 128), device=DEVICE)
+    dout, noise = make_dout(x), torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    first = differentiate(x, dout, deterministic=True)
+    side = torch.cuda.Stream()
+    for n in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(n):
+                noise = torch.nn.functional.normalize(noise @ noise)
+        assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, n))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("margin", (1, 40, 131))
+def test_with_multiprocessors_left_free(margin):
+    for name, make in CASES.items():
+        x = make_inputs(2, make(1000), 1000, 1000, (8, 2), (128, 128), device=DEVICE)
+        dout = make_dout(x)
+        got = [differentiate(x, dout, deterministic=True, sm_margin=margin) for _ in range(3)]
+        assert_grads(x, got[0], truth(x, dout), (name, margin))
+        for again in got[1:]:
+            assert_same_bits(again, got[0], (name, margin))
+
+
+def test_options():
+    for options in ({"softcap": 20.0}, {"sink_shape": (2, 8)}, {"softcap": 5.0, "sink_shape": (777, 1, 8)}):
+        x = make_inputs(3, masks.varlen([0, 100, 777], 1), 777, 777, (8, 2), (128, 128), **options, device=DEVICE)
+        dout = make_dout(x)
+        first = differentiate(x, dout, deterministic=True)
+        assert_grads(x, first, truth(x, dout), options)
+        assert_same_bits(differentiate(x, dout, deterministic=True), first, options)
+
+
+def test_more_tiles_than_are_compared():
+    """Beyond 128K keys the order is that of waves. Gradients as without the wish, but for the order of the sum."""
+    total = 140_000
+    x = make_inputs(
+        4, masks.varlen(list(range(0, total, 3500)) + [total], 1), total, total, (2, 1), (64, 64), device=DEVICE
+    )
+    dout = make_dout(x)
+    first, free = differentiate(x, dout, deterministic=True), differentiate(x, dout)
+    assert_same_bits(differentiate(x, dout, deterministic=True), first, total)
+    assert torch.equal(first.dk, free.dk) and torch.equal(first.dv, free.dv)
+    torch.testing.assert_close(first.dq.float(), free.dq.float(), atol=2e-3, rtol=1.6e-2)
+
+
+def test_in_a_cuda_graph():
+    x = make_inputs(5, masks.causal(900), 900, 900, (8, 2), (128, 128), device=DEVICE)
+    dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
+
+    def step():
+        out, _ = flex_flash_attn_func(*leaves, *ranges, deterministic=True)
+        return torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        want = Grads(*step())
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = Grads(*step())
+    for _ in range(3):
+        graph.replay()
+        assert_same_bits(got, want, "graph")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(seed=st.integers(0, 2**31))
+def test_random_masks(seed):
+    rng = np.random.default_rng(seed)
+    tq, tk = (int(n) for n in rng.integers(1, 900, 2))
+    heads = [(4, 4), (8, 2), (5, 1)][rng.integers(3)]
+    dims = [(64, 64), (128, 128), (256, 256)][rng.integers(3)]
+    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 40)))
+    x = make_inputs(seed, slices, tq, tk, heads, dims, device=DEVICE)
+    dout = make_dout(x)
+    first = differentiate(x, dout, deterministic=True)
+    assert_grads(x, first, truth(x, dout), seed)
+    assert_same_bits(differentiate(x, dout, deterministic=True), first, seed)
