@@ -35,11 +35,11 @@ ALLOWED: dict[str, set[str]] = {
     "api": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm", "functional", "utils"},
     "utils": {*LEAVES, "env", "config", "common", "meta"},
     "report": {*LEAVES, "env", "config", "common", "meta"},
-    "launch": {*LEAVES, "env", "config", "native"},
+    "launch": {*LEAVES, "env"},
     # Names under which published clients import what used to be compiled modules.
     "magi_attn_ext": {*LEAVES, "env", "config", "common"},
     "magi_attn_comm": {*LEAVES, "env", "config", "common", "comm"},
-    "doctor": {*LEAVES, "env", "config", "native", "kernels", "comm"},
+    "doctor": {*LEAVES, "env", "native"},
 }
 ABOVE_ALL = {"__init__", "cli", "integrations", "testing", "benchmarking"}  # may import every layer
 # Single modules that a layer may import although not their whole layer.
@@ -47,7 +47,9 @@ MODULE_EXCEPTIONS = {
     "config": {"common.enum"},  # configuration is held in members of these enumerations
     "env": {"common.enum"},
 }
-NO_MODULE_LEVEL_TORCH = {"errors", "version", "env", "config", "common", "meta", "cli", "report"}
+NO_MODULE_LEVEL_TORCH = {
+    *("errors", "version", "env", "config", "common", "meta", "cli", "report", "launch", "doctor"),
+}
 ENVIRON_READERS = {"env.registry"}
 
 

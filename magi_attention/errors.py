@@ -47,3 +47,7 @@ class DispatchError(MagiError, RuntimeError):
 
 class BuildError(MagiError, RuntimeError):
     """Native code could not be compiled, or what was compiled breaks a rule of the build."""
+
+
+class LaunchError(MagiError, ValueError):
+    """A launch was asked for that cannot be started as it is; nothing was started."""

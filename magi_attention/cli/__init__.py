@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `magi run | explain | test | env | version`.
+"""The command line: `magi run | test | explain | env | version` and the launcher's verbs.
 
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong and nothing was started, 130 interrupted.
 """
@@ -7,24 +7,22 @@ Exit codes: 0 done, 1 the work failed, 2 the request was wrong and nothing was s
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
-import time
+from pathlib import Path
 
-from magi_attention.cli.common import (
-    ROOT,
-    UsageError,
-    child_environment,
-    num_cores,
-    run_child,
-    source_file,
-)
+from magi_attention.cli import launch
+from magi_attention.cli.bench import BENCHMARKS, command_bench
+from magi_attention.cli.common import UsageError
+from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import command_explain
-from magi_attention.cli.run import command_run
+from magi_attention.cli.run import command_run, example_options_given
+from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.errors import MagiError
 from magi_attention.version import __version__
 
+# A word that may be left out is only seen by argparse in front of the options; behind them it is taken here.
+OPTIONAL_WORDS = {"run": "script", "render": "script", "status": "name", "down": "name"}
 MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 
 
@@ -37,19 +35,23 @@ def degree(text: str) -> int | str:
     return int(text)
 
 
-def command_test(args: argparse.Namespace) -> int:
-    source_file("tests")
-    if importlib.util.find_spec("pytest") is None:
-        raise UsageError("pytest is not installed; `pip install 'magi_attention[dev]'` brings it.")
-    extra = list(args.pytest_arguments)
-    workers = []
-    if importlib.util.find_spec("xdist") and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
-        workers = ["-n", str(min(2, num_cores()))]
-    started = time.perf_counter()
-    os.chdir(ROOT)
-    code = run_child([sys.executable, "-m", "pytest", *workers, *extra], child_environment(1))
-    print(f"The tests took {time.perf_counter() - started:.0f} s.")
-    return code
+def command_run_or_launch(args: argparse.Namespace) -> int:
+    """With a script, or a spec or session that has one, the launcher; else the built-in example."""
+    if args.script is None and not launch.launch_options_given(args):
+        if args.script_arguments:
+            raise UsageError("Arguments behind -- belong to a script; name it, as in `magi run train.py -- ...`.")
+        return command_run(args)
+    if given := example_options_given(args):
+        raise UsageError(
+            f"{', '.join(given)} belongs to the built-in example, which runs without a script; give it to the "
+            "script behind --."
+        )
+    command = [args.script, *args.script_arguments] if args.script else args.script_arguments
+    return launch.launch(args, command, os.path.basename(args.script or "run").removesuffix(".py"))
+
+
+def command_render(args: argparse.Namespace) -> int:
+    return launch.command_render(args, [args.script, *args.script_arguments] if args.script else [])
 
 
 def command_env(args: argparse.Namespace) -> int:
@@ -89,18 +91,26 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="magi", description="Context-parallel attention: run, explain, test.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="train a small model over several ranks and report")
-    run.set_defaults(function=command_run)
+    run = commands.add_parser(
+        "run",
+        help="train a small model over several ranks and report, or launch a script",
+        usage="magi run [options]   or   magi run [options] SCRIPT [-- ARGUMENTS]",
+    )
+    run.set_defaults(function=command_run_or_launch)
+    run.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
     run.add_argument("--data", help="text file or folder; the standard library's sources without it")
     run.add_argument("--ranks", type=int, help="4 on the CPU; all GPUs up to 4 where there are two or more")
     run.add_argument("--steps", type=int, default=30)
     run.add_argument("--seq-len", type=int, default=8192, help="tokens (bytes) per step")
     run.add_argument("--max-document", type=int, default=2048, help="tokens of the longest document")
-    run.add_argument("--name", help="folder under runs/; the time of day without it")
+    run.add_argument("--name", help="folder under runs/, or session of a launch; by the time without")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--degree", type=int, default=1, help="overlap stages")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     run.add_argument("--no-replay", dest="replay", action="store_false", help="skip the single-process run")
+    run.add_argument("--session", help="launch in this session, which `magi up` made")
+    launch.add_dry_run(run)
+    launch.add_spec_options(run)
 
     explain = commands.add_parser(
         "explain", help="plan a mask for any number of ranks, in tables and pictures"
@@ -125,21 +135,83 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--no-pictures", dest="pictures", action="store_false")
 
     test = commands.add_parser("test", help="run the test suite; further arguments go to pytest")
-    test.set_defaults(function=command_test, pytest_arguments=[])
+    test.set_defaults(function=command_test)
+    test.add_argument("--suite", choices=SUITES, help="only these tests; multinode is launched over several nodes")
+    test.add_argument("--session", help="launch the suite in this session")
+    launch.add_dry_run(test)
+    launch.add_spec_options(test)
     env = commands.add_parser("env", help="list the environment variables")
     env.set_defaults(function=command_env)
     env.add_argument("--set", action="store_true", help="only those that are set")
     commands.add_parser("version", help="print versions").set_defaults(function=command_version)
+    add_launcher(commands)
     return top
 
 
+def add_launcher(commands: argparse._SubParsersAction) -> None:
+    """The verbs of the launcher."""
+    up = commands.add_parser("up", help="make a session for runs and see that it can work")
+    up.set_defaults(function=launch.command_up)
+    up.add_argument("--name", help="of the session; default without it")
+    status = commands.add_parser("status", help="sessions and how their runs went")
+    status.set_defaults(function=launch.command_status)
+    status.add_argument("name", nargs="?", help="only this session, with all its runs")
+    status.add_argument("--json", action="store_true")
+    logs = commands.add_parser("logs", help="what a run printed")
+    logs.set_defaults(function=launch.command_logs)
+    logs.add_argument("name")
+    logs.add_argument("--run", help="number of the run; the latest without it")
+    logs.add_argument("--rank", type=int)
+    logs.add_argument("--node", type=int)
+    logs.add_argument("--grep", help="regular expression")
+    logs.add_argument("--follow", action="store_true", help="until the run has ended")
+    down = commands.add_parser("down", help="stop what runs in a session and free what it holds; logs stay")
+    down.set_defaults(function=launch.command_down)
+    down.add_argument("name", nargs="?")
+    down.add_argument("--all", action="store_true")
+    down.add_argument("--remove", action="store_true", help="remove the files too")
+    render = commands.add_parser("render", help="print the exact commands or manifest of a launch")
+    render.set_defaults(function=command_render)
+    render.add_argument("target", choices=launch.RENDERED)
+    render.add_argument("script", nargs="?")
+    render.add_argument("--name", help="of the job")
+    render.add_argument("--output", "-o", type=Path, help="folder to write into")
+    bench = commands.add_parser("bench", help="run a benchmark; its arguments go behind --")
+    bench.set_defaults(function=command_bench)
+    bench.add_argument("benchmark", nargs="?", choices=sorted(BENCHMARKS), help="lists them without it")
+    bench.add_argument("--session", help="launch it in this session")
+    doctor = commands.add_parser("doctor", help="what keeps this machine from running well, and what mends it")
+    doctor.set_defaults(function=command_doctor)
+    doctor.add_argument("--static", action="store_true", help="without a GPU, as while an image is built")
+    doctor.add_argument("--quick", action="store_true", help="within two seconds, nothing is allocated on a GPU")
+    doctor.add_argument("--pairwise", action="store_true", help="also all ranks against one another, over nodes")
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--problems", action="store_true", help="print only what needs mending")
+    doctor.add_argument("--fail-on", choices=("warning", "error"), default="warning", help="for the exit code")
+    doctor.add_argument("--session", help="for --pairwise")
+    collect = commands.add_parser("collect-env", help="what a bug report needs, as JSON")
+    collect.set_defaults(function=command_collect_env)
+    collect.add_argument("--session", help="pack the files of its latest run with it into a tar file")
+    collect.add_argument("--run", help="number of the run")
+    collect.add_argument("--output", help="name of the tar file")
+    for parser in (up, render, bench, doctor):
+        launch.add_spec_options(parser)
+    for parser in (up, status, logs, down, render, bench, doctor, collect):
+        launch.add_dry_run(parser)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit code."""
-    top = parser()
-    args, rest = top.parse_known_args(argv)
+    """Entry point of the console script; returns the exit code. What follows ``--`` goes to what is run."""
+    top, words = parser(), list(sys.argv[1:] if argv is None else argv)
+    words, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args, rest = top.parse_known_args(words)
+    optional = OPTIONAL_WORDS.get(args.command)
+    if optional and rest and not rest[0].startswith("-") and getattr(args, optional) is None:
+        setattr(args, optional, rest.pop(0))
     if rest and args.command != "test":
-        top.error(f"unknown arguments: {' '.join(rest)}")
-    args.pytest_arguments = rest
+        hint = "; what is for the script goes behind --" if getattr(args, "script", None) else ""
+        top.error(f"unknown arguments: {' '.join(rest)}{hint}")
+    args.script_arguments, args.pytest_arguments = behind, [*rest, *behind]
     try:
         return args.function(args)
     except (UsageError, MagiError, ValueError) as error:

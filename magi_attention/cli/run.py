@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,18 @@ def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
     return "cpu", ranks or 4
 
 
+# Options of the built-in example, which mean nothing to a script that is launched.
+EXAMPLE_OPTIONS = {
+    "data": None, "ranks": None, "steps": 30, "seq_len": 8192, "max_document": 2048, "seed": 0, "degree": 1,
+    "device": "auto", "replay": True,
+}  # fmt: skip
+
+
+def example_options_given(args: argparse.Namespace) -> list[str]:
+    given = [name for name, default in EXAMPLE_OPTIONS.items() if getattr(args, name) != default]
+    return ["--no-replay" if name == "replay" else f"--{name.replace('_', '-')}" for name in given]
+
+
 def command_run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     train = source_file("examples", "llama", "train.py")
@@ -62,7 +75,6 @@ def command_run(args: argparse.Namespace) -> int:
     folder = Path("runs") / (args.name or time.strftime("%Y%m%d-%H%M%S"))
     if (folder / "losses.json").exists():
         raise UsageError(f"{folder} already holds a run; choose another --name.")
-    folder.mkdir(parents=True, exist_ok=True)
 
     shared = ["--out", str(folder), "--device", device]
     for name in ("steps", "seq_len", "max_document", "seed", "degree"):
@@ -70,11 +82,16 @@ def command_run(args: argparse.Namespace) -> int:
     if args.data is not None:
         shared += ["--data", args.data]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
-    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
     phases = [("training", [*torchrun, str(train), *shared], max(num_cores() // ranks, 1))]
     if args.replay:
         phases.append(("replay", [str(train), *shared, "--curve", "replay"], num_cores()))
+    if args.dry_run:
+        for phase, command, threads in phases:
+            print(f"# {phase}\nOMP_NUM_THREADS={threads} {shlex.join([sys.executable, *command])}")
+        return 0
+    where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
+    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for phase, command, threads in phases:
         log = folder / f"{phase}.log"
         code = run_child([sys.executable, *command], child_environment(threads), log)

@@ -80,6 +80,7 @@ def _int(name: str, section: str, doc: str, default: int | None, minimum: int, e
 
 
 _G, _C, _J, _B, _T = "general", "communication", "kernels and JIT", "build", "tests and benchmarks"
+_L = "launcher"
 _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 
 _GENERAL = (
@@ -141,6 +142,10 @@ _BUILD = (
     _flag("DISABLE_SM90_FEATURES", _B, "Collectives for older GPUs.", has_effect=False),
     _text(PREFIX + "HOME", _B, "Read by nobody.", has_effect=False),
 )
+_LAUNCH = (
+    _text("MAGI_HOME", _L, "Folder of the launcher's sessions, on every node; ~/.magi if unset."),
+    _text("MAGI_RUN_FOLDER", _L, "Folder of a node's files, which the launcher sets for its ranks."),
+)
 _TESTS = (
     *(
         _text(PREFIX + f"TEST_{what}", _T, "Comma list of patterns; only matching cases run.")
@@ -160,7 +165,8 @@ _TESTS = (
     _text(PREFIX + "COPYRIGHT_TEST_YEAR", _T, "Year of the header check.", has_effect=False),
 )
 
-VARIABLES: Mapping[str, Variable] = {v.name: v for v in (*_GENERAL, *_COMMUNICATION, *_KERNELS, *_BUILD, *_TESTS)}
+_ALL = (*_GENERAL, *_COMMUNICATION, *_KERNELS, *_BUILD, *_LAUNCH, *_TESTS)
+VARIABLES: Mapping[str, Variable] = {v.name: v for v in _ALL}
 
 
 def get(name: str, environ: Mapping[str, str] | None = None):

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magi doctor` and `magi collect-env`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+from magi_attention.cli import launch
+from magi_attention.cli.common import ROOT, UsageError
+from magi_attention.doctor import finding, group_checks, registry
+from magi_attention.doctor.finding import Finding
+from magi_attention.doctor.system import System
+from magi_attention.env import launch as env
+from magi_attention.launch import provenance, service, session
+from magi_attention.launch.plan import LaunchPlan
+
+PAIRWISE = ["-m", "magi_attention.benchmarking.collective"]
+_SHOWN = ("MAGI_", "NCCL_", "NVSHMEM_", "TORCH", "CUDA_", "NVIDIA_", "GLOO_", "OMP_", "LD_", "SLURM_", "PYTHONPATH")
+
+
+def command_doctor(args: argparse.Namespace) -> int:
+    level = registry.STATIC if args.static else registry.QUICK if args.quick else registry.FULL
+    if given := [o for o in launch.launch_options_given(args) if not args.pairwise]:
+        raise UsageError(f"{', '.join(given)} says where to launch, which only --pairwise does.")
+    if args.dry_run:
+        for check in registry.checks_of(level):
+            print(f"  {check.id:6} {check.title}")
+        return launch.launch(args, PAIRWISE, "doctor") if args.pairwise else 0
+    system = registry.NoGpus() if args.static else System()
+    findings = registry.examine(system, level)
+    code = finding.EXIT_OK
+    if args.pairwise:
+        more = pairwise(args)
+        if more is None:
+            code = finding.EXIT_NOT_RUN
+        else:
+            findings = [f for f in findings if f.check not in {m.check for m in more}] + more
+    print(finding.as_json(findings) if args.json else finding.as_text(findings, args.problems), end="")
+    return code or finding.exit_code(findings, args.fail_on)
+
+
+def pairwise(args: argparse.Namespace) -> list[Finding] | None:
+    """Findings over all ranks of a launch; None if the ranks did not get that far, which was told."""
+    if not args.session and not args.spec:
+        args.ranks_per_node = args.ranks_per_node or max(len(System().gpus), 1)
+        args.nodes = args.nodes or 2
+    is_own = not args.session
+    made = None
+    try:
+        if is_own:
+            spec = launch.spec_from(args)
+            service.with_command(spec, PAIRWISE)
+            made = service.up(spec, launch.new_name(args, "doctor"), launch.say, is_implicit=True)
+        else:
+            made = session.read_session(args.session)
+        if service.engine_of(made.spec.engine).IS_QUEUE:
+            raise UsageError(
+                f"--pairwise waits for its ranks, which engine {made.spec.engine} does not; "
+                "`magi bench collective` submits the same."
+            )
+        current, outcome = service.run(made, PAIRWISE, launch.say, show=False)
+        log = (current.folder / "output.log").read_text(encoding="utf-8", errors="replace")
+        data = group_checks.parse_output(log)
+        if outcome.exit_code or data is None:
+            launch.say(f"the ranks did not finish: {outcome.reason}\n  {current.folder / 'output.log'}")
+            return None
+        return group_checks.group_findings(data)
+    finally:
+        if is_own and made is not None:
+            service.down(made, lambda text: None)
+
+
+# ---- collect-env ----------------------------------------------------------------------------------------
+
+
+def shown_environment() -> dict[str, str]:
+    """Variables that matter here; values of those that may be secrets are left out."""
+    return {n: env.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SHOWN)}
+
+
+def collected() -> dict[str, Any]:
+    """What a bug report needs, as plain values."""
+    system = System()
+    findings = registry.examine(system, registry.QUICK)
+    return {
+        "collected": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **provenance.facts(sys.argv),
+        "installed_from": str(ROOT),
+        "torch_cuda": system.torch_cuda(),
+        "libraries": {name: "loads" if why is None else why for name, (_, why) in system.native_libraries().items()},
+        "nvidia_smi": system.run(["nvidia-smi"]) or "nvidia-smi is not here or fails",
+        "topology": system.run(["nvidia-smi", "topo", "-m"], 30) or "",
+        "environment": shown_environment(),
+        "doctor": [vars_of(f) for f in findings],
+    }
+
+
+def vars_of(found: Finding) -> dict[str, str]:
+    return {"check": found.check, "status": found.status, "evidence": found.evidence, "remedy": found.remedy}
+
+
+def run_files(name: str, number: str | None) -> tuple[Path, list[Path]]:
+    """Folder of a run and the files of it that tell what happened, rendered manifests and logs."""
+    current = session.find_run(session.read_session(name), number)
+    wanted = {".json", ".log", ".sbatch", ".out", ".err"}
+    return current.folder, sorted(p for p in current.folder.rglob("*") if p.is_file() and p.suffix in wanted)
+
+
+def command_collect_env(args: argparse.Namespace) -> int:
+    folder, files = run_files(args.session, args.run) if args.session else (None, [])
+    if args.dry_run:
+        print(LaunchPlan("collect-env: versions, GPUs, environment, quick doctor").text(), end="")
+        for path in files:
+            print(path)
+        return 0
+    text = json.dumps(collected(), indent=1)
+    if folder is None:
+        print(text)
+        return 0
+    out = Path(args.output or f"magi-{args.session}-{folder.name}.tar.gz")
+    with tarfile.open(out, "w:gz") as archive:
+        head = tarfile.TarInfo("environment.json")
+        head.size, head.mtime = len(text.encode()), int(time.time())
+        archive.addfile(head, io.BytesIO(text.encode()))
+        for path in files:
+            archive.add(path.resolve(), arcname=str(path.relative_to(folder)))
+    print(out)
+    return 0

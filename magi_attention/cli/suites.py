@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magi test`: the whole suite, or one of its parts; the multinode part is launched over several nodes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import sys
+import time
+
+from magi_attention.cli import launch
+from magi_attention.cli.common import ROOT, UsageError, child_environment, num_cores, run_child, source_file
+
+# suite -> marker expression of pytest
+SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode"}
+NODES, RANKS_PER_NODE = 2, 2  # of the multinode suite where nothing else is asked for
+
+
+def command_test(args: argparse.Namespace) -> int:
+    source_file("tests")
+    if importlib.util.find_spec("pytest") is None:
+        raise UsageError("pytest is not installed; `pip install 'magi_attention[dev]'` brings it.")
+    if args.suite == "multinode" or launch.launch_options_given(args):
+        return launch_suite(args)
+    if args.suite == "gpu" and not args.dry_run:
+        need_gpu()
+    extra = list(args.pytest_arguments)
+    if args.suite:
+        extra = ["-m", SUITES[args.suite], *extra]
+    # Two processes on one GPU would disturb each other's memory and timing.
+    can_spread = importlib.util.find_spec("xdist") and args.suite != "gpu"
+    workers = []
+    if can_spread and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
+        workers = ["-n", str(min(2, num_cores()))]
+    command = [sys.executable, "-m", "pytest", *workers, *extra]
+    if args.dry_run:
+        print(shlex.join(command))
+        return 0
+    started = time.perf_counter()
+    os.chdir(ROOT)
+    code = run_child(command, child_environment(1))
+    print(f"The tests took {time.perf_counter() - started:.0f} s.")
+    return code
+
+
+def need_gpu() -> None:
+    """Without a GPU every test would be skipped and the suite would look as if it had passed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("No GPU can be used here, so no test of the gpu suite would run; `magi doctor` says why.")
+
+
+def launch_suite(args: argparse.Namespace) -> int:
+    """pytest on every rank of a launch; each rank writes a JUnit file beside its log."""
+    suite = args.suite or "multinode"
+    if not args.session and not args.spec:
+        args.nodes = args.nodes or NODES
+        args.ranks_per_node = args.ranks_per_node or RANKS_PER_NODE
+    names_tests = any((ROOT / word.partition("::")[0]).exists() for word in args.pytest_arguments)
+    where = [] if names_tests else ["tests/multinode" if suite == "multinode" else "tests"]
+    command = ["-m", "magi_attention.testing.rank_pytest", "-m", SUITES[suite], *where, *args.pytest_arguments]
+    return launch.launch(args, command, f"test-{suite}")

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine ``k8s``: one object per run, a JobSet; LeaderWorkerSet and PyTorchJob are other templates for it.
+
+Manifests are JSON, which kubectl reads as it does YAML. The runner finds its number and node 0 by variables that the
+controllers set; if one is missing it says so rather than run alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from magi_attention.launch.engines.node_command import CONTAINER_LOGS, DOCTOR, RUN_LABEL, SESSION_LABEL, node_argv
+from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step, Target
+from magi_attention.launch.processes import MARK
+from magi_attention.launch.spec import LaunchSpec
+
+IS_QUEUE = True
+NODES = "nodes"  # name of the one replicated job of a JobSet
+# template -> resource name for kubectl
+RESOURCES = {
+    "jobset": "jobsets.jobset.x-k8s.io",
+    "lws": "leaderworkersets.leaderworkerset.x-k8s.io",
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+}
+
+
+def object_name(target: Target) -> str:
+    return f"magi-{target.run_id}"
+
+
+def _labels(target: Target) -> dict[str, str]:
+    return {SESSION_LABEL: target.session, RUN_LABEL: target.run_id}
+
+
+def _runner(spec: LaunchSpec, target: Target, rank: Sequence[str], address: Sequence[str]) -> list[str]:
+    argv = node_argv(spec, target, spec.python or "python", rank, address, CONTAINER_LOGS, watch_stdin=False)
+    return [_literal(word) for word in argv]
+
+
+def _literal(text: str) -> str:
+    """Kubernetes would put the value of NAME in place of $(NAME)."""
+    return text.replace("$(", "$$(")
+
+
+def pod_spec(spec: LaunchSpec, target: Target, command: list[str], container_name: str = "node") -> dict:
+    """One node: all its GPUs, memory for /dev/shm, and the right to pin memory where RDMA is asked for."""
+    limits: dict[str, object] = {}
+    if spec.k8s.gpus_per_node:
+        limits["nvidia.com/gpu"] = spec.k8s.gpus_per_node
+    if spec.k8s.rdma_resource:
+        limits[spec.k8s.rdma_resource] = 1
+    variables = {**spec.environment, MARK: target.run_id}
+    container: dict[str, object] = {
+        "name": container_name,
+        "image": spec.container.image,
+        "command": command,
+        "env": [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())],
+        "ports": [{"name": "rendezvous", "containerPort": spec.port}],
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        "readinessProbe": {
+            "exec": {"command": [spec.python or "python", *DOCTOR]},
+            "periodSeconds": 300,
+            "timeoutSeconds": 20,
+        },
+    }
+    if spec.workdir:
+        container["workingDir"] = spec.workdir
+    if limits:
+        container["resources"] = {"limits": limits, "requests": limits}
+    added = (["IPC_LOCK"] if spec.container.rdma or spec.k8s.rdma_resource else []) + (
+        ["SYS_PTRACE"] if spec.container.nvshmem else []
+    )
+    container["securityContext"] = {"privileged": False, **({"capabilities": {"add": added}} if added else {})}
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _quantity(spec.container.shm_size)}}
+    volumes = [shm]
+    for number, mount in enumerate(spec.container.mounts):
+        source, where, *mode = mount.split(":")
+        volumes.append({"name": f"mount{number}", "hostPath": {"path": source}})
+        entry = {"name": f"mount{number}", "mountPath": where, **({"readOnly": True} if mode == ["ro"] else {})}
+        container["volumeMounts"].append(entry)  # type: ignore[attr-defined]
+    pod: dict[str, object] = {"containers": [container], "volumes": volumes}
+    if spec.k8s.host_network:
+        pod.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
+    return pod
+
+
+def _quantity(size: str) -> str:
+    """Docker's 16g is 16Gi here."""
+    return f"{size[:-1]}{size[-1].upper()}i" if size[-1:] in "kmg" else size
+
+
+def _object(api_version: str, kind: str, spec: LaunchSpec, target: Target, body: dict) -> dict:
+    metadata = {"name": object_name(target), "namespace": spec.k8s.namespace, "labels": _labels(target)}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": body}
+
+
+def jobset(spec: LaunchSpec, target: Target) -> dict:
+    """Pod k of the one indexed job is node k; pod 0 has a DNS name of its own."""
+    name = object_name(target)
+    head = spec.rendezvous.address or f"{name}-{NODES}-0-0.{name}"
+    command = _runner(spec, target, ("--node-rank-from", "JOB_COMPLETION_INDEX"), ("--master-addr", head))
+    pod = {**pod_spec(spec, target, command), "restartPolicy": "Never"}
+    job = {
+        "completionMode": "Indexed",
+        "completions": spec.nodes,
+        "parallelism": spec.nodes,
+        "backoffLimit": 0,  # one pod that fails fails the job; the policy below decides about another try
+        "template": {"metadata": {"labels": _labels(target)}, "spec": pod},
+    }
+    body = {
+        "network": {"enableDNSHostnames": True},
+        "failurePolicy": {"maxRestarts": spec.k8s.max_restarts},
+        "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": job}}],
+    }
+    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", spec, target, body)
+
+
+def lws(spec: LaunchSpec, target: Target) -> dict:
+    """A group of pods that is kept up: the command starts again when it ends, so it suits one that serves."""
+    address = ("--master-addr", spec.rendezvous.address)
+    if not spec.rendezvous.address:
+        address = ("--master-addr-from", "LWS_LEADER_ADDRESS")
+    command = _runner(spec, target, ("--node-rank-from", "LWS_WORKER_INDEX"), address)
+    template = {"metadata": {"labels": _labels(target)}, "spec": pod_spec(spec, target, command)}
+    group = {"size": spec.nodes, "restartPolicy": "RecreateGroupOnPodRestart", "workerTemplate": template}
+    body = {"replicas": 1, "leaderWorkerTemplate": group}
+    return _object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec, target, body)
+
+
+def pytorchjob(spec: LaunchSpec, target: Target) -> dict:
+    """Kubeflow's operator sets RANK of the pod and MASTER_ADDR; the container must be called pytorch."""
+    address = ("--master-addr", spec.rendezvous.address)
+    if not spec.rendezvous.address:
+        address = ("--master-addr-from", "MASTER_ADDR")
+    command = _runner(spec, target, ("--node-rank-from", "RANK"), address)
+    pod = pod_spec(spec, target, command, "pytorch")
+    pod["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": spec.port}]
+    template = {"metadata": {"labels": _labels(target)}, "spec": pod}
+    replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": template}}
+    if spec.nodes > 1:
+        replicas["Worker"] = {"replicas": spec.nodes - 1, "restartPolicy": "Never", "template": template}
+    body = {"runPolicy": {"backoffLimit": spec.k8s.max_restarts}, "pytorchReplicaSpecs": replicas}
+    return _object("kubeflow.org/v1", "PyTorchJob", spec, target, body)
+
+
+TEMPLATES: dict[str, Callable[[LaunchSpec, Target], dict]] = {"jobset": jobset, "lws": lws, "pytorchjob": pytorchjob}
+
+
+def up(spec: LaunchSpec, session: str) -> LaunchPlan:
+    argv = ("kubectl", "--namespace", spec.k8s.namespace, "auth", "can-i", "create", RESOURCES[spec.k8s.template])
+    step = Step("see that this account may start runs", argv)
+    return LaunchPlan(f"up: session {session}, each run a {spec.k8s.template} of Kubernetes", (step,))
+
+
+def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
+    path = f"{target.folder}/{spec.k8s.template}.json"
+    text = json.dumps(TEMPLATES[spec.k8s.template](spec, target), indent=2) + "\n"
+    step = Step("submit", ("kubectl", "apply", "--filename", path))
+    title = f"run {target.run_id}: {spec.nodes} pods x {spec.ranks_per_node} ranks as a {spec.k8s.template}"
+    return LaunchPlan(title, (step,), (RenderedFile(path, text),))
+
+
+def _kubectl(spec: LaunchSpec, *words: str) -> tuple[str, ...]:
+    return ("kubectl", "--namespace", spec.k8s.namespace, *words)
+
+
+def status(spec: LaunchSpec, target: Target) -> Step:
+    """Prints one phase per pod, nothing if there is no pod."""
+    fields = "jsonpath={range .items[*]}{.status.phase}{'\\n'}{end}"
+    argv = _kubectl(spec, "get", "pods", "--selector", f"{RUN_LABEL}={target.run_id}", "--output", fields)
+    return Step(f"pods of run {target.run}", argv)
+
+
+def logs(spec: LaunchSpec, target: Target, follow: bool = False) -> Step | None:
+    argv = _kubectl(spec, "logs", "--selector", f"{RUN_LABEL}={target.run_id}", "--tail=-1", "--max-log-requests=64")
+    argv += ("--follow",) if follow else ()
+    return Step(f"output of run {target.run}", argv)
+
+
+def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
+    argv = _kubectl(spec, "delete", RESOURCES[spec.k8s.template], "--ignore-not-found")
+    steps = [Step(f"delete run {t.run}", (*argv, object_name(t))) for t in targets]
+    return LaunchPlan(f"down: session {session}", tuple(steps))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the merged log of a run: by rank, by node, by pattern, and as it grows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from magi_attention.errors import LaunchError
+from magi_attention.launch.plan import Step
+
+_RANK = re.compile(r"^\[rank (\d+)\]: ?")
+_NODE = re.compile(r"^\[node (\d+)\]: ?")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which lines are wanted; a node has its own lines and those of its ranks."""
+
+    rank: int | None = None
+    node: int | None = None
+    ranks_per_node: int = 1
+    pattern: re.Pattern[str] | None = None
+
+    def has(self, line: str) -> bool:
+        rank, node = _RANK.match(line), _NODE.match(line)
+        if self.rank is not None and (rank is None or int(rank[1]) != self.rank):
+            return False
+        if self.node is not None:
+            of = int(node[1]) if node else int(rank[1]) // self.ranks_per_node if rank else None
+            if of != self.node:
+                return False
+        return self.pattern is None or self.pattern.search(line) is not None
+
+
+def make_selection(rank: int | None, node: int | None, ranks_per_node: int, grep: str | None) -> Selection:
+    """``LaunchError`` where ``grep`` is no regular expression."""
+    try:
+        pattern = re.compile(grep) if grep else None
+    except re.error as error:
+        raise LaunchError(f"--grep {grep!r} is no regular expression ({error}).") from None
+    return Selection(rank, node, ranks_per_node, pattern)
+
+
+def select(lines: Iterator[str], selection: Selection) -> Iterator[str]:
+    return (line for line in lines if selection.has(line))
+
+
+def lines_of(step: Step) -> Iterator[str]:
+    """What a command prints, as it does; ``LaunchError`` if it fails."""
+    try:
+        process = subprocess.Popen(step.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise LaunchError(f"{step.argv[0]} cannot be started ({error.strerror}).") from None
+    try:
+        for line in process.stdout:
+            yield line.decode("utf-8", "replace").rstrip("\n")
+        words = process.stderr.read().decode("utf-8", "replace").strip()
+        if process.wait() != 0:
+            raise LaunchError(f"`{step.text()}` failed: {words}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def read_lines(path: Path, is_running: Callable[[], bool] | None = None, poll_s: float = 0.2) -> Iterator[str]:
+    """The lines of a log without their ends; with ``is_running`` also those that still come while it is true."""
+    try:
+        with path.open("rb") as file:
+            pending = b""
+            while True:
+                was_running = is_running is not None and is_running()
+                while chunk := file.read(1 << 16):
+                    *lines, pending = (pending + chunk).split(b"\n")
+                    yield from (line.decode("utf-8", "replace") for line in lines)
+                if not was_running:
+                    break
+                time.sleep(poll_s)
+            if pending:
+                yield pending.decode("utf-8", "replace")
+    except FileNotFoundError:
+        raise LaunchError(f"There is no log yet at {path}.") from None

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LaunchSpec``: what is to be launched where, read from TOML and checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from magi_attention.errors import LaunchError
+from magi_attention.launch.toml import build, read_toml
+
+ENGINES = ("local", "docker", "ssh", "slurm", "k8s")
+K8S_TEMPLATES = ("jobset", "lws", "pytorchjob")
+DEFAULT_PORT = 29500
+RESERVED = ("MAGI_RUN_ID", "MAGI_RUN_FOLDER")
+# Also a DNS label with room for what engines add, because k8s makes host names of it.
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet: static, on node 0. Without ``address`` the engine's own answer is used: this machine
+    (local), the container of node 0 (docker), the first host (ssh), the first host of the job (slurm), the DNS name
+    of pod 0 (k8s). ``timeout_s`` is for all nodes to arrive."""
+
+    address: str = ""
+    port: int | None = None
+    timeout_s: int = 120
+
+
+@dataclass(frozen=True)
+class Container:
+    """The container of a node; without ``image`` there is none. ``gpus`` is all, none or a list such as 0,1.
+    ``rdma`` adds the InfiniBand devices and the right to pin memory, ``nvshmem`` the right to pass memory handles
+    between processes. ``network`` is the engine's choice if empty. ``flags`` are added as they are."""
+
+    image: str = ""
+    mounts: tuple[str, ...] = ()
+    gpus: str = "all"
+    shm_size: str = "16g"
+    network: str = ""
+    rdma: bool = False
+    nvshmem: bool = False
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """``hosts`` or a ``hosts_file`` with one host a line; node k runs on host k, and a host may be named twice."""
+
+    hosts: tuple[str, ...] = ()
+    hosts_file: str = ""
+    user: str = ""
+    port: int | None = None
+    identity_file: str = ""
+    options: tuple[str, ...] = ()
+    connect_timeout_s: int = 10
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """``gpus_per_node`` is passed as ``--gpus-per-node`` if not 0. ``directives`` are further #SBATCH options."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = "01:00:00"
+    gpus_per_node: int = 0
+    exclusive: bool = True
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class K8s:
+    """``rdma_resource`` names the extended resource of the RDMA device plugin, such as rdma/ib."""
+
+    template: str = "jobset"
+    namespace: str = "default"
+    gpus_per_node: int = 0
+    rdma_resource: str = ""
+    max_restarts: int = 0
+    host_network: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One launch. ``command`` is a script and its arguments, or ``-m`` and a module; torchrun starts it on every
+    rank. ``python`` and ``workdir`` are those of the nodes; empty means the engine's own. ``preflight`` has the
+    doctor look at the nodes when a session is made, where the engine can reach them."""
+
+    engine: str = "local"
+    nodes: int = 1
+    ranks_per_node: int = 1
+    command: tuple[str, ...] = ()
+    python: str = ""
+    workdir: str = ""
+    max_restarts: int = 0
+    grace_s: int = 10
+    preflight: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rendezvous: Rendezvous = Rendezvous()
+    container: Container = Container()
+    ssh: Ssh = Ssh()
+    slurm: Slurm = Slurm()
+    k8s: K8s = K8s()
+
+    @property
+    def port(self) -> int:
+        return self.rendezvous.port or DEFAULT_PORT
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def read_spec(path: Path) -> LaunchSpec:
+    """The spec of a TOML file, for ``check_spec`` once options are put over it. A ``hosts_file`` is relative to it
+    and is read now.
+
+    Raises:
+        LaunchError: the file cannot be read, a key is unknown or a value has the wrong type.
+    """
+    return with_hosts(build(LaunchSpec, read_toml(path), str(path)), path.parent)
+
+
+def with_hosts(spec: LaunchSpec, folder: Path) -> LaunchSpec:
+    """``spec`` with the hosts of its hosts file in place of the file."""
+    if not spec.ssh.hosts_file:
+        return spec
+    if spec.ssh.hosts:
+        raise LaunchError("The spec has both ssh.hosts and ssh.hosts_file; keep one of them.")
+    path = folder / spec.ssh.hosts_file
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"The hosts file cannot be read: {error}. It holds one host a line.") from None
+    hosts = tuple(h for h in (line.split("#")[0].strip() for line in lines) if h)
+    for host in hosts:
+        if len(host.split()) != 1:
+            raise LaunchError(f"{path} has the line {host!r}; give one host a line, with nothing behind it.")
+    return dataclasses.replace(spec, ssh=dataclasses.replace(spec.ssh, hosts=hosts, hosts_file=""))
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise LaunchError(
+            f"{name!r} is no name for a session; use up to 32 lower-case letters, digits and hyphens, with a letter "
+            "or digit at both ends."
+        )
+    return name
+
+
+def check_spec(spec: LaunchSpec) -> LaunchSpec:
+    """``spec`` itself, if it makes sense.
+
+    Raises:
+        LaunchError: with the field to change.
+    """
+    if spec.engine not in ENGINES:
+        raise LaunchError(f"engine is {spec.engine!r}; use one of {', '.join(ENGINES)}.")
+    for name, value in (("nodes", spec.nodes), ("ranks_per_node", spec.ranks_per_node)):
+        if value < 1:
+            raise LaunchError(f"{name} is {value}; give at least 1.")
+    for name, value in (("max_restarts", spec.max_restarts), ("k8s.max_restarts", spec.k8s.max_restarts)):
+        if value < 0:
+            raise LaunchError(f"{name} is {value}; give 0 for none.")
+    if spec.rendezvous.timeout_s < 1 or spec.grace_s < 1:
+        raise LaunchError("rendezvous.timeout_s and grace_s are seconds; give at least 1.")
+    port = spec.rendezvous.port
+    if port is not None and not 1024 <= port <= 65535:
+        raise LaunchError(f"rendezvous.port is {port}; use one from 1024 to 65535.")
+    if any(character.isspace() for character in spec.rendezvous.address):
+        raise LaunchError(f"rendezvous.address is {spec.rendezvous.address!r}; give one host name or IP address.")
+    for name in spec.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise LaunchError(f"environment has {name!r}, which is no name of a variable.")
+        if name in RESERVED:
+            raise LaunchError(f"environment has {name}, which the launcher sets itself; leave it out.")
+    for mount in spec.container.mounts:
+        if not 2 <= len(mount.split(":")) <= 3 or not mount.startswith("/"):
+            raise LaunchError(f"container.mounts has {mount!r}; write /host/path:/container/path or .../path:ro.")
+    _check_engine(spec)
+    return spec
+
+
+def _check_engine(spec: LaunchSpec) -> None:
+    """What only one engine asks for."""
+    if spec.engine in ("docker", "k8s") and not spec.container.image:
+        raise LaunchError(f"engine {spec.engine} starts containers; name the image in container.image or --image.")
+    if spec.engine == "local" and spec.container.image:
+        raise LaunchError(
+            "engine local starts processes without a container; use engine docker, or leave the image out."
+        )
+    if spec.engine == "k8s" and spec.k8s.template not in K8S_TEMPLATES:
+        raise LaunchError(f"k8s.template is {spec.k8s.template!r}; use one of {', '.join(K8S_TEMPLATES)}.")
+    if spec.engine != "ssh":
+        return
+    if len(spec.ssh.hosts) < spec.nodes:
+        raise LaunchError(
+            f"engine ssh has {len(spec.ssh.hosts)} hosts for {spec.nodes} nodes; name them in ssh.hosts or with "
+            "--hosts FILE, or lower nodes."
+        )
+    for host in spec.ssh.hosts:
+        if host.startswith("-"):
+            raise LaunchError(f"ssh.hosts has {host!r}, which ssh would read as an option; give a host name.")
+    used, head = set(spec.ssh.hosts[: spec.nodes]), spec.rendezvous.address or spec.ssh.hosts[0]
+    if len(used) > 1 and is_loopback(head):
+        raise LaunchError(
+            f"The ranks would meet at {head}, which is another machine on every host; set rendezvous.address to an "
+            "address of the first host that all others reach."
+        )
+
+
+def is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")

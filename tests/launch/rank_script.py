@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launched ranks do in these tests; needs no torch, so that a run takes torchrun's own seconds only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+mode, *rest = sys.argv[1:]
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print(f"rank {rank} of {world} says {mode} {rest} {os.environ.get('GREETING', '')}", flush=True)
+print(f"rank {rank} on stderr", file=sys.stderr, flush=True)
+if mode == "crash" and rank == rest[0]:
+    sys.exit(7)
+if mode == "fill":
+    while True:
+        print("x" * 4000, flush=True)
+if mode in ("wait", "crash"):
+    time.sleep(60)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # a grandchild in a session of its own, as a data loader or a server may start one
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    Path(rest[0], f"ready{rank}").touch()
+    time.sleep(60)

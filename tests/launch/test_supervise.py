@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor with commands that are no runners, and the steps that run one after another."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from magi_attention.errors import LaunchError
+from magi_attention.launch import supervise
+from magi_attention.launch.logs import lines_of, make_selection, read_lines, select
+from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
+from magi_attention.launch.supervise import Supervisor, run_steps, write_files
+
+REPORT = """
+Failures:
+[1]:
+  rank      : 2 (local_rank: 0)
+  exitcode  : -15 (pid: 5)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 6)
+"""
+
+
+def run(*codes, grace_s=1):
+    """Outcome, log and what was shown of one node per piece of Python."""
+    steps = tuple(Step(f"node {n}", (sys.executable, "-c", code)) for n, code in enumerate(codes))
+    log, shown = io.BytesIO(), []
+    outcome = Supervisor(LaunchPlan("test", steps, is_concurrent=True), log, shown.append, grace_s).run()
+    return outcome, log.getvalue().decode(), b"".join(shown).decode()
+
+
+def test_lines_are_prefixed_once():
+    outcome, log, shown = run("print('[rank 5]: a'); print('b')", "print('no end', end='')")
+    assert outcome.exit_code == 0 and log == shown
+    assert sorted(log.splitlines()) == ["[node 0]: b", "[node 1]: no end", "[rank 5]: a"]
+
+
+def test_the_first_cause_of_torchruns_report_is_told():
+    outcome, _, _ = run("pass", f"print({REPORT!r}); raise SystemExit(1)")
+    assert (outcome.exit_code, outcome.reason) == (1, "Rank 3 ended with signal SIGKILL (9) on node 1.")
+
+
+def test_a_failure_without_a_report(monkeypatch):
+    outcome, _, _ = run("print('the last words'); raise SystemExit(127)")
+    assert (outcome.exit_code, outcome.reason) == (127, "Node 0 ended with exit code 127: the last words")
+    outcome, _, _ = run("raise SystemExit(3)")
+    assert outcome.reason == "Node 0 ended with exit code 3 and printed nothing."
+
+
+def test_a_refusal_wins_and_the_others_are_stopped():
+    code = "print('[node 1]: refused: the port is taken.'); raise SystemExit(2)"
+    started = time.monotonic()
+    # the other node ends when its input does, as runners do
+    outcome, log, shown = run("import sys; sys.stdin.read(); print('late')", code)
+    assert outcome.reason == "the port is taken." and outcome.exit_code == 2 and outcome.is_clean
+    assert time.monotonic() - started < 8
+    assert "late" in log and "late" not in shown
+
+
+def test_a_node_that_does_not_react_is_killed(monkeypatch):
+    monkeypatch.setattr(supervise, "OTHERS_GRACE_S", 0.1)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    outcome, _, _ = run(stubborn, "raise SystemExit(1)", grace_s=0)
+    assert not outcome.is_clean and outcome.exit_code == 1
+
+
+def test_a_command_that_does_not_exist_stops_the_others():
+    steps = (Step("node 0", (sys.executable, "-c", "input()")), Step("node 1", ("/no/such/program",)))
+    supervisor = Supervisor(LaunchPlan("test", steps), io.BytesIO(), lambda line: None, 1)
+    with pytest.raises(LaunchError, match="node 1: /no/such/program cannot be started"):
+        supervisor.run()
+
+
+def test_steps():
+    python = (sys.executable, "-c")
+    said = []
+    plan = LaunchPlan("t", (Step("one", (*python, "print(1)")), Step("two", (*python, "print(2)"))))
+    assert run_steps(plan, 10, said.append) == ["1\n", "2\n"] and said == ["one", "two"]
+    failing = Step("try", (*python, "raise SystemExit('No such network')"), tolerated="no such NETWORK")
+    assert run_steps(LaunchPlan("t", (failing,)), 10, said.append) == ["No such network\n"]
+    for step, words in (
+        (Step("try", (*python, "raise SystemExit('bad image')")), "try: .* ended with code 1: bad image"),
+        (Step("try", ("/no/such/program",)), "cannot be started"),
+        (Step("try", (*python, "import time; time.sleep(9)")), "had not ended after 0.3 s"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            run_steps(LaunchPlan("t", (step,)), 0.3 if "sleep" in step.argv[-1] else 10, said.append)
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    write_files((RenderedFile(str(tmp_path / "a"), "text"),))
+    assert (tmp_path / "a").read_text() == "text"
+    with pytest.raises(LaunchError, match="cannot be written"):
+        write_files((RenderedFile(str(tmp_path / "none" / "a"), ""),))
+
+
+LOG = "[node 0]: up\n[rank 0]: a\n[rank 3]: b NCCL\n[node 1]: c\nbare"
+
+
+def test_log_selections(tmp_path):
+    path = tmp_path / "output.log"
+    path.write_text(LOG)
+
+    def chosen(*arguments):
+        return list(select(read_lines(path), make_selection(*arguments)))
+
+    assert chosen(None, None, 2, None) == LOG.split("\n")
+    assert chosen(3, None, 2, None) == ["[rank 3]: b NCCL"]
+    assert chosen(None, 1, 2, None) == ["[rank 3]: b NCCL", "[node 1]: c"]
+    assert chosen(None, 0, 2, "a$") == ["[rank 0]: a"]
+    with pytest.raises(LaunchError, match="no regular expression"):
+        make_selection(None, None, 2, "(")
+    with pytest.raises(LaunchError, match="no log yet"):
+        list(read_lines(tmp_path / "none"))
+
+
+def test_lines_of_a_command():
+    python = (sys.executable, "-c")
+    assert list(lines_of(Step("logs", (*python, "print('a'); print('b')")))) == ["a", "b"]
+    with pytest.raises(LaunchError, match="failed: no such pod"):
+        list(lines_of(Step("logs", (*python, "raise SystemExit('no such pod')"))))
+    with pytest.raises(LaunchError, match="cannot be started"):
+        list(lines_of(Step("logs", ("/no/such/program",))))
+
+
+def test_following_a_log(tmp_path):
+    path, writes = tmp_path / "output.log", iter(["a\nb", "c\n", "d"])
+    path.write_text("")
+
+    def is_running():
+        text = next(writes, None)
+        if text is not None:
+            with path.open("a") as file:
+                file.write(text)
+        return text is not None
+
+    assert list(read_lines(path, is_running, poll_s=0.01)) == ["a", "bc", "d"]
