@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares results of benchmarks/kernel.py with a baseline; no GPU and no torch is needed for that.
+
+A cell is one direction, mask, length and shape. It has up to two measures of how much slower ours became:
+
+- *ratio*: our TFLOP/s over that of each peer in the same run, the median over peers. Clocks and heat cancel out. It
+  counts where the peers are the same code in both, so where torch, CUDA and cuDNN are.
+- *tflops*: our TFLOP/s. It counts on the same GPU with the same power limit.
+
+The ratio decides where there is one, TFLOP/s where there is none. Where TFLOP/s fell and the ratio did not, the peers
+became slower as well: that is the machine's doing, and a warning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+WARN, FAIL = 0.05, 0.10  # share of speed lost
+OURS = "magi"
+_SHAPE = ("heads", "head_dim", "dtype")
+_FIELDS = ("mask", "seqlen", "name", "tflops", "direction")
+SEVERITY = ("ok", "faster", "warn", "slow", "missing", "wrong")  # what fails comes last
+FAILING = SEVERITY[3:]
+
+
+class Incomparable(Exception):
+    """Baseline and run cannot be compared; the text says why and what to do."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """What was timed. ``samples`` are the draws of documents over which the time is a mean."""
+
+    direction: str
+    mask: str
+    seqlen: int
+    heads: tuple[int, int]
+    head_dim: int
+    dtype: str
+    samples: int
+
+    def __str__(self) -> str:
+        size = f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
+        return f"{self.direction} {self.mask} {size}"
+
+
+@dataclass
+class Run:
+    """Results by cell and implementation; ``settings`` are the command lines that made them."""
+
+    environment: dict
+    settings: list[dict]
+    results: dict[Cell, dict[str, dict]]
+
+    def speeds(self, cell: Cell) -> dict[str, float]:
+        """TFLOP/s of every implementation that could run the cell."""
+        found = self.results.get(cell, {})
+        return {name: row["tflops"] for name, row in found.items() if row["tflops"] > 0 and not row.get("reason")}
+
+
+@dataclass
+class Verdict:
+    """How a cell fares. ``slower_by`` is the share that decided; below zero means faster."""
+
+    cell: Cell
+    status: str
+    slower_by: float = 0.0
+    measure: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """One sentence."""
+        change = f"{abs(self.slower_by):.1%} {'slower' if self.slower_by > 0 else 'faster'} by {self.measure}"
+        return f"{self.cell}: {self.status}" + "; ".join([f", {change}" if self.measure else "", *self.notes])
+
+
+def parse(data: Mapping, where: str) -> Run:
+    """A results file that was read; ``Incomparable`` if it is not one of benchmarks/kernel.py."""
+    rows = data.get("results") if isinstance(data, Mapping) else None
+    if not rows or not all(isinstance(row, Mapping) and all(f in row for f in _FIELDS) for row in rows):
+        raise Incomparable(f"{where} holds no results of benchmarks/kernel.py; give a file that its --out wrote.")
+    settings = data["settings"] if isinstance(data["settings"], list) else [data["settings"]]
+    results: dict[Cell, dict[str, dict]] = {}
+    for row in rows:
+        found = [s for s in settings if row["mask"] in s["masks"] and row["seqlen"] in s["seqlens"]]
+        if not found:
+            raise Incomparable(f"{where} has no settings for {row['mask']}, {row['seqlen']} tokens; measure it anew.")
+        shape = {key: tuple(v) if isinstance(v := found[0][key], list) else v for key in _SHAPE}
+        samples = found[0]["samples"] if row["mask"].startswith("varlen") else 1
+        cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=samples, **shape)
+        results.setdefault(cell, {})[row["name"]] = dict(row)
+    return Run(dict(data["environment"]), settings, results)
+
+
+def load(path: Path) -> Run:
+    """``parse`` of a file."""
+    try:
+        return parse(json.loads(path.read_text()), str(path))
+    except (json.JSONDecodeError, KeyError, TypeError) as failure:
+        raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew with benchmarks/kernel.py.") from None
+
+
+def merge(runs: Iterable[Run]) -> Run:
+    """One run out of several of one machine; later results replace earlier ones."""
+    runs = list(runs)
+    results: dict[Cell, dict[str, dict]] = {}
+    for run in runs:
+        results |= run.results
+    return Run(runs[0].environment, [s for run in runs for s in run.settings], results)
+
+
+def _power_limit(environment: Mapping) -> str:
+    parts = (environment.get("nvidia_smi") or "").split(", ")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
+    """What of two machines' numbers may be compared, and sentences on what may not."""
+    if baseline.get("gpu") != now.get("gpu"):
+        raise Incomparable(
+            f"The baseline is of {baseline.get('gpu') or 'no GPU'} and this is {now.get('gpu') or 'no GPU'}; commit "
+            "results of this GPU to benchmarks/results, as benchmarks/kernel.py --out writes them."
+        )
+    found, notes = {"ratio", "tflops"}, []
+    if (was := _power_limit(baseline)) != (is_now := _power_limit(now)):
+        found.discard("tflops")
+        notes.append(f"The power limit was {was or 'unknown'} and is {is_now or 'unknown'}: TFLOP/s are not compared.")
+    for key in ("torch", "cuda", "cudnn"):
+        if baseline.get(key) != now.get(key):
+            found.discard("ratio")
+            notes.append(f"{key} was {baseline.get(key)} and is {now.get(key)}: ratios over peers are not compared.")
+    if not found:
+        raise Incomparable(" ".join([*notes, "Nothing is left to compare; commit new results to benchmarks/results."]))
+    return found, notes
+
+
+def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | None:
+    """The verdict on one cell; None where the baseline has no number of ours."""
+    before, after = baseline.speeds(cell), now.speeds(cell)
+    if OURS not in before:
+        return None
+    if OURS not in after:
+        row = now.results.get(cell, {}).get(OURS)
+        reason = (row or {}).get("reason") or "it was not measured"
+        return Verdict(cell, "wrong" if reason.startswith("wrong") else "missing", notes=[reason])
+    slower: dict[str, float] = {}
+    peers = [p for p in before if p != OURS]
+    shared = [p for p in peers if p in after]
+    if "ratio" in allowed and shared:
+        slower["ratio"] = 1 - median(after[OURS] / after[p] * before[p] / before[OURS] for p in shared)
+    if "tflops" in allowed:
+        slower["tflops"] = 1 - after[OURS] / before[OURS]
+    if not slower:
+        return Verdict(cell, "missing", notes=["no peer of the baseline was measured, and TFLOP/s are not comparable"])
+    measure = "ratio" if "ratio" in slower else "tflops"
+    share = slower[measure]
+    status = "slow" if share > FAIL else "warn" if share > WARN else "faster" if share < -WARN else "ok"
+    verdict = Verdict(cell, status, share, measure)
+    if absent := [p for p in peers if p not in after]:
+        verdict.notes.append(f"{', '.join(absent)} of the baseline did not run")
+    if measure == "ratio" and share <= WARN < slower.get("tflops", 0.0):
+        verdict.status = "warn"
+        verdict.notes.append(f"TFLOP/s fell by {slower['tflops']:.1%} and those of the peers too: look at the clocks")
+    return verdict
+
+
+def compare(baseline: Run, now: Run) -> tuple[list[Verdict], list[str]]:
+    """Verdicts on the cells of the baseline, and notes on the comparison as a whole."""
+    allowed, notes = measures(baseline.environment, now.environment)
+    verdicts = [v for cell in sorted(baseline.results) if (v := judge(cell, baseline, now, allowed))]
+    if not verdicts:
+        raise Incomparable("The baseline has no number of ours; measure it anew with benchmarks/kernel.py.")
+    if fresh := sorted(set(now.results) - set(baseline.results)):
+        notes.append(f"Not in the baseline: {', '.join(map(str, fresh))}.")
+    return verdicts, notes
+
+
+def to_repeat(verdicts: Iterable[Verdict]) -> list[Cell]:
+    """Cells that get a second try: the slow and the missing. A wrong result stays one, whatever a second run says."""
+    return [v.cell for v in verdicts if v.status in ("slow", "missing")]
+
+
+def best_of(first: Iterable[Verdict], second: Iterable[Verdict]) -> list[Verdict]:
+    """After the second try: the better of two verdicts counts, except that a wrong result is never mended."""
+    again = {v.cell: v for v in second}
+    out = []
+    for verdict in first:
+        other = again.get(verdict.cell)
+        if other is None or verdict.status not in ("slow", "missing"):
+            out.append(verdict)
+            continue
+        pair = sorted((verdict, other), key=lambda v: (SEVERITY.index(v.status), v.slower_by))
+        chosen = other if other.status == "wrong" else pair[0]
+        how = "in two tries" if other.status in FAILING else f"in the second try; the first was {verdict.status}"
+        chosen.notes.append(how)
+        out.append(chosen)
+    return out

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the GPU tests and the kernel benchmark, and compares the latter with the results that are committed.
+
+    ci/gpu_regression                            tests, then every benchmark with a baseline of this GPU
+    ci/gpu_regression --skip-tests               only the benchmarks
+    ci/gpu_regression --compare RUN.json ...     only compares results that are there; needs no GPU
+
+Baselines are the files of benchmarks/results whose GPU is the one here; each is measured anew with its own settings.
+What is more than 5% slower is a warning. What is more than 10% slower, or has no result, is measured a second time and
+fails if it is so again; a wrong result fails at once. How speed is compared stands in ci/compare_results.py.
+Exit codes: 0 passed, perhaps with warnings; 1 tests failed or something became slow; 2 nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from compare_results import FAILING, Cell, Incomparable, Run, Verdict, best_of, compare, load, merge, to_repeat
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINES = ROOT / "benchmarks" / "results"
+Measure = Callable[[str, dict, str], Run]  # (direction, settings, name of the output) -> results
+
+
+def gpu_name() -> str | None:
+    """Name of the first GPU as benchmarks/kernel.py writes it."""
+    try:
+        import torch
+    except ImportError:
+        raise Incomparable(f"{sys.executable} has no torch; name one that has in MAGI_PYTHON.") from None
+    return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else None
+
+
+def baselines(folder: Path, gpu: str | None) -> tuple[dict[str, Run], list[str]]:
+    """Baselines of this GPU by name, and why other files are left out."""
+    found, notes, other = {}, [], set()
+    for path in sorted(folder.glob("*.json")):
+        try:
+            run = load(path)
+        except Incomparable as reason:
+            notes.append(f"{path.name} is left out. {reason}")
+            continue
+        if run.environment.get("gpu") == gpu:
+            found[path.stem] = run
+        else:
+            other.add(run.environment.get("gpu") or "no GPU")
+    if not found:
+        raise Incomparable(
+            f"{folder} has no baseline of {gpu or 'a machine without a GPU'}, only of "
+            f"{', '.join(sorted(other)) or 'nothing'}; measure one with benchmarks/kernel.py --out and commit it."
+        )
+    return found, notes
+
+
+def command(direction: str, settings: dict, out: Path) -> list[str]:
+    """The benchmark's command line that had these settings."""
+    line = [sys.executable, str(ROOT / "benchmarks" / "kernel.py"), "--direction", direction, "--out", str(out)]
+    for key in ("masks", "seqlens", "only"):
+        if settings.get(key):
+            line += [f"--{key}", ",".join(map(str, settings[key]))]
+    line += ["--heads", *map(str, settings["heads"])]
+    for key in ("head_dim", "dtype", "samples", "repeats"):
+        line += [f"--{key.replace('_', '-')}", str(settings[key])]
+    return line + [f"--{key.replace('_', '-')}" for key in ("no_peers", "graph", "host") if settings.get(key)]
+
+
+def measurer(folder: Path, timeout_s: float) -> Measure:
+    """Runs the benchmark in a process of its own and reads what it wrote."""
+
+    def measure(direction: str, settings: dict, name: str) -> Run:
+        out = folder / name
+        file = Path(f"{out}.json")
+        file.unlink(missing_ok=True)  # what an earlier run left must not pass for this one
+        line = command(direction, settings, out)
+        print(f"$ {shlex.join(line)}", flush=True)
+        try:
+            subprocess.run(line, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            print(f"The benchmark took over {timeout_s:.0f} s and was stopped; --timeout allows more.", flush=True)
+        if not file.is_file():
+            raise Incomparable(f"The benchmark wrote no {file.name}; its own words above say why.")
+        return load(file)
+
+    return measure
+
+
+def _parts(baseline: Run, cells: Sequence[Cell] | None) -> list[tuple[str, dict]]:
+    """(direction, settings) that measure the whole baseline, or at least ``cells``."""
+    out = []
+    directions = list(dict.fromkeys(cell.direction for cell in baseline.results))
+    for settings in baseline.settings:
+        for direction in directions:
+            wanted = [
+                c
+                for c in (baseline.results if cells is None else cells)
+                if c.direction == direction and c.mask in settings["masks"] and c.seqlen in settings["seqlens"]
+            ]
+            if wanted:
+                masks = [m for m in settings["masks"] if any(c.mask == m for c in wanted)]
+                seqlens = [n for n in settings["seqlens"] if any(c.seqlen == n for c in wanted)]
+                out.append((direction, settings | {"masks": masks, "seqlens": seqlens}))
+    return out
+
+
+def check(name: str, baseline: Run, measure: Measure) -> tuple[list[Verdict], list[str]]:
+    """Verdicts on one baseline after up to two tries, and notes."""
+
+    def attempt(number: int, cells: Sequence[Cell] | None) -> Run:
+        parts = _parts(baseline, cells)
+        return merge([measure(d, s, f"{name}-try{number}-part{i}") for i, (d, s) in enumerate(parts, 1)])
+
+    verdicts, notes = compare(baseline, attempt(1, None))
+    if again := to_repeat(verdicts):
+        print(f"{name}: {len(again)} results are slow or missing; measuring these a second time", flush=True)
+        verdicts = best_of(verdicts, compare(baseline, attempt(2, again))[0])
+    return verdicts, notes
+
+
+def report(name: str, verdicts: Sequence[Verdict], notes: Sequence[str]) -> bool:
+    """Prints what is not ok, writes a runner's summary and annotations; True if nothing fails."""
+    counts = {s: sum(v.status == s for v in verdicts) for s in dict.fromkeys(v.status for v in verdicts)}
+    head = f"{name}: " + ", ".join(f"{n} {status}" for status, n in counts.items())
+    lines = [v.line() for v in verdicts if v.status != "ok" or v.notes]
+    print("\n".join([head, *(f"  {line}" for line in [*notes, *lines])]), flush=True)
+    if os.environ.get("GITHUB_ACTIONS"):
+        for v in verdicts:
+            if v.status in (*FAILING, "warn"):
+                print(f"::{'warning' if v.status == 'warn' else 'error'} title={name}::{v.line()}", flush=True)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write("\n".join([f"### {head}", "", *(f"- {line}" for line in [*notes, *lines]), ""]))
+    return not any(v.status in FAILING for v in verdicts)
+
+
+def compare_files(paths: Sequence[Path], folder: Path) -> bool:
+    """One try, with results that were measured elsewhere; they may cover a baseline in several files."""
+    now = merge([load(path) for path in paths])
+    found, notes = baselines(folder, now.environment.get("gpu"))
+    directions = {cell.direction for cell in now.results}
+    passed = True
+    asked = {n: b for n, b in found.items() if directions & {cell.direction for cell in b.results}}
+    if not asked:
+        raise Incomparable(f"No baseline has {', '.join(sorted(directions))}; the baselines are {', '.join(found)}.")
+    for name, baseline in asked.items():
+        verdicts, more = compare(baseline, now)
+        passed &= report(name, verdicts, [*notes, *more])
+    return passed
+
+
+def run_tests() -> bool:
+    """The GPU suite by this interpreter; False if it failed."""
+    line = [str(ROOT / "magi"), "test", "--suite", "gpu"]
+    print(f"$ {shlex.join(line)}", flush=True)
+    return subprocess.run(line, cwd=ROOT, env={**os.environ, "MAGI_PYTHON": sys.executable}).returncode == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ci/gpu_regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--baselines", type=Path, default=BASELINES, metavar="DIR", help="baselines (benchmarks/results)")
+    add("--out", type=Path, default=ROOT / "build" / "regression", metavar="DIR", help="results (build/regression)")
+    add("--only", metavar="A,B", help="these baselines, by file name without .json")
+    add("--skip-tests", action="store_true", help="only the benchmarks")
+    add("--compare", type=Path, nargs="+", metavar="RUN.json", help="compare these instead of measuring")
+    add("--timeout", type=float, default=1800, metavar="SECONDS", help="for one benchmark (1800)")
+    options = parser.parse_args(arguments)
+    try:
+        if options.compare:
+            return 0 if compare_files(options.compare, options.baselines) else 1
+        found, notes = baselines(options.baselines, gpu_name())
+        names = options.only.split(",") if options.only else list(found)
+        if unknown := [n for n in names if n not in found]:
+            raise Incomparable(f"{', '.join(unknown)}: no baseline of this GPU; there are {', '.join(found)}.")
+        print("\n".join(notes), end="\n" if notes else "")
+        failed = [] if options.skip_tests or run_tests() else ["tests"]
+        measure = measurer(options.out, options.timeout)
+        options.out.mkdir(parents=True, exist_ok=True)
+        failed += [name for name in names if not report(name, *check(name, found[name], measure))]
+    except Incomparable as reason:
+        print(f"ci/gpu_regression: {reason}", file=sys.stderr)
+        return 2
+    print(f"failed: {', '.join(failed)}" if failed else "passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

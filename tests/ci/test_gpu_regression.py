@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ci/gpu_regression on made-up results: what warns, what fails, what is measured twice, what cannot be compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmarks")]
+
+import compare_results as cr  # noqa: E402
+import gpu_regression as gr  # noqa: E402
+
+ENVIRONMENT = {
+    "gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "cuda": "13.0", "cudnn": 91900,
+    "nvidia_smi": "580.1, 700.00 W, 1980 MHz",
+}  # fmt: skip
+MASKS, SEQLENS = ["full", "varlen_causal"], [4096, 32768]
+SPEEDS = {"magi": 700.0, "cudnn": 650.0, "flex": 400.0}
+
+
+def results(direction: str = "forward", masks=MASKS, seqlens=SEQLENS, **environment) -> dict:
+    """A file as benchmarks/kernel.py writes it."""
+    rows = [
+        {"mask": m, "seqlen": n, "name": name, "tflops": speed, "direction": direction, "reason": None}
+        for m in masks for n in seqlens for name, speed in SPEEDS.items()
+    ]  # fmt: skip
+    settings = {
+        "direction": direction, "masks": list(masks), "seqlens": list(seqlens), "only": None, "no_peers": False,
+        "heads": [64, 8], "head_dim": 128, "dtype": "bf16", "samples": 4, "repeats": 20, "graph": False, "host": True,
+    }  # fmt: skip
+    return {"environment": ENVIRONMENT | environment, "settings": settings, "results": rows}
+
+
+def changed(data: dict, factor: float, mask: str = "full", seqlen: int = 4096, names=("magi",)) -> dict:
+    """A copy with some implementations at another speed; factor 0 means not run."""
+    out = copy.deepcopy(data)
+    for row in out["results"]:
+        if row["mask"] == mask and row["seqlen"] == seqlen and row["name"] in names:
+            row["tflops"] *= factor
+            row["reason"] = None if factor else "RuntimeError: no kernel"
+    return out
+
+
+def run(data: dict) -> cr.Run:
+    return cr.parse(data, "made up")
+
+
+def verdict(before: dict, after: dict, mask: str = "full", seqlen: int = 4096) -> cr.Verdict:
+    verdicts, _ = cr.compare(run(before), run(after))
+    return next(v for v in verdicts if (v.cell.mask, v.cell.seqlen) == (mask, seqlen))
+
+
+class Tries:
+    """Stands for the benchmark: hands out prepared results and keeps what was asked for."""
+
+    def __init__(self, *prepared: dict) -> None:
+        self.prepared = list(prepared)
+        self.asked: list[tuple[str, list, list]] = []
+
+    def __call__(self, direction: str, settings: dict, name: str) -> cr.Run:
+        self.asked.append((name, settings["masks"], settings["seqlens"]))
+        data = self.prepared.pop(0)
+        return run(
+            data | {"results": [
+                r for r in data["results"] if r["mask"] in settings["masks"] and r["seqlen"] in settings["seqlens"]
+            ]}
+        )  # fmt: skip
+
+
+def checked(*tries: dict) -> tuple[dict[str, list[cr.Verdict]], Tries, bool]:
+    measure = Tries(*tries)
+    verdicts, notes = gr.check("base", run(results()), measure)
+    assert not measure.prepared, "a try that was prepared was not asked for"
+    by_status: dict[str, list[cr.Verdict]] = {}
+    for v in verdicts:
+        by_status.setdefault(v.status, []).append(v)
+    return by_status, measure, gr.report("base", verdicts, notes)
+
+
+def test_good():
+    found, measure, passed = checked(results())
+    assert passed and set(found) == {"ok"} and len(found["ok"]) == 4
+    assert measure.asked == [("base-try1-part1", MASKS, SEQLENS)]
+
+
+def test_slow_once_passes_and_only_that_is_measured_again(capsys):
+    slow = changed(results(), 0.8, "varlen_causal", 32768)
+    found, measure, passed = checked(slow, results())
+    assert passed and set(found) == {"ok"}
+    assert measure.asked[1] == ("base-try2-part1", ["varlen_causal"], [32768])
+    assert "in the second try; the first was slow" in capsys.readouterr().out
+
+
+def test_slow_twice_fails(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    found, _, passed = checked(changed(results(), 0.8), changed(results(), 0.85))
+    assert not passed
+    (v,) = found["slow"]
+    assert v.slower_by == pytest.approx(0.15) and v.measure == "ratio"  # the better of the two
+    line = "forward full 4K: slow, 15.0% slower by ratio; in two tries"
+    out = capsys.readouterr().out
+    assert f"  {line}\n" in out and f"::error title=base::{line}" in out
+    assert f"- {line}" in (tmp_path / "summary.md").read_text()
+
+
+def test_slow_twice_then_less_slow_is_a_warning():
+    found, _, passed = checked(changed(results(), 0.8), changed(results(), 0.93))
+    assert passed and [v.slower_by for v in found["warn"]] == [pytest.approx(0.07)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "status"),
+    [(0.951, "ok"), (0.949, "warn"), (0.901, "warn"), (0.899, "slow"), (1.04, "ok"), (1.2, "faster")],
+)
+def test_thresholds(factor, status):
+    assert verdict(results(), changed(results(), factor)).status == status
+
+
+def test_missing_twice_fails_and_says_why():
+    gone = changed(results(), 0)
+    found, _, passed = checked(gone, gone)
+    assert not passed and found["missing"][0].notes == ["RuntimeError: no kernel", "in two tries"]
+    without = results()
+    without["results"] = [r for r in without["results"] if r["seqlen"] == 4096]
+    found, measure, passed = checked(without, results())
+    assert passed and set(found) == {"ok"} and measure.asked[1][1:] == (MASKS, [32768])
+
+
+def test_a_wrong_result_fails_at_once():
+    wrong = changed(results(), 0)
+    next(r for r in wrong["results"] if r["reason"])["reason"] = "wrong: relative error 0.3 of out on 64 rows or fewer"
+    found, measure, passed = checked(wrong)
+    assert not passed and len(found["wrong"]) == 1 and len(measure.asked) == 1
+    found, _, passed = checked(changed(results(), 0.8), wrong)  # right and slow first, then wrong
+    assert not passed and len(found["wrong"]) == 1
+
+
+def test_a_slow_machine_is_not_our_doing():
+    everyone = changed(results(), 0.8, names=tuple(SPEEDS))
+    v = verdict(results(), everyone)
+    assert v.status == "warn" and v.slower_by == pytest.approx(0)
+    assert "TFLOP/s fell by 20.0% and those of the peers too" in v.line()
+
+
+def test_one_noisy_peer_of_several_does_not_decide():
+    three = results()
+    three["results"] += [r | {"name": "fa3", "tflops": 600.0} for r in three["results"] if r["name"] == "magi"]
+    assert verdict(three, changed(three, 1.3, names=("flex",))).status == "ok"
+    assert verdict(three, changed(three, 1.3, names=("flex", "cudnn"))).status == "slow"
+
+
+def test_without_peers_tflops_decide():
+    alone = changed(results(), 0.8)
+    alone["results"] = [r for r in alone["results"] if r["name"] == "magi"]
+    v = verdict(results(), alone)
+    assert (v.status, v.measure) == ("slow", "tflops") and "cudnn, flex of the baseline did not run" in v.line()
+
+
+def test_another_machine():
+    with pytest.raises(cr.Incomparable, match="baseline is of NVIDIA H100.* and this is NVIDIA H200; commit"):
+        cr.compare(run(results()), run(results(gpu="NVIDIA H200")))
+    # The same GPU with another power limit: the ratio alone.
+    cooler = results(nvidia_smi="580.1, 500.00 W, 1980 MHz")
+    verdicts, notes = cr.compare(run(results()), run(changed(cooler, 0.8, names=tuple(SPEEDS))))
+    assert {v.status for v in verdicts} == {"ok"} and "power limit was 700.00 W and is 500.00 W" in notes[0]
+    # Another torch: the peers may be other code, so TFLOP/s alone.
+    newer = changed(results(torch="2.15.0"), 0.8, names=("cudnn", "flex"))
+    verdicts, notes = cr.compare(run(results()), run(newer))
+    assert {v.measure for v in verdicts} == {"tflops"} and "torch was 2.11.0 and is 2.15.0" in notes[0]
+    with pytest.raises(cr.Incomparable, match="Nothing is left to compare"):
+        cr.compare(run(results()), run(results(torch="2.15.0", nvidia_smi=None)))
+
+
+def test_other_shapes_and_samples_are_other_cells():
+    fewer = results()
+    fewer["settings"]["samples"] = 1
+    verdicts, notes = cr.compare(run(results()), run(fewer))
+    assert {(v.cell.mask, v.status) for v in verdicts} == {("full", "ok"), ("varlen_causal", "missing")}
+    assert notes == ["Not in the baseline: forward varlen_causal 4K, forward varlen_causal 32K."]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"results": [1]}', "not json", '{"results": [{"mask": "full"}]}'])
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(cr.Incomparable, match="x.json"):
+        cr.load(tmp_path / "x.json")
+
+
+def put(folder: Path, **files: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    return folder
+
+
+def test_baselines_are_those_of_this_gpu(tmp_path):
+    put(tmp_path, mine=results(), other=results(gpu="NVIDIA H200"), strange={"results": []})
+    found, notes = gr.baselines(tmp_path, ENVIRONMENT["gpu"])
+    assert list(found) == ["mine"] and len(notes) == 1 and "strange.json is left out" in notes[0]
+    with pytest.raises(cr.Incomparable, match="no baseline of a machine without a GPU, only of NVIDIA H100"):
+        gr.baselines(tmp_path, None)
+
+
+def test_committed_results_are_baselines_of_themselves():
+    """What is committed can be read, says how it was measured, and passes against itself."""
+    files = [p for p in gr.BASELINES.glob("*.json") if p.stem.startswith("ffa_")]
+    assert files
+    import kernel
+
+    for path in files:
+        baseline = cr.load(path)
+        verdicts, notes = cr.compare(baseline, baseline)
+        assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
+        parts = gr._parts(baseline, None)
+        for direction, settings in parts:
+            options = vars(kernel.make_parser().parse_args(gr.command(direction, settings, Path("x"))[2:]))
+            assert {k: v for k, v in options.items() if k != "out"} == settings | {"direction": direction}
+        covered = {(d, m, n) for d, s in parts for m in s["masks"] for n in s["seqlens"]}
+        assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
+
+
+def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
+    script = tmp_path / "fake.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "if 'slow' in sys.argv[1]: time.sleep(60)\n"
+        f"if 'good' in sys.argv[1]: pathlib.Path(sys.argv[1] + '.json').write_text({json.dumps(results())!r})\n"
+    )
+    monkeypatch.setattr(gr, "command", lambda direction, settings, out: [sys.executable, str(script), str(out)])
+    assert len(gr.measurer(tmp_path, 30)("forward", {}, "good").results) == 4
+    (tmp_path / "left.json").write_text(json.dumps(results()))
+    with pytest.raises(cr.Incomparable, match="wrote no left.json"):
+        gr.measurer(tmp_path, 30)("forward", {}, "left")
+    with pytest.raises(cr.Incomparable, match="wrote no slow.json"):
+        gr.measurer(tmp_path, 0.5)("forward", {}, "slow")
+    assert "took over 0 s and was stopped" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("tests_pass", "factor", "code"), [(True, 1.0, 0), (False, 1.0, 1), (True, 0.8, 1)])
+def test_exit_codes_of_a_whole_run(tmp_path, monkeypatch, capsys, tests_pass, factor, code):
+    put(tmp_path / "base", forward=results())
+    now = changed(results(), factor)
+    monkeypatch.setattr(gr, "gpu_name", lambda: ENVIRONMENT["gpu"])
+    monkeypatch.setattr(gr, "run_tests", lambda: tests_pass)
+    monkeypatch.setattr(gr, "measurer", lambda folder, timeout: Tries(now, now))
+    assert gr.main(["--baselines", str(tmp_path / "base"), "--out", str(tmp_path / "out")]) == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == {0: "passed", 1: "failed: forward" if tests_pass else "failed: tests"}[code]
+    assert gr.main(["--baselines", str(tmp_path / "base"), "--only", "backward"]) == 2
+
+
+def test_the_command_compares_files_without_a_gpu(tmp_path):
+    put(tmp_path / "base", forward=results(), backward=results("backward"))
+    put(tmp_path, good=results(), slow=changed(results(), 0.8), other=results(gpu="NVIDIA H200"))
+
+    def said(name: str) -> tuple[int, str]:
+        line = [str(ROOT / "ci" / "gpu_regression"), "--baselines", str(tmp_path / "base"), "--compare"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB_")}
+        environment["MAGI_PYTHON"] = sys.executable
+        done = subprocess.run([*line, str(tmp_path / name)], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("good.json") == (0, "forward: 4 ok\n")
+    code, text = said("slow.json")
+    assert code == 1 and "forward full 4K: slow, 20.0% slower by ratio" in text and "backward" not in text
+    code, text = said("other.json")
+    assert code == 2 and "no baseline of NVIDIA H200, only of NVIDIA H100" in text
