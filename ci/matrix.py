@@ -4,6 +4,7 @@
 
     python ci/matrix.py                          what is built, as a table; fails if the file is not as it should be
     python ci/matrix.py --json                   the same for a workflow: kernels first, the main package last
+    python ci/matrix.py --output                 the same as the output `wheels` of a step of a workflow
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
     python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import asdict, dataclass
@@ -166,6 +168,7 @@ def check_tag(ref: str, root: Path = ROOT) -> int:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the wheels as JSON")
+    parser.add_argument("--output", action="store_true", help="append wheels=JSON to the file that GITHUB_OUTPUT names")
     parser.add_argument("--cibuildwheel", metavar="NAME", help="print NAME=value lines for this wheel")
     parser.add_argument("--tag", metavar="REF", help="fail if this tag is not that of the version here")
     options = parser.parse_args(arguments)
@@ -178,8 +181,15 @@ def main(arguments: list[str]) -> int:
     if options.cibuildwheel:
         for key, value in cibuildwheel(find(options.cibuildwheel, data), data).items():
             print(f"{key}={value}")
-    elif options.json:
-        print(json.dumps([{**asdict(w), "folder": w.folder} for w in wheels(data)]))
+    elif options.json or options.output:
+        text = json.dumps([{**asdict(w), "folder": w.folder} for w in wheels(data)])
+        if options.json:
+            print(text)
+        elif not (file := os.environ.get("GITHUB_OUTPUT")):
+            parser.error("--output is for a workflow, where GITHUB_OUTPUT is set; use --json here.")
+        else:
+            with open(file, "a", encoding="utf-8") as stream:
+                stream.write(f"wheels={text}\n")
     else:
         for w in wheels(data):
             print(f"{w.name:36} {' '.join(w.pythons):36} {w.target:8} <= {w.max_mb} MB")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ci/lane: what each lane runs, that it installs nothing without a hash, and what it says when something fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import lanes  # noqa: E402
+import make_locks  # noqa: E402
+import matrix  # noqa: E402
+
+
+def lane(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "MAGI_PYTHON": sys.executable}
+    return subprocess.run([str(ROOT / "ci" / "lane"), *arguments], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", lanes.LANES)
+def test_commands(name):
+    done = lane(name, "--dry-run", "--more")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    installs = [line for line in lines if " pip install " in line]
+    assert all(("--require-hashes" in line) != ("--no-deps --no-build-isolation" in line) for line in installs)
+    has_lock = bool(lanes.LANES[name].lock)
+    assert any(f"-r ci/lock/{lanes.LANES[name].lock}.txt" in line for line in installs) == has_lock
+    steps = lines[-len(lanes.LANES[name].steps) :]
+    assert [line.endswith(" --more") for line in steps] == [True] + [False] * (len(steps) - 1)
+    python = str(ROOT / "build" / "lanes" / name / "bin" / "python") if has_lock else sys.executable
+    assert all(word == python for line in steps for word in line.split() if word.endswith("/python"))
+    assert not any(lanes.PYTHON in line for line in lines)
+
+
+@pytest.mark.parametrize("name", lanes.LANES)
+def test_what_lanes_name_is_here(name):
+    row = lanes.LANES[name]
+    assert not row.lock or row.lock in make_locks.LOCKS
+    for word in (word for step in (*row.prepare, *row.steps) for word in step):
+        if word == "ci/image" and not (ROOT / "docker").is_dir():
+            continue  # both come together
+        if word.startswith(("ci/", "./")):
+            assert (ROOT / word).is_file(), word
+
+
+def test_the_lanes_are_listed():
+    done = lane()
+    assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == list(lanes.LANES)
+    assert "invalid choice" in lane("none").stderr
+
+
+def a_lane(monkeypatch, *steps: tuple[str, ...], **more) -> None:
+    monkeypatch.setitem(lanes.LANES, "lint", lanes.Lane("made up", steps, **more))
+
+
+def test_later_steps_run_and_failures_are_named(monkeypatch, capfd):
+    fails, passes = ("false",), (lanes.PYTHON, "-c", "import os; print('here', os.environ['MAGI_PYTHON'])")
+    a_lane(monkeypatch, fails, ("ci/none",), passes)
+    assert lanes.main(["lint"]) == 1
+    out, err = capfd.readouterr()
+    assert f"here {sys.executable}\n" in out
+    assert "ci/none is not here or cannot be executed" in err and "ci/lane: lint failed: false; ci/none\n" in err
+    a_lane(monkeypatch, passes)
+    assert lanes.main(["lint"]) == 0
+
+
+def test_nothing_runs_that_could_not_be_prepared(monkeypatch, capfd):
+    a_lane(monkeypatch, ("echo", "ran"), prepare=(("false",),))
+    assert lanes.main(["lint"]) == 1
+    out, err = capfd.readouterr()
+    assert "\nran\n" not in out and "lint could not be prepared" in err
+
+
+def test_a_file_with_another_hash_is_refused(monkeypatch, tmp_path, capfd):
+    import zipfile
+
+    wheel = tmp_path / "magi_lane_test-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "magi_lane_test-1.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: magi-lane-test\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    (tmp_path / "ci" / "lock").mkdir(parents=True)
+    monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    a_lane(monkeypatch, ("echo", "ran"), lock="lint")
+    lock = tmp_path / "ci" / "lock" / "lint.txt"
+    lock.write_text(f"magi-lane-test==1.0 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(SystemExit, match="find out why before you run ci/make_locks"):
+        lanes.main(["lint"])
+    import hashlib
+
+    lock.write_text(f"magi-lane-test==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    assert lanes.main(["lint"]) == 0
+    assert "\nran\n" in capfd.readouterr().out
+
+
+def test_lint_is_part_of_the_one_entry():
+    entry = (ROOT / ".ci" / "run").read_text()
+    for step in lanes.LANES["lint"].steps:
+        assert " ".join(step[1:]) in entry, f".ci/run does not run {step}"
+
+
+def test_the_wheels_of_a_workflow(monkeypatch, tmp_path):
+    monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "output"))
+    assert matrix.main(["--output"]) == 0
+    import json
+
+    name, _, value = (tmp_path / "output").read_text().partition("=")
+    assert name == "wheels" and [w["name"] for w in json.loads(value)] == [w.name for w in matrix.wheels(matrix.load())]
+    monkeypatch.delenv("GITHUB_OUTPUT")
+    with pytest.raises(SystemExit):
+        matrix.main(["--output"])

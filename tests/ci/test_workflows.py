@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workflows are thin and safe by ci/check_workflows.py, whose rules can fail; lanes are called, releases are signed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import check_workflows as cw  # noqa: E402
+import lanes  # noqa: E402
+import matrix  # noqa: E402
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; pip install 'magi_attention[dev]' brings it.")
+TEXTS = {path.stem: path.read_text() for path in cw.FOLDER.glob("*.yml")}
+DIGEST = "0123456789abcdef0123456789abcdef01234567"
+GOOD = f"""
+on:
+  pull_request:
+permissions:
+  contents: read
+concurrency:
+  group: x
+jobs:
+  one:
+    runs-on: ubuntu-24.04
+    timeout-minutes: 5
+    steps:
+      - uses: actions/checkout@{DIGEST} # v1.2.3
+        with:
+          persist-credentials: false
+      - run: ci/lane lint --dry-run
+"""
+OTHER = f"      - uses: actions/checkout@{DIGEST[::-1]} # v1.2.4\n        with:\n          persist-credentials: false\n"
+SIGNS = "    permissions:\n      id-token: write\n    timeout-minutes: 5\n"
+
+
+def test_the_workflows_here(capsys):
+    assert cw.main() == 0, capsys.readouterr().out
+    assert set(TEXTS) == {"ci", "wheels", "image", "gpu", "nightly", "release"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (f"@{DIGEST} # v1.2.3", "@v1", "can change under its name"),
+        (f"@{DIGEST} # v1.2.3", f"@{DIGEST[:7]} # v1.2.3", "can change under its name"),
+        (" # v1.2.3", "", "needs its version behind it"),
+        (" # v1.2.3", " # latest", "needs its version behind it"),
+        ("      - run", f"{OTHER}      - run", "pinned twice"),
+        ("    steps:", "    steps:\n      - {uses: actions/cache@v4}", "must begin its line"),
+        ("    steps:", "    steps:\n      - uses: ./.github/workflows/none.yml", "none.yml is not here"),
+        ("pull_request:", "pull_request_target:", "Started by pull_request_target"),
+        ("  pull_request:", "  workflow_run:", "Started by workflow_run"),
+        ("          persist", "          token: ${{ secrets.TOKEN }}\n          persist", "Uses secrets"),
+        ("permissions:\n  contents: read\n", "", "other rights"),
+        ("  contents: read", "  contents: write", "other rights"),
+        ("permissions:\n  contents: read", "permissions: write-all", "other rights"),
+        ("concurrency:\n  group: x\n", "", "no concurrency group"),
+        ("    timeout-minutes: 5\n", "", "no time limit"),
+        ("ubuntu-24.04", "ubuntu-latest", "changes under its name"),
+        ("ubuntu-24.04", "[self-hosted, h100]", "any pull request runs on a machine of ours"),
+        ("          persist-credentials: false", "          fetch-depth: 0", "leaves a token behind"),
+        ("          persist", "          ref: ${{ github.head_ref }}\n          persist", "other code than"),
+        ("lint --dry-run", "${{ github.head_ref }}", "is a way in"),
+        ("ci/lane lint --dry-run", "pip install magi_attention", "no script of ci/"),
+        ("ci/lane lint --dry-run", "python3 setup.py", "no script of ci/"),
+        ("ci/lane lint --dry-run", "ci/lane lint && curl x", "more than one command"),
+        ("ci/lane lint --dry-run", "ci/lane $(x)", "more than one command"),
+        ("run: ci/lane lint --dry-run", "run: |\n          ci/lane lint\n          pip list", "more than one command"),
+        ("ci/lane lint --dry-run", "ci/no_such_script", "ci/no_such_script is not here"),
+        ("    timeout-minutes: 5\n", SIGNS, "other events than a tag"),
+        ("    timeout-minutes: 5\n", SIGNS.replace("id-token", "contents"), "beyond reading and signing"),
+    ],
+)  # fmt: skip
+def test_each_rule_can_fail(old, new, words):
+    assert cw.problems(GOOD) == []
+    assert GOOD.count(old) == 1
+    (problem,) = cw.problems(GOOD.replace(old, new))
+    assert words in problem
+
+
+def test_signing_needs_a_tag():
+    tagged = GOOD.replace("  pull_request:", "  push:").replace("    timeout-minutes: 5\n", SIGNS)
+    assert ["signs also in a rehearsal" in p for p in cw.problems(tagged)] == [True]
+    assert cw.problems(tagged.replace(SIGNS, SIGNS + "    if: github.event_name == 'push'\n")) == []
+
+
+def test_labels_open_our_machines():
+    ours = GOOD.replace("ubuntu-24.04", "[self-hosted, h100]")
+    ours = ours.replace("  pull_request:", "  pull_request: {types: [labeled]}")
+    assert len(cw.problems(ours)) == 1
+    labelled = ours.replace("    steps:", "    if: github.event.label.name == 'run-gpu'\n    steps:")
+    assert cw.problems(labelled) == []
+
+
+def test_every_lane_is_called_and_every_call_is_a_lane():
+    called = re.findall(r"run: ci/lane (\S+)", "\n".join(TEXTS.values()))
+    assert set(called) == set(lanes.LANES) and len(called) == len(set(called))
+
+
+def test_pythons_are_those_of_the_matrix():
+    pythons = matrix.load()["pythons"]
+    chosen = yaml.safe_load(TEXTS["ci"])["jobs"]["unit"]["strategy"]["matrix"]["python"]
+    assert set(chosen) <= set(pythons) and (chosen[0], chosen[-1]) == (pythons[0], pythons[-1])
+
+
+def test_what_is_published_was_checked_and_signed_first():
+    release = yaml.safe_load(TEXTS["release"])
+    jobs = release["jobs"]
+    assert cw.triggers(release)["push"] == {"tags": ["v*"]}
+    order = {name: job.get("needs") for name, job in jobs.items()}
+    assert order == {
+        "tag": None, "build": "tag", "attest": "build", "publish-kernels": "attest", "publish-main": "publish-kernels",
+    }  # fmt: skip
+    assert jobs["build"] == {"needs": "tag", "uses": "./.github/workflows/wheels.yml"}  # which gets no right to sign
+    assert "workflow_call" in cw.triggers(yaml.safe_load(TEXTS["wheels"]))
+    signed = jobs["attest"]["steps"][-1]
+    assert signed["uses"].startswith("actions/attest-build-provenance@")
+    assert signed["with"] == {"subject-path": "dist/*.whl"}
+    kinds = {wheel.kind for wheel in matrix.wheels(matrix.load())}
+    names = ("attest", "publish-kernels", "publish-main")
+    patterns = {name: jobs[name]["steps"][0]["with"]["pattern"] for name in names}
+    covered = {name: {k for k in kinds if k in re.split(r"[{},-]", pattern)} for name, pattern in patterns.items()}
+    assert covered == {"attest": kinds, "publish-kernels": kinds - {"main"}, "publish-main": {"main"}}
+    for name in ("publish-kernels", "publish-main"):
+        assert jobs[name]["environment"] == "pypi" and jobs[name]["permissions"] == {"id-token": "write"}
+        step = jobs[name]["steps"][-1]
+        assert step["uses"].startswith("pypa/gh-action-pypi-publish@") and step["with"]["attestations"] is True
+    artifact = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]["steps"][-1]["with"]["name"]
+    assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}"
