@@ -30,13 +30,15 @@ BASELINES = ROOT / "benchmarks" / "results"
 Measure = Callable[[str, dict, str], Run]  # (direction, settings, name of the output) -> results
 
 
-def gpu_name() -> str | None:
-    """Name of the first GPU as benchmarks/kernel.py writes it."""
+def gpu_name() -> str:
+    """Name of the first GPU as benchmarks/kernel.py writes it; ``Incomparable`` without one."""
     try:
         import torch
     except ImportError:
         raise Incomparable(f"{sys.executable} has no torch; name one that has in MAGI_PYTHON.") from None
-    return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        raise Incomparable("torch sees no GPU, so nothing can be tested or measured; `magi doctor` says why.")
+    return torch.cuda.get_device_properties(0).name
 
 
 def baselines(folder: Path, gpu: str | None) -> tuple[dict[str, Run], list[str]]:

@@ -195,6 +195,14 @@ def test_other_files_are_refused(tmp_path, text):
         cr.load(tmp_path / "x.json")
 
 
+def test_without_a_gpu_nothing_passes(monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gr, "run_tests", lambda: pytest.fail("tests were started"))
+    assert gr.main([]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
 def put(folder: Path, **files: dict) -> Path:
     folder.mkdir(exist_ok=True)
     for name, data in files.items():
