@@ -104,6 +104,11 @@ def make_environment(name: str, lane: Lane, run) -> str:
             f"ci/lane: ci/lock/{lane.lock}.txt could not be installed (pip's words are above). If a file has another "
             "hash than the lock, find out why before you run ci/make_locks; if none fits this Python, run it."
         )
+    if lane.is_beside_system and not run([python, "-c", "import torch"]):
+        raise SystemExit(
+            f"ci/lane: {sys.executable} gives {name} no torch; name in MAGI_PYTHON the machine's own Python that has "
+            "one. What a virtual environment has is not seen from another."
+        )
     return python
 
 

@@ -103,6 +103,20 @@ def test_a_file_with_another_hash_is_refused(monkeypatch, tmp_path, capfd):
     assert "\nran\n" in capfd.readouterr().out
 
 
+def test_a_gpu_lane_needs_the_torch_of_the_machine():
+    ran = []
+
+    def run(command) -> bool:
+        ran.append(list(command))
+        return "import torch" not in command
+
+    with pytest.raises(SystemExit, match="no torch; name in MAGI_PYTHON"):
+        lanes.make_environment("gpu", lanes.LANES["gpu"], run)
+    assert "--system-site-packages" in ran[0] and ran[-1][1:] == ["-c", "import torch"]
+    lanes.make_environment("unit", lanes.LANES["unit"], run)
+    assert "--system-site-packages" not in ran[3]
+
+
 def test_lint_is_part_of_the_one_entry():
     entry = (ROOT / ".ci" / "run").read_text()
     for step in lanes.LANES["lint"].steps:
