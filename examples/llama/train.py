@@ -12,6 +12,7 @@ packs the same sequence, so nothing has to be sent before the first attention:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -179,6 +180,10 @@ def write(trainer: Trainer, losses: list[float], seconds: float, plan: Plan) -> 
         (out / "trace.json").write_text(json.dumps([event for trace in traces for event in trace]))
 
 
+def write_training(trainer: Trainer) -> None:
+    write(trainer, *train(trainer))
+
+
 def main() -> None:
     args = arguments()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -189,9 +194,9 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        trainer = Trainer(args, rank, world, device)
-        write(trainer, *train(trainer))
+        write_training(Trainer(args, rank, world, device))
         if world > 1:
+            gc.collect()  # a group that cycles keep until the interpreter ends can abort it: its threads still run
             dist.barrier()  # a rank that leaves while another still works can abort as its connections close
     except DataError as error:
         raise SystemExit(str(error)) from None

@@ -88,10 +88,11 @@ class BackwardCalls:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype)
-        key = _key(x, options, into is None, grad_dtype)
+        in_turns = options.deterministic or _is_faster_in_turns(x, mask)
+        key = _key(x, options, into is None, grad_dtype, in_turns)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -125,7 +126,9 @@ class BackwardCalls:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
         return grads if into is None else _copy_back(grads, into)
 
-    def _prepare(self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype) -> _Prepared:
+    def _prepare(
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool
+    ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         _check(x)
         q, k, v = x.q, x.k, x.v
@@ -136,7 +139,7 @@ class BackwardCalls:
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(options.deterministic),
+            softcap=options.softcap, deterministic=int(in_turns),
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -154,10 +157,18 @@ class BackwardCalls:
         return prepared
 
 
-def _key(x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype) -> tuple:
+def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors) -> bool:
+    """Masks of bands: few tiles see a query, and the first of them need not find its dq cleared.
+
+    Measured for head dim 128: 0.90 to 0.98 of the time, 4K to 32K tokens. Of range tensors on a GPU nothing is known.
+    """
+    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(mask, SliceTable) and mask.is_band
+
+
+def _key(x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool) -> tuple:
     return (
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
-        id(options), is_fresh, grad_dtype,
+        id(options), is_fresh, grad_dtype, in_turns,
     )  # fmt: skip
 
 

@@ -312,3 +312,21 @@ def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
     out, _ = flex_flash_attn_func(q, k, v, *Mask.causal(16).slices.tensors(), deterministic=wish)
     out.sum().backward()
     assert [c.deterministic for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
+
+
+@pytest.mark.parametrize(
+    "mask, dims, in_turns",
+    [
+        (Mask.sliding_window(32, (3, 0)), (128, 128), True),
+        (Mask.sliding_window(32, (3, 0)), (64, 64), False),
+        (Mask.causal(32), (128, 128), False),
+        (Mask.full(32), (128, 128), False),
+    ],
+    ids=("window", "window of narrow heads", "causal", "full"),
+)
+def test_bands_take_turns(mask, dims, in_turns):
+    """Only where the mask is known on the host: range tensors on a GPU tell nothing."""
+    ffa, simulator = backend()
+    case = Case(mask.slices, 32, 32, dims=dims)
+    compare(ffa.backward(*case.tensors, case.slices, case.options), case.want(), 1e-4)
+    assert [c.deterministic for c in simulator.backward_calls] == [int(in_turns)]

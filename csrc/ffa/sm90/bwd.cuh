@@ -4,7 +4,9 @@
 // vector reductions straight from the registers.
 #pragma once
 
+#include "bwd_clear.cuh"
 #include "bwd_epilogue.cuh"
+#include "bwd_feed.cuh"
 #include "bwd_step.cuh"
 
 namespace magi {

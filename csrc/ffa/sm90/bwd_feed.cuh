@@ -1,106 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward kernel: its shared memory, and the four parts of warpgroup 0, which hand out units, copy Q
-// and say what each step is, copy the rest, and clear rows of keys and queries that take part in nothing.
+// The feeding side of the backward kernel: three lanes of warpgroup 0, which hand out units, copy Q and say what each step is,
+// and copy the rest. A fourth warp is in bwd_clear.cuh.
 #pragma once
 
-#include "../../include/magi/abi.h"
-#include "../common/barrier.cuh"
 #include "../common/copy.cuh"
-#include "../common/shared.cuh"
-#include "bwd_config.h"
-#include "bwd_params.h"
 #include "bwd_plan.cuh"
+#include "bwd_smem.cuh"
 #include "bwd_turns.cuh"
 #include "schedule.cuh"
 
 namespace magi {
-
-// Whether there are queries that see nothing.
-__device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
-  int32_t flag;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
-  return flag != 0;
-}
-
-template <typename C>
-struct BwdSmem {
-  // Where dynamic shared memory starts on sm_90 if there is no other: behind what the system reserves. A constant, because
-  // an address in a register for the whole kernel is one too many; the kernel checks it.
-  static constexpr uint32_t base = 1024;
-
-  __device__ uint32_t k() const { return base + C::kKAt; }
-  __device__ uint32_t v() const { return base + C::kVAt; }
-  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQueryBytes; }
-  __device__ uint32_t dout(uint32_t slot) const { return base + C::kDoAt + slot * C::kQueryBytes; }
-  __device__ uint32_t ds(uint32_t slot) const { return base + C::kDsAt + slot * C::kDsBytes; }
-  __device__ uint32_t stats(uint32_t slot) const { return base + C::kStatsAt + slot * C::kStatBytes; }
-  __device__ uint32_t layer(uint32_t slot) const { return base + C::kLayersAt + slot * C::kLayerBytes; }
-  __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
-  __device__ uint32_t unit_full(uint32_t s) const { return bar(0 + s); }
-  __device__ uint32_t unit_empty(uint32_t s) const { return bar(2 + s); }
-  __device__ uint32_t layer_full(uint32_t s) const { return bar(4 + s); }
-  __device__ uint32_t layer_empty(uint32_t s) const { return bar(6 + s); }
-  __device__ uint32_t kv_raw() const { return bar(8); }  // arrived, but perhaps with rows to be cleared
-  __device__ uint32_t kv_full() const { return bar(9); }
-  __device__ uint32_t kv_empty() const { return bar(10); }
-  __device__ uint32_t issued() const { return bar(11); }           // all copies of a unit
-  __device__ uint32_t q_full(uint32_t s) const { return bar(12 + s); }  // with the stats
-  __device__ uint32_t q_empty(uint32_t s) const { return bar(12 + C::kStages + s); }
-  __device__ uint32_t do_full(uint32_t s) const { return bar(12 + 2 * C::kStages + s); }
-  __device__ uint32_t do_empty(uint32_t s) const { return bar(12 + 3 * C::kStages + s); }
-  __device__ uint32_t q_raw(uint32_t s) const { return bar(12 + 4 * C::kStages + s); }  // of Q, stats and dO together
-  __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // its four words are there
-  // A unit as four words: tile (-1: no more work), kv head, number of layers, part of the heads and pass.
-  __device__ uint32_t unit(uint32_t s) const { return base + C::kUnitsAt + 16 * s; }
-  // A step as four words: number of its head and block, first query, and what each warpgroup needs to know (of one bit more
-  // than the layer's slot on, the head).
-  __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
-
-  // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
-  __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
-  __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
-  __device__ uint32_t dq() const { return base + C::kDqAt; }
-  __device__ uint32_t dq_full() const { return bar(12 + 6 * C::kStages); }
-  __device__ uint32_t dq_empty() const { return bar(13 + 6 * C::kStages); }
-
-  // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
-  __device__ void init_barriers(bool clears) const {
-    for (uint32_t s = 0; s < 2; ++s) {
-      mbar_init(unit_full(s), 1);
-      mbar_init(unit_empty(s), C::kConsumerWarps + 3);
-      mbar_init(layer_full(s), 1);
-      mbar_init(layer_empty(s), C::kConsumerWarps + 2);
-    }
-    mbar_init(kv_raw(), 1);
-    mbar_init(kv_full(), 1);
-    mbar_init(kv_empty(), C::kGroups);
-    mbar_init(issued(), 1);
-    if constexpr (C::kOrdered) {
-      mbar_init(dq_full(), C::kConsumerWarps);
-      mbar_init(dq_empty(), 1);
-    }
-    for (uint32_t s = 0; s < C::kStages; ++s) {
-      mbar_init(q_full(s), clears ? 32 : 1);
-      mbar_init(q_empty(s), C::kConsumerWarps);
-      mbar_init(do_full(s), clears ? 32 : 1);
-      mbar_init(do_empty(s), C::kConsumerWarps);
-      mbar_init(q_raw(s), 1);
-      mbar_init(step_full(s), 1);
-    }
-    mbar_init_fence();
-  }
-};
-
-// Fourth word of a unit: which query heads, which columns, and how it walks its layers.
-template <typename C>
-struct BwdPart {
-  int32_t heads, pass;
-  __device__ static BwdPart of_word(int32_t word) { return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses}; }
-};
-constexpr int kWayBit = 16, kByHeadBit = 18;
-
-// What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
-constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
 
 // Whether a warpgroup needs a mask for a block: not all its keys see all of it.
 template <typename C>
@@ -281,113 +190,10 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
         mbar_wait(smem.step_full(ring.slot), ring.phase);
         const int4 step = lds_int4(smem.step(ring.slot));
         more = !(step.z & kUnitEnds);
-        mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
-        const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
-        if (!clears) mbar_expect(bar, C::kQueryBytes);
-        load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
+        copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, clears);
       }
     }
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
-    turns.next_unit();
-  }
-}
-
-// Zeroes a row of a tile of `rows` rows.
-template <typename C>
-__device__ __forceinline__ void clear_row(uint32_t tile, int rows, int row) {
-#pragma unroll 1
-  for (int chunk = 0; chunk < C::kD / 8; ++chunk)
-    asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(tile + chunk / 8 * rows * 128 + row * 128 + chunk % 8 * 16),
-                 "r"(0)
-                 : "memory");
-}
-
-// Whether any key of a tile sees the query in this layer. One that is in the full range of a warpgroup is found at once.
-template <typename C>
-__device__ __forceinline__ bool is_seen(uint32_t layer, int query) {
-  for (int group = 0; group < C::kGroups; ++group) {
-    const int2 full = lds_int2(layer + 32 + 16 * group + 8);
-    if (query >= full.x && query < full.y) return true;
-  }
-#pragma unroll 1
-  for (int key = 0; key < C::kKeys; ++key) {
-    const int2 queries = lds_int2(layer + C::kLayerHeader + 8 * key);
-    if (query >= queries.x && query < queries.y) return true;
-  }
-  return false;
-}
-
-// Bit j: whether row lane + 32 j of a tile has an interval in any of its layers.
-template <typename C>
-__device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int layers, int lane) {
-  const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
-  const int first = plan[header.words_tiles + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4];
-  const int32_t* record = plan + header.words_records + first * header.layer_words + C::kLayerHeader / 4 + 2 * lane;
-  uint32_t seen = 0;
-#pragma unroll 1
-  for (; layers > 0 && seen != (1u << C::kKeys / 32) - 1; --layers, record += C::kLayerBytes / 4) {
-#pragma unroll 1
-    for (int j = 0; j < C::kKeys / 32; ++j) {
-      const int2 row = *reinterpret_cast<const int2*>(record + 64 * j);
-      seen |= (row.x < row.y ? 1u : 0u) << j;
-    }
-  }
-  return seen;
-}
-
-// One warp. Keys that no query sees and queries that see nothing may hold NaN or Inf, and zero times those is not zero: it
-// clears the rows of such keys in every unit and, where the mask has such queries, all that no key of the tile sees. Not by
-// lse: with sinks a query that sees nothing has one.
-template <typename C>
-__device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
-  Turns turns;
-  Ring<C::kStages> ring;
-  while (true) {
-    mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
-    const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
-    if (unit.x < 0) break;
-    const uint32_t seen = seen_rows<C>(p.plan, unit.x, unit.z, lane);
-    mbar_wait(smem.kv_raw(), turns.kv_phase());
-    if (unit.z > 0) {
-#pragma unroll 1
-      for (int j = 0; j < C::kKeys / 32; ++j) {
-        if (seen >> j & 1) continue;
-        clear_row<C>(smem.k(), C::kKeys, lane + 32 * j);
-        clear_row<C>(smem.v(), C::kKeys, lane + 32 * j);
-      }
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem.kv_full());
-    const bool clears = has_unseen(p);
-#pragma unroll 1
-    for (int left = unit.z; left > 0; --left) {
-      mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const int blocks = BlockOrder(smem.layer(turns.layer_slot()), Way::kForwards).left();
-#pragma unroll 1
-      for (int i = clears ? p.heads_per_part * blocks : 0; i > 0; --i) {
-        mbar_wait(smem.step_full(ring.slot), ring.phase);
-        mbar_wait(smem.q_raw(ring.slot), ring.phase);
-#pragma unroll 1
-        for (int row = lane; row < C::kQueries; row += 32) {
-          const int query = lds_int(smem.step(ring.slot) + 4) + row;
-          if (is_seen<C>(smem.layer(turns.layer_slot()), query)) continue;
-          clear_row<C>(smem.q(ring.slot), C::kQueries, row);
-          clear_row<C>(smem.dout(ring.slot), C::kQueries, row);
-          sts_int(smem.stats(ring.slot) + 4 * row, __float_as_int(INFINITY));
-          sts_int(smem.stats(ring.slot) + 256 + 4 * row, 0);
-        }
-        fence_async_proxy();
-        mbar_arrive(smem.q_full(ring.slot));
-        mbar_arrive(smem.do_full(ring.slot));
-        ring.advance();
-      }
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
-      turns.next_layer();
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
 }

@@ -6,6 +6,7 @@
 
 #include "../common/host.h"
 #include "bwd.cuh"
+#include "bwd_expect.cuh"
 #include "bwd_rows.cuh"
 
 namespace magi {

@@ -34,6 +34,10 @@ __device__ __forceinline__ int2 blocks_of(int2 visit) {
   return make_int2(visit.x / kQueryBlock, (visit.y + kQueryBlock - 1) / kQueryBlock);
 }
 
+__device__ __forceinline__ int2 layer_blocks(const int32_t* plan, int layer) {
+  return blocks_of(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
+}
+
 // Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window; `range` is
 // visit_lo, visit_hi, full_lo, full_hi of the first warpgroup. Tiles then see different blocks at the same time, and what they
 // share stays in L2 only as long as it is that of one head: such a layer is walked once for each head, others once, each

@@ -7,7 +7,9 @@
 #pragma once
 
 #include "../common/scores.cuh"
-#include "bwd_feed.cuh"
+#include "../common/copy.cuh"
+#include "bwd_smem.cuh"
+#include "schedule.cuh"
 
 namespace magi {
 

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of the backward kernel: where everything is, the barriers, and what the words of units and steps mean.
+#pragma once
+
+#include "../../include/magi/abi.h"
+#include "../common/barrier.cuh"
+#include "../common/shared.cuh"
+#include "bwd_config.h"
+#include "bwd_params.h"
+
+namespace magi {
+
+// Whether there are queries that see nothing.
+__device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
+  int32_t flag;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
+  return flag != 0;
+}
+
+template <typename C>
+struct BwdSmem {
+  // Where dynamic shared memory starts on sm_90 if there is no other: behind what the system reserves. A constant, because
+  // an address in a register for the whole kernel is one too many; the kernel checks it.
+  static constexpr uint32_t base = 1024;
+
+  __device__ uint32_t k() const { return base + C::kKAt; }
+  __device__ uint32_t v() const { return base + C::kVAt; }
+  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQueryBytes; }
+  __device__ uint32_t dout(uint32_t slot) const { return base + C::kDoAt + slot * C::kQueryBytes; }
+  __device__ uint32_t ds(uint32_t slot) const { return base + C::kDsAt + slot * C::kDsBytes; }
+  __device__ uint32_t stats(uint32_t slot) const { return base + C::kStatsAt + slot * C::kStatBytes; }
+  __device__ uint32_t layer(uint32_t slot) const { return base + C::kLayersAt + slot * C::kLayerBytes; }
+  __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
+  __device__ uint32_t unit_full(uint32_t s) const { return bar(0 + s); }
+  __device__ uint32_t unit_empty(uint32_t s) const { return bar(2 + s); }
+  __device__ uint32_t layer_full(uint32_t s) const { return bar(4 + s); }
+  __device__ uint32_t layer_empty(uint32_t s) const { return bar(6 + s); }
+  __device__ uint32_t kv_raw() const { return bar(8); }  // arrived, but perhaps with rows to be cleared
+  __device__ uint32_t kv_full() const { return bar(9); }
+  __device__ uint32_t kv_empty() const { return bar(10); }
+  __device__ uint32_t issued() const { return bar(11); }           // all copies of a unit
+  __device__ uint32_t q_full(uint32_t s) const { return bar(12 + s); }  // with the stats
+  __device__ uint32_t q_empty(uint32_t s) const { return bar(12 + C::kStages + s); }
+  __device__ uint32_t do_full(uint32_t s) const { return bar(12 + 2 * C::kStages + s); }
+  __device__ uint32_t do_empty(uint32_t s) const { return bar(12 + 3 * C::kStages + s); }
+  __device__ uint32_t q_raw(uint32_t s) const { return bar(12 + 4 * C::kStages + s); }  // of Q, stats and dO together
+  __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // its four words are there
+  // A unit as four words: tile (-1: no more work), kv head, number of layers, part of the heads and pass.
+  __device__ uint32_t unit(uint32_t s) const { return base + C::kUnitsAt + 16 * s; }
+  // A step as four words: number of its head and block, first query, and what each warpgroup needs to know (of one bit more
+  // than the layer's slot on, the head).
+  __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
+
+  // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
+  __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
+  __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
+  __device__ uint32_t dq() const { return base + C::kDqAt; }
+  __device__ uint32_t dq_full() const { return bar(12 + 6 * C::kStages); }
+  __device__ uint32_t dq_empty() const { return bar(13 + 6 * C::kStages); }
+
+  // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
+  __device__ void init_barriers(bool clears) const {
+    for (uint32_t s = 0; s < 2; ++s) {
+      mbar_init(unit_full(s), 1);
+      mbar_init(unit_empty(s), C::kConsumerWarps + 3);
+      mbar_init(layer_full(s), 1);
+      mbar_init(layer_empty(s), C::kConsumerWarps + 2);
+    }
+    mbar_init(kv_raw(), 1);
+    mbar_init(kv_full(), 1);
+    mbar_init(kv_empty(), C::kGroups);
+    mbar_init(issued(), 1);
+    if constexpr (C::kOrdered) {
+      mbar_init(dq_full(), C::kConsumerWarps);
+      mbar_init(dq_empty(), 1);
+    }
+    for (uint32_t s = 0; s < C::kStages; ++s) {
+      mbar_init(q_full(s), clears ? 32 : 1);
+      mbar_init(q_empty(s), C::kConsumerWarps);
+      mbar_init(do_full(s), clears ? 32 : 1);
+      mbar_init(do_empty(s), C::kConsumerWarps);
+      mbar_init(q_raw(s), 1);
+      mbar_init(step_full(s), 1);
+    }
+    mbar_init_fence();
+  }
+};
+
+// Fourth word of a unit: which query heads, which columns, and how it walks its layers.
+template <typename C>
+struct BwdPart {
+  int32_t heads, pass;
+  __device__ static BwdPart of_word(int32_t word) { return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses}; }
+};
+constexpr int kWayBit = 16, kByHeadBit = 18;
+
+// What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
+constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
+
+}  // namespace magi

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of the deterministic backward: nobody waits for ever, and sums have one order, however slow which CTA is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from turns_model import Schedule, Unit, layers_by_rank, mode_of, run, units_of
+
+from magi_attention.errors import BuildError
+from magi_attention.native import build, loader
+from magi_attention.testing import masks
+
+TILE, BLOCK = 16, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    try:
+        build.build_all("planner")
+    except BuildError as error:
+        pytest.skip(f"The planner library cannot be built here: {error}")
+    loader._load.cache_clear()
+
+
+def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int) -> tuple[bool, str]:
+    """Two runs with different CTAs slow; the mode that was used."""
+    tiles = layers_by_rank(slices, total_q, total_k, TILE, BLOCK)
+    units = units_of(tiles, schedule)
+    first, second = (run(units, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
+    assert first == second, "the order depends on who is slow"
+    visits = [(u.head, head, block, u.rank) for u in units for head, block in u.steps]
+    assert sorted(visits) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
+    return mode_of(tiles, schedule)
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.tuples(st.integers(1, 260), st.integers(1, 260)),
+    count=st.integers(1, 30),
+    schedule=st.builds(
+        Schedule,
+        ctas=st.integers(1, 12),
+        kinds=st.integers(1, 3),
+        heads=st.integers(1, 3),
+        most_timed=st.sampled_from((0, 1024)),
+    ),
+)
+def test_random_masks(seed, sizes, count, schedule):
+    check(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count), *sizes, schedule, seed)
+
+
+def test_every_way_to_order_is_met():
+    total, found = 400, set()
+    families = {
+        "timed": masks.varlen([0, 90, 100, 300, 400], 1),
+        "waves of bands": masks.sliding_window(total, 60),
+        "ranks": masks.random_slices(np.random.default_rng(3), total, total, max_slices=40),
+    }
+    for seed, slices in enumerate(families.values()):
+        for schedule in (Schedule(7, 1, 2), Schedule(8, 2, 2), Schedule(30, 2, 1), Schedule(5, 1, 1, most_timed=0)):
+            found.add(check(getattr(slices, "array", slices), total, total, schedule, seed))
+    assert {mode for _, mode in found} == {"timed", "waves", "ranks"} and (True, "waves") in found
+
+
+def test_a_wrong_order_is_found():
+    """Two units start with a block for which the other has the first turn."""
+    blocks = ((0, 0), (0, 1))
+    circle = [Unit(0, 0, blocks, (1, 0)), Unit(1, 0, blocks[::-1], (1, 0))]
+    with pytest.raises(AssertionError, match="waits for another"):
+        run(circle, 2, np.random.default_rng(0))

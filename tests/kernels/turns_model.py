@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The turns of ``csrc/ffa/sm90/bwd_turns.cuh`` and ``bwd_expect.cuh`` once more, in plain Python, and an adversary.
+
+Times, flags and turns follow the kernels line by line; the adversary then runs the CTAs in the worst order that it
+can think of. What it shows is that the rules leave nobody waiting for ever, not that the CUDA code keeps to them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from magi_attention.native.tile_plan import TilePlan, transposed
+
+
+@dataclass(frozen=True)
+class Layer:
+    first: int  # block
+    end: int
+    is_band: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    rank: int
+    head: int  # kv head and part of its query heads, in a section
+    steps: tuple[tuple[int, int], ...]  # (query head of the part, block)
+    turns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``ctas`` multiprocessors; ``kinds`` units of each tile in a section, of ``heads`` query heads each."""
+
+    ctas: int
+    kinds: int
+    heads: int
+    most_timed: int = 1024
+
+    @property
+    def wave(self) -> int:
+        return max(1, self.ctas // self.kinds)
+
+
+def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:
+    """Of each tile of keys, in the order in which tiles are taken up."""
+    plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile, 2)
+    found = []
+    for number in plan.order:
+        begin, count = plan.tiles[number][2:4]
+        layers = []
+        for record in plan.records[begin : begin + count]:
+            lo, hi, full_lo, full_hi = record[8:12]
+            layers.append(Layer(record[0] // block, -(-record[1] // block), bool(full_lo > lo and full_hi < hi)))
+        found.append(layers)
+    return found
+
+
+def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
+    """(all heads of a layer one after the other, "timed", "waves" or "ranks")."""
+    by_head = sum(1 if layer.is_band else -1 for layers in tiles for layer in layers) > 0
+    pairs = [(a, b) for layers in tiles for i, a in enumerate(layers) for b in layers[:i]]
+    if any(len(layers) > 8 for layers in tiles) or any(a.first < b.end and b.first < a.end for a, b in pairs):
+        return by_head, "ranks"
+    return by_head, "timed" if not by_head and len(tiles) <= schedule.most_timed else "waves"
+
+
+def walk(layer: Layer, backwards: int) -> list[int]:
+    return [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
+
+
+def backwards_of(layer: Layer, mode: str, by_head: bool, is_late: bool) -> int:
+    if mode == "ranks":
+        return layer.end - layer.first
+    return 0 if is_late or by_head else min(layer.first, layer.end - layer.first)
+
+
+def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
+    """All units of a section with their turns, in the order in which they are taken up."""
+    by_head, mode = mode_of(tiles, schedule)
+    ends, starts = [0] * schedule.ctas, {}
+    for rank, layers in enumerate(tiles):
+        for kind in range(schedule.kinds):
+            start = heapq.heappop(ends)
+            heapq.heappush(ends, start + sum(x.end - x.first for x in layers))
+            starts[rank, kind] = start * (schedule.heads if by_head else 1)
+    walks = [
+        [walk(x, backwards_of(x, mode, by_head, rank >= schedule.wave)) for x in layers]
+        for rank, layers in enumerate(tiles)
+    ]
+    units = []
+    for kind in range(schedule.kinds):
+        visits: dict[int, list[tuple]] = {}
+        for rank, blocks_of in enumerate(walks):
+            for key, block in _expected(blocks_of, starts[rank, kind], rank, mode, by_head, schedule):
+                visits.setdefault(block, []).append((*key, rank))
+        turns = {}
+        for block, keys in visits.items():
+            keys.sort()
+            for turn, key in enumerate(keys):
+                turns.setdefault((key[-1], block), turn)  # of the first visit, where there are several
+        for rank, blocks_of in enumerate(walks):
+            steps = _steps(blocks_of, schedule.heads, by_head)
+            units.append(Unit(rank, kind, tuple(steps), tuple(turns[rank, b] for _, b in steps)))
+    return sorted(units, key=lambda u: (u.rank, u.head))
+
+
+def _expected(blocks_of, start, rank, mode, by_head, schedule):
+    time = start
+    for number, blocks in enumerate(blocks_of):
+        for at, block in enumerate(blocks):
+            if mode == "ranks":
+                yield (rank,), block
+            elif mode == "timed":
+                yield (time + at,), block
+            else:
+                yield (rank // schedule.wave, number if by_head else 0, (start if by_head else time) + at), block
+        time += len(blocks)
+
+
+def _steps(blocks_of, heads: int, by_head: bool) -> list[tuple[int, int]]:
+    steps = []
+    for blocks in blocks_of:
+        if by_head:
+            steps += [(head, block) for head in range(heads) for block in blocks]
+        else:
+            steps += [(head, block) for block in blocks for head in range(heads)]
+    return steps
+
+
+def run(units: list[Unit], ctas: int, rng: np.random.Generator) -> dict[tuple, list[int]]:
+    """Ranks in the order in which they added to each (kind, head, block).
+
+    Units are taken up in order by whichever CTA is free; who goes on next is up to ``rng``.
+
+    Raises:
+        AssertionError: everybody waits.
+    """
+    added: dict[tuple, list[int]] = {}
+    work: list[tuple[Unit, int] | None] = [None] * ctas
+    left = list(reversed(units))
+    favourites = rng.random(ctas) ** 4 + 1e-3  # some CTAs are much slower than others
+    while left or any(work):
+        able = []
+        for cta, job in enumerate(work):
+            if job is None:
+                if left:
+                    able.append(cta)
+            else:
+                unit, step = job
+                head, block = unit.steps[step]
+                if len(added.get((unit.head, head, block), ())) >= unit.turns[step]:
+                    able.append(cta)
+        assert able, "every CTA waits for another"
+        weights = favourites[able]
+        cta = int(rng.choice(able, p=weights / weights.sum()))
+        unit, step = work[cta] or (left.pop(), -1)
+        if step >= 0:
+            head, block = unit.steps[step]
+            added.setdefault((unit.head, head, block), []).append(unit.rank)
+        work[cta] = (unit, step + 1) if step + 1 < len(unit.steps) else None
+    return added
