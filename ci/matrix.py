@@ -208,8 +208,8 @@ def print_image(data: dict) -> int:
     arguments = image_arguments(data)
     if not arguments["BASE_DIGEST"]:
         print(
-            f"image.digest in ci/matrix.json is empty, so a release would be built on whatever "
-            f"{arguments['BASE_NAME']} is that day; fill it in with what `docker buildx imagetools inspect` says of that tag.",
+            "image.digest in ci/matrix.json is empty, so a release would be built on whatever "
+            f"{arguments['BASE_NAME']} is that day; fill in what `docker buildx imagetools inspect` says of it.",
             file=sys.stderr,
         )
         return 1
