@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -123,7 +124,7 @@ def fill(root: Path, row: dict) -> None:
 def make_base(docker: str, data: dict) -> str:
     """Tag of the stand-in for NVIDIA's image; made where it is not there."""
     row = data["image"]
-    key = json.dumps(row) + (ROOT / "ci" / "constraints.txt").read_text() + Path(__file__).read_text()
+    key = json.dumps(row) + (ROOT / "ci" / "constraints.txt").read_text() + inspect.getsource(fill)
     tag = f"{TAG}-base:{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if build.run([docker, "images", "--quiet", tag]).strip():
         return tag
