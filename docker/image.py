@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,6 @@ INPUTS = (
     *("docker/", "ci/image", "ci/matrix", "ci/constraints.txt", "pyproject.toml", "examples/llama/", "wheels/build.py"),
     *("magi_attention/cli/", "magi_attention/doctor/", "magi_attention/launch/", "magi_attention/native/"),
 )
-SCRIPTS = (".ci/run", "ci/build_wheels", "ci/check_install", "ci/image", "docker/entrypoint")
 
 
 def say(text: str) -> None:
@@ -87,12 +87,22 @@ def tools() -> Path:
     return build.environment_of(Path(sys.executable), WORK / "tools", ROOT / "docker" / "tools.txt").parent
 
 
+def scripts() -> list[str]:
+    """Every shell script that git knows, by its first line."""
+    found = []
+    for name in build.sources():
+        with (ROOT / name).open("rb") as file:
+            if re.match(rb"#!.*\b(ba|da)?sh\b", file.readline(200)):
+                found.append(name)
+    return found
+
+
 def lint() -> None:
     """An exit with what hadolint and shellcheck find; nothing is ignored for all files."""
     folder = tools()
     build.run([folder / "hadolint", "--failure-threshold", "style", "--no-color", "docker/Dockerfile"])
-    build.run([folder / "shellcheck", *SCRIPTS])
-    say(f"hadolint and shellcheck find nothing in docker/Dockerfile, {', '.join(SCRIPTS)}")
+    build.run([folder / "shellcheck", *scripts()])
+    say(f"hadolint and shellcheck find nothing in docker/Dockerfile, {', '.join(scripts())}")
 
 
 # ---- the base -----------------------------------------------------------------------------------------------
