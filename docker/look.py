@@ -91,7 +91,8 @@ def look_at_config(docker: str, image: str, arguments: dict[str, str]) -> dict:
 @contextmanager
 def started(docker: str, image: str, *flags: str) -> Iterator[str]:
     """Id of a container that sleeps, whose health is asked for every two seconds; removed in the end."""
-    health = ["--health-interval", "2s", "--health-retries", "1", "--health-start-period", "0s"]
+    # A start period of 0 seconds would mean that of the image.
+    health = ["--health-interval", "2s", "--health-retries", "1", "--health-start-period", "1s"]
     command = [docker, "run", "--detach", "--init", *RIGHTS, *health, *flags, image, "sleep", "600"]
     name = build.run(command).strip()
     try:
