@@ -6,6 +6,7 @@
     python ci/matrix.py --json                   the same for a workflow: kernels first, the main package last
     python ci/matrix.py --output                 the same as the output `wheels` of a step of a workflow
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
+    python ci/matrix.py --image                  variables of docker/bake.hcl; fails without the digest of the base
     python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version
 
 A GPU family is built as soon as csrc/ffa holds its folder. Standard library only.
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ FILE = Path(__file__).with_name("matrix.json")
 _TABLES: dict[str, dict[str, type]] = {
     "torch": {"oldest": str, "development": str, "tested": list},
     "platform": {"tag": str, "glibc": str, "machine": str, "image": str},
+    "image": {
+        **{"base": str, "tag": str, "digest": str, "python": str, "torch": str, "cuda": str, "max_layers_mb": int},
+        **{"stand_in": str, "stand_in_python": str},
+    },
 }
 _ENTRIES: dict[str, dict[str, type]] = {
     "archs": {"target": str, "gpus": str},
@@ -93,9 +99,47 @@ def problems(data: dict) -> list[str]:
             found.append(f"cuda.{cuda}.oldest_nvcc is {row['oldest_nvcc']}, which is another major version.")
         if f"_{cuda.replace('cu', 'cuda')}_" not in row["image"] or platform["tag"] not in row["image"]:
             found.append(f"cuda.{cuda}.image is not named by the platform and CUDA.")
+    found += image_problems(data)
     if {name for name, row in data["packages"].items() if row["max_mb"] > 100}:
         found.append("A wheel over 100 MB is not taken by PyPI.")
     return found
+
+
+def image_problems(data: dict) -> list[str]:
+    """What is wrong with the base of the images. An unknown digest is empty: good for trying, not for a release."""
+    row, found = data["image"], []
+    if not re.fullmatch(r"(sha256:[0-9a-f]{64})?", row["digest"]):
+        found.append(f"image.digest is {row['digest']!r}; it is sha256: and 64 hex digits, or empty if unknown.")
+    if not re.fullmatch(r"[\w.-]+", row["tag"]) or row["tag"] == "latest":
+        found.append(f"image.tag is {row['tag']!r}; give the tag of one release.")
+    if not {row["python"], row["stand_in_python"]} <= set(data["pythons"]):
+        found.append("image.python and image.stand_in_python must be among pythons, or no wheel fits.")
+    if row["cuda"] not in data["cuda"]:
+        found.append(f"image.cuda is {row['cuda']}, for which no wheels are built.")
+    if version(row["torch"]) < version(data["torch"]["oldest"]):
+        found.append(f"image.torch is {row['torch']}, which is older than torch.oldest.")
+    return found
+
+
+def image_arguments(data: dict, base: str = "", root: Path = ROOT) -> dict[str, str]:
+    """Build arguments of docker/Dockerfile and variables of docker/bake.hcl. ``base`` is another base to build on."""
+    row = data["image"]
+    name = base or f"{row['base']}:{row['tag']}"
+    digest = "" if base else row["digest"]
+    git = ["git", "-C", str(root), "log", "-1", "--format=%H %cI"]
+    said = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split()
+    revision, created = said or ("", "")
+    return {
+        "BASE_IMAGE": f"{name}@{digest}" if digest else name,
+        "BASE_NAME": name,
+        "BASE_DIGEST": digest,
+        "CUDA": row["cuda"],
+        "NVSHMEM": data["cuda"][row["cuda"]]["nvshmem"],
+        "ARCHS": ",".join(archs(data, root)),
+        "VERSION": package_version(root),
+        "REVISION": revision,
+        "CREATED": created,
+    }
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -156,9 +200,29 @@ def cibuildwheel(wheel: Wheel, data: dict) -> dict[str, str]:
     }
 
 
+def package_version(root: Path = ROOT) -> str:
+    """Version of this checkout."""
+    return re.search(r'__version__ = "(.+)"', (root / "magi_attention" / "version.py").read_text())[1]
+
+
+def print_image(data: dict) -> int:
+    """Prints what a release builds its images with; 1 and a sentence if the base is not known by its digest."""
+    arguments = image_arguments(data)
+    if not arguments["BASE_DIGEST"]:
+        print(
+            "image.digest in ci/matrix.json is empty, so a release would be built on whatever "
+            f"{arguments['BASE_NAME']} is that day; fill in what `docker buildx imagetools inspect` says of it.",
+            file=sys.stderr,
+        )
+        return 1
+    for key, value in arguments.items():
+        print(f"{key}={value}")
+    return 0
+
+
 def check_tag(ref: str, root: Path = ROOT) -> int:
     """1 and a sentence if ``ref`` is a tag of another version; branches pass, since they publish nothing."""
-    have = re.search(r'__version__ = "(.+)"', (root / "magi_attention" / "version.py").read_text())[1]
+    have = package_version(root)
     if ref.startswith("refs/tags/") and ref != f"refs/tags/v{have}":
         print(f"{ref} is not the tag of version {have}; correct magi_attention/version.py or the tag.", file=sys.stderr)
         return 1
@@ -170,6 +234,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the wheels as JSON")
     parser.add_argument("--output", action="store_true", help="append wheels=JSON to the file that GITHUB_OUTPUT names")
     parser.add_argument("--cibuildwheel", metavar="NAME", help="print NAME=value lines for this wheel")
+    parser.add_argument("--image", action="store_true", help="print NAME=value lines for a release of the images")
     parser.add_argument("--tag", metavar="REF", help="fail if this tag is not that of the version here")
     options = parser.parse_args(arguments)
     data = load()
@@ -178,6 +243,8 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.tag:
         return check_tag(options.tag)
+    if options.image:
+        return print_image(data)
     if options.cibuildwheel:
         for key, value in cibuildwheel(find(options.cibuildwheel, data), data).items():
             print(f"{key}={value}")

@@ -68,15 +68,15 @@ def find_python(version: str) -> Path | None:
     return None
 
 
-def environment_of(python: Path, folder: Path) -> Path:
-    """A virtual environment of ``python`` with the tools of TOOLS; made once. Returns its interpreter."""
+def environment_of(python: Path, folder: Path, tools: Path = TOOLS) -> Path:
+    """A virtual environment of ``python`` with what ``tools`` lists; made once. Returns its interpreter."""
     stamp, ready = folder / "tools.txt", folder / "bin" / "python"
-    if not (stamp.exists() and stamp.read_text() == TOOLS.read_text()):
+    if not (stamp.exists() and stamp.read_text() == tools.read_text()):
         shutil.rmtree(folder, ignore_errors=True)
         say(f"preparing {folder.name}")
         run([python, "-m", "venv", folder])
-        run([ready, "-m", "pip", "install", "--quiet", "-r", TOOLS])
-        shutil.copyfile(TOOLS, stamp)
+        run([ready, "-m", "pip", "install", "--quiet", "-r", tools])
+        shutil.copyfile(tools, stamp)
     return ready
 
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from magi_attention.env import launch as env
+
+ROOT = Path(__file__).resolve().parents[2]  # what Python imports the package from
 
 
 class UsageError(Exception):
@@ -20,8 +22,15 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def sources() -> Path:
+    """The folder of examples, tests and benchmarks: that of the checkout, or the one that MAGI_SOURCES names."""
+    return Path(env.sources()).resolve() if env.sources() else ROOT
+
+
 def source_file(*parts: str) -> Path:
-    path = ROOT.joinpath(*parts)
+    path = sources().joinpath(*parts)
+    if not path.exists() and env.sources():
+        raise UsageError(f"MAGI_SOURCES is {env.sources()}, and there is no {'/'.join(parts)} in it; correct it.")
     if not path.exists():
         raise UsageError(
             f"{'/'.join(parts)} is not beside the package: this command needs the repository, not only the "

@@ -11,7 +11,7 @@ import sys
 import time
 
 from magi_attention.cli import launch
-from magi_attention.cli.common import ROOT, UsageError, child_environment, num_cores, run_child, source_file
+from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file, sources
 
 # suite -> marker expression of pytest
 SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode"}
@@ -39,7 +39,7 @@ def command_test(args: argparse.Namespace) -> int:
         print(shlex.join(command))
         return 0
     started = time.perf_counter()
-    os.chdir(ROOT)
+    os.chdir(sources())
     code = run_child(command, child_environment(1))
     print(f"The tests took {time.perf_counter() - started:.0f} s.")
     return code
@@ -59,7 +59,7 @@ def launch_suite(args: argparse.Namespace) -> int:
     if not args.session and not args.spec:
         args.nodes = args.nodes or NODES
         args.ranks_per_node = args.ranks_per_node or RANKS_PER_NODE
-    names_tests = any((ROOT / word.partition("::")[0]).exists() for word in args.pytest_arguments)
+    names_tests = any((sources() / word.partition("::")[0]).exists() for word in args.pytest_arguments)
     where = [] if names_tests else ["tests/multinode" if suite == "multinode" else "tests"]
     command = ["-m", "magi_attention.testing.rank_pytest", "-m", SUITES[suite], *where, *args.pytest_arguments]
     return launch.launch(args, command, f"test-{suite}")

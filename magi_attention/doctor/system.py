@@ -148,11 +148,12 @@ class System:
 
     def native_libraries(self) -> dict[str, tuple[bool, str | None]]:
         """name -> (is its file there, why it does not load or None) of this package's libraries."""
-        from magi_attention.native import loader, toolchain
+        from magi_attention.native import loader, toolchain, wheels
 
         found = {}
         for name in (toolchain.PLANNER, toolchain.FFA_SM90):
-            is_there = (toolchain.LIB / toolchain.library_file(name)).is_file()
+            file = toolchain.library_file(name)
+            is_there = (toolchain.LIB / file).is_file() or bool(wheels.libraries(file))
             found[name] = (is_there, loader.why_absent(name))
         return found
 

@@ -24,6 +24,11 @@ def is_magi_home_set() -> bool:
     return bool(registry.get("MAGI_HOME"))
 
 
+def sources() -> str:
+    """Folder that holds examples and tests, as in the images; empty where they are beside the package."""
+    return registry.get("MAGI_SOURCES")
+
+
 def run_folder() -> str:
     """Folder for files of this node in this run, empty outside the launcher."""
     return registry.get("MAGI_RUN_FOLDER")

@@ -144,6 +144,7 @@ _BUILD = (
 )
 _LAUNCH = (
     _text("MAGI_HOME", _L, "Folder of the launcher's sessions, on every node; ~/.magi if unset."),
+    _text("MAGI_SOURCES", _L, "Folder of examples/, tests/ and benchmarks/ where they are not beside the package."),
     _text("MAGI_RUN_FOLDER", _L, "Folder of a node's files, which the launcher sets for its ranks."),
 )
 _TESTS = (

@@ -45,6 +45,11 @@ def test_the_file_is_as_it_should_be():
         (("platform", "glibc"), "2.34", "does not say its glibc"),
         (("packages", "kernels", "max_mb"), 400, "not taken by PyPI"),
         (("torch", "oldest"), "2.10", "begins before"),
+        (("image", "digest"), "sha256:12", "64 hex digits"),
+        (("image", "tag"), "latest", "of one release"),
+        (("image", "python"), "3.9", "among pythons"),
+        (("image", "cuda"), "cu11", "no wheels"),
+        (("image", "torch"), "2.8", "older than"),
     ],
 )
 def test_the_validator_can_fail(path, value, words):
@@ -103,12 +108,28 @@ def test_nothing_else_names_images_or_limits():
         pytest.skip("This is no git checkout.")
     values = {DATA["platform"]["tag"], *(row["image"] for row in DATA["cuda"].values())}
     values |= {row["min_driver"] for row in DATA["cuda"].values()}
+    values |= {DATA["image"]["base"], DATA["image"]["tag"], DATA["image"]["digest"] or DATA["image"]["base"]}
     for name in listed.stdout.split():
         path = ROOT / name
         if name in ("ci/matrix.json",) or name.startswith("tests/") or not path.is_file() or path.suffix == ".png":
             continue
         text = path.read_text(errors="replace")
         assert not [value for value in values if value in text], name
+
+
+def test_a_release_wants_the_digest_of_the_base(capsys):
+    """Trying needs none: whoever names another base knows what it is."""
+    unknown = copy.deepcopy(DATA)
+    unknown["image"]["digest"] = ""
+    assert matrix.problems(unknown) == [] and matrix.print_image(unknown) == 1
+    assert "imagetools inspect" in capsys.readouterr().err
+    known = copy.deepcopy(DATA)
+    known["image"]["digest"] = "sha256:" + "0" * 64
+    assert matrix.print_image(known) == 0
+    printed = dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines())
+    assert printed["BASE_IMAGE"] == f"{DATA['image']['base']}:{DATA['image']['tag']}@{known['image']['digest']}"
+    assert printed == matrix.image_arguments(known) and printed["VERSION"] == __version__
+    assert matrix.image_arguments(known, "mine:1")["BASE_IMAGE"] == "mine:1"
 
 
 def test_cibuildwheel_settings():

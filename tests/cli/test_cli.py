@@ -103,3 +103,17 @@ def test_env_and_version(capsys, monkeypatch):
     assert "SANITY_CHECK" in capsys.readouterr().out
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith("magi_attention 1.1.1")
+
+
+def test_sources_beside_another_place(tmp_path, monkeypatch):
+    """An installed package finds examples and tests where MAGI_SOURCES says, and says so if they are not there."""
+    from magi_attention.cli.common import UsageError, source_file
+
+    monkeypatch.setenv("MAGI_SOURCES", str(tmp_path))
+    with pytest.raises(UsageError, match=r"MAGI_SOURCES is .* there is no examples/one.py in it"):
+        source_file("examples", "one.py")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "one.py").touch()
+    assert source_file("examples", "one.py") == tmp_path / "examples" / "one.py"
+    monkeypatch.delenv("MAGI_SOURCES")
+    assert source_file("examples", "llama", "train.py").exists()

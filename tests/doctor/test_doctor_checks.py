@@ -388,3 +388,18 @@ def test_peers_with_colours():
         (0, 1): "CNS",
         (1, 0): "OK",
     }
+
+
+def test_kernels_of_a_wheel_are_seen(tmp_path, monkeypatch):
+    """The file lies in the folder of its wheel, not in that of the package; the loader says whether it is good."""
+    from magi_attention.doctor.system import System
+    from magi_attention.native import loader, toolchain
+
+    monkeypatch.setattr(toolchain, "LIB", tmp_path / "lib")
+    monkeypatch.setattr(loader, "why_absent", lambda name: "told by the loader")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert System().native_libraries()[toolchain.FFA_SM90] == (False, "told by the loader")
+    folder = tmp_path / "magi_attention_kernels" / "sm90_cu13"
+    folder.mkdir(parents=True)
+    (folder / toolchain.library_file(toolchain.FFA_SM90)).touch()
+    assert System().native_libraries()[toolchain.FFA_SM90] == (True, "told by the loader")

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a release builds and attests. The values come from ci/matrix.json, through the environment:
+#
+#   env $(python3 ci/matrix.py --image) docker buildx bake --file docker/bake.hcl --push
+#
+# Attestations need a builder of the docker-container driver; sbom lists every package of base and image, provenance in
+# mode max holds the build arguments, so no secret may ever be one.
+
+variable "BASE_IMAGE" {}
+variable "BASE_NAME" {}
+variable "BASE_DIGEST" {}
+variable "CUDA" {}
+variable "NVSHMEM" {}
+variable "ARCHS" {}
+variable "VERSION" {}
+variable "REVISION" {}
+variable "CREATED" {}
+
+variable "REPOSITORY" {
+  default = "magi_attention"
+}
+
+# The address of the sources, for a label.
+variable "SOURCE" {
+  default = ""
+}
+
+# Folder of the wheels, in the checkout.
+variable "DIST" {
+  default = "dist"
+}
+
+group "default" {
+  targets = ["runtime", "test"]
+}
+
+target "_common" {
+  context    = "."
+  dockerfile = "docker/Dockerfile"
+  platforms  = ["linux/amd64"]
+  attest     = ["type=provenance,mode=max", "type=sbom"]
+  args = {
+    BASE_IMAGE  = BASE_IMAGE
+    BASE_NAME   = BASE_NAME
+    BASE_DIGEST = BASE_DIGEST
+    CUDA        = CUDA
+    NVSHMEM     = NVSHMEM
+    ARCHS       = ARCHS
+    VERSION     = VERSION
+    REVISION    = REVISION
+    CREATED     = CREATED
+    SOURCE      = SOURCE
+    DIST        = DIST
+  }
+}
+
+target "runtime" {
+  inherits = ["_common"]
+  target   = "runtime"
+  tags     = ["${REPOSITORY}:${VERSION}", "${REPOSITORY}:latest"]
+}
+
+target "test" {
+  inherits = ["_common"]
+  target   = "test"
+  tags     = ["${REPOSITORY}:${VERSION}-test"]
+}
