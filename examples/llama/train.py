@@ -196,7 +196,7 @@ def main() -> None:
     try:
         write_training(Trainer(args, rank, world, device))
         if world > 1:
-            gc.collect()  # a group that cycles keep until the interpreter ends can abort it: its threads still run
+            gc.collect()  # nothing may keep the group alive beyond its end
             dist.barrier()  # a rank that leaves while another still works can abort as its connections close
     except DataError as error:
         raise SystemExit(str(error)) from None

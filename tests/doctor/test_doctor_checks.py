@@ -381,25 +381,3 @@ def test_gpus_of_nvidia_smi():
     assert (first.index, second.index, first.arch, first.is_mig, first.ecc_errors) == (0, 1, "sm90", False, 0)
     assert first.throttle == 4 and first.is_persistent and first.driver == "580.65.06"
     assert parse_gpus("") == [] and parse_gpus("NVIDIA-SMI has failed") == []
-
-
-def test_peers_with_colours():
-    assert gpu_checks.parse_peers("\x1b[4m\tGPU0\tGPU1\x1b[0m\nGPU0\tX\tCNS\nGPU1\tOK\tX\n") == {
-        (0, 1): "CNS",
-        (1, 0): "OK",
-    }
-
-
-def test_kernels_of_a_wheel_are_seen(tmp_path, monkeypatch):
-    """The file lies in the folder of its wheel, not in that of the package; the loader says whether it is good."""
-    from magi_attention.doctor.system import System
-    from magi_attention.native import loader, toolchain
-
-    monkeypatch.setattr(toolchain, "LIB", tmp_path / "lib")
-    monkeypatch.setattr(loader, "why_absent", lambda name: "told by the loader")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert System().native_libraries()[toolchain.FFA_SM90] == (False, "told by the loader")
-    folder = tmp_path / "magi_attention_kernels" / "sm90_cu13"
-    folder.mkdir(parents=True)
-    (folder / toolchain.library_file(toolchain.FFA_SM90)).touch()
-    assert System().native_libraries()[toolchain.FFA_SM90] == (True, "told by the loader")

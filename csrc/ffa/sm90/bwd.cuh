@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and walks all queries that see it, of all query
-// heads in the group: dk and dv stay in registers and are written once, without atomics. dq is summed in float32 in L2, by
-// vector reductions straight from the registers.
+// heads in the group: dk and dv stay in registers and are written once, without atomics. dq is summed in float32 in L2: by
+// vector reductions straight from the registers, or in a fixed order by bulk copies (kOrdered, see bwd_turns.cuh).
 #pragma once
 
 #include "bwd_clear.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels before and after the main one of the backward, over the rows of queries: the first computes
-// delta = sum(out * dout) and the offsets of the exponents and clears the sum of dq, the last rounds that sum to dq. And the
-// one that adds up dk and dv of tiles whose heads are shared out.
+// delta = sum(out * dout) and the offsets of the exponents and clears the sum of dq, or where dq is summed in order assigns the turns; the
+// last rounds that sum to dq. And the one that adds up dk and dv of tiles whose heads are shared out.
 #pragma once
 
 #include "../common/copy.cuh"

@@ -7,7 +7,9 @@
 //
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, and what ended there before it
-// starts has ended here. The simulation has no more units at a time than there are CTAs.
+// starts has ended here. The simulation has no more units at a time than there are CTAs. All
+// CTAs are taken to be resident sooner or later, one on each multiprocessor: other kernels may delay that, but none that holds a
+// multiprocessor may wait for this one.
 //
 // Where units walk head by head, a block is expected at another time for each head, but turns are to be the same for all: there, and
 // where tiles are too many to compare, ranks are cut into waves of no more units than there are CTAs. The order is that of the
