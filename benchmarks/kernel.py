@@ -69,7 +69,7 @@ def parse_size(text: str) -> int:
     return int(number) * factor
 
 
-def _list_of(convert, allowed: Sequence[str] | None = None):
+def list_of(convert, allowed: Sequence[str] | None = None):
     def parse(text: str) -> list:
         items = [item.strip() for item in text.split(",") if item.strip()]
         for item in items:
@@ -87,10 +87,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     directions = "what to time; both: forward and backward of one training step together (forward)"
     add("--direction", choices=tuple(FLOPS_PER_PAIR), default="forward", help=directions)
-    add("--masks", type=_list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
+    add("--masks", type=list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
     default_lengths = "1K,2K,4K,8K,16K,32K,64K"
-    add("--seqlens", type=_list_of(parse_size), default=default_lengths, metavar="4K,32K", help=default_lengths)
-    add("--only", type=_list_of(str), metavar="magi,fa3", help="only these implementations")
+    add("--seqlens", type=list_of(parse_size), default=default_lengths, metavar="4K,32K", help=default_lengths)
+    add("--only", type=list_of(str), metavar="magi,fa3", help="only these implementations")
     add("--no-peers", action="store_true", help="only ours")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")

@@ -46,12 +46,12 @@ def _ours_public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) 
     return lambda: flex_flash_attn_func(q, k, v, *ranges)[0]
 
 
-def _batched(x_THD: torch.Tensor) -> torch.Tensor:
+def batched(x_THD: torch.Tensor) -> torch.Tensor:
     """(1, H, T, D) view."""
     return x_THD.unsqueeze(0).transpose(1, 2)
 
 
-def _tokens_first(x_BHTD: torch.Tensor) -> torch.Tensor:
+def tokens_first(x_BHTD: torch.Tensor) -> torch.Tensor:
     """(T, H, D) view of one sequence. No indexing: the gradient of ``x[0]`` fills and copies a tensor of x's size."""
     return x_BHTD.squeeze(0).transpose(0, 1)
 
@@ -62,12 +62,12 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run
 
     if case.name not in ("full", "causal"):
         raise Unfit("torch calls cuDNN for full and causal masks only.")
-    q_BHTD, k_BHTD, v_BHTD = map(_batched, (q, k, v))
+    q_BHTD, k_BHTD, v_BHTD = map(batched, (q, k, v))
 
     def run() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = attend(q_BHTD, k_BHTD, v_BHTD, is_causal=case.is_causal, enable_gqa=True)
-        return _tokens_first(out)
+        return tokens_first(out)
 
     return run
 
@@ -83,11 +83,11 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
         block_mask = torch.compile(create_block_mask)(
             predicate, None, None, case.seqlen, case.seqlen, device=q.device.type
         )
-    q_BHTD, k_BHTD, v_BHTD = map(_batched, (q, k, v))
+    q_BHTD, k_BHTD, v_BHTD = map(batched, (q, k, v))
 
     def run() -> torch.Tensor:
         out = compiled(q_BHTD, k_BHTD, v_BHTD, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
-        return _tokens_first(out)
+        return tokens_first(out)
 
     run()
     return run

@@ -13,6 +13,11 @@ from magi_attention.cli.common import child_environment, num_cores, run_child, s
 # name -> (what torchrun or python starts, does it run on one rank, what it measures)
 BENCHMARKS = {
     "kernel": ("benchmarks/kernel.py", True, "attention kernels on one GPU, ours beside cuDNN and FlexAttention"),
+    "context_parallel": (
+        "benchmarks/context_parallel.py",
+        False,
+        "distributed attention, ours beside ring, all-gather, Ulysses, USP and torch's, on the same kernel",
+    ),
     "collective": ("-m magi_attention.benchmarking.collective", False, "all-reduce and pairs of ranks, NCCL or gloo"),
 }
 
@@ -20,7 +25,7 @@ BENCHMARKS = {
 def command_bench(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         for name, (_, _, text) in sorted(BENCHMARKS.items()):
-            print(f"  {name:12} {text}")
+            print(f"  {name:16} {text}")
         return 0
     what, is_single, _ = BENCHMARKS[args.benchmark]
     command = what.split() if what.startswith("-m") else [str(source_file(what))]

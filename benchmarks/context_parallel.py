@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one packed sequence over several ranks: our runtime beside other ways, on the same kernel.
+
+    torchrun --nproc-per-node 4 benchmarks/context_parallel.py [--masks causal,varlen_causal] [--tokens 8K,16K]
+                                                               [--only magi_a2av_1,ring] [--out benchmarks/results/NAME]
+
+With GPUs each rank takes one and NCCL connects them; without, ranks are CPU processes over gloo, for small sizes
+(``--tokens 256 --heads 4 2 --head-dim 16 --dtype fp32``). Peers are ring (zigzag), all-gather of keys and values,
+Ulysses and USP, written on the kernel that ours uses, and torch's own context parallelism. ``one_gpu`` is the kernel on
+an equal share, with no communication.
+
+A time is the largest over ranks, and the median over iterations; for masks with documents, rates are means over
+packs. ``both`` is a forward and its backward, each from a common start. The exposed communication of a rank is its
+time less that of its kernel calls alone. Before anything is timed, out and gradients are compared with those of the
+kernel on the whole sequence. A cell that cannot be measured has its reason. Ranks agree on reasons after each step; if
+one rank fails inside a collective, the others wait for ``--timeout`` and the run ends with what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from cp_gather import AllGather, OneGpu  # noqa: E402
+from cp_kernel import Groups, Kernel, Peer, Setting, select_rows  # noqa: E402
+from cp_layout import make_cases  # noqa: E402
+from cp_magi import VARIANTS, Magi  # noqa: E402
+from cp_report import DIRECTIONS, Cell, draw, save, tables, tflops, title_of  # noqa: E402
+from cp_ring import Ring  # noqa: E402
+from cp_timing import (  # noqa: E402
+    PHASES,
+    Clock,
+    Step,
+    device_ms,
+    kernel_ms,
+    mean_and_max,
+    outside_bytes,
+    peak_bytes,
+    slowest,
+    wall_ms,
+    with_both,
+)
+from cp_torch import TorchContextParallel  # noqa: E402
+from cp_ulysses import Ulysses, Usp  # noqa: E402
+from kernel import environment, list_of, make_inputs, parse_size  # noqa: E402
+from masks import NAMES, Case  # noqa: E402
+from peers import Unfit  # noqa: E402
+from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
+from timing import reason_of  # noqa: E402
+
+from magi_attention.errors import UnsupportedError  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+PEERS: dict[str, Callable[[Setting], Peer]] = {
+    "one_gpu": OneGpu,
+    **{name: partial(Magi, name=name) for name in VARIANTS},
+    "ring": Ring,
+    "all_gather": AllGather,
+    "ulysses": Ulysses,
+    "usp": Usp,
+    "torch_cudnn": partial(TorchContextParallel, kernel="cudnn"),
+    "torch_flash": partial(TorchContextParallel, kernel="flash"),
+}
+DEFAULT_PEERS = [name for name in PEERS if name != "torch_flash"]  # slower than cuDNN's on Hopper
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--masks", type=list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
+    add("--tokens", type=list_of(parse_size), default="8K,16K", metavar="8K,16K", help="tokens per GPU (8K,16K)")
+    add("--only", type=list_of(str, list(PEERS)), default=DEFAULT_PEERS, metavar="A,B", help=", ".join(PEERS))
+    add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
+    add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
+    add("--packs", type=int, default=3, help="draws of the documents of varlen masks, averaged (3)")
+    add("--seed", type=int, default=42, help="of the documents and of the inputs (42)")
+    add("--chunk-size", type=parse_size, help="of our dispatch; by default as small as balance within 2%% needs")
+    add("--warm-up", type=int, default=2, help="iterations that are not timed (2)")
+    add("--repeats", type=int, default=20, help="iterations timed by events (20)")
+    add("--wall-repeats", type=int, default=5, help="iterations timed by the wall clock (5)")
+    add("--kernel-repeats", type=int, default=3, help="timed runs of the kernels alone (3)")
+    add("--no-check", action="store_true", help="do not compare results before they are timed")
+    add("--no-flush", action="store_true", help="leave the L2 cache as it is between iterations")
+    add("--timeout", type=int, default=120, help="seconds that ranks wait for each other (120)")
+    add("--time-limit", type=float, help="seconds after which no further cell is begun; it is recorded as such")
+    add("--out", type=Path, help="write OUT.json and OUT.png")
+    return parser
+
+
+class CellEnds(Exception):
+    """Some rank cannot go on; the text is the same on all ranks. ``is_failure`` unless this was to be expected."""
+
+    def __init__(self, reason: str, is_failure: bool) -> None:
+        super().__init__(reason)
+        self.is_failure = is_failure
+
+
+def attempt(work: Callable):
+    """``work()``, unless it fails on some rank: then ``CellEnds`` on all. Collective."""
+    result, mine = None, None
+    try:
+        result = work()
+    except (Unfit, UnsupportedError) as unfit:
+        mine = (False, str(unfit))
+    except Exception as failure:  # a peer's own failure is a finding, not the end of the run
+        mine = (True, reason_of(failure))
+    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = [(*reason, rank) for rank, reason in enumerate(everyone) if reason]
+    if not found:
+        return result
+    is_failure, text, rank = max(found, key=lambda f: (f[0], -f[2]))  # a failure tells more than what was expected
+    raise CellEnds(text if len(found) == len(everyone) else f"rank {rank}: {text}", is_failure)
+
+
+class Bench:
+    """What stays the same for all cells of a run."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.dtype = DTYPES[options.dtype]
+        self.kernel = Kernel(tuple(options.heads), options.head_dim, self.dtype, device)
+        self.groups, self.clock = Groups(), Clock(device, not options.no_flush)
+        self._inputs: tuple[Case, tuple] | None = None
+        self._wanted: tuple[torch.Tensor, ...] | None = None
+        gc.collect()
+        gc.freeze()  # what has been imported stays: collections then take no time to speak of
+        self.started = time.perf_counter()
+
+    def setting(self, case: Case) -> Setting:
+        options = self.options
+        return Setting(
+            case, self.rank, self.world, tuple(options.heads), options.head_dim, self.dtype, self.device, self.kernel,
+            self.groups, options.chunk_size,
+        )  # fmt: skip
+
+    def is_late(self) -> bool:
+        """Time is up, by the clock of rank 0."""
+        seconds = torch.tensor([time.perf_counter() - self.started], dtype=torch.float64, device=self.device)
+        dist.broadcast(seconds, 0)
+        limit = self.options.time_limit
+        return limit is not None and seconds.item() > limit
+
+    def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
+        """Global q, k, v, dout, the same on all ranks; those of the last case are kept."""
+        if self._inputs is None or self._inputs[0] is not case:
+            self._inputs = self._wanted = None
+            self.release()
+            options = self.options
+            found = attempt(
+                lambda: make_inputs(
+                    case, options.heads, options.head_dim, self.dtype, str(self.device), options.seed, has_dout=True
+                )
+            )
+            self._inputs = (case, found)
+        return self._inputs[1]
+
+    def wanted(self, case: Case) -> tuple[torch.Tensor, ...]:
+        """Global out, dq, dk, dv by the kernel on the whole sequence; those of the last case are kept."""
+        q, k, v, dout = self.inputs(case)
+
+        def by_kernel() -> tuple[torch.Tensor, ...]:
+            out, lse = self.kernel.final(q, k, v, case.mask.slices)
+            return out, *self.kernel.final_grads(dout, q, k, v, out, lse, case.mask.slices)
+
+        if self._wanted is None:
+            self._wanted = attempt(by_kernel)
+        return self._wanted
+
+    def release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def compare(peer: Peer, got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Relative errors of this rank's out, dq, dk and dv; raises if one is too large."""
+    real = torch.from_numpy(peer.positions >= 0).to(got[0].device)
+    errors = {
+        name: relative_error(mine[real], select_rows(whole, peer.positions[peer.positions >= 0]).float())
+        for name, mine, whole in zip(("out", "dq", "dk", "dv"), got, wanted)
+    }
+    for name, error in errors.items():
+        if error > (TOLERANCE if name == "out" else GRAD_TOLERANCE):
+            raise ArithmeticError(f"wrong: relative error {error:.3g} of {name}")
+    return errors
+
+
+def measure(bench: Bench, name: str, case: Case) -> dict:
+    """What there is to know of one implementation on one case. Collective; ``CellEnds`` if it cannot be had."""
+    made: list[Peer] = []
+    before = outside_bytes(bench.clock)
+    try:
+        attempt(lambda: made.append(PEERS[name](bench.setting(case))))
+        found = measure_peer(bench, made[0], case)
+        if found["memory"] is not None:
+            grown = mean_and_max(outside_bytes(bench.clock) - before, bench.device)[1]
+            found["memory"]["outside"] = max(int(grown), 0)
+        return found
+    finally:
+        for peer in made:
+            peer.close()
+
+
+def measure_peer(bench: Bench, peer: Peer, case: Case) -> dict:
+    tensors = bench.inputs(case)
+    wanted = None if bench.options.no_check or not peer.is_whole else bench.wanted(case)
+    q, k, v, dout = attempt(lambda: [select_rows(x, peer.positions) for x in tensors])
+    if peer.uses_autograd:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    step = Step(lambda: peer.forward(q, k, v), lambda state: peer.backward(dout, state, q, k, v))
+
+    def first_run() -> dict[str, float]:
+        state = step.forward()
+        grads = step.backward(state)
+        return {} if wanted is None else compare(peer, (state.out.detach(), *grads), wanted)
+
+    errors = attempt(first_run)
+    alone = attempt(lambda: kernels_alone(bench, peer, (dout, q, k, v)))
+    area = getattr(peer, "area", case.mask.area)
+    times = attempt(lambda: times_of(bench, step, area, alone))
+    result_bytes = (q.nbytes, q.nbytes + k.nbytes + v.nbytes)
+    memory = attempt(lambda: peak_bytes(step, bench.clock, result_bytes))
+    if memory is not None:
+        most = slowest({n: [float(b)] for n, b in memory.items()}, bench.device)
+        memory = {n: int(b[0]) for n, b in most.items()}
+    return {
+        "documents": len(case.documents), "area": area, "errors": errors, "details": peer.details, "times": times,
+        "memory": memory,
+    }  # fmt: skip
+
+
+def kernels_alone(bench: Bench, peer: Peer, tensors: Sequence[torch.Tensor]) -> dict[str, float] | None:
+    """Milliseconds of this rank's kernel calls in each direction, if they can be told."""
+    calls = peer.kernel_calls(*tensors)
+    if calls is None:
+        return None
+    found = {p: kernel_ms(c, bench.clock, bench.options.kernel_repeats) for p, c in zip(PHASES, calls)}
+    return found | {"both": sum(found.values())}
+
+
+def times_of(bench: Bench, step: Step, area: int, alone: dict[str, float] | None) -> dict[str, dict]:
+    """Of each direction: times in ms, rates in TFLOP/s per GPU; what cannot be told is None."""
+    options = bench.options
+    mine = with_both(device_ms(step, bench.clock, options.warm_up, options.repeats))
+    wall, host = (with_both(times) for times in wall_ms(step, bench.clock, options.wall_repeats))
+    everyone, wall, host = (slowest(times, bench.device) for times in (mine, wall, host))
+    found = {}
+    for direction in DIRECTIONS:
+        ms, wall_median = median(everyone[direction]), median(wall[direction])
+        rate = partial(tflops, direction, area, options.heads[0], options.head_dim, bench.world)
+        kernel = exposed = (None, None)
+        if alone is not None:
+            kernel = mean_and_max(alone[direction], bench.device)
+            exposed = mean_and_max(median(mine[direction]) - alone[direction], bench.device)
+        found[direction] = {
+            "ms": ms, "tflops": rate(ms), "wall_ms": wall_median, "wall_tflops": rate(wall_median),
+            "host_ms": median(host[direction]), "kernel_ms_mean": kernel[0], "kernel_ms_max": kernel[1],
+            "kernel_tflops": rate(kernel[0]) if kernel[0] else None,
+            "exposed_ms_mean": exposed[0], "exposed_ms_max": exposed[1],
+        }  # fmt: skip
+    return found
+
+
+def run_size(bench: Bench, mask: str, tokens: int, names: Sequence[str]) -> list[Cell]:
+    """These implementations on one mask and size."""
+    options = bench.options
+    cells = [Cell(mask, tokens, name) for name in names]
+    for case in make_cases(mask, tokens * bench.world, options.packs, options.seed):
+        for cell in cells:
+            if cell.reason is None and bench.is_late():
+                cell.reason = f"not begun within the time limit of {options.time_limit:g} s"
+            if cell.reason is not None:
+                continue
+            try:
+                cell.packs.append(measure(bench, cell.name, case))
+            except CellEnds as end:
+                cell.reason, cell.is_failure = str(end), end.is_failure
+            bench.release()
+    for cell in cells:
+        cell.summarise()
+    return cells
+
+
+def settings_of(bench: Bench) -> dict:
+    """The command line, and what of the environment matters."""
+    prefixes = ("MAGI_ATTENTION_", "NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
+    names = sorted(n for n in os.environ if n.startswith(prefixes))
+    plain = {k: v for k, v in vars(bench.options).items() if k != "out"}
+    return plain | {
+        "world": bench.world,
+        "communication": dist.get_backend(),
+        "kernel_backend": bench.kernel.backend.name,
+        "environment": {n: os.environ[n] for n in names},
+    }
+
+
+def run(bench: Bench) -> list[Cell]:
+    """All cells; rank 0 prints and saves after each mask and size, so that a run that is cut off keeps what it has."""
+    from rich.console import Console
+
+    options, cells = bench.options, []
+    machine = environment() if bench.rank == 0 else {}
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if bench.rank == 0:
+        console.print(
+            f"{bench.world} ranks over {dist.get_backend()}, kernel {bench.kernel.backend.name}, {options.dtype}, "
+            f"heads {options.heads[0]}:{options.heads[1]}, head dim {options.head_dim}, seed {options.seed}"
+        )
+    # torch's last: should one rank alone fail inside torch, all that is of interest is there.
+    passes = [[n for n in options.only if n.startswith("torch") == is_torch] for is_torch in (False, True)]
+    for names in filter(None, passes):
+        for mask in options.masks:
+            for tokens in options.tokens:
+                fresh = run_size(bench, mask, tokens, names)
+                cells += fresh
+                if bench.rank == 0:
+                    console.print(*tables(fresh), f"{time.perf_counter() - bench.started:.0f} s so far", sep="\n")
+                    if options.out:
+                        save(cells, machine, settings_of(bench), options.out)
+    if bench.rank == 0 and options.out:
+        draw(cells, Path(f"{options.out}.png"), title_of(machine, settings_of(bench)))
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
+    if "RANK" not in os.environ:
+        print("Start this with torchrun: torchrun --nproc-per-node 2 benchmarks/context_parallel.py", file=sys.stderr)
+        return 2
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    bound = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout), **bound)
+    try:
+        cells = run(Bench(options, device))
+    finally:
+        dist.destroy_process_group()
+    return 1 if any(c.name.startswith("magi") and c.is_failure for c in cells) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

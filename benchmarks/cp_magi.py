@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own runtime in the context-parallel benchmark, through its public functions, one entry for each setting.
+
+``VARIANTS`` is the one place that names settings: how rows travel and how stages run are environment variables, the
+number of stages is ``OverlapConfig(degree=)``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from cp_kernel import Calls, PeerBase, Setting, State, Tensors
+from peers import Unfit
+
+from magi_attention import api
+from magi_attention.env import registry
+from magi_attention.meta.plan import Plan
+
+NATIVE = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}
+FUSED = NATIVE | {"MAGI_ATTENTION_STAGE_MODE": "fused"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``degree`` stages of remote keys, 0 for one kernel call after everything has arrived."""
+
+    degree: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "magi_a2av_0": Variant(0),
+    "magi_a2av_1": Variant(1),
+    "magi_a2av_2": Variant(2),
+    "magi_native_0": Variant(0, NATIVE),
+    "magi_native_1": Variant(1, NATIVE),
+    "magi_native_2": Variant(2, NATIVE),
+    "magi_fused": Variant(1, FUSED),
+}
+
+
+class Magi(PeerBase):
+    """``calc_attn`` with a key that was made before. The kernel alone is one call over all keys of the rank's plan."""
+
+    uses_autograd = True
+
+    def __init__(self, setting: Setting, name: str) -> None:
+        variant = VARIANTS[name]
+        unknown = sorted(set(variant.environment) - set(registry.VARIABLES))
+        if unknown:  # it would be ignored, and another setting be timed under this name
+            raise Unfit(f"This build has no variable {', '.join(unknown)}.")
+        self._before = {name: os.environ.get(name) for name in variant.environment}
+        # Until ``close``: a key remembers the environment it was made in, and what is started later reads it anew.
+        os.environ.update(variant.environment)
+        try:
+            started = time.perf_counter()
+            self._key, self._plan = _key_of(setting, variant)
+            seconds = time.perf_counter() - started
+            tokens = torch.arange(setting.case.seqlen, device=setting.device)
+            positions = api.dispatch(tokens, self._key, pad_value=-1).cpu().numpy()
+        except BaseException:
+            self.close()
+            raise
+        super().__init__(setting, positions)
+        areas = self._plan.areas
+        self.details |= {
+            "chunk_size": self._plan.chunk_size,
+            "stages": self._plan.num_stages,
+            "balance": float(areas.max() / max(areas.mean(), 1)),
+            "rows_received_max": int(self._plan.comm_matrix().sum(0).max()),
+            "key_ms": seconds * 1e3,
+        }
+
+    def forward(self, q, k, v) -> State:
+        return State(api.calc_attn(q, k, v, self._key)[0])
+
+    def backward(self, dout, state: State, q, k, v) -> Tensors:
+        return torch.autograd.grad(state.out, (q, k, v), dout)
+
+    def kernel_calls(self, dout, q, k, v) -> tuple[Calls, Calls]:
+        part = self._plan.rank(self.setting.rank)
+        q, k, v = (x.detach() for x in (q, k, v))
+        remote = sum(stage.recv_rows for stage in part.stages)
+        keys, values = (torch.cat([x, x.new_zeros((remote, *x.shape[1:])).normal_()]) for x in (k, v))
+        out, lse = self.kernel.final(q, keys, values, part.joined)
+        forward = partial(self.kernel.final, q, keys, values, part.joined)
+        return [forward], [partial(self.kernel.final_grads, dout, q, keys, values, out, lse, part.joined)]
+
+    def close(self) -> None:
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        api.clear_cache()
+
+
+def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey, Plan]:
+    """A key, and its plan for what can be told of it. Without a chunk size, chunks are as small as balance wants."""
+    mask, (heads_q, heads_kv) = setting.case.mask, setting.heads
+    overlap = api.OverlapConfig(degree=variant.degree)
+    heads = {"num_heads_q": heads_q, "num_heads_kv": heads_kv, "head_dim": setting.head_dim}
+    chunk = setting.chunk_size or api.make_plan(mask, setting.world).chunk_size
+    config = api.DistAttnConfig(dispatch_config=api.DispatchConfig(chunk_size=chunk), overlap_config=overlap)
+    rows = mask.slices.array
+    key = api.magi_attn_flex_key(
+        api.AttnRanges.from_ranges(rows[:, 0:2].tolist()),
+        api.AttnRanges.from_ranges(rows[:, 2:4].tolist()),
+        [api.AttnMaskType.from_int_type(int(kind)) for kind in rows[:, 4]],
+        mask.total_q,
+        mask.total_k,
+        **heads,
+        pad_size=0,
+        cp_group_or_mesh=dist.group.WORLD,
+        dist_attn_config=config,
+    )
+    return key, api.make_plan(mask, setting.world, config, **heads)

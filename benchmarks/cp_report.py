@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the context-parallel benchmark as a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from kernel import FLOPS_PER_PAIR
+
+DIRECTIONS = ("forward", "backward", "both")
+
+
+@dataclass
+class Cell:
+    """One implementation on one mask and size. ``packs`` has what was measured on each draw of the documents.
+
+    ``forward``, ``backward`` and ``both`` are means over packs; ``times_of`` of the benchmark says what they hold.
+    Without them ``reason`` says why, and ``is_failure`` that it is none which was to be expected of the implementation.
+    """
+
+    mask: str
+    tokens_per_gpu: int
+    name: str
+    reason: str | None = None
+    is_failure: bool = False
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+    both: dict[str, float] = field(default_factory=dict)
+    packs: list[dict] = field(default_factory=list)
+
+    def summarise(self) -> None:
+        """Means over packs; nothing if a pack is missing, because a mean over some would not compare."""
+        if self.reason:
+            return
+        for direction in DIRECTIONS:
+            found = [pack["times"][direction] for pack in self.packs]
+            names = [n for n in found[0] if all(f[n] is not None for f in found)]
+            setattr(self, direction, {n: fmean(f[n] for f in found) for n in names})
+
+
+def tflops(direction: str, area: int, heads: int, head_dim: int, world: int, milliseconds: float) -> float:
+    """TFLOP/s of one GPU."""
+    return FLOPS_PER_PAIR[direction] * area * heads * head_dim / world / milliseconds / 1e9
+
+
+def mebibytes(cell: Cell) -> float | None:
+    """Beyond inputs and results, of a forward and its backward: most over packs, and what came from elsewhere."""
+    found = [pack["memory"]["both"] + pack["memory"]["outside"] for pack in cell.packs if pack["memory"]]
+    return max(found) / 2**20 if found else None
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+HEADERS = ("forward", "backward", "both", "exposed ms f", "exposed ms b", "host ms f+b", "extra MiB")
+
+
+def tables(cells: Sequence[Cell]) -> Iterable:
+    """For each mask and size a rich table, and the reasons of its empty cells."""
+    from rich.table import Table
+
+    for mask, tokens in dict.fromkeys((c.mask, c.tokens_per_gpu) for c in cells):
+        size = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+        title = f"{mask.replace('_', ' ')}, {size} tokens per GPU: TFLOP/s per GPU (by the wall clock)"
+        table = Table("implementation", title=title, title_justify="left")
+        for header in HEADERS:
+            table.add_column(header, justify="right")
+        reasons: dict[str, list[str]] = {}
+        for cell in cells:
+            if (cell.mask, cell.tokens_per_gpu) != (mask, tokens):
+                continue
+            if not cell.both:
+                reasons.setdefault(cell.reason or "not run", []).append(cell.name)
+                continue
+            ways = [getattr(cell, direction) for direction in DIRECTIONS]
+            rates = [f"{_shown(w['tflops'])} ({_shown(w['wall_tflops'])})" for w in ways]
+            others = [w.get("exposed_ms_max") for w in ways[:2]] + [cell.both["host_ms"], mebibytes(cell)]
+            table.add_row(cell.name, *rates, *map(_shown, others))
+        if table.row_count:
+            yield table
+        for reason, names in reasons.items():
+            yield f"{mask}, {size}: {', '.join(names)}: {reason}"
+
+
+def save(cells: Sequence[Cell], environment: dict, settings: dict, out: Path) -> None:
+    """Writes OUT.json. ``environment`` is the machine, versions and commit."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    data = {"environment": environment, "settings": settings, "cells": [asdict(cell) for cell in cells]}
+    Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def title_of(environment: dict, settings: dict) -> str:
+    heads = settings["heads"]
+    shape = f"{heads[0]}:{heads[1]} heads, head dim {settings['head_dim']}, {settings['dtype']}"
+    return f"Attention over {settings['world']} x {environment.get('gpu', 'CPU')}, {shape}"
+
+
+def draw(cells: Sequence[Cell], path: Path, title: str) -> bool:
+    """A row for each direction, a panel for each mask, bars over tokens per GPU; False without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return False
+    masks = list(dict.fromkeys(c.mask for c in cells))
+    names = [n for n in dict.fromkeys(c.name for c in cells) if any(c.name == n and c.both for c in cells)]
+    figure, axes = pyplot.subplots(2, len(masks), figsize=(3.6 * len(masks), 7), squeeze=False, sharey="row")
+    for row, direction in zip(axes, DIRECTIONS):
+        for axis, mask in zip(row, masks):
+            sizes = sorted({c.tokens_per_gpu for c in cells if c.mask == mask})
+            for i, name in enumerate(names):
+                of = {c.tokens_per_gpu: getattr(c, direction) for c in cells if (c.mask, c.name) == (mask, name)}
+                points = [(x + i / (len(names) + 1), of[s]["tflops"]) for x, s in enumerate(sizes) if of.get(s)]
+                if points:
+                    axis.bar(*zip(*points), width=1 / (len(names) + 1), align="edge", label=name, color=f"C{i}")
+            ticks = [x + 0.5 - 0.5 / (len(names) + 1) for x in range(len(sizes))]
+            axis.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in sizes])
+            axis.set(title=f"{mask.replace('_', ' ')}, {direction}", xlabel="tokens per GPU")
+            axis.grid(alpha=0.3, axis="y")
+        row[0].set_ylabel("TFLOP/s per GPU")
+    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=min(len(handles), 8), frameon=False)
+    figure.suptitle(title)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True

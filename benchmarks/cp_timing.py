@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of one distributed attention step: on the device, by the wall clock, and of its kernels alone.
+
+An iteration is a forward and the backward of what it kept. Before each of the two, all ranks meet in an all-reduce of
+one number, so that both begin together on all ranks; on a GPU the caches are flushed before and the device idles a
+while, so that launches are queued when the clock starts. Nothing in a timed region waits for the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from timing import FLUSH_BYTES, LONG_LEAD_CYCLES
+
+PHASES = ("forward", "backward")
+Milliseconds = dict[str, list[float]]  # one per iteration, for each phase
+
+
+@dataclass
+class Step:
+    """``forward()`` gives what ``backward(it)`` takes."""
+
+    forward: Callable[[], object]
+    backward: Callable[[object], object]
+
+
+class Clock:
+    """Meets the other ranks and marks times on ``device``. ``flush`` empties the GPU's L2 cache before each phase."""
+
+    def __init__(self, device: torch.device, flush: bool = True) -> None:
+        self.device, self.is_cuda = device, device.type == "cuda"
+        self._ticket = torch.zeros(1, device=device)
+        has_flush = flush and self.is_cuda
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if has_flush else None
+
+    def synchronise(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def idle(self) -> None:
+        """Flushes the cache and idles, while the host gets ahead; both on the device."""
+        if self._flush is not None:
+            self._flush.zero_()
+        if self.is_cuda:
+            torch.cuda._sleep(LONG_LEAD_CYCLES)
+
+    def meet(self) -> None:
+        """Ordered on the device: what is launched afterwards begins when all ranks have come here."""
+        dist.all_reduce(self._ticket)
+
+    def mark(self) -> torch.cuda.Event | float:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first, second) -> float:
+        """Milliseconds; the device must have passed both marks."""
+        return first.elapsed_time(second) if self.is_cuda else (second - first) * 1e3
+
+
+@contextmanager
+def no_collection():
+    """No garbage collection meanwhile: it would stop one rank, and all wait for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def device_ms(step: Step, clock: Clock, warm_up: int, repeats: int) -> Milliseconds:
+    """Device time of this rank, by events on its stream; the host runs ahead."""
+    marks = []
+    with no_collection():
+        for iteration in range(warm_up + repeats):
+            clock.idle()
+            clock.meet()
+            first = clock.mark()
+            state = step.forward()
+            second = clock.mark()
+            clock.idle()
+            clock.meet()
+            third = clock.mark()
+            step.backward(state)
+            fourth = clock.mark()
+            del state
+            if iteration >= warm_up:
+                marks.append((first, second, third, fourth))
+        clock.synchronise()
+    return {
+        "forward": [clock.between(m[0], m[1]) for m in marks],
+        "backward": [clock.between(m[2], m[3]) for m in marks],
+    }
+
+
+def wall_ms(step: Step, clock: Clock, repeats: int) -> tuple[Milliseconds, Milliseconds]:
+    """(from call to result, of which the call itself), from an idle device to an idle device."""
+    wall: Milliseconds = {phase: [] for phase in PHASES}
+    host: Milliseconds = {phase: [] for phase in PHASES}
+    with no_collection():
+        for _ in range(repeats):
+            state: object = None
+            for phase in PHASES:
+                clock.meet()
+                clock.synchronise()
+                started = time.perf_counter()
+                state = step.forward() if phase == "forward" else step.backward(state)
+                returned = time.perf_counter()
+                clock.synchronise()
+                wall[phase].append((time.perf_counter() - started) * 1e3)
+                host[phase].append((returned - started) * 1e3)
+    return wall, host
+
+
+def kernel_ms(calls: Sequence[Callable[[], object]], clock: Clock, repeats: int) -> float:
+    """Median of this rank's kernel calls one after another, with no communication in between."""
+    marks = []
+    for iteration in range(repeats + 1):
+        clock.idle()
+        first = clock.mark()
+        for call in calls:
+            call()
+        if iteration:
+            marks.append((first, clock.mark()))
+    clock.synchronise()
+    return median(clock.between(a, b) for a, b in marks)
+
+
+def peak_bytes(step: Step, clock: Clock, result_bytes: tuple[int, int]) -> dict[str, int] | None:
+    """Most memory in use beyond inputs and results, by the allocator; None without a GPU.
+
+    ``result_bytes`` are the bytes of out and of all gradients, which are subtracted. ``both`` is the peak of a
+    forward and its backward, with what the one keeps for the other.
+    """
+    if not clock.is_cuda:
+        return None
+    out_bytes, grad_bytes = result_bytes
+    clock.synchronise()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(clock.device)
+    base = torch.cuda.memory_allocated(clock.device)
+    state = step.forward()
+    clock.synchronise()
+    forward = torch.cuda.max_memory_allocated(clock.device) - base - out_bytes
+    step.backward(state)
+    clock.synchronise()
+    both = torch.cuda.max_memory_allocated(clock.device) - base - out_bytes - grad_bytes
+    return {"forward": max(forward, 0), "both": max(both, 0)}
+
+
+def outside_bytes(clock: Clock) -> int:
+    """Memory of the device in use that torch's allocator does not know of: symmetric memory, buffers of NCCL."""
+    if not clock.is_cuda:
+        return 0
+    free, total = torch.cuda.mem_get_info(clock.device)
+    return total - free - torch.cuda.memory_reserved(clock.device)
+
+
+def with_both(times: Milliseconds) -> Milliseconds:
+    """Adds ``both``: the two phases of each iteration, summed."""
+    return times | {"both": [a + b for a, b in zip(times["forward"], times["backward"])]}
+
+
+def slowest(times: Milliseconds, device: torch.device) -> Milliseconds:
+    """Of each iteration the largest over ranks."""
+    names = sorted(times)
+    table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(names, table.tolist()))
+
+
+def mean_and_max(value: float, device: torch.device) -> tuple[float, float]:
+    """Over ranks."""
+    total, most = (torch.tensor([value], dtype=torch.float64, device=device) for _ in range(2))
+    dist.all_reduce(total)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return total.item() / dist.get_world_size(), most.item()
