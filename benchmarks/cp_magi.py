@@ -101,7 +101,7 @@ class Magi(PeerBase):
 
 
 def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey, Plan]:
-    """A key, and its plan for what can be told of it. Without a chunk size, chunks are as small as balance wants."""
+    """A key, and its plan. Without a chunk size, chunks are as small as balance wants."""
     mask, (heads_q, heads_kv) = setting.case.mask, setting.heads
     overlap = api.OverlapConfig(degree=variant.degree)
     heads = {"num_heads_q": heads_q, "num_heads_kv": heads_kv, "head_dim": setting.head_dim}
@@ -119,4 +119,4 @@ def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey,
         cp_group_or_mesh=dist.group.WORLD,
         dist_attn_config=config,
     )
-    return key, api.make_plan(mask, setting.world, config, **heads)
+    return key, api.dist_attn_runtime_dict_mgr.get(key).plan

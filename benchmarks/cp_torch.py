@@ -28,28 +28,29 @@ class TorchContextParallel(PeerBase):
         if setting.case.seqlen % (2 * setting.world):
             raise Unfit(f"{setting.case.seqlen} tokens are no multiple of {2 * setting.world}.")
         try:
-            from torch.distributed.tensor.experimental import _attention, context_parallel
+            from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel
         except ImportError as missing:
             raise Unfit(f"This torch has no context parallelism: {missing}.") from None
         from torch.nn.attention import SDPBackend
 
-        self._kernel = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[kernel]
+        self._sdpa_kernel = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[kernel]
         self._is_causal = setting.case.is_causal
-        mesh = init_device_mesh("cuda", (setting.world,))
+        mesh = init_device_mesh(setting.device.type, (setting.world,))
         # A buffer of token numbers comes back cut to this rank's rows. Only causal masks may be balanced (zigzag).
         tokens = torch.arange(setting.case.seqlen, device=setting.device)[None]
-        self._options, self._was_balanced = _attention._cp_options, _attention._cp_options.enable_load_balance
-        self._options.enable_load_balance = self._is_causal
-        self._stack = ExitStack()
-        self._stack.callback(setattr, self._options, "enable_load_balance", self._was_balanced)
-        self._stack.enter_context(context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]))
-        super().__init__(setting, tokens[0].cpu().numpy().copy())
+        was_balanced = _cp_options.enable_load_balance
+        _cp_options.enable_load_balance = self._is_causal
+        with ExitStack() as stack:
+            stack.callback(setattr, _cp_options, "enable_load_balance", was_balanced)
+            stack.enter_context(context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]))
+            super().__init__(setting, tokens[0].cpu().numpy().copy())
+            self._stack = stack.pop_all()
 
     def forward(self, q, k, v) -> State:
         from torch.nn.attention import sdpa_kernel
 
         q_BHTD, k_BHTD, v_BHTD = map(batched, (q, k, v))
-        with sdpa_kernel(self._kernel):
+        with sdpa_kernel(self._sdpa_kernel):
             # Looked up at each call: entering context_parallel replaced it.
             out = F.scaled_dot_product_attention(
                 q_BHTD, k_BHTD, v_BHTD, is_causal=self._is_causal, enable_gqa=q.shape[1] != k.shape[1]
