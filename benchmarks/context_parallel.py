@@ -7,7 +7,7 @@
 With GPUs each rank takes one and NCCL connects them; without, ranks are CPU processes over gloo, for small sizes
 (``--tokens 256 --heads 4 2 --head-dim 16 --dtype fp32``). Peers are ring (zigzag), all-gather of keys and values,
 Ulysses and USP, written on the kernel that ours uses, and torch's own context parallelism. ``one_gpu`` is the kernel on
-an equal share, with no communication.
+an equal share, with no communication, its times being means over ranks.
 
 A time is the largest over ranks, and the median over iterations; for masks with documents, rates are means over
 packs. ``both`` is a forward and its backward, each from a common start. The exposed communication of a rank is its
@@ -47,8 +47,8 @@ from cp_timing import (  # noqa: E402
     kernel_ms,
     mean_and_max,
     outside_bytes,
+    over_ranks,
     peak_bytes,
-    slowest,
     wall_ms,
     with_both,
 )
@@ -232,11 +232,11 @@ def measure_peer(bench: Bench, peer: Peer, case: Case) -> dict:
     errors = attempt(first_run)
     alone = attempt(lambda: kernels_alone(bench, peer, (dout, q, k, v)))
     area = getattr(peer, "area", case.mask.area)
-    times = attempt(lambda: times_of(bench, step, area, alone))
+    times = attempt(lambda: times_of(bench, step, area, alone, is_mean=not peer.is_whole))
     result_bytes = (q.nbytes, q.nbytes + k.nbytes + v.nbytes)
     memory = attempt(lambda: peak_bytes(step, bench.clock, result_bytes))
     if memory is not None:
-        most = slowest({n: [float(b)] for n, b in memory.items()}, bench.device)
+        most = over_ranks({n: [float(b)] for n, b in memory.items()}, bench.device)
         memory = {n: int(b[0]) for n, b in most.items()}
     return {
         "documents": len(case.documents), "area": area, "errors": errors, "details": peer.details, "times": times,
@@ -253,12 +253,17 @@ def kernels_alone(bench: Bench, peer: Peer, tensors: Sequence[torch.Tensor]) -> 
     return found | {"both": sum(found.values())}
 
 
-def times_of(bench: Bench, step: Step, area: int, alone: dict[str, float] | None) -> dict[str, dict]:
-    """Of each direction: times in ms, rates in TFLOP/s per GPU; what cannot be told is None."""
+def times_of(
+    bench: Bench, step: Step, area: int, alone: dict[str, float] | None, is_mean: bool
+) -> dict[str, dict[str, float | None]]:
+    """Of each direction: times in ms, rates in TFLOP/s per GPU; what cannot be told is None.
+
+    ``is_mean`` takes the mean over ranks: of ranks that do not wait for each other.
+    """
     options = bench.options
     mine = with_both(device_ms(step, bench.clock, options.warm_up, options.repeats))
     wall, host = (with_both(times) for times in wall_ms(step, bench.clock, options.wall_repeats))
-    everyone, wall, host = (slowest(times, bench.device) for times in (mine, wall, host))
+    everyone, wall, host = (over_ranks(times, bench.device, is_mean) for times in (mine, wall, host))
     found = {}
     for direction in DIRECTIONS:
         ms, wall_median = median(everyone[direction]), median(wall[direction])

@@ -111,7 +111,9 @@ def draw(cells: Sequence[Cell], path: Path, title: str) -> bool:
         return False
     masks = list(dict.fromkeys(c.mask for c in cells))
     names = [n for n in dict.fromkeys(c.name for c in cells) if any(c.name == n and c.both for c in cells)]
-    figure, axes = pyplot.subplots(2, len(masks), figsize=(3.6 * len(masks), 7), squeeze=False, sharey="row")
+    legend = max(2 * len(masks), 4) + 1  # names that fit side by side
+    colours = pyplot.get_cmap("tab20").colors
+    figure, axes = pyplot.subplots(2, len(masks), figsize=(max(3.6 * len(masks), 7.2), 7), squeeze=False, sharey="row")
     for row, direction in zip(axes, DIRECTIONS):
         for axis, mask in zip(row, masks):
             sizes = sorted({c.tokens_per_gpu for c in cells if c.mask == mask})
@@ -119,7 +121,7 @@ def draw(cells: Sequence[Cell], path: Path, title: str) -> bool:
                 of = {c.tokens_per_gpu: getattr(c, direction) for c in cells if (c.mask, c.name) == (mask, name)}
                 points = [(x + i / (len(names) + 1), of[s]["tflops"]) for x, s in enumerate(sizes) if of.get(s)]
                 if points:
-                    axis.bar(*zip(*points), width=1 / (len(names) + 1), align="edge", label=name, color=f"C{i}")
+                    axis.bar(*zip(*points), width=1 / (len(names) + 1), align="edge", label=name, color=colours[i % 20])
             ticks = [x + 0.5 - 0.5 / (len(names) + 1) for x in range(len(sizes))]
             axis.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in sizes])
             axis.set(title=f"{mask.replace('_', ' ')}, {direction}", xlabel="tokens per GPU")
@@ -127,9 +129,10 @@ def draw(cells: Sequence[Cell], path: Path, title: str) -> bool:
         row[0].set_ylabel("TFLOP/s per GPU")
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=min(len(handles), 8), frameon=False)
+        columns = min(len(handles), legend)
+        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False, fontsize=8)
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.tight_layout(rect=(0, 0.02 + 0.03 * -(-len(names) // legend), 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -171,12 +171,12 @@ def with_both(times: Milliseconds) -> Milliseconds:
     return times | {"both": [a + b for a, b in zip(times["forward"], times["backward"])]}
 
 
-def slowest(times: Milliseconds, device: torch.device) -> Milliseconds:
-    """Of each iteration the largest over ranks."""
+def over_ranks(times: Milliseconds, device: torch.device, is_mean: bool = False) -> Milliseconds:
+    """Of each iteration the largest over ranks, or the mean."""
     names = sorted(times)
     table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return dict(zip(names, table.tolist()))
+    dist.all_reduce(table, op=dist.ReduceOp.SUM if is_mean else dist.ReduceOp.MAX)
+    return dict(zip(names, (table / dist.get_world_size() if is_mean else table).tolist()))
 
 
 def mean_and_max(value: float, device: torch.device) -> tuple[float, float]:
