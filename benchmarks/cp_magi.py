@@ -22,8 +22,8 @@ from magi_attention import api
 from magi_attention.env import registry
 from magi_attention.meta.plan import Plan
 
-NATIVE = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}
-FUSED = NATIVE | {"MAGI_ATTENTION_STAGE_MODE": "fused"}
+STAGED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}  # over the process group, a kernel for each stage
+FUSED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}  # over NVLink, one kernel
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,9 @@ class Variant:
 
 
 VARIANTS = {
-    "magi_a2av_0": Variant(0),
-    "magi_a2av_1": Variant(1),
-    "magi_a2av_2": Variant(2),
-    "magi_native_0": Variant(0, NATIVE),
-    "magi_native_1": Variant(1, NATIVE),
-    "magi_native_2": Variant(2, NATIVE),
+    "magi_a2av_0": Variant(0, STAGED),
+    "magi_a2av_1": Variant(1, STAGED),
+    "magi_a2av_2": Variant(2, STAGED),
     "magi_fused": Variant(1, FUSED),
 }
 

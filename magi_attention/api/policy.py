@@ -21,4 +21,5 @@ def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
         bwd_sm_margin=flags.bwd_sm_margin,
         dsink_reduce=flags.dsink_all_reduce_op,
         check=flags.sanity_check,
+        stage_mode=flags.stage_mode,
     )

@@ -204,7 +204,7 @@ class TorchTransport(TransportBase):
                     f"Backend {dist.get_backend(self.group)} of this process group cannot move {device.type} "
                     "tensors; make the group with backend 'cpu:gloo,cuda:nccl'."
                 ) from exc
-            known = _attached(self.group)
+            known = attached(self.group)
             if device.type != "cpu" and self._backends[device.type] == "gloo" and not known.get("warned"):
                 known["warned"] = True
                 _log.warning("%s tensors travel through host memory because the group is gloo.", device.type)
@@ -350,7 +350,7 @@ def as_transport(
     return TorchTransport(group, timeout_s)
 
 
-def _attached(group: dist.ProcessGroup) -> dict:
+def attached(group: dist.ProcessGroup) -> dict:
     """What this module remembers of a group. It lives in torch's own table of groups, because a group has no
     attributes and this package keeps no process-wide state below its api layer."""
     world = dist.distributed_c10d._world
@@ -359,7 +359,7 @@ def _attached(group: dist.ProcessGroup) -> dict:
 
 
 def _board_of(group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> FailureBoard:
-    known = _attached(group)
+    known = attached(group)
     if "board" not in known:
         store = dist.distributed_c10d._get_process_group_store(group)
         ref = weakref.ref(group)

@@ -46,6 +46,13 @@ def is_native_grpcoll_enable() -> bool:
     return registry.get("MAGI_ATTENTION_NATIVE_GRPCOLL")
 
 
+def stage_mode() -> str:
+    """``fused`` or ``staged`` as MAGI_ATTENTION_NATIVE_GRPCOLL says, ``auto`` if it is not set."""
+    if not registry.is_set("MAGI_ATTENTION_NATIVE_GRPCOLL"):
+        return "auto"
+    return "fused" if is_native_grpcoll_enable() else "staged"
+
+
 def dsink_all_reduce_op() -> str:
     """``none``, ``sum`` or ``avg``."""
     return registry.get("MAGI_ATTENTION_DSINK_ALL_REDUCE_OP")

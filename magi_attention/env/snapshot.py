@@ -29,6 +29,7 @@ class RuntimeFlags:
     hierarchical_comm: bool = False
     qo_comm: bool = False
     native_grpcoll: bool = False
+    stage_mode: str = "auto"
     flatten_head_groups: bool = False
     auto_range_merge: bool = False
     cat_gqa: bool = False
@@ -53,6 +54,7 @@ class RuntimeFlags:
             hierarchical_comm=comm.is_hierarchical_comm_enable(),
             qo_comm=comm.is_qo_comm_enable(),
             native_grpcoll=comm.is_native_grpcoll_enable(),
+            stage_mode=comm.stage_mode(),
             flatten_head_groups=general.is_flatten_head_groups_enable(),
             auto_range_merge=general.is_auto_range_merge_enable(),
             cat_gqa=general.is_cat_gqa_enable(),
@@ -81,10 +83,8 @@ _UNEVEN = "DispatchConfig(uneven_shard=True)"
 _NO_OVERLAP = "OverlapConfig(degree=0)"
 
 _EXCLUSIVE = (
-    (_DETERMINISTIC, _NATIVE),
     (_DETERMINISTIC, _FA4),
     (_NATIVE, _HIERARCHICAL),
-    (_NATIVE, _UNEVEN),
     (_HIERARCHICAL, _QO),
     (_HIERARCHICAL, _FLATTEN),
     (_QO, _FA4),
@@ -100,7 +100,6 @@ _EXCLUSIVE = (
 # What the published software has and this build has not, with what to do instead.
 _LACKING = (
     (_QO, "moving queries and outputs is not built; unset it, keys and values then move"),
-    (_NATIVE, "native group-collective kernels are not built; unset it to use torch.distributed"),
 )
 
 

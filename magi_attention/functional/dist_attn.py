@@ -53,7 +53,12 @@ class _DistAttn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: AttnCall):
         with call.runtime.transport.guard("attention forward"):
-            partial = (_forward_blocking if call.runtime.is_blocking else _forward_staged)(call, q, k, v, sink)
+            if call.one_launch is not None:
+                start = time.perf_counter()
+                partial = Partial(*call.one_launch.forward(call.backend, q, k, v, call.options, sink))
+                call.record("compute", HOST, start)
+            else:
+                partial = (_forward_blocking if call.runtime.is_blocking else _forward_staged)(call, q, k, v, sink)
             max_logits = partial.max_logits
             if max_logits is None:
                 max_logits = q.new_zeros(0)
@@ -72,15 +77,28 @@ class _DistAttn(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dmax):
         call: AttnCall = ctx.call
         q, k, v, sink, out, lse, *tail = ctx.saved_tensors
-        o, sm_margin = call.options, call.runtime.policy.bwd_sm_margin
+        o, sm_margin = call.options, 0 if call.one_launch is not None else call.runtime.policy.bwd_sm_margin
         # Equal options as one object, by which backends recognise a call.
         options = options_of(o.softmax_scale, o.softcap, o.sink_layout, o.deterministic, sm_margin)
         call = replace(call, options=options, tail_kv=tuple(tail) if tail else None)
-        state = _Backward(call, dout, q, k, v, sink, out, lse)
         with call.runtime.transport.guard("attention backward"):
-            grads = state.run_blocking() if call.runtime.is_blocking else state.run_staged()
+            if call.one_launch is not None:
+                start = time.perf_counter()
+                grads = call.one_launch.backward(call.backend, dout, q, k, v, out, lse, call.options, sink)
+                call.record("compute", HOST, start)
+                reduce_dsink(call, grads.dsink)
+            else:
+                state = _Backward(call, dout, q, k, v, sink, out, lse)
+                grads = state.run_blocking() if call.runtime.is_blocking else state.run_staged()
         dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
         return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype), dsink, None
+
+
+def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
+    """The sink's gradient over all ranks, in place, if the policy asks for that."""
+    runtime = call.runtime
+    if dsink is not None and runtime.policy.dsink_reduce != "none" and runtime.transport.size > 1:
+        runtime.transport.all_reduce(dsink, runtime.policy.dsink_reduce).wait()
 
 
 def _forward_blocking(call: AttnCall, q, k, v, sink) -> Partial:
@@ -215,7 +233,6 @@ class _Backward:
         return self.runtime.comms[s].give_back(dk, dv, self.grads.dk, self.grads.dv, wire)
 
     def _finish(self, dsink: torch.Tensor | None) -> Grads:
-        if dsink is not None and self.runtime.policy.dsink_reduce != "none" and self.runtime.transport.size > 1:
-            self.runtime.transport.all_reduce(dsink, self.runtime.policy.dsink_reduce).wait()
+        reduce_dsink(self.call, dsink)
         self.grads.dsink = dsink
         return self.grads

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
 import torch
 
+from magi_attention.comm.boxes import why_no_boxes
 from magi_attention.comm.transport import Transport
-from magi_attention.errors import ContractError, PlanMismatchError
+from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
+from magi_attention.functional.one_launch import OneLaunch, why_not_one_launch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.types import options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
+_log = logging.getLogger("magi_attention.functional")
 Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
 
 
@@ -24,7 +28,9 @@ class AttnPolicy:
 
     ``prefetch_all`` launches every fetch at once, otherwise one stage ahead. ``hide_tail_reduce`` keeps the last
     stage's keys from the forward pass and reduces their gradients first. ``high_precision_reduce`` sends partial
-    dk, dv in the accumulation dtype. ``dsink_reduce`` is none, sum or avg over ranks.
+    dk, dv in the accumulation dtype. ``dsink_reduce`` is none, sum or avg over ranks. ``stage_mode``: "staged", one
+    kernel per stage; "fused", one kernel per direction, fed by other ranks while it runs, or an error; "auto", fused
+    where it can be.
     """
 
     backend: str | None = None
@@ -38,6 +44,7 @@ class AttnPolicy:
     bwd_sm_margin: int = 0
     dsink_reduce: str = "none"
     check: bool = False
+    stage_mode: str = "auto"
 
 
 @dataclass
@@ -48,6 +55,7 @@ class AttnCall:
     backend: Backend
     options: AttnOptions
     trace: Trace | None = None
+    one_launch: OneLaunch | None = None
     tail_kv: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def record(self, lane: str, stage: int, start: float) -> None:
@@ -81,6 +89,9 @@ class AttnRuntime:
         self.registry = registry
         self.policy = policy or AttnPolicy()
         self.part: RankPlan = plan.rank(transport.rank)
+        self._hierarchy = hierarchy
+        self._has_said_why = False
+        self._fused: tuple[OneLaunch | None] | None = None  # once decided
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
 
     def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
@@ -119,7 +130,41 @@ class AttnRuntime:
         backend, _ = self.registry.select(problem, self.policy.backend, self.policy.is_backend_explicit)
         if self.policy.check:
             self._compare_ranks(q, k, v)
-        return AttnCall(self, backend, options, trace)
+        one_launch = self._one_launch(backend, q)
+        if one_launch is not None:  # nothing has to be left free
+            options = options_of(
+                options.softmax_scale, options.softcap, options.sink_layout, options.deterministic, 0, return_max_logits
+            )
+        return AttnCall(self, backend, options, trace, one_launch)
+
+    def _one_launch(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
+        """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
+        mode = self.policy.stage_mode
+        if mode == "staged" or self.transport.size == 1:
+            return None
+        if q.device.type != "cuda" or not hasattr(backend, "forward_remote"):
+            if mode == "fused" and not self._has_said_why:
+                self._has_said_why = True
+                _log.warning(
+                    "Attention runs stage by stage over the process group: keys that arrive while a kernel runs "
+                    "need the ffa backend on GPUs, not %s on %s.", backend.name, q.device.type,
+                )  # fmt: skip
+            return None
+        if self._fused is None:
+            self._fused = (self._decide(),)
+        return self._fused[0]
+
+    def _decide(self) -> OneLaunch | None:
+        reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
+        reason = reason or why_not_one_launch(self.plan) or why_no_boxes(self.transport)
+        if reason is None:
+            return OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
+        if self.policy.stage_mode == "fused":
+            raise UnsupportedError(
+                f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to let the package choose."
+            )
+        _log.info("Attention runs stage by stage over the process group: %s", reason)
+        return None
 
     def _check_inputs(self, q, k, v, sink) -> None:
         rows = self.part.num_tokens

@@ -33,6 +33,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
@@ -192,6 +193,36 @@ class FfaBackend:
             self.runtime, Operands(dout, q, k, v, out, lse, None), slices, options, sink, None, q.dtype
         )
 
+    def forward_remote(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        remote: RemoteKeys,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> Final:
+        """``forward_final`` over k, v and the keys that other ranks are pushing; the launch before it in the stream
+        must be that of this rank's push."""
+        return self._run(q, k, v, remote, options, sink, None, None)
+
+    def backward_remote(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        remote: RemoteKeys,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> Grads:
+        """Gradients of ``forward_remote``: dq in q's dtype; dk and dv of the local keys in float32, to which other
+        ranks will add; those of remote keys go to their owners."""
+        x = Operands(dout, q, k, v, out, lse, None)
+        return self._backward.run(self.runtime, x, remote, options, sink, None, q.dtype)
+
     def prepared(
         self,
         q: torch.Tensor,
@@ -205,7 +236,7 @@ class FfaBackend:
 
         ``options`` is the object given then.
         """
-        call = self._prepared.get(_key(q, k, v, options, sink, None, None))
+        call = self._prepared.get((*_key(q, k, v, options, sink, None, None), k.shape[0]))
         if call is None or call.is_unusual:
             return None
         runtime, index = self.runtime, q.get_device()
@@ -228,21 +259,23 @@ class FfaBackend:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self._run(q, k, v, mask, options, sink, into, out_dtype)
-        key = _key(q, k, v, options, sink, into, out_dtype)
+        remote = mask if isinstance(mask, RemoteKeys) else None
+        total_k = k.shape[0] if remote is None else remote.mask.total_k
+        key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, q, k, v, options, sink, into, out_dtype)
+            call = self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k)
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
-            if 0 in call.out_like.shape or not k.shape[0]:
+            if 0 in call.out_like.shape or not total_k:
                 return self._run_empty(q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan, plan_at = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
-        return self._launch(call, addresses, sink, into, plan_at, index, stream, capturing)
+        return self._launch(call, addresses, sink, into, plan_at, index, stream, capturing, remote)
 
-    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing) -> Final:
+    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, remote) -> Final:
         if into is None:
             out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
             max_logits = minus_inf(call.out_like) if call.options.return_max_logits else None
@@ -257,7 +290,11 @@ class FfaBackend:
             *addresses, out.data_ptr(), lse.data_ptr(), 0 if max_logits is None else max_logits.data_ptr(),
             0 if sink is None or not sink.numel() else sink.data_ptr(), plan_at, work[1], stream,
         )  # fmt: skip
-        status = call.library.forward_raw(call.prefix + tail)
+        library = call.library
+        if remote is None:
+            status = library.forward_raw(call.prefix + tail)
+        else:
+            status = library.forward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention forward")
         return out, lse, max_logits
@@ -271,7 +308,7 @@ class FfaBackend:
             self._workspaces[index, stream] = work
         return work
 
-    def _prepare(self, key, q, k, v, options, sink, into, out_dtype) -> _Prepared:
+    def _prepare(self, key, q, k, v, options, sink, into, out_dtype, total_k) -> _Prepared:
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         check_shapes(q, k, v)
         tokens, heads, dim = q.shape
@@ -282,19 +319,19 @@ class FfaBackend:
         sink_count = 0 if sink is None else sink.shape[0 if options.sink_layout == "sh" else 1]
         prefix, workspace_bytes = library.prefix(
             dtype=DTYPES[q.dtype], out_dtype=abi.FP32 if out_dtype == torch.float32 else DTYPES[out_dtype],
-            total_q=tokens, total_k=k.shape[0], heads_q=heads, heads_kv=k.shape[1], head_dim=dim,
+            total_q=tokens, total_k=total_k, heads_q=heads, heads_kv=k.shape[1], head_dim=dim,
             head_dim_v=v.shape[2], pack=tile.pack, tile_tokens=tile.tokens, accumulate=int(into is not None),
             sm_margin=options.sm_margin, sink_count=sink_count, sink_per_row=int(options.sink_layout == "ssh"),
             softmax_scale=options.softmax_scale, softcap=options.softcap, **stride_fields(q=q, k=k, v=v),
             out_stride_token=heads * v.shape[2], out_stride_head=v.shape[2],
         )  # fmt: skip
-        is_empty = 0 in out_shape or k.shape[0] == 0
+        is_empty = 0 in out_shape or total_k == 0
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v)
         if odd:
             log_copy(odd)
         out_like, lse_like = q.new_empty((), dtype=out_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
-            library, prefix, workspace_bytes, PlanShape(tokens, k.shape[0], tile), out_like.expand(out_shape),
+            library, prefix, workspace_bytes, PlanShape(tokens, total_k, tile), out_like.expand(out_shape),
             lse_like.expand(lse_shape), q.device, is_empty or bool(odd), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)

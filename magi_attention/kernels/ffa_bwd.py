@@ -31,6 +31,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.native import abi
@@ -80,7 +81,7 @@ class BackwardCalls:
         self._prepared: dict[tuple, _Prepared] = {}
 
     def run(
-        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
+        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
         sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype,
     ) -> Grads:  # fmt: skip
         """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned."""
@@ -89,10 +90,11 @@ class BackwardCalls:
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype)
         in_turns = options.deterministic or _is_faster_in_turns(x, mask)
-        key = _key(x, options, into is None, grad_dtype, in_turns)
+        remote = mask if isinstance(mask, RemoteKeys) else None
+        key = _key(x, options, into is None, grad_dtype, in_turns, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns, remote)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -103,9 +105,9 @@ class BackwardCalls:
         at = (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr())
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
             return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype)
-        return self._launch(call, at, x, mask, sink, into, runtime, index)
+        return self._launch(call, at, x, mask, sink, into, runtime, index, remote)
 
-    def _launch(self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index) -> Grads:
+    def _launch(self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index, remote) -> Grads:
         stream = runtime.stream(index)
         plan, plan_at = self._plans.plan(mask, call.plan, call.device, stream, runtime.is_capturing())  # held
         if into is None:
@@ -119,7 +121,11 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
         )  # fmt: skip
-        status = call.library.backward_raw(call.prefix + tail)
+        library = call.library
+        if remote is None:
+            status = library.backward_raw(call.prefix + tail)
+        else:
+            status = library.backward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention backward")
         if sink is not None:
@@ -127,12 +133,15 @@ class BackwardCalls:
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool,
+        remote: RemoteKeys | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         _check(x)
         q, k, v = x.q, x.k, x.v
         (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
+        if remote is not None:
+            tk = remote.mask.total_k
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
         prefix, workspace_bytes = library.backward_prefix(
@@ -147,9 +156,10 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
+        of_key = grad if remote is None else number
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
-            (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
+            (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
@@ -157,18 +167,22 @@ class BackwardCalls:
         return prepared
 
 
-def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors) -> bool:
+def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys) -> bool:
     """Masks of bands: few tiles see a query, and the first of them need not find its dq cleared.
 
     Measured for head dim 128: 0.90 to 0.98 of the time, 4K to 32K tokens. Of range tensors on a GPU nothing is known.
     """
-    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(mask, SliceTable) and mask.is_band
+    slices = mask.mask.slices if isinstance(mask, RemoteKeys) else mask
+    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(slices, SliceTable) and slices.is_band
 
 
-def _key(x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool) -> tuple:
+def _key(
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool,
+    remote: RemoteKeys | None,
+) -> tuple:  # fmt: skip
     return (
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
-        id(options), is_fresh, grad_dtype, in_turns,
+        id(options), is_fresh, grad_dtype, in_turns, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 
 

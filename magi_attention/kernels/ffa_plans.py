@@ -83,6 +83,8 @@ class RangePlans:
                 plan = table_plan(mask, shape, device)
                 kept = cache[key] = (plan, plan.data_ptr())
             return kept
+        if not isinstance(mask, RangeTensors):
+            return mask.mask.plan(shape, device)
         plan = self.get(mask, shape, stream, capturing)
         return plan, plan.data_ptr()
 

@@ -269,9 +269,13 @@ class Plan:
     def _ranks(self) -> dict[int, RankPlan]:
         return {}
 
-    def _make_rank(self, rank: int) -> RankPlan:
+    def slices_of(self, rank: int) -> np.ndarray:
+        """The slices whose queries ``rank`` holds, ``(N, 5)`` in global coordinates."""
         pieces, chunk_of = self._pieces
-        mine = merge(pieces[self.rank_of_chunk[chunk_of] == rank])
+        return merge(pieces[self.rank_of_chunk[chunk_of] == rank])
+
+    def _make_rank(self, rank: int) -> RankPlan:
+        mine = self.slices_of(rank)
         host = Packing(self.host_ranges(rank))
         stages = tuple(
             StagePlan(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -125,6 +125,84 @@ FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
 FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS)}Q")
 
 
+class FfaRemote(ctypes.Structure):
+    """``magi_ffa_remote``: keys that other ranks push while a kernel runs."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "world", "local_keys", "base", "rows", "wire_dtype")),
+        ("timeout_ms", c_uint32),
+        ("reserved", c_int32),
+        *((name, c_void_p) for name in ("box", "k", "v", "owners", "failure")),
+        *((name, c_void_p) for name in ("target_rows", "dk_targets", "dv_targets")),
+    ]
+
+
+# ---- box.h: exchanges within one NVLink domain ----
+BOX_WORD_BYTES = 32
+BOX_TENSORS = 3
+
+
+class Box(ctypes.Structure):
+    """``magi_box``."""
+
+    _fields_ = [("own", c_void_p), ("of_rank", c_void_p)]
+
+
+class BoxPushParams(ctypes.Structure):
+    """``magi_box_push_params``. What a call changes comes last, see ``BOX_PUSH_TAIL``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_pieces", "num_ctas")),
+        ("timeout_ms", c_uint32),
+        ("reserved", c_int32),
+        ("box", Box),
+        ("also_free", Box),
+        ("pieces", c_void_p),
+        ("pieces_for", c_void_p),
+        *((name, c_int64 * BOX_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
+        ("failure", c_void_p),
+        ("source", c_void_p * BOX_TENSORS),
+        ("stream", c_void_p),
+    ]
+
+
+class BoxReleaseParams(ctypes.Structure):
+    """``magi_box_release_params``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "rank", "world")),
+        ("timeout_ms", c_uint32),
+        ("box", Box),
+        ("failure", c_void_p),
+        ("stream", c_void_p),
+    ]
+
+
+class BoxReduceParams(ctypes.Structure):
+    """``magi_box_reduce_params``. What a call changes comes last, see ``BOX_REDUCE_TAIL``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors")),
+        *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
+        ("row_values", c_int32 * BOX_TENSORS),
+        ("timeout_ms", c_uint32),
+        ("box", Box),
+        ("pushed", Box),
+        ("places", c_void_p),
+        ("senders", c_void_p),
+        ("data_at", c_int64 * BOX_TENSORS),
+        ("failure", c_void_p),
+        ("base", c_void_p * BOX_TENSORS),
+        ("out", c_void_p * BOX_TENSORS),
+        ("stream", c_void_p),
+    ]
+
+
+# As with the attention kernels, a call writes the addresses behind a prepared prefix.
+BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
+BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.stream.offset, struct.Struct("=Q")
+BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=7Q")
+
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
 
@@ -144,9 +222,15 @@ FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p)),
     "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),
     "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p)),
+    "magi_box_control_bytes": (c_int64, (c_int32,)),
+    "magi_box_push": (c_int32, (ctypes.c_char_p,)),
+    "magi_box_release": (c_int32, (ctypes.c_char_p,)),
+    "magi_box_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_transpose_device": (
         c_int32,
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),

@@ -100,7 +100,8 @@ def planner_job(csrc: Path) -> Job:
 
 
 def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None) -> Job:
-    """The attention kernels of ``arch``; generates the instances. ``variants`` defaults to the manifest.
+    """The kernels of ``arch``: attention, and exchanges over NVLink that it runs beside; generates the instances.
+    ``variants`` defaults to the manifest.
 
     ``threads`` of each nvcc, which change no byte of the result, default to NVCC_THREADS or 2.
     """
@@ -110,7 +111,8 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: in
     folder = csrc / "ffa" / arch
     variants = manifest.MANIFEST if variants is None else variants
     instances = manifest.write_instances(folder / "inst", variants)
-    sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *instances]
+    boxes = sorted((csrc / "comm" / "nvlink").glob("*.cu"))
+    sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *boxes, *instances]
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
     link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]

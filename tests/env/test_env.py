@@ -243,10 +243,8 @@ BASE = RuntimeFlags(kernel_backend=Backend.FFA)
 @pytest.mark.parametrize(
     "change, config",
     [
-        ({"deterministic": True, "native_grpcoll": True}, {}),
         ({"deterministic": True, "kernel_backend": Backend.FA4}, {}),
         ({"native_grpcoll": True, "hierarchical_comm": True}, {}),
-        ({"native_grpcoll": True}, {"uneven_shard": True}),
         ({"hierarchical_comm": True, "qo_comm": True}, {}),
         ({"qo_comm": True, "kernel_backend": Backend.FA4}, {}),
         ({"qo_comm": True, "hide_tail_reduce": True}, {}),
@@ -264,7 +262,7 @@ def test_illegal_combinations(change, config):
     assert isinstance(error.value, AssertionError)
 
 
-@pytest.mark.parametrize("name", ["qo_comm", "native_grpcoll"])
+@pytest.mark.parametrize("name", ["qo_comm"])
 def test_what_this_build_lacks(name):
     with pytest.raises(UnsupportedError, match=name.upper()):
         check_flag_comb(replace(BASE, **{name: True}))
@@ -312,3 +310,11 @@ def test_every_name_in_the_sources_is_registered():
     for path in PACKAGE.rglob("*.py"):
         used |= set(re.findall(r"\"(MAGI_ATTENTION_[A-Z0-9_]*[A-Z0-9])\"", path.read_text()))
     assert used and used <= set(registry.VARIABLES)
+
+
+def test_stage_mode_is_auto_unless_native_collectives_are_named(monkeypatch):
+    assert RuntimeFlags.from_env().stage_mode == "auto"
+    for text, mode in (("1", "fused"), ("0", "staged")):
+        monkeypatch.setenv("MAGI_ATTENTION_NATIVE_GRPCOLL", text)
+        assert RuntimeFlags.from_env().stage_mode == mode
+    check_flag_comb(replace(RuntimeFlags.from_env(), native_grpcoll=True, deterministic=True), uneven_shard=True)

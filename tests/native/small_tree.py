@@ -27,7 +27,7 @@ int not_exported(void) { return 1; }
 }
 """
 KERNEL_SOURCE = """
-#include "../../include/magi/abi.h"
+#include "../../include/magi/box.h"
 __global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) x[i] = SCALE; }
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
 #include "inst/variants.inc"
@@ -56,6 +56,12 @@ template <class P> magi_status first(const P* p) {
 extern "C" {
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) { return first(p); }
 magi_status magi_ffa_bwd(const magi_ffa_bwd_params* p) { return first(p); }
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* p, const magi_ffa_remote*) { return first(p); }
+magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* p, const magi_ffa_remote*) { return first(p); }
+int64_t magi_box_control_bytes(int32_t) { return 1024; }
+magi_status magi_box_push(const magi_box_push_params*) { return MAGI_OK; }
+magi_status magi_box_release(const magi_box_release_params*) { return MAGI_OK; }
+magi_status magi_box_reduce(const magi_box_reduce_params*) { return MAGI_OK; }
 magi_status magi_tile_transpose_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t,
                                        int32_t*, int32_t*, int32_t*, void*) { return MAGI_OK; }
 magi_status magi_tile_plan_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t,
@@ -77,7 +83,7 @@ template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
 
 def make_tree(csrc: Path) -> Path:
     """Fills ``csrc`` as in a checkout, with the real header and manifest and trivial sources."""
-    for name in ("include/magi/abi.h", "ffa/variants.py"):
+    for name in ("include/magi/abi.h", "include/magi/box.h", "ffa/variants.py"):
         target = csrc / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text((ROOT / "csrc" / name).read_text())

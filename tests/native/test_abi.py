@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirrors agree with what a C compiler makes of abi.h: sizes, offsets, constants, exported names."""
+"""The mirrors agree with what a C compiler makes of abi.h and box.h: sizes, offsets, constants, exported names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ import pytest
 
 from magi_attention.native import abi
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "magi" / "abi.h"
+INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
+HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "box.h")
 STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
     "magi_layer": abi.Layer,
     "magi_ffa_fwd_params": abi.FfaFwdParams,
     "magi_ffa_bwd_params": abi.FfaBwdParams,
+    "magi_ffa_remote": abi.FfaRemote,
+    "magi_box": abi.Box,
+    "magi_box_push_params": abi.BoxPushParams,
+    "magi_box_release_params": abi.BoxReleaseParams,
+    "magi_box_reduce_params": abi.BoxReduceParams,
 }
 CONSTANTS = {
+    "MAGI_BOX_WORD_BYTES": abi.BOX_WORD_BYTES,
+    "MAGI_BOX_TENSORS": abi.BOX_TENSORS,
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
     "MAGI_OK": abi.OK,
     "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
@@ -42,7 +50,7 @@ def measured(tmp_path_factory) -> dict[str, int]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("There is no C compiler.")
-    lines = ['#include <stddef.h>', '#include <stdio.h>', '#include "magi/abi.h"', "int main(void) {"]
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/box.h"', "int main(void) {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:
@@ -52,8 +60,7 @@ def measured(tmp_path_factory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("abi")
     source, probe = folder / "probe.c", folder / "probe"
     source.write_text("\n".join(lines))
-    include = HEADER.parents[1]
-    subprocess.run([compiler, "-std=c11", f"-I{include}", str(source), "-o", str(probe)], check=True, timeout=60)
+    subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)], check=True, timeout=60)
     out = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=10).stdout
     return {name: int(value) for name, value in (line.split() for line in out.splitlines())}
 
@@ -76,11 +83,14 @@ def test_constants(measured):
 def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
     assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
+    assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
+    assert abi.BOX_RELEASE_PREFIX_BYTES + abi.BOX_RELEASE_TAIL.size == ctypes.sizeof(abi.BoxReleaseParams)
+    assert abi.BOX_REDUCE_PREFIX_BYTES + abi.BOX_REDUCE_TAIL.size == ctypes.sizeof(abi.BoxReduceParams)
     assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
 
 
-def test_every_function_of_the_header_is_bound_with_as_many_arguments():
-    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+def test_every_function_of_the_headers_is_bound_with_as_many_arguments():
+    text = re.sub(r"/\*.*?\*/", "", "".join(h.read_text() for h in HEADERS), flags=re.DOTALL)
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
     bound = {**abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.COMMON_FUNCTIONS}
     assert set(declared) == set(bound)

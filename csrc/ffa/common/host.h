@@ -57,6 +57,23 @@ class DeviceOnce {
 
 magi_status multiprocessors(int* count);
 
+// Launches a kernel that may start while the one before in the stream is ending; it waits for it where it has to.
+template <typename Params>
+magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream, const Params& params,
+                          const char* doing) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), doing);
+}
+
 // Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of dims 1.. .
 magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* base,
                        std::initializer_list<uint64_t> sizes, std::initializer_list<int64_t> strides,

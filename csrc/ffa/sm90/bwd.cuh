@@ -49,7 +49,7 @@ __device__ void write_nan_grads(const BwdKernelParams& p) {
   const float nan = __int_as_float(0x7fffffff);
   for (int grad = 0; grad < 2; ++grad) {
     void* to = grad ? p.dv : p.dk;
-    const int64_t count = static_cast<int64_t>(p.total_k) * p.heads_kv * (grad ? p.head_dim_v : p.head_dim);
+    const int64_t count = static_cast<int64_t>(p.remote.local_keys) * p.heads_kv * (grad ? p.head_dim_v : p.head_dim);
     for (int64_t i = blockIdx.x * C::kThreads + threadIdx.x; i < count; i += gridDim.x * C::kThreads) {
       if (p.grads_are_float)
         static_cast<float*>(to)[i] = nan;

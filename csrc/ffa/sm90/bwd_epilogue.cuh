@@ -25,14 +25,15 @@ __device__ __forceinline__ void stage_grad(uint32_t tile, const float (&grad)[C:
   }
 }
 
+// `to` is row 0 of the tile; rows from `rows` on do not exist.
 template <typename C>
-__device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float* to, int head_dim,
-                                                 const float (&grad)[C::kOut / 2], float factor, int tile, int head, int pass) {
+__device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float* to, int rows, int head_dim,
+                                                 const float (&grad)[C::kOut / 2], float factor, int head, int pass) {
   const int thread = thread_again() - 128, lane = thread % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int key = tile * C::kKeys + thread / 32 * 16 + lane / 4 + 8 * r;
-    if (key >= p.total_k) continue;
+    const int key = thread / 32 * 16 + lane / 4 + 8 * r;
+    if (key >= rows) continue;
     float* row = to + (static_cast<int64_t>(key) * p.heads_kv + head) * head_dim;
 #pragma unroll
     for (int j = 0; j < C::kOut / 8; ++j) {
@@ -50,6 +51,27 @@ __device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float
   }
 }
 
+// The warpgroup's staged rows of a remote tile to its owner, whose row 0 of the tile is at `to`.
+template <typename C>
+__device__ __forceinline__ void send_staged_grad(const BwdKernelParams& p, int64_t to, int head_dim, uint32_t tile, int head,
+                                                 int pass) {
+  const int first = (thread_again() / 128 - 1) * 64;
+#pragma unroll 2
+  for (int i = thread_again() % 128; i < 64 * C::kOut / 8; i += 128) {
+    const int row = first + i / (C::kOut / 8), chunk = i % (C::kOut / 8), column = pass * C::kOut + 8 * chunk;
+    if (column >= head_dim) continue;
+    const int4 value = lds_int4(tile + chunk / 8 * (C::kKeys * 128) + row * 128 + ((chunk % 8 ^ (row & 7)) << 4));
+    *reinterpret_cast<int4*>(to + 2 * ((static_cast<int64_t>(row) * p.heads_kv + head) * head_dim + column)) = value;
+  }
+}
+
+// Row 0 of a remote tile in its owner's memory.
+template <typename C>
+__device__ __forceinline__ int64_t target_of(const BwdKernelParams& p, const int64_t* targets, int tile, int head_dim, int bytes) {
+  const int remote = tile - p.remote.base / kRemoteTile;
+  return targets[p.remote.owners[remote]] + static_cast<int64_t>(p.remote.target_rows[remote]) * p.heads_kv * head_dim * bytes;
+}
+
 // Both warpgroups are through with K and V.
 template <typename C>
 __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdSmem<C>& smem, const float (&dk)[C::kOut / 2],
@@ -57,9 +79,15 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   const int pass = part.pass;
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
-  if (p.grads_are_float) {
-    write_float_grad<C>(p, static_cast<float*>(p.dv) + part.heads * p.dv_stride_part, p.head_dim_v, dv, 1.f, tile, head, pass);
-    write_float_grad<C>(p, static_cast<float*>(p.dk) + part.heads * p.dk_stride_part, p.head_dim, dk, p.grad_scale, tile, head, pass);
+  const bool is_remote = tile * C::kKeys >= p.remote.base;
+  if (is_remote ? p.remote.wire_is_float : p.grads_are_float) {
+    const int first = tile * C::kKeys, rows = is_remote ? C::kKeys : p.remote.local_keys - first;
+    float* to_v = static_cast<float*>(p.dv) + part.heads * p.dv_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim_v;
+    if (is_remote) to_v = reinterpret_cast<float*>(target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 4));
+    write_float_grad<C>(p, to_v, rows, p.head_dim_v, dv, 1.f, head, pass);
+    float* to_k = static_cast<float*>(p.dk) + part.heads * p.dk_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim;
+    if (is_remote) to_k = reinterpret_cast<float*>(target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 4));
+    write_float_grad<C>(p, to_k, rows, p.head_dim, dk, p.grad_scale, head, pass);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
   }
@@ -67,9 +95,17 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   stage_grad<C>(smem.k(), dk, p.grad_scale);
   fence_async_proxy();
   named_barrier(kGroupBarrier + group, 128);
+  if (tile * C::kKeys >= p.remote.base) {
+    send_staged_grad<C>(p, target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 2), p.head_dim_v, smem.v(), head, pass);
+    send_staged_grad<C>(p, target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 2), p.head_dim, smem.k(), head, pass);
+    fence_async_proxy();  // the next K and V are copied over what was just read
+    named_barrier(kGroupBarrier + group, 128);
+    if (leads) mbar_arrive(smem.kv_empty());
+    return;
+  }
   if (!leads) return;
   const int key = tile * C::kKeys + group * 64, rows = group * 64 * 128;
-  if (key < p.total_k) {
+  if (key < p.remote.local_keys) {
 #pragma unroll
     for (int d = 0; d < C::kOut / 64; ++d) {
       store_tile_3d(&p.dv_map, smem.v() + d * C::kKeys * 128 + rows, pass * C::kOut + d * 64, key, head);

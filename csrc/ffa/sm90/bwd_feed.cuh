@@ -179,8 +179,16 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
       mbar_arrive(smem.kv_raw());
     } else {
       mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
-      load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
-      load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+      if (unit.x * C::kKeys < p.remote.base) {
+        load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+        load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+      } else {
+        wait_for_tile(p.remote, unit.x - p.remote.base / kRemoteTile);
+        const int tile = lds_int(smem.unit(turns.unit_slot()));
+        const int head = lds_int(smem.unit(turns.unit_slot()) + 4);
+        load_rows<C>(smem.k(), C::kKeys, &p.remote.k_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
+        load_rows<C>(smem.v(), C::kKeys, &p.remote.v_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
+      }
     }
     if constexpr (C::kOrdered) {
       copy_dout_add_dq<C>(p, smem, turns, ring);

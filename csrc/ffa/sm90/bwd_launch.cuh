@@ -8,25 +8,9 @@
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
 #include "bwd_rows.cuh"
+#include "remote_launch.h"
 
 namespace magi {
-
-// Launches a kernel that may start while the one before in the stream is ending; it waits for it where it has to.
-template <typename Params>
-magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream, const Params& params,
-                          const char* doing) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = smem;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), doing);
-}
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
@@ -88,10 +72,10 @@ magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
 }
 
 template <typename C>
-magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
+magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, BwdKernelParams* k) {
   const CUtensorMapDataType type =
       a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q, tk = a.total_k, hq = a.heads_q, hk = a.heads_kv;
+  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q, tk = remote != nullptr ? remote->local_keys : a.total_k, hq = a.heads_q, hk = a.heads_kv;
   const int64_t row_k = 2ll * a.head_dim, row_v = 2ll * a.head_dim_v;
   MAGI_RETURN(encode_map(&k->q_map, type, a.q, {d, tq, hq}, {2 * a.q_stride_token, 2 * a.q_stride_head}, {64, C::kQueries, 1},
                          "q"));
@@ -101,6 +85,7 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
                          "k"));
   MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk}, {2 * a.v_stride_token, 2 * a.v_stride_head},
                          {64, C::kKeys, 1}, "v"));
+  MAGI_RETURN(remote_keys(remote, a.total_k, type, d, dv, hk, C::kKeys, &k->remote));
   if (k->grads_are_float) {
     k->dk_map = k->dv_map = k->k_map;  // never used
     return MAGI_OK;
@@ -113,8 +98,9 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, BwdKernelParams* k) {
 inline int bwd_grid(const magi_ffa_bwd_params& a, int sms) { return sms - a.sm_margin > 1 ? sms - a.sm_margin : 1; }
 
 template <typename C>
-void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdRowParams* r) {
-  k->head_parts = bwd_head_parts<C>(a, sms);
+void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, int sms, BwdKernelParams* k, BwdRowParams* r) {
+  // Gradients of remote keys leave at once, whole.
+  k->head_parts = remote != nullptr ? 1 : bwd_head_parts<C>(a, sms);
   const BwdWorkspace w = bwd_layout<C>(a, k->head_parts, sms);
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
   k->plan = r->plan = a.plan;
@@ -152,7 +138,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int sms, BwdKernelParams* k, BwdR
   k->heads_per_part = r->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;
   r->accumulate = a.accumulate;
-  k->grads_are_float = r->grads_are_float || split;
+  k->grads_are_float = r->grads_are_float || split || remote != nullptr;
   k->accumulate = r->accumulate && !split;
   k->has_softcap = a.softcap > 0.f;
   k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
@@ -193,8 +179,16 @@ magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   return launch_behind(bwd_join<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the heads' parts");
 }
 
+template <typename Params>
+magi_status launch_first(void (*kernel)(Params), dim3 grid, int threads, bool beside, void* stream, const Params& params,
+                         const char* doing) {
+  if (beside) return launch_behind(kernel, grid, threads, 0, stream, params, doing);
+  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return cuda_status(cudaGetLastError(), doing);
+}
+
 template <typename T, int kD>
-magi_status launch_bwd(const magi_ffa_bwd_params& a) {
+magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote) {
   using C = BwdConfig<T, kD, false>;
   // The kernel counts blocks of queries and heads in 16 bits.
   constexpr int kMaxQueries = 65535 * C::kQueries;
@@ -213,17 +207,16 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   MAGI_RETURN(multiprocessors(&sms));
   BwdKernelParams k;
   BwdRowParams r;
-  bwd_scalars<C>(a, sms, &k, &r);
-  MAGI_RETURN(bwd_maps<C>(a, &k));
+  bwd_scalars<C>(a, remote, sms, &k, &r);
+  MAGI_RETURN(bwd_maps<C>(a, remote, &k));
   const dim3 rows(k.query_blocks, k.heads_q);
-  cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
+  // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
+  const bool beside = remote != nullptr;
   if (a.deterministic) {
-    bwd_expect<kRowThreads><<<1, kRowThreads, 0, stream>>>(r);
-    MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the plan of the turns"));
+    MAGI_RETURN(launch_first(bwd_expect<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
     MAGI_RETURN(launch_behind(bwd_prepare<T>, rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
   } else {
-    bwd_prepare<T><<<rows, kRowThreads, 0, stream>>>(r);
-    MAGI_RETURN(cuda_status(cudaGetLastError(), "launching the start of the backward"));
+    MAGI_RETURN(launch_first(bwd_prepare<T>, rows, kRowThreads, beside, a.stream, r, "launching the start of the backward"));
   }
   if (a.deterministic)
     MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms))
@@ -237,8 +230,8 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
 }  // namespace magi
 
 #define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                                                \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params) {                                   \
-    return magi::launch_bwd<TYPE, D>(*params);                                                                  \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote) {    \
+    return magi::launch_bwd<TYPE, D>(*params, remote);                                                          \
   }                                                                                                             \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
     return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false>>(*params, bytes);                                 \

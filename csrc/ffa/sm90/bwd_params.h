@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "remote.cuh"
+
 namespace magi {
 
 struct BwdKernelParams {
@@ -39,6 +41,7 @@ struct BwdKernelParams {
   float scale_log2;  // of the (capped) score, times log2(e)
   float grad_scale;  // softmax_scale
   int32_t has_softcap;
+  RemoteKeys remote;
 };
 
 // The kernels before and after the main one.

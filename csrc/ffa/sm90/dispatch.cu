@@ -4,7 +4,7 @@
 #include "../common/host.h"
 
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL)                          \
-  extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);        \
+  extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*, const magi_ffa_remote*); \
   extern "C" magi_status SYMBOL##_workspace(const magi_ffa_##KIND##_params*, int64_t*);
 #include "inst/variants.inc"
 #undef MAGI_VARIANT
@@ -15,7 +15,7 @@ namespace {
 template <typename Params>
 struct Variant {
   int32_t dtype, head_dim, head_dim_v;
-  magi_status (*launch)(const Params*);
+  magi_status (*launch)(const Params*, const magi_ffa_remote*);
   magi_status (*workspace)(const Params*, int64_t*);
 };
 using FwdVariant = Variant<magi_ffa_fwd_params>;
@@ -88,6 +88,19 @@ magi_status check_bwd(const magi_ffa_bwd_params& p) {
   return MAGI_OK;
 }
 
+magi_status check_remote(const magi_ffa_remote& r, int32_t total_k, int32_t dtype) {
+  if (r.version != MAGI_ABI_VERSION)
+    return fail(MAGI_INVALID_ARGUMENT, "remote has ABI version %d and this library %d; rebuild the kernels.", r.version,
+                MAGI_ABI_VERSION);
+  if (r.base % 128 || r.rows % 128 || r.rows < 128 || r.local_keys < 1 || r.base < r.local_keys + 128 || total_k != r.base + r.rows)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "%d local and %d remote keys from %d on do not make up total_k = %d: remote keys come in tiles of 128 and begin at "
+                "a multiple of 128, at least 128 beyond the local ones.", r.local_keys, r.rows, r.base, total_k);
+  if (r.wire_dtype != dtype && r.wire_dtype != MAGI_FP32)
+    return fail(MAGI_INVALID_ARGUMENT, "Remote gradients must be float32 or have the dtype of k.");
+  return MAGI_OK;
+}
+
 template <typename Params>
 magi_status choose(const Params& p, const char* direction, Finder<Params>* finder) {
   offer_all(finder);
@@ -137,12 +150,15 @@ magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* b
   return finder.best->workspace(params, bytes);
 }
 
-magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) {
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote) {
   magi::Finder<magi_ffa_fwd_params> finder{*params};
   MAGI_RETURN(magi::check_fwd(*params));
+  if (remote != nullptr) MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
   MAGI_RETURN(magi::choose(*params, "forward", &finder));
-  return finder.best->launch(params);
+  return finder.best->launch(params, remote);
 }
+
+magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) { return magi_ffa_fwd_remote(params, nullptr); }
 
 magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups) {
   if (head_dim < 8 || head_dim_v < 8)
@@ -159,12 +175,18 @@ magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* b
   return finder.best->workspace(params, bytes);
 }
 
-magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) {
+magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote) {
   magi::Finder<magi_ffa_bwd_params> finder{*params};
   MAGI_RETURN(magi::check_bwd(*params));
+  if (remote != nullptr) {
+    MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
+    if (params->accumulate) return magi::fail(MAGI_INVALID_ARGUMENT, "Gradients with remote keys are not accumulated.");
+  }
   MAGI_RETURN(magi::choose(*params, "backward", &finder));
-  return finder.best->launch(params);
+  return finder.best->launch(params, remote);
 }
+
+magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) { return magi_ffa_bwd_remote(params, nullptr); }
 
 const char* magi_last_error(void) { return magi::error_buffer(); }
 int32_t magi_abi_version(void) { return MAGI_ABI_VERSION; }

@@ -85,6 +85,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   Ring<2> units, layers;
   Ring<C::kKStages> ks;
   Ring<C::kVStages> vs;
+  uint32_t arrived = 0;
   while (true) {
     mbar_wait(smem.unit_full(units.slot), units.phase);
     const int4 unit = lds_int4(smem.unit(units.slot));
@@ -111,20 +112,27 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
       layers.advance();
       // Blocks are laid from the right end: a causal diagonal then lies in the first one.
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
-        const int k0 = k1 - C::kBlockN;  // may be negative: rows outside the tensor arrive as zeros
+        // A block has local or remote keys: between them are 128 that nobody sees. Rows outside a tensor arrive as zeros.
+        const bool is_remote = k1 > p.remote.base;
+        const int k0 = k1 - C::kBlockN - (is_remote ? p.remote.base : 0);  // may be negative
+        if (is_remote) {
+          if (k0 >= 0) wait_for_tile(p.remote, k0 / kRemoteTile, arrived);
+          wait_for_tile(p.remote, (k0 + C::kBlockN - 1) / kRemoteTile, arrived);
+        }
         mbar_wait(smem.k_empty(ks.slot), ks.phase ^ 1);
         mbar_expect(smem.k_full(ks.slot), C::kKBytes);
 #pragma unroll
         for (int d = 0; d < C::kD / 64; ++d)
-          load_tile_3d(smem.k(ks.slot) + d * C::kBlockN * 128, &p.k_map, smem.k_full(ks.slot), d * 64, k0, kv_head,
-                       kEvictLast);
+          load_tile_3d(smem.k(ks.slot) + d * C::kBlockN * 128, is_remote ? &p.remote.k_map : &p.k_map, smem.k_full(ks.slot),
+                       d * 64, k0, kv_head, kEvictLast);
         ks.advance();
         mbar_wait(smem.v_empty(vs.slot), vs.phase ^ 1);
         const uint32_t arrival = clears ? smem.v_raw(vs.slot) : smem.v_full(vs.slot);
         mbar_expect(arrival, C::kVBytes);
 #pragma unroll
         for (int d = 0; d < C::kDv / 64; ++d)
-          load_tile_3d(smem.v(vs.slot) + d * C::kBlockN * 128, &p.v_map, arrival, d * 64, k0, kv_head, kEvictLast);
+          load_tile_3d(smem.v(vs.slot) + d * C::kBlockN * 128, is_remote ? &p.remote.v_map : &p.v_map, arrival, d * 64, k0, kv_head,
+                       kEvictLast);
         vs.advance();
       }
     }

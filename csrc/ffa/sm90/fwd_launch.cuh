@@ -6,6 +6,7 @@
 
 #include "../common/host.h"
 #include "fwd.cuh"
+#include "remote_launch.h"
 
 namespace magi {
 
@@ -13,10 +14,11 @@ namespace magi {
 constexpr int64_t kSectionBytes = 32ll << 20;
 
 template <typename C>
-magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote, FwdKernelParams* k) {
   const CUtensorMapDataType type = a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t units = k->head_units, pack = a.pack, tq = a.total_q, tk = a.total_k;
+  const uint64_t units = k->head_units, pack = a.pack, tq = a.total_q;
+  const uint64_t tk = remote != nullptr ? remote->local_keys : a.total_k;
   const uint64_t dq = a.head_dim, dv = a.head_dim_v, hk = a.heads_kv;
   const uint32_t tile_tokens = a.tile_tokens, group_tokens = 64 / a.pack;
   MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, units},
@@ -26,6 +28,7 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
                          {64, C::kBlockN, 1}, "k"));
   MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk}, {2 * a.v_stride_token, 2 * a.v_stride_head},
                          {64, C::kBlockN, 1}, "v"));
+  MAGI_RETURN(remote_keys(remote, a.total_k, type, dq, dv, hk, C::kBlockN, &k->remote));
   if (!k->out_is_float)
     MAGI_RETURN(encode_map(&k->out_map, type, a.out, {dv, pack, tq, units},
                            {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * a.pack},
@@ -96,8 +99,8 @@ void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
 }
 
 template <typename C>
-magi_status start_fwd(const magi_ffa_fwd_params& a, FwdKernelParams& k, int64_t units, int sms) {
-  MAGI_RETURN(fwd_maps<C>(a, &k));
+magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote, FwdKernelParams& k, int64_t units, int sms) {
+  MAGI_RETURN(fwd_maps<C>(a, remote, &k));
   static DeviceOnce configured;
   MAGI_RETURN(configured.run([&] {
     return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -106,12 +109,15 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, FwdKernelParams& k, int64_t 
   const int64_t work = units * k.max_parts;
   const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
   const int grid = work < room ? static_cast<int>(work) : room;
+  if (remote != nullptr)  // beside the push, which holds its multiprocessors already
+    return launch_behind(ffa_fwd<C>, dim3(grid), C::kThreads, C::smem_bytes(a.tile_tokens), a.stream, k,
+                         "launching the forward kernel");
   ffa_fwd<C><<<grid, C::kThreads, C::smem_bytes(a.tile_tokens), static_cast<cudaStream_t>(a.stream)>>>(k);
   return cuda_status(cudaGetLastError(), "launching the forward kernel");
 }
 
 template <typename T, int kD, int kDv>
-magi_status launch_fwd(const magi_ffa_fwd_params& a) {
+magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
   using C = FwdConfig<T, kD, kDv, true>;
   if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
     return fail(MAGI_INVALID_ARGUMENT, "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
@@ -134,15 +140,15 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
     return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
                 (long long)a.workspace_bytes, (long long)need);
   const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
-  if (plain) return start_fwd<C>(a, k, units, sms);
-  return start_fwd<FwdConfig<T, kD, kDv, false>>(a, k, units, sms);
+  if (plain) return start_fwd<C>(a, remote, k, units, sms);
+  return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, units, sms);
 }
 
 }  // namespace magi
 
 #define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                              \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params) {                 \
-    return magi::launch_fwd<TYPE, D, DV>(*params);                                            \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote) { \
+    return magi::launch_fwd<TYPE, D, DV>(*params, remote);                                    \
   }                                                                                           \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) { \
     return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV, true>>(*params, bytes);                 \

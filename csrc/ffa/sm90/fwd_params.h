@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "remote.cuh"
+
 namespace magi {
 
 struct FwdKernelParams {
@@ -31,6 +33,7 @@ struct FwdKernelParams {
   float unscale;     // 1 / scale_log2
   float slack;       // by which a score may exceed the reference of its row; 0 where the maximum itself is asked for
   int32_t has_softcap;
+  RemoteKeys remote;
 };
 
 }  // namespace magi

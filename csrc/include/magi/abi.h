@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 4
+#define MAGI_ABI_VERSION 5
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -108,6 +108,31 @@ MAGI_EXPORT const char* magi_build_info(void);
  * whose tile holds these head dims, so that a call finds it; 0 if not, or for a kind, dtype or head dim that there is not. */
 MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int32_t head_dim_v);
 
+/* ---- keys of other ranks -----------------------------------------------------------------------------
+ *
+ * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys that other ranks push into this
+ * rank's box (box.h) meanwhile. In the plan's coordinates, so also in total_k, local keys come first, remote ones from `base` on,
+ * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for its
+ * owner's word. A launch of this kind may start beside the kernel before it in the stream, which must be magi_box_push.
+ */
+typedef struct {
+  int32_t version;    /* MAGI_ABI_VERSION */
+  int32_t world;
+  int32_t local_keys; /* rows of k and v */
+  int32_t base;       /* a multiple of 128, at least local_keys + 128 */
+  int32_t rows;       /* a multiple of 128; total_k is base + rows */
+  int32_t wire_dtype; /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
+  uint32_t timeout_ms; /* as in box.h */
+  int32_t reserved;
+  const void* box;    /* whose control words tell what has arrived */
+  const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
+  const int32_t* owners; /* device: (rows / 128,) rank of each tile */
+  int32_t* failure;   /* as in box.h */
+  /* Backward: dk and dv of remote tiles are written to their owners, of local keys to dk and dv in float32. */
+  const int32_t* target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
+  const int64_t *dk_targets, *dv_targets; /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */
+} magi_ffa_remote;
+
 /* ---- FFA forward -------------------------------------------------------------------------------------
  *
  * q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), all 16-bit, last dim contiguous,
@@ -148,6 +173,7 @@ MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int
  * are fewer tiles than multiprocessors, long tiles are cut along the keys, and the parts wait there to be joined. */
 MAGI_EXPORT magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
+MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote);
 
 /* ---- FFA backward ------------------------------------------------------------------------------------
  *
@@ -190,6 +216,8 @@ MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, 
 /* Bytes of workspace that a call with these shapes needs; pointers are not looked at. */
 MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
+/* grad_dtype is that of dq; dk and dv are float32, (local_keys, heads_kv, d), and not accumulated. */
+MAGI_EXPORT magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote);
 
 /* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty ones with all zeros. Host:
  * rows of 5 int32 as for magi_tile_plan_host. Device: int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or NULL, to

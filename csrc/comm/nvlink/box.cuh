@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Control words of a box on the device: system-wide loads and stores, and waiting with an end.
+#pragma once
+
+#include <cstdint>
+
+#include "magi/box.h"
+
+namespace magi {
+
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_system(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// Milliseconds, nearly (2^20 ns), modulo 2^32: few registers, for waits that share a thread with other work.
+__device__ __forceinline__ uint32_t milliseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return static_cast<uint32_t>(now >> 20);
+}
+
+__device__ __forceinline__ uint32_t* box_word(const void* box, int word) {
+  return reinterpret_cast<uint32_t*>(static_cast<char*>(const_cast<void*>(box)) + static_cast<int64_t>(word) * MAGI_BOX_WORD_BYTES);
+}
+
+__device__ __forceinline__ uint32_t* box_word(int64_t box, int word) { return box_word(reinterpret_cast<void*>(box), word); }
+
+// Until *word is at least `target`, counting modulo 2^32. `culprit` is who is waited for. The failure word is in host memory, so
+// it is looked at once a millisecond.
+__device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t target, uint32_t timeout_ms, int32_t* failure,
+                                              int culprit) {
+  if (static_cast<int32_t>(load_acquire_system(word) - target) >= 0) return;
+  const uint32_t end = milliseconds() + timeout_ms;
+  uint32_t last = end;
+#pragma unroll 1
+  while (static_cast<int32_t>(load_acquire_system(word) - target) < 0) {
+    const uint32_t now = milliseconds();
+    if (now == last) continue;
+    last = now;
+    if (*reinterpret_cast<volatile int32_t*>(failure) != 0) return;
+    if (static_cast<int32_t>(now - end) < 0) continue;
+    *reinterpret_cast<volatile int32_t*>(failure) = culprit + 1;
+    return;
+  }
+}
+
+// By one CTA, after what it guards is over on this rank: counts the use, and tells every rank.
+__device__ __forceinline__ void release_box(const magi_box& box, int rank, int world) {
+  const uint32_t uses = *box_word(box.own, MAGI_BOX_USES(world)) + 1;
+  __syncthreads();
+  for (int peer = threadIdx.x; peer < world; peer += blockDim.x)
+    store_release_system(box_word(box.of_rank[peer], MAGI_BOX_FREE(world, rank)), uses);
+  if (threadIdx.x == 0) *box_word(box.own, MAGI_BOX_USES(world)) = uses;
+}
+
+}  // namespace magi

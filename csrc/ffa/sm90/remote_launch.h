@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels are told of keys of other ranks.
+#pragma once
+
+#include <climits>
+
+#include "../common/host.h"
+#include "remote.cuh"
+
+namespace magi {
+
+// `block` keys are copied at a time; without `remote` there are no such keys, and all of total_k are local.
+inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, CUtensorMapDataType type, uint64_t d, uint64_t dv, uint64_t heads,
+                               uint32_t block, RemoteKeys* to) {
+  *to = {};
+  to->base = INT_MAX;
+  to->local_keys = total_k;
+  if (remote == nullptr) return MAGI_OK;
+  const uint64_t rows = remote->rows;
+  const int64_t row_k = 2ll * d, row_v = 2ll * dv, h = static_cast<int64_t>(heads);
+  MAGI_RETURN(encode_map(&to->k_map, type, remote->k, {d, rows, heads}, {row_k * h, row_k}, {64, block, 1}, "remote k"));
+  MAGI_RETURN(encode_map(&to->v_map, type, remote->v, {dv, rows, heads}, {row_v * h, row_v}, {64, block, 1}, "remote v"));
+  to->base = remote->base;
+  to->world = remote->world;
+  to->timeout_ms = remote->timeout_ms;
+  to->box = remote->box;
+  to->owners = remote->owners;
+  to->failure = remote->failure;
+  to->target_rows = remote->target_rows;
+  to->dk_targets = remote->dk_targets;
+  to->dv_targets = remote->dv_targets;
+  to->local_keys = remote->local_keys;
+  to->wire_is_float = remote->wire_dtype == MAGI_FP32;
+  return MAGI_OK;
+}
+
+}  // namespace magi

@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The C ABI of exchanges within one NVLink domain. Every rank has a box: memory that all ranks can address, at the same layout
+ * everywhere. Ranks write rows straight into each other's boxes; a word per sender says when its rows are all there.
+ *
+ * A box begins with control words of 32 bits, one in each 32 bytes, zeroed once by the caller on all ranks before any use:
+ *   arrived[r]  written by rank r: its rows of use n are here when this is >= n (mod 2^32)
+ *   free[r]     written by rank r: of its box, uses up to this one are over, so it may be written again
+ *   uses        uses of this box that are over
+ *   pushed      uses for which this rank's own rows have left
+ *   left[r]     pieces for rank r that are done; 0 between uses
+ * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
+ * graph and replayed. Every rank makes the same sequence of uses.
+ *
+ * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failure, if that is 0, and goes on; so does
+ * every wait while *failure is not 0. *failure is in host memory that the GPU can write; results are then void.
+ */
+#ifndef MAGI_BOX_H
+#define MAGI_BOX_H
+
+#include "magi/abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MAGI_BOX_WORD_BYTES 32
+#define MAGI_BOX_TENSORS 3
+
+/* Offsets in units of MAGI_BOX_WORD_BYTES. */
+#define MAGI_BOX_ARRIVED(world, rank) (rank)
+#define MAGI_BOX_FREE(world, rank) ((world) + (rank))
+#define MAGI_BOX_USES(world) (2 * (world))
+#define MAGI_BOX_PUSHED(world) (2 * (world) + 1)
+#define MAGI_BOX_LEFT(world, rank) (2 * (world) + 2 + (rank))
+
+MAGI_EXPORT int64_t magi_box_control_bytes(int32_t world);
+
+/* One box, as a rank sees it. */
+typedef struct {
+  void* own;              /* address of this rank's */
+  const int64_t* of_rank; /* device memory: (world,) addresses of all ranks' */
+} magi_box;
+
+/* Rows of up to three tensors to their places in the boxes of other ranks, by few CTAs that are all at work before the next
+ * kernel of the stream starts, if that allows it (programmatic dependent launch). */
+typedef struct {
+  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t rank, world;
+  int32_t num_tensors; /* 1..MAGI_BOX_TENSORS */
+  int32_t num_pieces;
+  int32_t num_ctas;
+  uint32_t timeout_ms; /* below 2^31 */
+  int32_t reserved;
+  magi_box box;
+  magi_box also_free;    /* own may be NULL; else its uses too must be over everywhere before the next kernel starts */
+  const int32_t* pieces; /* device: (num_pieces, 4): rank, first row here (-1: zeros), first row there, rows; by rank in
+                            the order of sending */
+  const int32_t* pieces_for; /* device: (world,) how many for each rank */
+  int64_t source_stride[MAGI_BOX_TENSORS]; /* bytes from row to row, a multiple of 16 */
+  int64_t data_at[MAGI_BOX_TENSORS];       /* byte offset of row 0 in a box, a multiple of 16 */
+  int64_t row_bytes[MAGI_BOX_TENSORS];     /* multiples of 16 */
+  int32_t* failure;
+  const void* source[MAGI_BOX_TENSORS];
+  void* stream;
+} magi_box_push_params;
+MAGI_EXPORT magi_status magi_box_push(const magi_box_push_params* params);
+
+/* Ends a use: waits until this rank's rows have left, and tells the others that this box is free. Put into the stream behind
+ * whatever read the box. */
+typedef struct {
+  int32_t version;
+  int32_t rank, world;
+  uint32_t timeout_ms;
+  magi_box box;
+  int32_t* failure;
+  void* stream;
+} magi_box_release_params;
+MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
+
+/* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32.
+ * First tells the others that what kernels before it in the stream wrote into their boxes is there; then waits for theirs.
+ * Ends the use of the box and, if `pushed.own` is given, that of a box of magi_box_push. */
+typedef struct {
+  int32_t version;
+  int32_t rank, world;
+  int32_t rows;        /* of the result */
+  int32_t num_tensors; /* 1..MAGI_BOX_TENSORS */
+  int32_t wire_dtype;  /* of the rows in the box */
+  int32_t base_dtype;  /* of base */
+  int32_t out_dtype;
+  int32_t row_values[MAGI_BOX_TENSORS]; /* multiples of 8 */
+  uint32_t timeout_ms;
+  magi_box box, pushed;
+  const int32_t* places; /* device: (world, rows): row in the box of what that rank adds to a row, -1: nothing */
+  const int32_t* senders; /* device: (world,) 1 if that rank adds anything */
+  int64_t data_at[MAGI_BOX_TENSORS];
+  int32_t* failure;
+  const void* base[MAGI_BOX_TENSORS]; /* (rows, row_values) contiguous, or NULL for 0 */
+  void* out[MAGI_BOX_TENSORS];        /* (rows, row_values) contiguous; may be base */
+  void* stream;
+} magi_box_reduce_params;
+MAGI_EXPORT magi_status magi_box_reduce(const magi_box_reduce_params* params);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MAGI_BOX_H */

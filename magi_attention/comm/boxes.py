@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes: memory of every rank that all ranks of one NVLink domain can address.
+
+``csrc/include/magi/box.h`` has the protocol. The memory is torch's symmetric memory; a box grows when a plan needs
+more, which is collective, and never shrinks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from magi_attention.comm.torch_transport import TorchTransport, attached
+from magi_attention.comm.transport import Transport
+from magi_attention.errors import ContractError, PeerFailureError
+from magi_attention.native import abi
+from magi_attention.native.box import Push, Reduce, Release, control_bytes
+
+_GRAIN = 2**20
+_CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box as this rank sees it. ``memory`` is uint8; ``addresses`` int64 ``(world,)`` on the device."""
+
+    memory: torch.Tensor
+    handle: object
+    addresses: torch.Tensor
+    data_bytes: int
+
+    @property
+    def own(self) -> int:
+        return self.memory.data_ptr()
+
+    @property
+    def struct(self) -> abi.Box:
+        return abi.Box(self.own, self.addresses.data_ptr())
+
+
+class BoxGroup:
+    """The boxes of one process group, by name, and the word in which a kernel says for whom it waited in vain."""
+
+    def __init__(self, transport: TorchTransport, device: torch.device) -> None:
+        self._group_name = transport.group.group_name
+        self._transport = weakref.proxy(transport)
+        self.rank, self.world, self.device = transport.rank, transport.size, device
+        self.control_bytes = control_bytes(self.world)
+        self.timeout_ms = min(int(transport.timeout_s * 1000), 2**31 - 1)
+        self._boxes: dict[str, Box] = {}
+        # Host memory that kernels write: what they find out must be known without waiting for them.
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._failure_view = self._failure.numpy()
+        self.failure_address = self._failure.data_ptr()
+
+    def check(self, stage: str) -> None:
+        """Raises ``PeerFailureError`` if a kernel gave up waiting."""
+        culprit = int(self._failure_view[0])
+        if culprit:
+            raise PeerFailureError(
+                f"Rank {culprit - 1} did not deliver within {self.timeout_ms / 1000:g} s before {stage}; results "
+                "since then are void. Look at that rank's log; make a new process group to go on."
+            )
+
+    def box(self, name: str, data_bytes: int) -> Box:
+        """The box ``name`` with room for ``data_bytes``, the same on all ranks; collective where it must grow."""
+        box = self._boxes.get(name)
+        if box is None or box.data_bytes < data_bytes:
+            box = self._boxes[name] = self._make(name, -(-data_bytes // _GRAIN) * _GRAIN)
+        return box
+
+    # -- launches, prepared: addresses that change from call to call are given to them --------------------
+    def push(self, box: Box, also_free: Box | None = None, **fields) -> Push:
+        """Rows to other ranks; ``fields`` are the rest of ``magi_box_push_params``."""
+        if also_free is not None:
+            fields["also_free"] = also_free.struct
+        return Push(**self._common, box=box.struct, **fields)
+
+    def release(self, box: Box) -> Release:
+        """The end of a use of ``box``."""
+        return Release(**self._common, box=box.struct)
+
+    def reduce(self, box: Box, pushed: Box, wire: torch.dtype, out: torch.dtype, **fields) -> Reduce:
+        """The sum of what other ranks wrote into ``box`` and a float32 base; ends a use of both boxes."""
+        dtypes = {"wire_dtype": _CODES[wire], "base_dtype": abi.FP32, "out_dtype": _CODES[out]}
+        return Reduce(**self._common, **dtypes, box=box.struct, pushed=pushed.struct, **fields)
+
+    @property
+    def _common(self) -> dict[str, int]:
+        return {
+            "rank": self.rank, "world": self.world, "timeout_ms": self.timeout_ms, "failure": self.failure_address,
+        }  # fmt: skip
+
+    def _make(self, name: str, data_bytes: int) -> Box:
+        if torch.cuda.is_current_stream_capturing():
+            raise ContractError(
+                f"The memory that ranks share for {name} must grow, which cannot be done while a CUDA graph is "
+                "captured; run the call once before the capture."
+            )
+        from torch.distributed import _symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self.device)  # kernels that still write the old one, on this rank ...
+        dist.barrier(group=self._transport.group)  # ... and on the others
+        memory = symmetric.empty(self.control_bytes + data_bytes, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(memory, self._group_name)
+        memory.zero_()
+        addresses = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group=self._transport.group)
+        torch.cuda.synchronize(self.device)
+        return Box(memory, handle, addresses, data_bytes)
+
+
+def box_group(transport: TorchTransport, device: torch.device) -> BoxGroup:
+    """The boxes of the transport's group on this device, made once."""
+    known = attached(transport.group)
+    key = ("boxes", device.index)
+    if key not in known:
+        known[key] = BoxGroup(transport, device)
+    return known[key]
+
+
+def why_no_boxes(transport: Transport) -> str | None:
+    """None if all ranks of the group can address each other's memory, else a sentence; the same on all ranks.
+
+    Collective at the first call for a group.
+    """
+    if not isinstance(transport, TorchTransport):
+        return "The group does not speak through torch.distributed."
+    known = attached(transport.group)
+    if "why_no_boxes" not in known:
+        reasons = transport.all_gather_object(_own_view())
+        known["why_no_boxes"] = _judge(reasons)
+    return known["why_no_boxes"]
+
+
+def _own_view() -> tuple[str, int, str | None]:
+    """(host, device index, what is missing here)"""
+    import os
+    import socket
+
+    if not torch.cuda.is_available():
+        return socket.gethostname(), -1, "there is no CUDA device"
+    try:
+        from torch.distributed import _symmetric_memory  # noqa: F401
+    except ImportError as error:
+        return socket.gethostname(), -1, f"torch has no symmetric memory ({error})"
+    boot = "/proc/sys/kernel/random/boot_id"
+    host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
+    return host, torch.cuda.current_device(), None
+
+
+def _judge(views: list[tuple[str, int, str | None]]) -> str | None:
+    for rank, (_, _, missing) in enumerate(views):
+        if missing:
+            return f"On rank {rank} {missing}."
+    hosts = {host for host, _, _ in views}
+    if len(hosts) > 1:
+        return f"The ranks are on {len(hosts)} hosts."
+    devices = [device for _, device, _ in views]
+    if len(set(devices)) < len(devices):
+        return "Several ranks share a GPU."
+    for a in devices:
+        for b in devices:
+            if a != b and a < torch.cuda.device_count() and b < torch.cuda.device_count():
+                if not torch.cuda.can_device_access_peer(a, b):
+                    return f"GPU {a} cannot address the memory of GPU {b}."
+    return None

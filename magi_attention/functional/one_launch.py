@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage mode ``fused``: one attention launch per direction, over local keys and those that arrive while it runs.
+
+Forward: a few CTAs push this rank's rows into the boxes of the ranks that read them; the attention kernel starts
+beside them and waits, tile by tile, for what it reads. Backward: the same, and the gradients of remote keys are
+written to their owners as each tile is done; a last kernel adds them up, in the order of the ranks, in float32. So
+results are the same bits on every run, if dq is (``deterministic``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from magi_attention.comm.boxes import Box, BoxGroup, box_group
+from magi_attention.kernels import Grads
+from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
+from magi_attention.meta.one_launch import OneLaunchPart, OneLaunchPlan
+from magi_attention.meta.plan import Plan
+
+PUSH_CTAS = 16
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What of k and v the launches depend on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    head_dims: tuple[int, int]
+    strides: tuple[int, int]  # from token to token, elements
+
+    @property
+    def row_values(self) -> tuple[int, int]:
+        return self.heads * self.head_dims[0], self.heads * self.head_dims[1]
+
+
+class OneLaunch:
+    """A plan on one rank, ready for attention in one launch. Partial dk and dv travel in k's dtype, or in float32."""
+
+    def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
+        self._transport = transport
+        self._wire = torch.float32 if high_precision_reduce else None
+        self.part = part = OneLaunchPlan(plan).part(transport.rank)
+        self.mask = RemoteMask(part.slices, part.local_rows, part.base, part.rows)
+        self._launches: dict[_Shapes, _Launches] = {}
+
+    def forward(self, backend, q, k, v, options, sink):
+        """``(out in q's dtype, lse, max_logits)``."""
+        k, v = _rows(k), _rows(v)
+        launches = self._of(k, v)
+        stream = backend.runtime.stream(k.get_device())
+        launches.group.check("attention forward")
+        launches.push((k.data_ptr(), v.data_ptr()), stream)
+        if launches.remote is None:
+            got = backend.forward_final(q, k, v, self.part.slices, options, sink)
+        else:
+            got = backend.forward_remote(q, k, v, launches.remote, options, sink)
+        launches.release(stream)
+        return got
+
+    def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
+        """dq, dk, dv in the inputs' dtype."""
+        k, v = _rows(k), _rows(v)
+        launches = self._of(k, v)
+        stream = backend.runtime.stream(k.get_device())
+        launches.group.check("attention backward")
+        launches.push_again((k.data_ptr(), v.data_ptr()), stream)
+        if launches.remote is None:
+            init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
+            grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
+            grads.dq = grads.dq.to(q.dtype)
+        else:
+            grads = backend.backward_remote(dout, q, k, v, out, lse, launches.remote, options, sink)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
+        return Grads(grads.dq, dk, dv, grads.dsink)
+
+    def _of(self, k: torch.Tensor, v: torch.Tensor) -> _Launches:
+        shapes = _Shapes(k.device, k.dtype, k.shape[1], (k.shape[2], v.shape[2]), (k.stride(0), v.stride(0)))
+        found = self._launches.get(shapes)
+        group = box_group(self._transport, k.device) if found is None else found.group
+        if found is None or not found.is_current():
+            wire = k.dtype if self._wire is None else self._wire
+            found = self._launches[shapes] = _Launches(self.part, self.mask, shapes, wire, group)
+        return found
+
+
+class _Launches:
+    """Prepared launches for one layout of k and v, over the boxes as they are now."""
+
+    def __init__(
+        self, part: OneLaunchPart, mask: RemoteMask, shapes: _Shapes, wire: torch.dtype, group: BoxGroup
+    ) -> None:
+        self.part, self.shapes, self.group = part, shapes, group
+        size, wire_size = shapes.dtype.itemsize, wire.itemsize
+        row_k, row_v = shapes.row_values
+        start = group.control_bytes
+        self._bytes = (part.box_rows * (row_k + row_v) * size, part.grad_rows * (row_k + row_v) * wire_size)
+        self.keys, self.grads = (group.box(name, n) for name, n in zip(("keys", "grads"), self._bytes))
+        v_at, dv_at = start + part.box_rows * row_k * size, start + part.grad_rows * row_k * wire_size
+        self._held = {
+            name: torch.from_numpy(getattr(part, name)).to(shapes.device).contiguous()
+            for name in ("pieces", "pieces_for", "owners", "target_rows", "places", "senders")
+        }
+        at = {name: x.data_ptr() for name, x in self._held.items()}
+        pushed = {
+            "num_tensors": 2, "num_pieces": len(part.pieces), "num_ctas": PUSH_CTAS, "pieces": at["pieces"],
+            "pieces_for": at["pieces_for"], "source_stride": [n * size for n in shapes.strides],
+            "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
+        }  # fmt: skip
+        self.push = group.push(self.keys, **pushed)
+        self.push_again = group.push(self.keys, self.grads, **pushed)
+        self.release = group.release(self.keys)
+        self.reduce = group.reduce(
+            self.grads, self.keys, wire, shapes.dtype, rows=part.local_rows, num_tensors=2, row_values=[row_k, row_v],
+            places=at["places"], senders=at["senders"], data_at=[start, dv_at],
+        )  # fmt: skip
+        self.remote = None
+        if part.rows:
+            self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
+            self.remote = RemoteKeys.of(
+                mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
+                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, owners=at["owners"],
+                target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
+                dv_targets=self._targets[1].data_ptr(),
+            )  # fmt: skip
+
+    def is_current(self) -> bool:
+        """Are the boxes still those for which this was prepared?"""
+        boxes: tuple[Box, Box] = (self.keys, self.grads)
+        return all(self.group.box(name, n) is box for name, n, box in zip(("keys", "grads"), self._bytes, boxes))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with whole rows one after another: (T, H, D) whose heads and dims are dense, at addresses that bulk copies
+    take."""
+    x = x.detach()
+    is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and not x.stride(0) % 8 and not x.data_ptr() & 15
+    return x if is_dense else x.contiguous()
+
+
+def why_not_one_launch(plan: Plan) -> str | None:
+    """None if this plan can run in one launch, else a sentence; the same on all ranks."""
+    if min(plan.shard_sizes) == 0:
+        return "A rank holds no tokens."
+    if plan.num_stages == 0 or all(plan.stage_is_idle):
+        return "No rank reads a key of another."
+    return None

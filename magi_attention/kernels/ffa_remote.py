@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks and operands of attention over local keys and keys that other ranks push while the kernel runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.ffa_operands import DTYPES
+from magi_attention.kernels.ffa_plans import PlanShape
+from magi_attention.native import abi
+from magi_attention.native.tile_plan import TilePlan, transposed
+
+TILE = 128  # remote keys come in tiles that have one owner
+
+
+class RemoteMask:
+    """Slices over ``local_keys`` local keys and ``rows`` remote ones, which begin at ``base``; made once per plan.
+
+    Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
+    they need no clearing: the plans are told so.
+    """
+
+    def __init__(self, slices: SliceTable, local_keys: int, base: int, rows: int) -> None:
+        self.slices, self.local_keys, self.base, self.rows = slices, local_keys, base, rows
+        self._plans: dict[tuple, tuple[torch.Tensor, int]] = {}
+
+    @property
+    def total_k(self) -> int:
+        return self.base + self.rows
+
+    def plan(self, shape: PlanShape, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The tile plan on ``device`` and its address, kept; the first call copies and waits."""
+        kept = self._plans.get((shape, device))
+        if kept is None:
+            words = self._transposed(shape) if shape.is_transposed else self._forward(shape)
+            plan = torch.from_numpy(words).to(device)
+            kept = self._plans[shape, device] = (plan, plan.data_ptr())
+        return kept
+
+    def _forward(self, shape: PlanShape) -> np.ndarray:
+        words = TilePlan.build(
+            self.slices, shape.total_q, shape.total_k, shape.tile.tokens, shape.tile.groups
+        ).words.copy()
+        plan = TilePlan(words)
+        unseen = np.concatenate([[0], np.cumsum(~_seen(self.slices.array, self.local_keys))])
+        header = abi.TilePlanHeader.from_buffer(words)
+        header.has_unseen = int(unseen[-1] > 0)
+        records = plan.records  # views of words
+        low = np.clip(records[:, 0] - (TILE - 1), 0, self.local_keys)
+        high = np.clip(records[:, 1], 0, self.local_keys)
+        records[:, _HAS_UNSEEN] = unseen[np.maximum(high, low)] > unseen[low]
+        return words
+
+    def _transposed(self, shape: PlanShape) -> np.ndarray:
+        """Local tiles first, so that remote rows have time to arrive; among either, heavier ones first."""
+        rows = transposed(self.slices, shape.total_q, shape.total_k)
+        words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
+        order = TilePlan(words).order  # a view of words
+        is_remote = order >= self.base // TILE
+        order[:] = np.concatenate([order[~is_remote], order[is_remote]])
+        return words
+
+
+class RemoteKeys(NamedTuple):
+    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds."""
+
+    mask: RemoteMask
+    params: bytes
+
+    @classmethod
+    def of(cls, mask: RemoteMask, wire: torch.dtype, **fields: int) -> RemoteKeys:
+        """``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the rest of
+        ``magi_ffa_remote``."""
+        code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
+        sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows}
+        return cls(mask, bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields)))
+
+
+_HAS_UNSEEN = abi.Layer.has_unseen.offset // 4
+
+
+def _seen(slices: np.ndarray, num_keys: int) -> np.ndarray:
+    """Which of the first keys some query of the slices sees, bool. Queries of one slice see all its keys together, but
+    for those of slices with more keys or queries than they can use."""
+    edges = np.zeros(num_keys + 1, dtype=np.int64)
+    for q0, q1, k0, k1, kind in slices.tolist():
+        if q1 <= q0 or k1 <= k0 or (kind == 3 and q1 - q0 > k1 - k0):
+            continue
+        k0, k1 = min(k0, num_keys), min(k1, num_keys)
+        edges[k0] += 1
+        edges[k1] -= 1
+    return np.cumsum(edges[:-1]) > 0

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed attention in one launch per direction, fed over NVLink, on as many GPUs as there are (2 or more)."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_attention import api
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.testing.masks import random_slices
+from magi_attention.testing.spawn import run_processes
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, found {GPUS}")]
+WORLDS = [n for n in (2, 4) if n <= GPUS]
+
+
+def dense(q, k, v, allowed, dout, sink, dtype):
+    """out, lse, dq, dk, dv, dsink by torch in ``dtype``; the float64 one is the truth, that in 16 bits the
+    yardstick."""
+    q, k, v = (x.to(dtype).detach().requires_grad_() for x in (q, k, v))
+    leaf = None if sink is None else sink.double().detach().requires_grad_()
+    group = q.shape[1] // k.shape[1]
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)).to(
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
+    logits = (logits * q.shape[2] ** -0.5).masked_fill(~allowed, float("-inf"))
+    joined = logits
+    if leaf is not None:
+        joined = torch.cat([logits, leaf.to(logits.dtype).t()[:, None].expand(-1, q.shape[0], -1)], 2)
+    lse = torch.logsumexp(joined, 2)
+    weights = torch.exp(logits - lse.nan_to_num(neginf=0.0)[..., None]).to(dtype)
+    out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+    (out * dout.to(dtype)).sum().backward()
+    grads = [x.grad.double() for x in (q, k, v)]
+    return [out.detach().double(), lse.t().detach().double(), *grads, *([] if leaf is None else [leaf.grad])]
+
+
+def slices_types(slices) -> list[str]:
+    return [("full", "causal", "inv_causal", "bi_causal")[kind] for kind in slices[:, 4].tolist()]
+
+
+def gather(x, key):
+    return api.undispatch(x.detach().contiguous(), key)
+
+
+def errors_of(got, plain, truth) -> list[float]:
+    """For each result: its largest error over that of the plain implementation in 16 bits."""
+    found = []
+    for a, b, t in zip(got, plain, truth):
+        a, b, t = (x.double().nan_to_num(neginf=-1e30) for x in (a, b, t))
+        scale = float(t.where(t > -1e29, 0).abs().max()) + 1e-2  # where a row sees one key its dq is 0 but for rounding
+        mine, theirs = float((a - t).abs().max()), float((b - t).abs().max())
+        found.append(mine / max(theirs, 1e-3 * scale))
+    return found
+
+
+def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
+    """Every rank makes the same case; returns gathered results and the case."""
+    rng = np.random.default_rng(seed)
+    total = int(rng.integers(300, 2500))
+    drawn = random_slices(rng, total, total, max_slices=int(rng.integers(1, 12)))
+    slices = SliceTable(drawn if len(drawn) else np.array([[0, total, 0, total, 1]]))
+    heads_kv, share = int(rng.choice((1, 2, 3))), int(rng.choice((1, 2, 4, 5, 8)))
+    dim = int(rng.choice((64, 128, 128, 128, 80, 256)))
+    gen = torch.Generator().manual_seed(seed)
+    shapes = [
+        (total, heads_kv * share, dim),
+        (total, heads_kv, dim),
+        (total, heads_kv, dim),
+        (total, heads_kv * share, dim),
+    ]
+    q, k, v, dout = (torch.randn(*s, generator=gen).to(dtype).cuda() for s in shapes)
+    sink = torch.randn(2, heads_kv * share, generator=gen).cuda() if rng.random() < 0.3 else None
+    config = api.DistAttnConfig(
+        api.DispatchConfig(chunk_size=int(rng.choice((32, 64, 128)))),
+        api.OverlapConfig(degree=degree, min_chunk_size=64),
+    )
+    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "1" if fused else "0"
+    a = slices.array
+    q_ranges, k_ranges = (AttnRanges.from_ranges(a[:, i : i + 2].tolist()) for i in (0, 2))
+    key = api.magi_attn_flex_key(
+        q_ranges, k_ranges, slices_types(a), total, total, heads_kv * share, heads_kv, dim, 0,
+        cp_group_or_mesh=dist.group.WORLD, dist_attn_config=config,
+    )  # fmt: skip
+    return q, k, v, dout, sink, slices, key
+
+
+def run(q, k, v, dout, sink, key):
+    leaves = [api.dispatch(x, key).requires_grad_() for x in (q, k, v)]
+    leaf = None if sink is None else sink.clone().requires_grad_()
+    out, meta = api.calc_attn(*leaves, key, sink=leaf)
+    out.backward(api.dispatch(dout, key))
+    results = [gather(x, key) for x in (out, meta.lse, *(x.grad for x in leaves))]
+    if leaf is not None:
+        total = leaf.grad.clone()
+        dist.all_reduce(total)
+        results.append(total)
+    return results
+
+
+def random_cases(rank: int, world: int, dtype: torch.dtype, seeds: range) -> list[tuple[int, list[float]]]:
+    found = []
+    for seed in seeds:
+        q, k, v, dout, sink, slices, key = one_case(seed, dtype, fused=True)
+        got = run(q, k, v, dout, sink, key)
+        if rank == 0:
+            allowed = torch.from_numpy(to_dense(slices.array, q.shape[0], q.shape[0]).astype(bool)).cuda()
+            truth = dense(q, k, v, allowed, dout, sink, torch.float64)
+            plain = dense(q, k, v, allowed, dout, sink, dtype)
+            found.append((seed, errors_of(got, plain, truth)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_masks_against_float64(world: int, dtype: torch.dtype) -> None:
+    results = run_processes(world, random_cases, dtype, range(40), timeout_s=240, backend="nccl")
+    for seed, errors in results[0]:
+        print("seed", seed, [f"{e:.2f}" for e in errors])
+        assert max(errors) <= 2.0, f"seed {seed}: {errors}"
+
+
+def repeated(rank: int, world: int) -> list[str]:
+    """The same case many times beside other work: the same bits each time; and those of stages where the order is the
+    same."""
+    faults = []
+    noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    for seed in (3, 4, 5):
+        os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1"
+        q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=True)
+        first = run(q, k, v, dout, sink, key)
+        for i in range(100 // 3 + 1):
+            with torch.cuda.stream(side):
+                for _ in range(int(np.random.default_rng(rank + i).integers(0, 4))):
+                    noise = noise @ noise * 1e-3
+            again = run(q, k, v, dout, sink, key)
+            faults += [
+                f"seed {seed}, run {i}, result {j}"
+                for j, (a, b) in enumerate(zip(first, again))
+                if not torch.equal(a, b)
+            ]
+    return faults
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_results_are_the_same_bits_under_load(world: int) -> None:
+    for faults in run_processes(world, repeated, timeout_s=240, backend="nccl"):
+        assert not faults, faults[:5]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in one launch, walked on the CPU: every row goes where its reader looks for it, and comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from magi_attention.common.intervals import Packing
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
+from magi_attention.meta.one_launch import TILE, OneLaunchPlan
+from magi_attention.meta.planner import build_plan
+from magi_attention.testing.masks import random_slices
+
+EMPTY, ZERO = -2, -1  # box rows that nobody wrote, and pad rows
+
+
+def positions(plan, rank: int) -> np.ndarray:
+    return Packing(plan.host_ranges(rank)).positions()
+
+
+def pushed_boxes(plan, parts) -> list[np.ndarray]:
+    """The global positions that arrive in each rank's box."""
+    boxes = [np.full(part.box_rows, EMPTY) for part in parts]
+    for part in parts:
+        mine = positions(plan, part.rank)
+        for rank, first, there, count in part.pieces.tolist():
+            assert rank != part.rank and count > 0
+            target = boxes[rank][there : there + count]
+            assert len(target) == count and (target == EMPTY).all(), "two pieces write one row"
+            target[:] = ZERO if first < 0 else mine[first : first + count]
+    return boxes
+
+
+def check(plan) -> None:
+    shared = OneLaunchPlan(plan)
+    parts = [shared.part(r) for r in range(plan.cp_size)]
+    boxes = pushed_boxes(plan, parts)
+    dense = to_dense(plan.slices.array, plan.padded_tokens, plan.padded_tokens).astype(int)
+    for part, box in zip(parts, boxes):
+        assert part.base % TILE == 0 and part.base >= part.local_rows + TILE and part.rows == TILE * len(part.owners)
+        used = box[: part.rows]
+        assert (used != EMPTY).all() and (box[part.rows :] == EMPTY).all()
+        mine = positions(plan, part.rank)
+        seen = to_dense(part.slices.array, part.local_rows, part.total_keys).astype(bool)
+        where = np.concatenate([mine, np.full(part.base - part.local_rows, ZERO), used])
+        assert not seen[:, where == ZERO].any()
+        for row in np.flatnonzero(where[part.base :] >= 0):
+            assert plan.owner_of(used[row : row + 1])[0] == part.owners[row // TILE]
+        rebuilt = np.zeros((part.local_rows, plan.padded_tokens), dtype=int)
+        np.add.at(rebuilt, (slice(None), where[where >= 0]), seen[:, where >= 0].astype(int))
+        assert (rebuilt == dense[mine]).all()
+        assert list(part.pieces_for) == [int((part.pieces[:, 0] == r).sum()) for r in range(plan.cp_size)]
+    check_return(plan, parts, boxes)
+
+
+def check_return(plan, parts, boxes) -> None:
+    """What a rank writes for a remote row is what the owner adds to that row, and nothing else."""
+    grads = [np.full(part.grad_rows, EMPTY) for part in parts]
+    for part, box in zip(parts, boxes):
+        for tile, (owner, target) in enumerate(zip(part.owners, part.target_rows)):
+            to = grads[owner][target : target + TILE]
+            assert len(to) == TILE and (to == EMPTY).all(), "two tiles write one row"
+            to[:] = box[tile * TILE : (tile + 1) * TILE]
+    for part in parts:
+        mine = positions(plan, part.rank)
+        for other in parts:
+            places = part.places[other.rank]
+            adds = np.isin(mine, boxes[other.rank][: other.rows])
+            assert ((places >= 0) == adds).all() and part.senders[other.rank] == adds.any()
+            assert (grads[part.rank][places[adds]] == mine[adds]).all()
+
+
+def random_plan(seed: int):
+    """200 to 1,000 tokens, so that some ranks fill more than a tile for another and some none."""
+    rng = np.random.default_rng(seed)
+    world = int(rng.choice((2, 3, 4, 5, 8)))
+    total = int(rng.integers(200, 1000))
+    slices = SliceTable(random_slices(rng, total, total, max_slices=int(rng.integers(1, 12))))
+    dispatch = DispatchConfig(chunk_size=int(rng.integers(3, 200)) if world < 5 else int(rng.integers(3, 25)))
+    config = DistAttnConfig(dispatch, OverlapConfig(degree=int(rng.integers(0, 4)), min_chunk_size=16))
+    return build_plan(slices, total, world, config=config)
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_random_plans(batch: int) -> None:
+    for seed in range(10 * batch, 10 * batch + 10):
+        print("seed", seed)
+        check(random_plan(seed))
