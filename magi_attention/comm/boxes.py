@@ -56,12 +56,20 @@ class BoxGroup:
         self._failure_view = self._failure.numpy()
         self.failure_address = self._failure.data_ptr()
 
-    def check(self, stage: str) -> None:
-        """Raises ``PeerFailureError`` if a kernel gave up waiting."""
-        culprit = int(self._failure_view[0])
-        if culprit:
+    @property
+    def has_failed(self) -> bool:
+        """Has a kernel given up waiting?"""
+        return bool(self._failure_view[0])
+
+    def check(self, stage: str, rank_of_slot: dict[int, int] | None = None) -> None:
+        """Raises ``PeerFailureError`` if a kernel gave up waiting; ``rank_of_slot`` tells whose slot it may have been."""
+        found = int(self._failure_view[0])
+        if found:
+            culprit = found - 1
+            if culprit >= abi.BOX_SLOT_CULPRIT:
+                culprit = (rank_of_slot or {}).get(culprit - abi.BOX_SLOT_CULPRIT, culprit)
             raise PeerFailureError(
-                f"Rank {culprit - 1} did not deliver within {self.timeout_ms / 1000:g} s before {stage}; results "
+                f"Rank {culprit} did not deliver within {self.timeout_ms / 1000:g} s before {stage}; results "
                 "since then are void. Look at that rank's log; make a new process group to go on."
             )
 

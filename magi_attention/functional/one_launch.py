@@ -21,6 +21,8 @@ from magi_attention.meta.one_launch import OneLaunchPart, OneLaunchPlan
 from magi_attention.meta.plan import Plan
 
 PUSH_CTAS = 16
+# Rough speeds, which decide in which order tiles are taken and nothing else.
+_PUSH_BYTES_PER_S, _FLOPS, _KEPT_BYTES = 3e11, 6e14, 2**25
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class _Shapes:
 
     device: torch.device
     dtype: torch.dtype
+    heads_q: int
     heads: int
     head_dims: tuple[int, int]
     strides: tuple[int, int]  # from token to token, elements
@@ -44,16 +47,15 @@ class OneLaunch:
     def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
         self._transport = transport
         self._wire = torch.float32 if high_precision_reduce else None
-        self.part = part = OneLaunchPlan(plan).part(transport.rank)
-        self.mask = RemoteMask(part.slices, part.local_rows, part.base, part.rows)
+        self.part = OneLaunchPlan(plan).part(transport.rank)
         self._launches: dict[_Shapes, _Launches] = {}
 
     def forward(self, backend, q, k, v, options, sink):
         """``(out in q's dtype, lse, max_logits)``."""
         k, v = _rows(k), _rows(v)
-        launches = self._of(k, v)
+        launches = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
-        launches.group.check("attention forward")
+        launches.check("attention forward")
         launches.push((k.data_ptr(), v.data_ptr()), stream)
         if launches.remote is None:
             got = backend.forward_final(q, k, v, self.part.slices, options, sink)
@@ -65,9 +67,9 @@ class OneLaunch:
     def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
         """dq, dk, dv in the inputs' dtype."""
         k, v = _rows(k), _rows(v)
-        launches = self._of(k, v)
+        launches = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
-        launches.group.check("attention backward")
+        launches.check("attention backward")
         launches.push_again((k.data_ptr(), v.data_ptr()), stream)
         if launches.remote is None:
             init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
@@ -79,22 +81,20 @@ class OneLaunch:
         launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)
 
-    def _of(self, k: torch.Tensor, v: torch.Tensor) -> _Launches:
-        shapes = _Shapes(k.device, k.dtype, k.shape[1], (k.shape[2], v.shape[2]), (k.stride(0), v.stride(0)))
+    def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Launches:
+        shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), (k.stride(0), v.stride(0)))
         found = self._launches.get(shapes)
         group = box_group(self._transport, k.device) if found is None else found.group
         if found is None or not found.is_current():
             wire = k.dtype if self._wire is None else self._wire
-            found = self._launches[shapes] = _Launches(self.part, self.mask, shapes, wire, group)
+            found = self._launches[shapes] = _Launches(self.part, shapes, wire, group)
         return found
 
 
 class _Launches:
     """Prepared launches for one layout of k and v, over the boxes as they are now."""
 
-    def __init__(
-        self, part: OneLaunchPart, mask: RemoteMask, shapes: _Shapes, wire: torch.dtype, group: BoxGroup
-    ) -> None:
+    def __init__(self, part: OneLaunchPart, shapes: _Shapes, wire: torch.dtype, group: BoxGroup) -> None:
         self.part, self.shapes, self.group = part, shapes, group
         size, wire_size = shapes.dtype.itemsize, wire.itemsize
         row_k, row_v = shapes.row_values
@@ -104,12 +104,12 @@ class _Launches:
         v_at, dv_at = start + part.box_rows * row_k * size, start + part.grad_rows * row_k * wire_size
         self._held = {
             name: torch.from_numpy(getattr(part, name)).to(shapes.device).contiguous()
-            for name in ("pieces", "pieces_for", "owners", "target_rows", "places", "senders")
+            for name in ("pieces", "slots", "arrivals", "owners", "target_rows", "places", "senders")
         }
         at = {name: x.data_ptr() for name, x in self._held.items()}
         pushed = {
             "num_tensors": 2, "num_pieces": len(part.pieces), "num_ctas": PUSH_CTAS, "pieces": at["pieces"],
-            "pieces_for": at["pieces_for"], "source_stride": [n * size for n in shapes.strides],
+            "slots": at["slots"], "source_stride": [n * size for n in shapes.strides],
             "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
         }  # fmt: skip
         self.push = group.push(self.keys, **pushed)
@@ -122,17 +122,34 @@ class _Launches:
         self.remote = None
         if part.rows:
             self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
+            mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _leads(part, shapes))
             self.remote = RemoteKeys.of(
                 mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
-                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, owners=at["owners"],
+                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"], owners=at["owners"],
                 target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
                 dv_targets=self._targets[1].data_ptr(),
             )  # fmt: skip
+
+    def check(self, stage: str) -> None:
+        """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""
+        if self.group.has_failed:
+            self.group.check(stage, self.part.rank_of_slot)
 
     def is_current(self) -> bool:
         """Are the boxes still those for which this was prepared?"""
         boxes: tuple[Box, Box] = (self.keys, self.grads)
         return all(self.group.box(name, n) is box for name, n, box in zip(("keys", "grads"), self._bytes, boxes))
+
+
+def _leads(part: OneLaunchPart, shapes: _Shapes) -> tuple[float, float]:
+    """Shares of the tiles of the first section of heads that are worked on while rows arrive, forward and backward."""
+    row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
+    seconds = 1.2 * part.rows_received * row_bytes / _PUSH_BYTES_PER_S + 2e-5
+    flops = 2 * part.slices.area * shapes.heads_q * sum(shapes.head_dims)
+    kept_heads = max(1, _KEPT_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
+    forward = seconds / (flops / _FLOPS) * -(-shapes.heads // kept_heads)
+    backward = seconds / (2.5 * flops / _FLOPS) * shapes.heads
+    return min(1.0, forward), min(1.0, backward)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

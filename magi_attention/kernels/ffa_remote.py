@@ -18,15 +18,25 @@ TILE = 128  # remote keys come in tiles that have one owner
 
 
 class RemoteMask:
-    """Slices over ``local_keys`` local keys and ``rows`` remote ones, which begin at ``base``; made once per plan.
+    """Slices over ``local_keys`` local keys and remote ones, which begin at ``base``; made once per plan and shapes.
+
+    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; slots arrive in this order.
+    ``leads`` are the parts of the tiles of queries, and of keys in the backward, that should be taken in the order of
+    arrival rather than by cost, by the heads that come first: as much work as there is while rows arrive.
 
     Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
     they need no clearing: the plans are told so.
     """
 
-    def __init__(self, slices: SliceTable, local_keys: int, base: int, rows: int) -> None:
-        self.slices, self.local_keys, self.base, self.rows = slices, local_keys, base, rows
+    def __init__(
+        self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, leads: tuple[float, float] = (0, 0)
+    ) -> None:
+        self.slices, self.local_keys, self.base, self.arrivals, self.leads = slices, local_keys, base, arrivals, leads
         self._plans: dict[tuple, tuple[torch.Tensor, int]] = {}
+
+    @property
+    def rows(self) -> int:
+        return TILE * len(self.arrivals)
 
     @property
     def total_k(self) -> int:
@@ -42,27 +52,43 @@ class RemoteMask:
         return kept
 
     def _forward(self, shape: PlanShape) -> np.ndarray:
-        words = TilePlan.build(
-            self.slices, shape.total_q, shape.total_k, shape.tile.tokens, shape.tile.groups
-        ).words.copy()
+        tile = shape.tile
+        words = TilePlan.build(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups).words.copy()
         plan = TilePlan(words)
         unseen = np.concatenate([[0], np.cumsum(~_seen(self.slices.array, self.local_keys))])
-        header = abi.TilePlanHeader.from_buffer(words)
-        header.has_unseen = int(unseen[-1] > 0)
+        abi.TilePlanHeader.from_buffer(words).has_unseen = int(unseen[-1] > 0)
         records = plan.records  # views of words
         low = np.clip(records[:, 0] - (TILE - 1), 0, self.local_keys)
         high = np.clip(records[:, 1], 0, self.local_keys)
         records[:, _HAS_UNSEEN] = unseen[np.maximum(high, low)] > unseen[low]
-        return words
+        ready = np.array([self._last_arrival(first, last) for first, last in records[:, 0:2].tolist()], dtype=np.int64)
+        tiles = plan.tiles
+        when = [ready[first : first + n].max(initial=-1) for first, n in tiles[:, 2:4].tolist()]
+        return _with_first_order(words, np.array(when), self.leads[0])
+
+    def _last_arrival(self, low: int, high: int) -> int:
+        """The last slot that keys [low, high) wait for; -1 for local keys."""
+        first, last = max(low - self.base, 0) // TILE, -(-max(high - self.base, 0) // TILE)
+        return int(self.arrivals[first:last].max(initial=-1))
 
     def _transposed(self, shape: PlanShape) -> np.ndarray:
-        """Local tiles first, so that remote rows have time to arrive; among either, heavier ones first."""
         rows = transposed(self.slices, shape.total_q, shape.total_k)
         words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
-        order = TilePlan(words).order  # a view of words
-        is_remote = order >= self.base // TILE
-        order[:] = np.concatenate([order[~is_remote], order[is_remote]])
-        return words
+        return _with_first_order(words, np.concatenate([np.full(self.base // TILE, -1), self.arrivals]), self.leads[1])
+
+
+def _with_first_order(words: np.ndarray, when: np.ndarray, lead: float) -> np.ndarray:
+    """The plan with a second order: tiles with the share ``lead`` of the cost by arrival, earlier ones first, then the rest
+    by cost, as in the plan's own order."""
+    plan = TilePlan(words)
+    cost, order = plan.tiles[:, 4].astype(np.int64), plan.order
+    early = np.lexsort((-cost, when))
+    early = early[np.cumsum(cost[early]) - cost[early] < lead * cost.sum()]
+    is_early = np.zeros(len(cost), dtype=bool)
+    is_early[early] = True
+    first = np.concatenate([early, order[~is_early[order]]]).astype(np.int32)
+    abi.TilePlanHeader.from_buffer(words).words_first_order = len(words)
+    return np.concatenate([words, first, np.zeros(-len(first) % 4, dtype=np.int32)])
 
 
 class RemoteKeys(NamedTuple):

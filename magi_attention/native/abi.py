@@ -39,9 +39,10 @@ class TilePlanHeader(ctypes.Structure):
                 "words_total",
                 "status",
                 "has_unseen",
+                "words_first_order",
+                "reserved",
             )
         ),
-        ("reserved", c_int32 * 2),
     ]
 
 
@@ -132,14 +133,16 @@ class FfaRemote(ctypes.Structure):
         *((name, c_int32) for name in ("version", "world", "local_keys", "base", "rows", "wire_dtype")),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
-        *((name, c_void_p) for name in ("box", "k", "v", "owners", "failure")),
-        *((name, c_void_p) for name in ("target_rows", "dk_targets", "dv_targets")),
+        *((name, c_void_p) for name in ("box", "k", "v", "arrivals", "failure")),
+        *((name, c_void_p) for name in ("owners", "target_rows", "dk_targets", "dv_targets")),
     ]
 
 
 # ---- box.h: exchanges within one NVLink domain ----
 BOX_WORD_BYTES = 32
 BOX_TENSORS = 3
+BOX_GROUPS = 8
+BOX_SLOT_CULPRIT = 65536
 
 
 class Box(ctypes.Structure):
@@ -158,7 +161,7 @@ class BoxPushParams(ctypes.Structure):
         ("box", Box),
         ("also_free", Box),
         ("pieces", c_void_p),
-        ("pieces_for", c_void_p),
+        ("slots", c_void_p),
         *((name, c_int64 * BOX_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
         ("failure", c_void_p),
         ("source", c_void_p * BOX_TENSORS),

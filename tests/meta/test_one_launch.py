@@ -25,11 +25,20 @@ def pushed_boxes(plan, parts) -> list[np.ndarray]:
     boxes = [np.full(part.box_rows, EMPTY) for part in parts]
     for part in parts:
         mine = positions(plan, part.rank)
-        for rank, first, there, count in part.pieces.tolist():
+        assert (np.diff(part.pieces[:, 0]) >= 0).all(), "slots are sent one after another"
+        for own, first, there, count in part.pieces.tolist():
+            rank, slot, _, _ = part.slots[own]
             assert rank != part.rank and count > 0
             target = boxes[rank][there : there + count]
             assert len(target) == count and (target == EMPTY).all(), "two pieces write one row"
             target[:] = ZERO if first < 0 else mine[first : first + count]
+            tiles = np.arange(there, there + count) // TILE
+            assert (parts[rank].arrivals[tiles] == slot).all() and (parts[rank].owners[tiles] == part.rank).all()
+        assert list(part.slots[:, 2]) == np.bincount(part.pieces[:, 0], minlength=len(part.slots)).tolist()
+    for part in parts:  # each slot is somebody's, and its number tells when it arrives
+        senders = [(sender.rank, slot) for sender in parts for to, slot, _, _ in sender.slots if to == part.rank]
+        assert sorted(slot for _, slot in senders) == list(range(len(senders))) and len(senders) <= 8 * plan.cp_size
+        assert set(part.arrivals.tolist()) == set(range(len(senders)))
     return boxes
 
 
@@ -51,7 +60,7 @@ def check(plan) -> None:
         rebuilt = np.zeros((part.local_rows, plan.padded_tokens), dtype=int)
         np.add.at(rebuilt, (slice(None), where[where >= 0]), seen[:, where >= 0].astype(int))
         assert (rebuilt == dense[mine]).all()
-        assert list(part.pieces_for) == [int((part.pieces[:, 0] == r).sum()) for r in range(plan.cp_size)]
+        assert part.rows_received == (used >= 0).sum()
     check_return(plan, parts, boxes)
 
 

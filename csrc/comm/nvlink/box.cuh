@@ -52,11 +52,11 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
 
 // By one CTA, after what it guards is over on this rank: counts the use, and tells every rank.
 __device__ __forceinline__ void release_box(const magi_box& box, int rank, int world) {
-  const uint32_t uses = *box_word(box.own, MAGI_BOX_USES(world)) + 1;
+  const uint32_t uses = *box_word(box.own, MAGI_BOX_USES) + 1;
   __syncthreads();
   for (int peer = threadIdx.x; peer < world; peer += blockDim.x)
     store_release_system(box_word(box.of_rank[peer], MAGI_BOX_FREE(world, rank)), uses);
-  if (threadIdx.x == 0) *box_word(box.own, MAGI_BOX_USES(world)) = uses;
+  if (threadIdx.x == 0) *box_word(box.own, MAGI_BOX_USES) = uses;
 }
 
 }  // namespace magi

@@ -39,24 +39,23 @@ __device__ __forceinline__ void push_rows(const magi_box_push_params& p, int4 pi
 }
 
 __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constant__ magi_box_push_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES(p.world)) + 1;
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
   // What the receivers have of the use before must be over.
   for (int peer = threadIdx.x; peer < p.world; peer += kPushThreads) {
     if (peer == p.rank) continue;
-    if (p.pieces_for[peer] > 0)
-      wait_for_word(box_word(p.box.own, MAGI_BOX_FREE(p.world, peer)), use - 1, p.timeout_ms, p.failure, peer);
-    if (p.also_free.own != nullptr) {
-      const uint32_t over = *box_word(p.also_free.own, MAGI_BOX_USES(p.world));
-      wait_for_word(box_word(p.also_free.own, MAGI_BOX_FREE(p.world, peer)), over, p.timeout_ms, p.failure, peer);
-    }
+    wait_for_word(box_word(p.box.own, MAGI_BOX_FREE(p.world, peer)), use - 1, p.timeout_ms, p.failure, peer);
+    if (p.also_free.own == nullptr) continue;
+    const uint32_t over = *box_word(p.also_free.own, MAGI_BOX_USES);
+    wait_for_word(box_word(p.also_free.own, MAGI_BOX_FREE(p.world, peer)), over, p.timeout_ms, p.failure, peer);
   }
   __syncthreads();
   // From here on this CTA holds its multiprocessor until it is done, whatever the next kernel takes.
   start_next_kernel();
-  int done = 0;  // pieces for the rank at hand
+  int done = 0;  // pieces of the slot at hand
   for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) {
     const int4 piece = reinterpret_cast<const int4*>(p.pieces)[i];
-    push_rows(p, piece, reinterpret_cast<char*>(p.box.of_rank[piece.x]));
+    const int4 slot = reinterpret_cast<const int4*>(p.slots)[piece.x];
+    push_rows(p, piece, reinterpret_cast<char*>(p.box.of_rank[slot.x]));
     ++done;
     const int next = i + gridDim.x;
     if (next < p.num_pieces && p.pieces[4 * next] == piece.x) continue;
@@ -64,30 +63,29 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
     __syncthreads();
     if (threadIdx.x == 0) {
       uint32_t* left = box_word(p.box.own, MAGI_BOX_LEFT(p.world, piece.x));
-      if (atomicAdd(left, done) + done == static_cast<uint32_t>(p.pieces_for[piece.x])) {
+      if (atomicAdd(left, done) + done == static_cast<uint32_t>(slot.z)) {
         *left = 0;
         __threadfence_system();
-        store_release_system(box_word(p.box.of_rank[piece.x], MAGI_BOX_ARRIVED(p.world, p.rank)), use);
+        store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
       }
     }
     done = 0;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    // left[rank] is free: nobody sends to himself.
-    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_LEFT(p.world, p.rank));
+    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
     __threadfence();
     if (atomicAdd(ctas, 1) + 1 == gridDim.x) {
       *ctas = 0;
       __threadfence();
-      store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED(p.world)), use);
+      store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED), use);
     }
   }
 }
 
 __global__ void __launch_bounds__(128) box_release(const __grid_constant__ magi_box_release_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES(p.world)) + 1;
-  wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED(p.world)), use, p.timeout_ms, p.failure, p.rank);
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
   __syncthreads();
   release_box(p.box, p.rank, p.world);
 }
@@ -107,7 +105,7 @@ magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi
 
 extern "C" {
 
-int64_t magi_box_control_bytes(int32_t world) { return ((3ll * world + 2) * MAGI_BOX_WORD_BYTES + 1023) / 1024 * 1024; }
+int64_t magi_box_control_bytes(int32_t world) { return (MAGI_BOX_LEFT(world, MAGI_BOX_GROUPS * world) * static_cast<int64_t>(MAGI_BOX_WORD_BYTES) + 1023) / 1024 * 1024; }
 
 magi_status magi_box_push(const magi_box_push_params* params) {
   const magi_box_push_params& p = *params;

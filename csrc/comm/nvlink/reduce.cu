@@ -74,7 +74,7 @@ __device__ __forceinline__ void sum_row(const magi_box_reduce_params& p, int t, 
 }
 
 __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_constant__ magi_box_reduce_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES(p.world)) + 1;
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
   if (blockIdx.x == 0)
     for (int peer = threadIdx.x; peer < p.world; peer += kReduceThreads)
       if (peer != p.rank) store_release_system(box_word(p.box.of_rank[peer], MAGI_BOX_ARRIVED(p.world, p.rank)), use);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_LEFT(p.world, p.rank));
+    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
     is_last = atomicAdd(ctas, 1) + 1 == gridDim.x;
     if (is_last) *ctas = 0;
   }
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
   __threadfence_system();
   release_box(p.box, p.rank, p.world);
   if (p.pushed.own == nullptr) return;
-  const uint32_t pushed = *box_word(p.pushed.own, MAGI_BOX_USES(p.world)) + 1;
-  wait_for_word(box_word(p.pushed.own, MAGI_BOX_PUSHED(p.world)), pushed, p.timeout_ms, p.failure, p.rank);
+  const uint32_t pushed = *box_word(p.pushed.own, MAGI_BOX_USES) + 1;
+  wait_for_word(box_word(p.pushed.own, MAGI_BOX_PUSHED), pushed, p.timeout_ms, p.failure, p.rank);
   __syncthreads();
   release_box(p.pushed, p.rank, p.world);
 }

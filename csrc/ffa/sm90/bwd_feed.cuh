@@ -39,7 +39,8 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
     int rank, head_unit;
     unit_coords(p, unit / p.unit_parts, &rank, &head_unit);
-    const int tile = p.plan[plan.words_order + rank];
+    // Turns follow the order of the plan.
+    const int tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, unit / p.unit_parts, rank);
     if constexpr (C::kOrdered) {
       const int first_head = unit / p.units_per_section * p.heads_per_section;
       sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);

@@ -85,7 +85,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   Ring<2> units, layers;
   Ring<C::kKStages> ks;
   Ring<C::kVStages> vs;
-  uint32_t arrived = 0;
+  int arrived = 0;  // slots of remote keys
   while (true) {
     mbar_wait(smem.unit_full(units.slot), units.phase);
     const int4 unit = lds_int4(smem.unit(units.slot));

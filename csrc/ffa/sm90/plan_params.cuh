@@ -31,9 +31,9 @@ struct PlanParams {
   __device__ magi_tile_desc* tiles() const { return reinterpret_cast<magi_tile_desc*>(plan + kHeaderWords); }
   __device__ int32_t* order() const { return plan + words_order; }
   __device__ int32_t* record(int64_t i) const { return plan + words_records + i * layer_words(shape.tile_tokens); }
-  // Records taken so far. Lives in the header's reserved words, which the second kernel clears.
+  // Records taken so far. Lives in the last two words of the header, which the second kernel clears.
   __device__ unsigned long long* taken() const {
-    return reinterpret_cast<unsigned long long*>(header()->reserved);
+    return reinterpret_cast<unsigned long long*>(&header()->words_first_order);
   }
 };
 

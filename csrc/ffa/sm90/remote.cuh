@@ -19,29 +19,31 @@ struct RemoteKeys {
   int32_t world;
   uint32_t timeout_ms;
   const void* box;
-  const int32_t* owners;
+  const int32_t* arrivals;
   int32_t* failure;
   // Backward only.
-  const int32_t* target_rows;
+  const int32_t *owners, *target_rows;
   const int64_t *dk_targets, *dv_targets;
   int32_t wire_is_float;
 };
 
+__device__ __forceinline__ void wait_for_slot(const RemoteKeys& r, int slot) {
+  const uint32_t use = *reinterpret_cast<const volatile uint32_t*>(box_word(r.box, MAGI_BOX_USES)) + 1;
+  wait_for_word(box_word(r.box, MAGI_BOX_ARRIVED(r.world, slot)), use, r.timeout_ms, r.failure, MAGI_BOX_SLOT_CULPRIT + slot);
+}
+
 // Until the tile's rows are there, for bulk copies of this thread too.
 __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile) {
-  const int owner = __ldg(r.owners + tile);
-  const uint32_t use = *reinterpret_cast<const volatile uint32_t*>(box_word(r.box, MAGI_BOX_USES(r.world))) + 1;
-  wait_for_word(box_word(r.box, MAGI_BOX_ARRIVED(r.world, owner)), use, r.timeout_ms, r.failure, owner);
+  wait_for_slot(r, __ldg(r.arrivals + tile));
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The same. `here` are the owners, of the first 32, that are known to be through.
-__device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile, uint32_t& here) {
-  const int owner = __ldg(r.owners + tile);
-  const uint32_t bit = owner < 32 ? 1u << owner : 0;
-  if (here & bit) return;
-  wait_for_tile(r, tile);
-  here |= bit;
+// The same. The slots before `next` are known to have arrived; those up to the tile's are waited for in order.
+__device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile, int& next) {
+  const int slot = __ldg(r.arrivals + tile);
+  if (slot < next) return;
+  while (next <= slot) wait_for_slot(r, next++);
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 }  // namespace magi

@@ -25,6 +25,7 @@ inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, C
   to->timeout_ms = remote->timeout_ms;
   to->box = remote->box;
   to->owners = remote->owners;
+  to->arrivals = remote->arrivals;
   to->failure = remote->failure;
   to->target_rows = remote->target_rows;
   to->dk_targets = remote->dk_targets;

@@ -42,6 +42,13 @@ struct Turns {
   __device__ __forceinline__ void next_layer() { count += 4; }
 };
 
+// The tile of that rank. The heads that come first may take their tiles in an order of their own.
+template <typename P>
+__device__ __forceinline__ int tile_of(const P& p, int order_at, int first_order_at, int unit, int rank) {
+  const bool is_first = first_order_at != 0 && unit < p.num_tiles * p.heads_per_section;
+  return p.plan[(is_first ? first_order_at : order_at) + rank];
+}
+
 // Publishes a unit and stages the layer records of its tile; `desc` is where they begin and how many they are.
 template <typename P, typename Smem>
 __device__ __forceinline__ void publish_unit(const P& p, const Smem& smem, Turns& turns, int tile, int head_unit, int2 desc,
@@ -79,6 +86,7 @@ __device__ __forceinline__ void schedule_units(const P& p, const Smem& smem, int
   const int32_t* header = p.plan;
   const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
   const int32_t order_at = header[offsetof(magi_tile_plan_header, words_order) / 4];
+  const int32_t first_order_at = header[offsetof(magi_tile_plan_header, words_first_order) / 4];
   const int32_t records_at = header[offsetof(magi_tile_plan_header, words_records) / 4];
   const int32_t layer_words = header[offsetof(magi_tile_plan_header, layer_words) / 4];
   auto layers_of = [&](int tile) {  // first record, number of records
@@ -92,7 +100,7 @@ __device__ __forceinline__ void schedule_units(const P& p, const Smem& smem, int
   int2 desc = make_int2(0, 0);
   if (unit < total) {
     unit_coords(p, unit / parts, &rank, &head_unit);
-    tile = p.plan[order_at + rank];
+    tile = tile_of(p, order_at, first_order_at, unit / parts, rank);
     desc = layers_of(tile);
   }
   while (unit < total) {
@@ -101,7 +109,7 @@ __device__ __forceinline__ void schedule_units(const P& p, const Smem& smem, int
     int next_rank = 0, next_head = 0, next_tile = 0;
     if (next < total) {
       unit_coords(p, next / parts, &next_rank, &next_head);
-      next_tile = p.plan[order_at + next_rank];
+      next_tile = tile_of(p, order_at, first_order_at, next / parts, next_rank);
     }
     const int word = part_of(tiles_at + 8 * tile, unit % parts);
     if (word != kNoPart) publish_unit(p, smem, turns, tile, head_unit, desc, word, records_at, layer_words);

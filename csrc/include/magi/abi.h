@@ -55,7 +55,8 @@ typedef struct {
   int32_t words_total;  /* size of the buffer in words */
   int32_t status;       /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
   int32_t has_unseen;   /* 1 if some key in [0, total_k) is seen by no query */
-  int32_t reserved[2];
+  int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take the same */
+  int32_t reserved;
 } magi_tile_plan_header;
 
 typedef struct {
@@ -112,8 +113,8 @@ MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t he
  *
  * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys that other ranks push into this
  * rank's box (box.h) meanwhile. In the plan's coordinates, so also in total_k, local keys come first, remote ones from `base` on,
- * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for its
- * owner's word. A launch of this kind may start beside the kernel before it in the stream, which must be magi_box_push.
+ * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for the
+ * slot of the box that it came by. A launch of this kind may start beside the kernel before it in the stream, which must be magi_box_push.
  */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
@@ -126,9 +127,10 @@ typedef struct {
   int32_t reserved;
   const void* box;    /* whose control words tell what has arrived */
   const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
-  const int32_t* owners; /* device: (rows / 128,) rank of each tile */
+  const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; slots are numbered in the order of arrival */
   int32_t* failure;   /* as in box.h */
   /* Backward: dk and dv of remote tiles are written to their owners, of local keys to dk and dv in float32. */
+  const int32_t* owners;      /* device: (rows / 128,) rank of each tile */
   const int32_t* target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
   const int64_t *dk_targets, *dv_targets; /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */
 } magi_ffa_remote;

@@ -4,16 +4,17 @@
  * everywhere. Ranks write rows straight into each other's boxes; a word per sender says when its rows are all there.
  *
  * A box begins with control words of 32 bits, one in each 32 bytes, zeroed once by the caller on all ranks before any use:
- *   arrived[r]  written by rank r: its rows of use n are here when this is >= n (mod 2^32)
+ *   arrived[i]  of slot i, which belongs to one sender: its rows of use n are here when this is >= n (mod 2^32)
  *   free[r]     written by rank r: of its box, uses up to this one are over, so it may be written again
  *   uses        uses of this box that are over
  *   pushed      uses for which this rank's own rows have left
- *   left[r]     pieces for rank r that are done; 0 between uses
+ *   left[i]     pieces of this rank's own slot i that are done; 0 between uses
+ *   ctas        CTAs that are done; 0 between uses
  * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
  * graph and replayed. Every rank makes the same sequence of uses.
  *
  * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failure, if that is 0, and goes on; so does
- * every wait while *failure is not 0. *failure is in host memory that the GPU can write; results are then void.
+ * every wait while *failure is not 0. A kernel that waits for a slot of the box stores 1 + MAGI_BOX_SLOT_CULPRIT + slot. *failure is in host memory that the GPU can write; results are then void.
  */
 #ifndef MAGI_BOX_H
 #define MAGI_BOX_H
@@ -26,13 +27,17 @@ extern "C" {
 
 #define MAGI_BOX_WORD_BYTES 32
 #define MAGI_BOX_TENSORS 3
+#define MAGI_BOX_GROUPS 8 /* slots of one sender in one box, at most */
+
+#define MAGI_BOX_SLOT_CULPRIT 65536
 
 /* Offsets in units of MAGI_BOX_WORD_BYTES. */
-#define MAGI_BOX_ARRIVED(world, rank) (rank)
-#define MAGI_BOX_FREE(world, rank) ((world) + (rank))
-#define MAGI_BOX_USES(world) (2 * (world))
-#define MAGI_BOX_PUSHED(world) (2 * (world) + 1)
-#define MAGI_BOX_LEFT(world, rank) (2 * (world) + 2 + (rank))
+#define MAGI_BOX_USES 0
+#define MAGI_BOX_PUSHED 1
+#define MAGI_BOX_CTAS 2
+#define MAGI_BOX_FREE(world, rank) (3 + (rank))
+#define MAGI_BOX_ARRIVED(world, slot) (3 + (world) + (slot))
+#define MAGI_BOX_LEFT(world, slot) (3 + (world) + MAGI_BOX_GROUPS * (world) + (slot))
 
 MAGI_EXPORT int64_t magi_box_control_bytes(int32_t world);
 
@@ -54,9 +59,9 @@ typedef struct {
   int32_t reserved;
   magi_box box;
   magi_box also_free;    /* own may be NULL; else its uses too must be over everywhere before the next kernel starts */
-  const int32_t* pieces; /* device: (num_pieces, 4): rank, first row here (-1: zeros), first row there, rows; by rank in
-                            the order of sending */
-  const int32_t* pieces_for; /* device: (world,) how many for each rank */
+  const int32_t* pieces; /* device: (num_pieces, 4): own slot, first row here (-1: zeros), first row there, rows; slot after
+                            slot, in the order of sending */
+  const int32_t* slots;  /* device: (.., 4) of own slots: rank, slot in its box, pieces, 0 */
   int64_t source_stride[MAGI_BOX_TENSORS]; /* bytes from row to row, a multiple of 16 */
   int64_t data_at[MAGI_BOX_TENSORS];       /* byte offset of row 0 in a box, a multiple of 16 */
   int64_t row_bytes[MAGI_BOX_TENSORS];     /* multiples of 16 */
