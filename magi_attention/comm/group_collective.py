@@ -26,7 +26,7 @@ from magi_attention.comm.hierarchical import (
     start_hierarchical_reduce,
 )
 from magi_attention.comm.layout import A2AVLayout
-from magi_attention.comm.reduce_ops import reduce_rows, reduce_rows_lse
+from magi_attention.comm.reduce_ops import reduce_arrived, reduce_rows
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import Transport
 from magi_attention.comm.wire import start_cast, start_reduce
@@ -187,30 +187,14 @@ def group_reduce(
     def post(*given: Any) -> Any:
         _check_given(given, output, output_lse)
         with transport.guard("group_reduce"), torch.no_grad():
-            _reduce_parts(outputs, out_lse, parts(), layout, reduce_op, acc_reduce)
+            if isinstance(layout, HierarchicalLayout):
+                for i, y in enumerate(outputs):
+                    reduce_rows(y, [(rows, tensors[i]) for rows, tensors in parts()], acc_reduce)
+            else:
+                reduce_arrived(parts(), outputs, out_lse, reduce_op, acc_reduce)
         return (output, output_lse) if is_lse else output
 
     return WorkWithPostProcessFn(work, post, async_op)
-
-
-def _reduce_parts(
-    outputs: Sequence[torch.Tensor],
-    out_lse: torch.Tensor | None,
-    parts: list,
-    layout: Layout,
-    reduce_op: str,
-    acc_reduce: bool,
-) -> None:
-    for i, y in enumerate(outputs):
-        terms = [(rows, tensors[i]) for rows, tensors in parts]
-        if out_lse is not None:
-            lse_terms = [(rows, tensors[-1]) for rows, tensors in parts]
-            is_last = i == len(outputs) - 1  # why: every output is weighted by the lse before the reduce
-            reduce_rows_lse(y, out_lse if is_last else out_lse.clone(), terms, lse_terms, acc_reduce)
-        elif reduce_op == "avg" and isinstance(layout, A2AVLayout):
-            reduce_rows(y, terms, acc_reduce, layout.contributions(y.device))
-        else:
-            reduce_rows(y, terms, acc_reduce)
 
 
 def _prepare(

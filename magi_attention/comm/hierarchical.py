@@ -24,6 +24,7 @@ import torch
 
 from magi_attention.comm.layout import A2AVLayout, Rows, rows_per_rank
 from magi_attention.comm.reduce_ops import accumulation_dtype
+from magi_attention.comm.streams import SideStream, behind_current, wait_for
 from magi_attention.comm.transport import Transport, Work
 from magi_attention.comm.wire import Finish, start_cast, start_reduce
 from magi_attention.common.group_spec import GroupSpec
@@ -125,20 +126,12 @@ class HierarchicalLayout:
         self.local = A2AVLayout.from_spec(phases.local, phases.local_rows, phases.output_rows)
         self.inter = A2AVLayout.from_spec(phases.inter)
         self.forward = A2AVLayout.from_spec(phases.forward, phases.forward_rows, phases.output_rows)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.side_stream = SideStream()
 
     @property
     def network_rows(self) -> int:
         """Rows that this rank puts on the network between nodes in a cast."""
         return self.inter.send.count
-
-    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream on which the exchange that depends on another one is started; None on CPU."""
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 def gather_hierarchical_layout(
@@ -165,8 +158,7 @@ class _TwoSteps:
         self._second: Work | None = None
         self.result: Callable = lambda: None
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-            with torch.cuda.stream(stream):
+            with behind_current(stream):
                 self._advance()
 
     def _advance(self) -> Work:
@@ -177,7 +169,7 @@ class _TwoSteps:
     def wait(self) -> None:
         second = self._second or self._advance()
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            wait_for(self._stream)
         second.wait()
 
     def is_completed(self) -> bool:
@@ -200,7 +192,7 @@ def start_hierarchical_cast(
         inter_finish()
         return start_cast(intra, layout.forward, carried, outputs)
 
-    chain = _TwoSteps(inter_work, forward, layout.side_stream(inputs[0].device))
+    chain = _TwoSteps(inter_work, forward, layout.side_stream.on(inputs[0].device))
 
     def finish() -> None:
         local_finish()
@@ -226,14 +218,14 @@ def start_hierarchical_reduce(
             x.new_zeros((layout.inter.output_rows, *x.shape[1:]), dtype=accumulation_dtype(dtype))
             for x, dtype in zip(inputs, dtypes)
         ]
-        for rows, parts in node_parts():
+        for rows, parts in node_parts().segments():
             for total, part in zip(sums, parts):
                 rows.add(total, part)
         return start_reduce(inter, layout.inter, sums, dtypes)
 
-    chain = _TwoSteps(node_work, cross, layout.side_stream(inputs[0].device))
+    chain = _TwoSteps(node_work, cross, layout.side_stream.on(inputs[0].device))
 
     def contributions() -> list[tuple[Rows, list[torch.Tensor]]]:
-        return [*local_parts(), *chain.result()]
+        return [*local_parts().segments(), *chain.result().segments()]
 
     return [local_work, chain], contributions

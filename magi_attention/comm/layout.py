@@ -8,12 +8,14 @@ The group reduce walks the same layout backwards. Rows that a rank sends to itse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.errors import ContractError
+from magi_attention.native.rows import ALL_ROWS, RowList, Terms, row_kernels
 
 # index_copy_ lacks these dtypes; a move needs only their bits
 _MOVED_AS = {
@@ -37,6 +39,15 @@ class Rows:
         is_run = self.count == 0 or bool((np.diff(self.index) == 1).all())
         self.start: int | None = (int(self.index[0]) if self.count else 0) if is_run else None
         self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._listed: dict[torch.device, RowList] = {}
+        self.launches: dict[tuple, Any] = {}  # that ``comm.wire`` prepared for these rows
+
+    def listed(self, device: torch.device) -> RowList:
+        """The row numbers as the CUDA kernels read them; made at the first use and kept."""
+        if device not in self._listed:
+            rows = torch.from_numpy(self.index.astype(np.int32)).to(device)
+            self._listed[device] = RowList(rows, self.count)
+        return self._listed[device]
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The row numbers, (count,) int64."""
@@ -73,6 +84,33 @@ class Rows:
             out.narrow(0, self.start, self.count).add_(x)
         else:
             out.index_add_(0, self.on(out.device), x.to(out.dtype))
+
+
+def copy_rows(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], out_rows: Rows | None, in_rows: Rows | None
+) -> None:
+    """``y[out_rows] = x[in_rows]`` for each output and its input; None stands for rows 0, 1, 2 ...
+
+    On a GPU one launch moves all of them. No row may be listed twice in ``out_rows``.
+    """
+    listed = in_rows if out_rows is None else out_rows
+    assert listed is not None
+    kernels = row_kernels(outputs[0])
+    if kernels is not None:
+        device = outputs[0].device
+        pairs, lists = [], []
+        for side, rows in ((outputs, out_rows), (inputs, in_rows)):
+            is_run = rows is None or rows.start is not None
+            lists.append(ALL_ROWS if is_run else rows.listed(device))  # type: ignore[union-attr]
+            start = 0 if rows is None else rows.start
+            pairs.append([x.narrow(0, start, listed.count) for x in side] if start else side)
+        if kernels.copy(list(zip(*pairs)), *lists, listed.count):
+            return
+    for y, x in zip(outputs, inputs):
+        if out_rows is None:
+            in_rows.take_into(y.narrow(0, 0, listed.count), x)  # type: ignore[union-attr]
+        else:
+            out_rows.put(y, x.narrow(0, 0, listed.count) if in_rows is None else in_rows.take(x))
 
 
 class A2AVLayout:
@@ -120,6 +158,8 @@ class A2AVLayout:
         for rows in sends:
             self._num_contributions[rows] += 1
         self._contributions_on: dict[torch.device, torch.Tensor] = {}
+        self._terms_on: dict[tuple[torch.device, bool], Terms] = {}
+        self.launches: dict[tuple, Any] = {}  # that ``comm.reduce_ops`` prepared for these terms
 
     @classmethod
     def from_spec(
@@ -139,6 +179,37 @@ class A2AVLayout:
         if device not in self._contributions_on:
             self._contributions_on[device] = torch.from_numpy(self._num_contributions).to(device)
         return self._contributions_on[device]
+
+    @property
+    def has_local_rows(self) -> bool:
+        """Does this rank send rows to itself?"""
+        return self.self_in.count > 0
+
+    def terms(self, device: torch.device, of_all_rows: bool) -> Terms:
+        """Which rows of the reduce's wire buffer are added to which rows of its output, ranks ascending.
+
+        Of all output rows, or of those that something is added to. Local rows are none of them.
+        """
+        key = (device, of_all_rows)
+        if key not in self._terms_on:
+            rows, begin, sources = self._list_terms(of_all_rows)
+            on_device = [
+                None if x is None else torch.from_numpy(x.astype(np.int32)).to(device) for x in (rows, begin, sources)
+            ]
+            self._terms_on[key] = Terms(*on_device)  # type: ignore[arg-type]
+        return self._terms_on[key]
+
+    def _list_terms(self, of_all_rows: bool) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        wire = [(rows.index, at) for rows, at in self.segments if at is not None]
+        none = np.zeros(0, np.int64)
+        targets = np.concatenate([none, *(rows for rows, _ in wire)])
+        sources = np.concatenate([none, *(np.arange(at, at + rows.size) for rows, at in wire)])
+        order = np.argsort(targets, kind="stable")  # why stable: terms of a row stay in the order of the ranks
+        counts = np.bincount(targets, minlength=self.input_rows)
+        touched = None if of_all_rows else np.flatnonzero(counts)
+        if touched is not None:
+            counts = counts[touched]
+        return touched, np.concatenate([[0], np.cumsum(counts)]), sources[order]
 
 
 def rows_per_rank(

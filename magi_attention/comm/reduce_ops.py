@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from magi_attention.comm.layout import Rows
+from magi_attention.comm.wire import Arrived
+from magi_attention.errors import ContractError
+from magi_attention.native.rows import Part, PreparedRows, row_kernels
 
 Contribution = tuple[Rows, torch.Tensor]
 
@@ -39,6 +42,89 @@ def reduce_rows(
         total /= terms.view(-1, *[1] * (output.ndim - 1))
     if total is not output:
         output.copy_(total)
+
+
+def reduce_arrived(
+    arrived: Arrived,
+    outputs: Sequence[torch.Tensor],
+    out_lse: torch.Tensor | None,
+    reduce_op: str,
+    acc_reduce: bool,
+) -> None:
+    """Reduces what arrived into ``outputs``; with ``out_lse`` by "lse", the lse having come as the last column."""
+    if not arrived.layout.has_local_rows and _reduce_by_kernel(arrived, outputs, out_lse, reduce_op, acc_reduce):
+        return
+    segments = arrived.segments()
+    for i, y in enumerate(outputs):
+        terms = [(rows, tensors[i]) for rows, tensors in segments]
+        if out_lse is not None:
+            lse_terms = [(rows, tensors[-1]) for rows, tensors in segments]
+            is_last = i == len(outputs) - 1  # why: every output is weighted by the lse before the reduce
+            reduce_rows_lse(y, out_lse if is_last else out_lse.clone(), terms, lse_terms, acc_reduce)
+        elif reduce_op == "avg":
+            reduce_rows(y, terms, acc_reduce, arrived.layout.contributions(y.device))
+        else:
+            reduce_rows(y, terms, acc_reduce)
+
+
+def _reduce_by_kernel(
+    arrived: Arrived,
+    outputs: Sequence[torch.Tensor],
+    out_lse: torch.Tensor | None,
+    reduce_op: str,
+    acc_reduce: bool,
+) -> bool:
+    """One launch on a GPU, with the same order of additions; False if that is not possible."""
+    kernels = row_kernels(outputs[0])
+    if kernels is None:
+        return False
+    if out_lse is None:
+        launch = _prepared_sum(arrived, outputs, reduce_op == "avg", acc_reduce)
+        if launch is None:
+            return False
+        prepared, offsets = launch
+        at, addresses = arrived.wire.data_ptr(), []
+        for y, offset in zip(outputs, offsets):
+            addresses += (at + offset, y.data_ptr())
+        prepared.run(addresses)
+        return True
+    # Of all rows: one that saw nothing becomes 0, whatever it held.
+    terms = arrived.layout.terms(outputs[0].device, of_all_rows=True)
+    last = len(outputs) - 1
+    for i, (y, x) in enumerate(zip(outputs, arrived.columns)):
+        if not kernels.merge((y, x), (out_lse, arrived.columns[-1]), terms, acc_reduce, write_lse=i == last):
+            if i:
+                raise ContractError("The outputs of one reduce by lse differ in dtype or layout; make them alike.")
+            return False
+    return True
+
+
+def _prepared_sum(
+    arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
+) -> tuple[PreparedRows, list[int]] | None:
+    """The launch for these outputs, and where in a wire row each begins, in bytes; None if there is none."""
+    layout, pack = arrived.layout, arrived.pack
+    device = outputs[0].get_device()
+    key = (id(pack), device, is_average, acc_reduce, *[(y.stride(), y.dtype) for y in outputs])
+    if key not in layout.launches:
+        layout.launches[key] = (_prepare_sum(arrived, outputs, is_average, acc_reduce), pack)  # held for its id
+    return layout.launches[key][0]
+
+
+def _prepare_sum(
+    arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
+) -> tuple[PreparedRows, list[int]] | None:
+    layout, pack = arrived.layout, arrived.pack
+    kernels, size = row_kernels(outputs[0]), pack.dtype.itemsize
+    parts = [Part.of(x, y) for x, y in zip(arrived.columns, outputs)]
+    if kernels is None or any(part is None or not part.elements for part in parts):
+        return None
+    # Of a buffer with no rows or one, torch may say any stride.
+    wanted = [part._replace(in_stride=pack.width * size) for part in parts if part is not None]
+    # Without the prior content every row is written; with it only those that something is added to.
+    terms = layout.terms(outputs[0].device, of_all_rows=not acc_reduce)
+    launch = kernels.prepare_reduce(wanted, terms, acc_reduce, is_average)
+    return None if launch is None else (launch, [begin * size for begin, _ in pack.spans])
 
 
 def reduce_rows_lse(

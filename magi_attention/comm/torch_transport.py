@@ -61,6 +61,8 @@ class TorchTransport(TransportBase):
         self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
         self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
         self._backends: dict[str, str] = {}
+        self._a2a = dist.AllToAllOptions()
+        self._a2a.asyncOp = True
 
     # -- group collectives --------------------------------------------------------------------------------
     def all_to_all_v(
@@ -81,9 +83,8 @@ class TorchTransport(TransportBase):
         backend = self._begin(input.device)
         send, place = self._stage(input.contiguous(), backend), self._stage(output, backend, is_output=True)
         wire_in, wire_out = _wire_view(send), _wire_view(place)
-        work = dist.all_to_all_single(
-            wire_out, wire_in, list(output_splits), list(input_splits), group=self.group, async_op=True
-        )
+        # why not dist.all_to_all_single: it looks the group up again, which costs more than the operation
+        work = self.group.alltoall_base(wire_out, wire_in, list(output_splits), list(input_splits), self._a2a)
         done = self._work(work, "all_to_all_v", send, keep=(wire_in, wire_out))
         if place is not output:
             done = PostWork(done, lambda: output.copy_(place))
@@ -335,7 +336,7 @@ def as_transport(
     """``group`` as a ``Transport``: one is returned as it is; a process group is wrapped; None is the default
     group, or a single rank if torch.distributed is not initialised. A group of one rank never
     communicates."""
-    if isinstance(group, Transport):
+    if isinstance(group, (TransportBase, Transport)):  # the protocol last, because to ask it is slow
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return SingleTransport()

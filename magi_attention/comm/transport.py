@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -211,22 +211,30 @@ class TransportBase(ABC):
     def object_device(self) -> torch.device:
         return torch.device("cpu")
 
-    @contextmanager
-    def guard(self, stage: str) -> Iterator[None]:
+    def guard(self, stage: str) -> AbstractContextManager[None]:
         """See ``Transport.guard``. An error that every rank raises alike (``PlanMismatchError``) or that
         tells of another rank (``PeerFailureError``) is not reported again."""
-        try:
-            yield
-        except (PeerFailureError, PlanMismatchError):
-            raise
-        except BaseException as exc:
-            if not getattr(exc, "_magi_reported", False):
-                self.report_failure(exc, stage)
-                try:
-                    exc._magi_reported = True  # type: ignore[attr-defined]
-                except AttributeError:  # why: exceptions with __slots__ only get reported once per guard
-                    pass
-            raise
+        return _Guard(self, stage)
+
+
+class _Guard(AbstractContextManager[None]):
+    """A class, because a generator costs several times as much in every layer of a model."""
+
+    def __init__(self, transport: TransportBase, stage: str) -> None:
+        self._transport, self._stage = transport, stage
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, exc: BaseException | None, trace: object) -> None:
+        if exc is None or isinstance(exc, (PeerFailureError, PlanMismatchError)):
+            return
+        if not getattr(exc, "_magi_reported", False):
+            self._transport.report_failure(exc, self._stage)
+            try:
+                exc._magi_reported = True  # type: ignore[attr-defined]
+            except AttributeError:  # why: exceptions with __slots__ only get reported once per guard
+                pass
 
 
 class SingleTransport(TransportBase):

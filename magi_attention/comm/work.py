@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from magi_attention.comm.streams import is_waitable, wait_for
 from magi_attention.errors import ContractError
 
 
@@ -22,12 +21,7 @@ class GeneralWork:
         """Orders the current CUDA stream after streams, events and NCCL operations; blocks the host for the
         rest."""
         for item in self._items():
-            if isinstance(item, torch.cuda.Stream):
-                torch.cuda.current_stream(item.device).wait_stream(item)
-            elif isinstance(item, torch.cuda.Event):
-                torch.cuda.current_stream().wait_event(item)
-            else:
-                item.wait()
+            wait_for(item)
 
     def is_completed(self) -> bool:
         return all(
@@ -39,7 +33,7 @@ class GeneralWork:
             return []
         items = list(self.work) if isinstance(self.work, (list, tuple)) else [self.work]
         for item in items:
-            if not (hasattr(item, "wait") or isinstance(item, torch.cuda.Stream)):
+            if not is_waitable(item):
                 raise ContractError(f"{item!r} cannot be waited for; pass a work, a CUDA stream or an event.")
         return items
 

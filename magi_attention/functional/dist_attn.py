@@ -4,19 +4,26 @@
 Forward, degree D: all fetches (or the first) are launched, the host part runs meanwhile, then every stage is
 awaited and accumulated into the same (out, lse). Backward fetches the keys again, accumulates dq, and returns
 dk, dv rows to their owners by a group reduce per stage. The sum over stages is taken in stage order, so results
-do not depend on arrival times.
+do not depend on arrival times. Fetches are started before the kernels that run beside them, so with one hardware
+queue they begin first, too; kernels beside which rows travel leave ``sm_margin`` multiprocessors to NCCL, others none.
+
+Nothing here waits for a GPU, copies to it or makes a tensor from host values, so calls can be captured in CUDA graphs
+after one that was not.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from magi_attention.comm.wire import dense_strides
 from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
-from magi_attention.kernels import Grads, Partial
-from magi_attention.kernels.types import options_of
+from magi_attention.functional.stage_comm import Handle
+from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels.operands import row_delta
+from magi_attention.kernels.range_kernels import rounded
 
 HOST = -1
 
@@ -49,190 +56,233 @@ def dist_attn(
     return out.to(out_dtype), lse, max_logits if return_max_logits else None
 
 
+class _Forward(NamedTuple):
+    """``out`` in q's dtype, ``max_logits`` or None; ``tail``: (k, v) of the last stage, where the backward wants it."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logits: torch.Tensor | None
+    tail: tuple[torch.Tensor, ...] = ()
+
+
 class _DistAttn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: AttnCall):
-        with call.runtime.transport.guard("attention forward"):
-            if call.one_launch is not None:
-                start = time.perf_counter()
-                partial = Partial(*call.one_launch.forward(call.backend, q, k, v, call.options, sink))
-                call.record("compute", HOST, start)
-            else:
-                partial = (_forward_blocking if call.runtime.is_blocking else _forward_staged)(call, q, k, v, sink)
-            max_logits = partial.max_logits
-            if max_logits is None:
-                max_logits = q.new_zeros(0)
-            elif call.runtime.transport.size > 1:
-                call.runtime.transport.all_reduce(max_logits, "max").wait()
-        out = partial.out.to(q.dtype)
-        tail = call.tail_kv or ()
-        call.tail_kv = None
-        ctx.save_for_backward(q, k, v, sink, out, partial.lse, *tail)
+        got = run_forward(call, q, k, v, sink)
+        max_logits = q.new_empty(0) if got.max_logits is None else got.max_logits
+        ctx.save_for_backward(q, k, v, sink, got.out, got.lse, *got.tail)
         ctx.call = call
-        ctx.mark_non_differentiable(partial.lse, max_logits)
-        return out, partial.lse, max_logits
+        ctx.mark_non_differentiable(got.lse, max_logits)
+        ctx.set_materialize_grads(False)  # those of lse and max_logits would be made and never read
+        return got.out, got.lse, max_logits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _dlse, _dmax):
-        call: AttnCall = ctx.call
         q, k, v, sink, out, lse, *tail = ctx.saved_tensors
-        o, sm_margin = call.options, 0 if call.one_launch is not None else call.runtime.policy.bwd_sm_margin
-        # Equal options as one object, by which backends recognise a call.
-        options = options_of(o.softmax_scale, o.softcap, o.sink_layout, o.deterministic, sm_margin)
-        call = replace(call, options=options, tail_kv=tuple(tail) if tail else None)
-        with call.runtime.transport.guard("attention backward"):
-            if call.one_launch is not None:
-                start = time.perf_counter()
-                grads = call.one_launch.backward(call.backend, dout, q, k, v, out, lse, call.options, sink)
-                call.record("compute", HOST, start)
-                reduce_dsink(call, grads.dsink)
-            else:
-                state = _Backward(call, dout, q, k, v, sink, out, lse)
-                grads = state.run_blocking() if call.runtime.is_blocking else state.run_staged()
-        dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
-        return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype), dsink, None
+        if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
+            dout = torch.zeros_like(out)
+        return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
+
+
+def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:
+    """The forward pass of one call, without autograd."""
+    runtime = call.runtime
+    with runtime.transport.guard("attention forward"):
+        if call.prepared.one_launch is not None:
+            run = _forward_fused
+        else:
+            run = _forward_blocking if runtime.is_blocking or runtime.is_local else _forward_staged
+        got = run(call, q, k, v, sink)
+        if got.max_logits is not None and runtime.transport.size > 1:
+            runtime.transport.all_reduce(got.max_logits, "max").wait()
+    return got
+
+
+def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tuple[torch.Tensor | None, ...]:
+    """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
+    runtime = call.runtime
+    prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
+    with runtime.transport.guard("attention backward"):
+        if prepared.one_launch is not None:
+            grads = prepared.one_launch.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
+            call.record("compute", HOST, start)
+            reduce_dsink(call, grads.dsink)
+        elif runtime.is_local and prepared.final is not None:
+            grads = prepared.final.backward_final(dout, q, k, v, out, lse, runtime.part.host, options, sink)
+            call.record("compute", HOST, start)
+            reduce_dsink(call, grads.dsink)
+        else:
+            state = _Backward(call, dout, q, k, v, sink, out, lse)
+            grads = state.run_blocking() if runtime.is_blocking and not runtime.is_local else state.run_staged(tail)
+    dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
+    return *rounded((grads.dq, grads.dk, grads.dv), q.dtype), dsink
 
 
 def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
-    """The sink's gradient over all ranks, in place, if the policy asks for that."""
+    """Adds up (or averages) the gradient of the sinks over the ranks, in place, if the policy says so."""
     runtime = call.runtime
     if dsink is not None and runtime.policy.dsink_reduce != "none" and runtime.transport.size > 1:
         runtime.transport.all_reduce(dsink, runtime.policy.dsink_reduce).wait()
 
 
-def _forward_blocking(call: AttnCall, q, k, v, sink) -> Partial:
-    runtime = call.runtime
-    start = time.perf_counter()
-    k_remote, v_remote = runtime.comms[0].fetch(k, v).wait()
-    call.record("comm", 0, start)
-    start = time.perf_counter()
-    keys, values = torch.cat([k, k_remote]), torch.cat([v, v_remote])
-    partial = call.backend.forward(q, keys, values, runtime.part.joined, call.options, sink)
+def _forward_fused(call: AttnCall, q, k, v, sink) -> _Forward:
+    """One kernel over local keys and those that arrive while it runs."""
+    prepared, start = call.prepared, time.perf_counter()
+    assert prepared.one_launch is not None
+    got = _Forward(*prepared.one_launch.forward(prepared.backend, q, k, v, prepared.forward_alone, sink))
     call.record("compute", HOST, start)
-    return partial
+    return got
 
 
-def _forward_staged(call: AttnCall, q, k, v, sink) -> Partial:
-    runtime = call.runtime
-    stages = runtime.part.stages
-    fetches = {}
-    launched = [time.perf_counter()] * len(stages)
-    for s in range(len(stages) if runtime.policy.prefetch_all else min(1, len(stages))):
-        launched[s] = time.perf_counter()
-        fetches[s] = runtime.comms[s].fetch(k, v)
+def _forward_blocking(call: AttnCall, q, k, v, sink) -> _Forward:
+    """One kernel over all keys, which are fetched first unless all are here."""
+    runtime, prepared, slices = call.runtime, call.prepared, call.runtime.part.host
+    if not runtime.is_local:
+        start = time.perf_counter()
+        k_remote, v_remote = runtime.comms[0].fetch(k, v).wait()
+        call.record("comm", 0, start)
+        k, v, slices = torch.cat([k, k_remote]), torch.cat([v, v_remote]), runtime.part.joined
     start = time.perf_counter()
-    partial = call.backend.forward(q, k, v, runtime.part.host, call.options, sink)
+    if prepared.final is not None:
+        got = _Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink))
+    else:
+        partial = prepared.backend.forward(q, k, v, slices, prepared.forward_alone, sink)
+        got = _Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
+    call.record("compute", HOST, start)
+    return got
+
+
+def _forward_staged(call: AttnCall, q, k, v, sink) -> _Forward:
+    runtime, prepared = call.runtime, call.prepared
+    stages = runtime.part.stages
+    fetches, launched, tail = {}, {}, ()
+    waiting = list(range(len(stages)))
+
+    def fetch_next() -> None:
+        if waiting:
+            s = waiting.pop(0)
+            launched[s] = time.perf_counter()
+            fetches[s] = runtime.comms[s].fetch(k, v)
+
+    fetch_next()
+    while waiting and runtime.policy.prefetch_all:
+        fetch_next()
+    start = time.perf_counter()
+    partial = prepared.backend.forward(q, k, v, runtime.part.host, prepared.forward, sink)
     call.record("compute", HOST, start)
     for s, stage in enumerate(stages):
         k_stage, v_stage = fetches.pop(s).wait()
         call.record("comm", s, launched[s])
-        if s + 1 < len(stages) and s + 1 not in fetches:
-            launched[s + 1] = time.perf_counter()
-            fetches[s + 1] = runtime.comms[s + 1].fetch(k, v)
+        fetch_next()
         if len(stage.slices):
             start = time.perf_counter()
-            partial = call.backend.forward(q, k_stage, v_stage, stage.slices, call.options, init=partial)
+            options = prepared.forward if fetches else prepared.forward_alone
+            partial = prepared.backend.forward(q, k_stage, v_stage, stage.slices, options, init=partial)
             call.record("compute", s, start)
-        if s == len(stages) - 1 and runtime.policy.hide_tail_reduce:
-            call.tail_kv = (k_stage, v_stage)
-    return partial
+        if s == len(stages) - 1 and runtime.keeps_tail:
+            tail = (k_stage, v_stage)
+    return _Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits, tail)
 
 
 class _Backward:
-    """One backward pass: dq is accumulated here, dk and dv by whoever owns the rows."""
+    """One backward pass: dq is accumulated here, dk and dv by whoever owns the rows.
+
+    The first kernel writes dq and the gradients of its own keys, and gives delta to the others, which add to what is
+    there; so only what is added to is cleared.
+    """
 
     def __init__(self, call: AttnCall, dout, q, k, v, sink, out, lse) -> None:
         self.call, self.runtime = call, call.runtime
         self.dout, self.q, self.k, self.v, self.sink, self.out, self.lse = dout, q, k, v, sink, out, lse
-        dtype = accumulation_dtype(q.dtype)
-        self.delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
-        self.grads = Grads(
-            torch.zeros(q.shape, dtype=dtype, device=q.device),
-            torch.zeros(k.shape, dtype=dtype, device=k.device),
-            torch.zeros(v.shape, dtype=dtype, device=v.device),
-        )
+        self.dtype = accumulation_dtype(q.dtype)
+        self.dq: torch.Tensor | None = None
+        self.delta: torch.Tensor | None = None
 
-    def _attend(self, k, v, slices, stage: int, dk, dv, sink=None) -> torch.Tensor | None:
+    def _attend(self, k, v, slices, stage: int, options, sink=None, into=None) -> Grads:
+        """Adds to dq, and to (dk, dv) of ``into`` where given; dsink is that of these keys alone."""
         start = time.perf_counter()
-        grads = self.call.backend.backward(
-            self.dout,
-            self.q,
-            k,
-            v,
-            self.out,
-            self.lse,
-            slices,
-            self.call.options,
-            sink,
-            self.delta,
-            Grads(self.grads.dq, dk, dv),
-        )
+        init = None
+        if self.dq is not None or into is not None:
+            if self.dq is None:
+                self.dq = torch.zeros(self.q.shape, dtype=self.dtype, device=self.q.device)
+            if self.delta is None:
+                self.delta = row_delta(self.out, self.dout, None)
+            init = Grads(self.dq, *(into or self._zeros(k, v)))
+        backend = self.call.prepared.backend
+        operands = (self.dout, self.q, k, v, self.out, self.lse)
+        grads = backend.backward(*operands, slices, options, sink, self.delta, init)
+        if init is None:
+            self.dq, self.delta = grads.dq, grads.delta
         self.call.record("compute", stage, start)
-        return grads.dsink
+        return grads
+
+    def _zeros(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of these keys, cleared by one kernel."""
+        split = k.numel()
+        both = torch.zeros(split + v.numel(), dtype=self.dtype, device=k.device)
+        strides = [dense_strides(x.shape) for x in (k, v)]
+        return both.as_strided(k.shape, strides[0]), both.as_strided(v.shape, strides[1], split)
 
     def run_blocking(self) -> Grads:
         comm, rows = self.runtime.comms[0], self.runtime.part.num_tokens
         k_remote, v_remote = comm.fetch(self.k, self.v).wait()
         keys, values = torch.cat([self.k, k_remote]), torch.cat([self.v, v_remote])
-        dk = torch.zeros(keys.shape, dtype=self.grads.dk.dtype, device=keys.device)
-        dv = torch.zeros(values.shape, dtype=dk.dtype, device=values.device)
-        dsink = self._attend(keys, values, self.runtime.part.joined, HOST, dk, dv, self.sink)
-        self.grads.dk += dk[:rows]
-        self.grads.dv += dv[:rows]
-        self._return_rows(0, dk[rows:], dv[rows:]).wait()
-        return self._finish(dsink)
+        options = self.call.prepared.backward_alone
+        grads = self._attend(keys, values, self.runtime.part.joined, HOST, options, self.sink)
+        dk, dv = grads.dk[:rows], grads.dv[:rows]
+        self._return_rows(0, grads.dk[rows:], grads.dv[rows:], dk, dv).wait()
+        reduce_dsink(self.call, grads.dsink)
+        return Grads(grads.dq, dk, dv, grads.dsink)
 
-    def run_staged(self) -> Grads:
-        """Host first, or last when the tail is hidden behind it."""
-        stages, tail = self.runtime.part.stages, self.call.tail_kv
-        order = list(range(len(stages)))
-        if tail is not None:
+    def run_staged(self, tail: tuple[torch.Tensor, ...]) -> Grads:
+        """Host first, or last when ``tail``, keys of the last stage, lets that stage's reduce hide behind it."""
+        order = list(range(len(self.runtime.part.stages)))
+        if tail:
             order = [order[-1], *order[:-1]]
-        fetched = [s for s in order if tail is None or s != order[0]]
-        fetches, launched = {}, {}
+        waiting = order[1:] if tail else list(order)
+        fetches, launched, returns = {}, {}, []
 
         def fetch_next() -> None:
-            if fetched:
-                s = fetched.pop(0)
+            if waiting:
+                s = waiting.pop(0)
                 launched[s] = time.perf_counter()
                 fetches[s] = self.runtime.comms[s].fetch(self.k, self.v)
 
         fetch_next()
-        dsink = self._host() if tail is None else None
-        returns = []
+        host = None if tail else self._host(is_alone=not order)
+        own = self._zeros(self.k, self.v) if host is None else (host.dk, host.dv)
         for s in order:
+            k_stage, v_stage = tail or (None, None)
             if s in fetches:
                 k_stage, v_stage = fetches.pop(s).wait()
                 self.call.record("comm", s, launched[s])
                 fetch_next()
-            else:
-                assert tail is not None
-                k_stage, v_stage = tail
-            returns.append(self._remote(s, k_stage, v_stage))
-        if tail is not None:
-            dsink = self._host()
+            dk, dv = self._remote(s, k_stage, v_stage, is_alone=not (fetches or returns))
+            returns.append(self._return_rows(s, dk, dv, *own))
+        if host is None:
+            host = self._host(is_alone=False, into=own)
         for work in returns:
             work.wait()
-        return self._finish(dsink)
+        reduce_dsink(self.call, host.dsink)
+        assert self.dq is not None
+        return Grads(self.dq, host.dk, host.dv, host.dsink)
 
-    def _host(self) -> torch.Tensor | None:
-        grads = self.grads
-        return self._attend(self.k, self.v, self.runtime.part.host, HOST, grads.dk, grads.dv, self.sink)
+    def _host(self, is_alone: bool, into=None) -> Grads:
+        options = self._options(is_alone)
+        return self._attend(self.k, self.v, self.runtime.part.host, HOST, options, self.sink, into)
 
-    def _remote(self, s: int, k_stage, v_stage):
-        dk = torch.zeros(k_stage.shape, dtype=self.grads.dk.dtype, device=k_stage.device)
-        dv = torch.zeros(v_stage.shape, dtype=dk.dtype, device=v_stage.device)
+    def _remote(self, s: int, k_stage, v_stage, is_alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
         stage = self.runtime.part.stages[s]
-        if len(stage.slices):
-            self._attend(k_stage, v_stage, stage.slices, s, dk, dv)
-        return self._return_rows(s, dk, dv)
+        if not len(stage.slices):
+            return self._zeros(k_stage, v_stage)
+        grads = self._attend(k_stage, v_stage, stage.slices, s, self._options(is_alone))
+        return grads.dk, grads.dv
 
-    def _return_rows(self, s: int, dk, dv):
-        wire = dk.dtype if self.runtime.policy.high_precision_reduce else self.k.dtype
-        return self.runtime.comms[s].give_back(dk, dv, self.grads.dk, self.grads.dv, wire)
+    def _options(self, is_alone: bool) -> AttnOptions:
+        prepared = self.call.prepared
+        return prepared.backward_alone if is_alone else prepared.backward
 
-    def _finish(self, dsink: torch.Tensor | None) -> Grads:
-        reduce_dsink(self.call, dsink)
-        self.grads.dsink = dsink
-        return self.grads
+    def _return_rows(self, s: int, dk_stage, dv_stage, dk, dv) -> Handle:
+        wire = dk_stage.dtype if self.runtime.policy.high_precision_reduce else self.k.dtype
+        return self.runtime.comms[s].give_back(dk_stage, dv_stage, dk, dv, wire)

@@ -43,6 +43,7 @@ class TokenLayout:
         self.num_local = plan.shard_sizes[transport.rank]
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._routes: dict[int, RollRoute] = {}
+        self._route_tensors: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @cached_property
     def _dispatched(self) -> np.ndarray:
@@ -82,6 +83,13 @@ class TokenLayout:
                 np.concatenate(send), tuple(map(len, send)), recv[0], tuple(recv[1].tolist())
             )
         return self._routes[shift]
+
+    def on_device(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Rows of a route of this layout as a tensor, kept with it."""
+        key = (id(rows), device)  # the route, which is kept, holds them
+        if key not in self._route_tensors:
+            self._route_tensors[key] = torch.from_numpy(rows).to(device)
+        return self._route_tensors[key]
 
     def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str) -> None:
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
@@ -136,11 +144,11 @@ class _Roll(torch.autograd.Function):
 
 def _roll_rows(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
     route = layout.roll_route(shift)
-    sent = x.index_select(0, torch.from_numpy(route.send_rows).to(x.device))
+    sent = x.index_select(0, layout.on_device(route.send_rows, x.device))
     got = torch.empty_like(sent) if len(sent) == layout.num_local else x.new_empty((layout.num_local, *x.shape[1:]))
     layout.transport.all_to_all_v(got, sent, route.recv_counts, route.send_counts).wait()
     out = torch.empty_like(got)
-    out[torch.from_numpy(route.recv_rows).to(x.device)] = got
+    out[layout.on_device(route.recv_rows, x.device)] = got
     return out
 
 

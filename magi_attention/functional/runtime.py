@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttnRuntime``: one plan on one rank, ready to run. It holds nothing that a call changes."""
+"""``AttnRuntime``: one plan on one rank, ready to run."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +15,11 @@ from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedE
 from magi_attention.functional.one_launch import OneLaunch, why_not_one_launch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
-from magi_attention.kernels.types import options_of
+from magi_attention.kernels.types import FinalBackend, options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
 _log = logging.getLogger("magi_attention.functional")
+_MAX_PREPARED = 256
 Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
 
 
@@ -47,16 +48,31 @@ class AttnPolicy:
     stage_mode: str = "auto"
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What calls with tensors of the same shapes, dtypes and options share.
+
+    ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
+    multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``one_launch``
+    there are no stages.
+    """
+
+    backend: Backend
+    final: FinalBackend | None
+    one_launch: OneLaunch | None
+    forward: AttnOptions
+    forward_alone: AttnOptions
+    backward: AttnOptions
+    backward_alone: AttnOptions
+
+
 @dataclass
 class AttnCall:
     """Inputs of one call that are not tensors of the graph. Lives from forward to backward."""
 
     runtime: AttnRuntime
-    backend: Backend
-    options: AttnOptions
+    prepared: Prepared
     trace: Trace | None = None
-    one_launch: OneLaunch | None = None
-    tail_kv: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def record(self, lane: str, stage: int, start: float) -> None:
         if self.trace is not None:
@@ -66,7 +82,7 @@ class AttnCall:
 
 
 class AttnRuntime:
-    """Runs attention for ``transport.rank`` of ``plan``.
+    """Runs attention for ``transport.rank`` of ``plan``. What calls add to it are memos.
 
     With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node.
     """
@@ -93,12 +109,20 @@ class AttnRuntime:
         self._has_said_why = False
         self._fused: tuple[OneLaunch | None] | None = None  # once decided
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
+        self.is_local = all(comm.is_idle for comm in self.comms)  # on every rank alike
+        self._prepared: dict[tuple, Prepared] = {}
 
     def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
         plan = self.plan
         spec, is_idle = self.part.stages[stage].cast, plan.stage_is_idle[stage]
         specs = [plan.cast_spec(r, stage) for r in range(plan.cp_size)] if hierarchy and not is_idle else ()
         return StageComm(spec, self.transport, is_idle, hierarchy, specs)
+
+    @property
+    def keeps_tail(self) -> bool:
+        """Does the forward keep the keys of the last stage for the backward, if it runs in stages?"""
+        is_staged = not self.is_local and not self.is_blocking
+        return is_staged and self.policy.hide_tail_reduce and bool(self.part.stages)
 
     @property
     def is_blocking(self) -> bool:
@@ -114,28 +138,40 @@ class AttnRuntime:
         softmax_scale: float | None,
         softcap: float,
         return_max_logits: bool,
-        trace: Trace | None,
+        trace: Trace | None = None,
+        needs_backward: bool | None = None,
     ) -> AttnCall:
-        """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard."""
-        self._check_inputs(q, k, v, sink)
-        options = options_of(
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
-            deterministic=self.policy.deterministic,
-            sm_margin=self.policy.fwd_sm_margin,
-            return_max_logits=return_max_logits,
-        )
-        needs_backward = any(x is not None and x.requires_grad for x in (q, k, v, sink))
-        problem = Problem.of(q, k, v, options, sink, needs_backward=needs_backward)
-        backend, _ = self.registry.select(problem, self.policy.backend, self.policy.is_backend_explicit)
+        """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard.
+
+        ``needs_backward``: by default, whether a tensor requires a gradient.
+        """
+        if needs_backward is None:
+            needs_backward = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sink))
+        key = (*map(_kind, (q, k, v, sink)), needs_backward, softmax_scale, softcap, return_max_logits)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            self._check_inputs(q, k, v, sink)
         if self.policy.check:
             self._compare_ranks(q, k, v)
-        one_launch = self._one_launch(backend, q)
-        if one_launch is not None:  # nothing has to be left free
-            options = options_of(
-                options.softmax_scale, options.softcap, options.sink_layout, options.deterministic, 0, return_max_logits
-            )
-        return AttnCall(self, backend, options, trace, one_launch)
+        if prepared is None:
+            scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+            prepared = self._prepare(q, k, v, sink, needs_backward, scale, float(softcap), return_max_logits)
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return AttnCall(self, prepared, trace)
+
+    def _prepare(self, q, k, v, sink, needs_backward: bool, scale: float, softcap: float, with_max: bool) -> Prepared:
+        policy = self.policy
+        forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
+        options = [
+            options_of(scale, softcap, "sh", policy.deterministic, margin, is_forward and with_max)
+            for is_forward, margin in ((True, forward), (True, 0), (False, backward), (False, 0))
+        ]
+        problem = Problem.of(q, k, v, options[0], sink, needs_backward=needs_backward)
+        backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
+        final = backend if isinstance(backend, FinalBackend) else None
+        return Prepared(backend, final, self._one_launch(backend, q), *options)
 
     def _one_launch(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
@@ -212,6 +248,11 @@ class AttnRuntime:
                     f"The ranks of this group call attention with different {what} ({listing}); "
                     "make the key from the same mask and configuration on every rank."
                 )
+
+
+def _kind(x: object) -> tuple | None:
+    """What of a tensor decides how it is handled; None for anything else, which never passes the checks."""
+    return (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None
 
 
 __all__ = ["AttnCall", "AttnPolicy", "AttnRuntime", "Trace", "accumulation_dtype"]

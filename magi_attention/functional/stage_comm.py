@@ -13,7 +13,9 @@ import torch
 from magi_attention.comm.group_collective import group_cast, group_reduce
 from magi_attention.comm.hierarchical import HierarchicalLayout, hierarchical_phases
 from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.reduce_ops import reduce_arrived
 from magi_attention.comm.transport import Transport
+from magi_attention.comm.wire import start_fetch, start_reduce
 from magi_attention.common.group_spec import GroupSpec
 
 
@@ -32,6 +34,9 @@ class StageComm:
 
     By default every row goes straight from its owner to each rank that needs it. With ``hierarchy``, the (inter,
     intra) transports, a row crosses between nodes once per node; ``specs`` are then those of all ranks.
+
+    Plans are checked when they are made, so the direct form leaves the checks of ``group_cast`` out. The caller holds
+    the transport's guard and has gradients disabled.
     """
 
     def __init__(
@@ -45,33 +50,29 @@ class StageComm:
         self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
         self._splits = (list(spec.input_splits), list(spec.output_splits))
         self._ranks = ([list(dst) for dst in spec.dst_indices], list(spec.src_index))
+        self._direct: A2AVLayout | None = None
         self._options: dict = {}
         if hierarchy is None or is_idle:
-            self._options["layout"] = A2AVLayout.from_spec(spec)
+            self._direct = A2AVLayout.from_spec(spec)
         else:
             inter, intra = hierarchy
             phases = hierarchical_phases(specs, inter.size, intra.size, spec.rank)
             self._options.update(layout=HierarchicalLayout(phases), inter_group=inter, intra_group=intra)
 
     def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
-        """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order."""
-        k_stage = k.new_empty((self.rows, *k.shape[1:]))
-        v_stage = v.new_empty((self.rows, *v.shape[1:]))
+        """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order, any strides."""
         if self.is_idle:
-            return Handle(lambda: (k_stage, v_stage))
-        (held, received), (destinations, sources) = self._splits, self._ranks
-        work = group_cast(
-            [k, v],
-            [k_stage, v_stage],
-            held,
-            received,
-            destinations,
-            sources,
-            self.transport,
-            async_op=True,
-            **self._options,
-        )
-        return Handle(work.wait_post_process)
+            empty = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
+            return Handle(lambda: empty)
+        if self._direct is None:
+            return self._fetch_by_levels(k, v)
+        work, finish = start_fetch(self.transport, self._direct, (k, v))
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return finish()
+
+        return Handle(wait)
 
     def give_back(
         self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
@@ -80,6 +81,27 @@ class StageComm:
         place, in rank order. ``wire`` is the dtype on the wire."""
         if self.is_idle:
             return Handle(lambda: None)
+        if self._direct is None:
+            return self._give_back_by_levels(dk_stage, dv_stage, dk, dv, wire)
+        work, arrived = start_reduce(self.transport, self._direct, (dk_stage, dv_stage), (wire, wire))
+
+        def wait() -> None:
+            work.wait()
+            reduce_arrived(arrived(), (dk, dv), None, "sum", acc_reduce=True)
+
+        return Handle(wait)
+
+    def _fetch_by_levels(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
+        stage = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
+        (held, received), (destinations, sources) = self._splits, self._ranks
+        work = group_cast(
+            [k, v], stage, held, received, destinations, sources, self.transport, async_op=True, **self._options
+        )
+        return Handle(work.wait_post_process)
+
+    def _give_back_by_levels(
+        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
+    ) -> Handle:
         (held, received), (destinations, sources) = self._splits, self._ranks
         work = group_reduce(
             [dk_stage, dv_stage],

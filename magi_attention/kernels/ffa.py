@@ -174,7 +174,7 @@ class FfaBackend:
         ``dout`` is rounded to q's dtype. An ``out`` that q's dtype cannot hold, as ``forward`` gives it, counts whole.
         """
         x = Operands(dout, q, k, v, out if delta is None else None, lse, delta)
-        return self._backward.run(self.runtime, x, slices, options, sink, init, torch.float32)
+        return self._backward.run(self.runtime, x, slices, options, sink, init, torch.float32, keeps_delta=init is None)
 
     def backward_final(
         self,

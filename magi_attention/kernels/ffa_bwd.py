@@ -82,13 +82,16 @@ class BackwardCalls:
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
-        sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype,
+        sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype, keeps_delta: bool = False,
     ) -> Grads:  # fmt: skip
-        """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned."""
+        """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned.
+
+        With ``keeps_delta`` they carry the delta of the rows.
+        """
         index = x.q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run(runtime, x, mask, options, sink, into, grad_dtype)
+                return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         in_turns = options.deterministic or _is_faster_in_turns(x, mask)
         remote = mask if isinstance(mask, RemoteKeys) else None
         key = _key(x, options, into is None, grad_dtype, in_turns, remote)
@@ -104,10 +107,12 @@ class BackwardCalls:
         out_at = 0 if x.out is None else x.out.data_ptr()
         at = (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr())
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
-            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype)
-        return self._launch(call, at, x, mask, sink, into, runtime, index, remote)
+            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta)
+        return self._launch(call, at, x, mask, sink, into, runtime, index, remote, keeps_delta)
 
-    def _launch(self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index, remote) -> Grads:
+    def _launch(
+        self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index, remote, keeps_delta
+    ) -> Grads:  # fmt: skip
         stream = runtime.stream(index)
         plan, plan_at = self._plans.plan(mask, call.plan, call.device, stream, runtime.is_capturing())  # held
         if into is None:
@@ -115,7 +120,8 @@ class BackwardCalls:
         else:
             # The kernel adds to dense rows: buffers of other layouts go through a copy.
             grads = Grads(*map(_dense_buffer, (into.dq, into.dk, into.dv)))
-        delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
+        is_wanted = x.delta is None and (sink is not None or keeps_delta)
+        delta = _empty_like(call.delta_like) if is_wanted else x.delta
         work = _empty_like(call.workspace_like)
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
@@ -130,6 +136,8 @@ class BackwardCalls:
             call.library.check(status, "Attention backward")
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
+        if keeps_delta:
+            grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather, fill and reduce of row ranges, in torch, on any device.
+"""Gather, fill and reduce of row ranges, on any device.
 
-``ranges`` is an integer tensor (n, 2) of half-open row ranges along ``dim``. Ranges become one row index
-tensor, so there is no loop over ranges. On a GPU the size of that tensor costs one host synchronisation;
-pass ``total_size`` (the sum of the range sizes) to avoid it. The keywords ``cu_range_sizes`` and
-``row_map`` of the 1.1.x functions are accepted and not needed.
+``ranges`` is an integer tensor (n, 2) of half-open row ranges along ``dim``. On a GPU one CUDA kernel does each of
+them (``range_kernels``); elsewhere, for float64 and wherever a gradient is recorded, they are torch operations on one
+row index tensor. To know how many rows the ranges hold costs one host synchronisation on a GPU; pass ``total_size``
+(the sum of the range sizes) or ``output`` to avoid it. The keywords ``cu_range_sizes`` and ``row_map`` of the 1.1.x
+functions are accepted and not needed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.errors import ContractError
+from magi_attention.kernels import range_kernels
 
 _NEG_INF = float("-inf")
 _KNOWN_HINTS = {"cu_range_sizes", "row_map", "total_size"}
@@ -22,7 +24,7 @@ def _check_ranges(ranges: torch.Tensor, name: str) -> torch.Tensor:
         return ranges.reshape(0, 2).long()
     if ranges.dim() != 2 or ranges.shape[1] != 2 or ranges.is_floating_point():
         raise ContractError(f"{name} is {tuple(ranges.shape)} {ranges.dtype}; give an integer tensor (n, 2).")
-    return ranges.long()
+    return ranges
 
 
 def _check_hints(hints: dict[str, object]) -> int | None:
@@ -33,8 +35,25 @@ def _check_hints(hints: dict[str, object]) -> int | None:
     return None if size is None else int(size)  # type: ignore[call-overload]
 
 
+def _edited(x: torch.Tensor) -> torch.Tensor:
+    """``x``, of which torch is told that a kernel wrote to it."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+    return x
+
+
+def _sizes(ranges: torch.Tensor) -> torch.Tensor:
+    return (ranges[:, 1] - ranges[:, 0]).long()
+
+
+def _count(ranges: torch.Tensor) -> int:
+    """How many rows the ranges hold; waits for the device that they are on."""
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
 def _rows_of(ranges: torch.Tensor, total_size: int | None) -> torch.Tensor:
     """All row ids of the ranges, in order, as one int64 tensor."""
+    ranges = ranges.long()
     sizes = ranges[:, 1] - ranges[:, 0]
     if total_size is None:
         total_size = int(sizes.sum())
@@ -55,8 +74,15 @@ def range_gather(
     The result has the dtype of ``input`` and is differentiable unless ``output`` is given.
     """
     total_size = _check_hints(hints)
-    rows = _rows_of(_check_ranges(ranges, "ranges").to(input.device), total_size)
-    gathered = input.index_select(dim, rows)
+    ranges, dim = _check_ranges(ranges, "ranges"), dim % input.dim()
+    if input.is_cuda and not (input.requires_grad and torch.is_grad_enabled()):
+        if total_size is None:
+            total_size = _count(ranges) if output is None else output.shape[dim]
+        shape = (*input.shape[:dim], total_size, *input.shape[dim + 1 :])
+        made = input.new_empty(shape) if output is None else output
+        if range_kernels.gather(made, input, ranges, dim):
+            return _edited(made)
+    gathered = input.index_select(dim, _rows_of(ranges.to(input.device), total_size))
     if output is None:
         return gathered
     if output.shape != gathered.shape:
@@ -69,8 +95,12 @@ def range_fill_(
 ) -> torch.Tensor:
     """Sets the rows of all ranges along ``dim`` to ``val`` in place and returns ``input``."""
     total_size = _check_hints(hints)
-    rows = _rows_of(_check_ranges(ranges, "ranges").to(input.device), total_size)
-    return input.index_fill_(dim, rows, val)
+    ranges = _check_ranges(ranges, "ranges")
+    if input.is_cuda and not input.requires_grad:
+        total_size = _count(ranges) if total_size is None else total_size
+        if range_kernels.fill(input, ranges, total_size, val, dim % input.dim()):
+            return _edited(input)
+    return input.index_fill_(dim, _rows_of(ranges.to(input.device), total_size), val)
 
 
 def range_reduce(
@@ -105,27 +135,33 @@ def range_reduce(
         ``output``, and for "lse" ``(output, output_lse)``.
     """
     total_size = _check_hints(hints)
-    sources = _check_ranges(input_ranges, "input_ranges").to(input.device)
-    targets = _check_ranges(output_ranges, "output_ranges").to(input.device)
+    sources, targets = _check_ranges(input_ranges, "input_ranges"), _check_ranges(output_ranges, "output_ranges")
     if len(sources) != len(targets):
         raise ContractError(
             f"{len(sources)} input ranges, {len(targets)} output ranges; give as many of each."
         )
-    if input.device.type == "cpu" and not torch.equal(sources.diff(dim=1), targets.diff(dim=1)):
+    if sources.device.type == targets.device.type == "cpu" and not torch.equal(_sizes(sources), _sizes(targets)):
         raise ContractError("An input range and its output range differ in size; make them equal.")
     if reduce_op not in ("sum", "avg", "lse"):
         raise ContractError(f"Unknown reduce_op {reduce_op!r}; use 'sum', 'avg' or 'lse'.")
     if reduce_dtype is None:
         wide = torch.float64 in (input.dtype, output.dtype)
         reduce_dtype = torch.float64 if wide else torch.float32
+    if reduce_op == "lse" and (input_lse is None or output_lse is None or dim != 0):
+        raise ContractError("reduce_op 'lse' needs input_lse, output_lse and dim 0; pass all three.")
+    is_plain = not any(x is not None and x.requires_grad for x in (input, output, input_lse, output_lse))
+    if input.is_cuda and reduce_dtype == torch.float32 and is_plain:
+        lse = (input_lse, output_lse) if reduce_op == "lse" else ()
+        if range_kernels.reduce(input, output, sources, targets, dim % input.dim(), reduce_op, acc_reduce, *lse):
+            return (_edited(output), _edited(output_lse)) if lse else _edited(output)
+    sources, targets = sources.to(input.device), targets.to(input.device)
     source_rows, target_rows = _rows_of(sources, total_size), _rows_of(targets, total_size)
     plan = _Scatter(target_rows, deterministic)
     values = input.movedim(dim, 0).index_select(0, source_rows).to(reduce_dtype)
     view = output.movedim(dim, 0)
     old = view.index_select(0, plan.touched).to(reduce_dtype)
     if reduce_op == "lse":
-        if input_lse is None or output_lse is None or dim != 0:
-            raise ContractError("reduce_op 'lse' needs input_lse, output_lse and dim 0; pass all three.")
+        assert input_lse is not None and output_lse is not None
         new, new_lse = _merge(plan, values, input_lse, old, output_lse, source_rows, acc_reduce)
         output_lse.index_copy_(0, plan.touched, new_lse.to(output_lse.dtype))
         view.index_copy_(0, plan.touched, new.to(output.dtype))

@@ -114,6 +114,7 @@ class SdpaBackend:
             dk=_sum_group(torch.matmul(ds.transpose(-1, -2), heads_first(q, heads, q_unseen))),
             dv=_sum_group(torch.matmul(p.transpose(-1, -2), do_h)),
         )
+        grads.delta = delta
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
         return finish_backward(grads, init)

@@ -107,6 +107,7 @@ class SdpaOnlineBackend:
             dk=run.dk_HTD.mul_(options.softmax_scale / run.q_factor).transpose(0, 1).contiguous(),
             dv=run.dv_HTD.transpose(0, 1).contiguous(),
         )
+        grads.delta = delta
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
         return finish_backward(grads, init)

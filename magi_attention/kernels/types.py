@@ -75,12 +75,17 @@ class Partial:
 
 @dataclass
 class Grads:
-    """Gradients with the shapes of q, k, v and sink; ``dsink`` is None when no sink was given."""
+    """Gradients with the shapes of q, k, v and sink; ``dsink`` is None when no sink was given.
+
+    ``delta`` (Tq, Hq) is the sum of out * dout over each row if the backend had to compute it and kept it: the next
+    stage of the same backward need not do so again.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
     dsink: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,39 @@ class Backend(Protocol):
 
         ``out`` and ``lse`` are the final ones of each row, over all stages and with the sink, so that
         ``exp(s - lse)`` is the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has
-        it. With ``init`` the gradients are added to its tensors in place and ``init`` is returned.
+        it. With ``init`` the gradients are added to its tensors in place and ``init`` is returned; without, the result
+        may carry the ``delta`` that was computed.
         """
+        ...
+
+
+@runtime_checkable
+class FinalBackend(Backend, Protocol):
+    """A backend that can round once, inside the kernel, what is not going to be merged with anything."""
+
+    def forward_final(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``(out in q's dtype, lse, max_logits or None)``."""
+        ...
+
+    def backward_final(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> Grads:
+        """Gradients in the dtype of q, that of the sink in the accumulation dtype."""
         ...

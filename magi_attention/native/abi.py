@@ -243,6 +243,22 @@ FFA_FUNCTIONS: Functions = {
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     ),
 }
+# Of rows.h: in the library of the attention kernels, in those that are built ahead. Structs are packed by their parts.
+RAW = -1  # in place of a dtype
+ROWS_ALL, ROWS_INT32, RANGES_INT32, RANGES_INT64 = range(4)
+ROW_PARTS = 4
+ROW_RANGES = 2048
+ROW_LIST = struct.Struct("=2iQ")
+ROW_PART = struct.Struct("=2i3q2Q")
+ROW_COPY = struct.Struct("=2iq")  # then two lists, the stream, the parts
+ROW_FILL = struct.Struct("=2iQ3q")  # then a list, out, the stream
+ROW_REDUCE = struct.Struct("=2iq2i3Q")  # then the stream, the parts
+ROW_MERGE = struct.Struct("=2iq2i3Q")  # then the stream, ROW_MERGE_LSE, one part
+ROW_MERGE_LSE = struct.Struct("=2Q2q")
+ROW_FUNCTIONS: Functions = {
+    name: (c_int32, (ctypes.c_char_p,))
+    for name in ("magi_row_copy", "magi_row_fill", "magi_row_reduce", "magi_row_merge")
+}
 # Of comm.h.
 COMM_FUNCTIONS: Functions = {
     "magi_comm_versions": (None, (I32_PTR, I32_PTR)),

@@ -99,9 +99,13 @@ def planner_job(csrc: Path) -> Job:
     return Job(PLANNER, sources, [cxx, *toolchain.cxx_flags()], link, _include(csrc))
 
 
-def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None) -> Job:
+def ffa_job(
+    csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None, with_rows: bool = True
+) -> Job:
     """The kernels of ``arch``: attention, and exchanges over NVLink that it runs beside; generates the instances.
     ``variants`` defaults to the manifest.
+
+    ``with_rows``: the row kernels too, which the libraries of single variants do without.
 
     ``threads`` of each nvcc, which change no byte of the result, default to NVCC_THREADS or 2.
     """
@@ -113,6 +117,7 @@ def ffa_job(csrc: Path, arch: str, variants: Sequence | None = None, threads: in
     instances = manifest.write_instances(folder / "inst", variants)
     boxes = sorted((csrc / "comm" / "nvlink").glob("*.cu"))
     sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *boxes, *instances]
+    sources += sorted((csrc / "range_ops").glob("*.cu")) if with_rows else []
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
     link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]

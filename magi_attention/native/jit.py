@@ -88,7 +88,7 @@ def compile_variant(variant, csrc: Path | None = None, arch: str = "sm90") -> Pa
             variant.stem, folder,
         )  # fmt: skip
         sources = _snapshot(csrc, folder / "csrc")
-        job = build.ffa_job(sources, arch, [variant], threads=env.nvcc_threads())
+        job = build.ffa_job(sources, arch, [variant], threads=env.nvcc_threads(), with_rows=False)
         built = build.build(job, folder / "build", library, guard=False)
         _log.info("Attention kernel %s was compiled in %.0f seconds.", variant.stem, built.seconds)
         if not env.is_build_debug():

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model around calc_attn, compiled without graph breaks: the same numbers as without, on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_attention import api
+from magi_attention.comm.transport import SingleTransport
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.errors import UnknownKeyError
+from magi_attention.testing.spawn import run_processes
+
+TOTAL = 96
+
+
+class Layer(torch.nn.Module):
+    """Projections, attention over the sequence of all ranks, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 32)
+
+    def forward(self, x, key, sink):
+        q, k, v = self.qkv(x).view(-1, 4, 8).split([2, 1, 1], 1)
+        out, meta = api.calc_attn(q, k, v, key, sink=sink, return_max_logits=True)
+        return out.reshape(-1, 16).relu() + x, meta.lse, meta.max_logits
+
+
+def make_key(group, bounds: list[list[int]], degree: int):
+    ranges = AttnRanges.from_ranges(bounds)
+    config = api.DistAttnConfig(
+        dispatch_config=api.DispatchConfig(chunk_size=8),
+        overlap_config=api.OverlapConfig(degree=degree, min_chunk_size=8),
+    )
+    return api.magi_attn_flex_key(
+        ranges, ranges, "causal", TOTAL, TOTAL, 2, 1, 8, 0, group, dist_attn_config=config
+    )
+
+
+def differences(group, degree: int) -> list[float]:
+    """Between compiled and plain, for out, lse, max_logits and gradients, under two masks."""
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(TOTAL, 16)
+    sink = torch.randn(2, 2, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for bounds in ([[0, 40], [40, TOTAL]], [[0, TOTAL]]):
+        key = make_key(group, bounds, degree)
+        results = []
+        for run in (layer, compiled):
+            layer.zero_grad(set_to_none=True)
+            sink.grad = None
+            got = run(api.dispatch(x, key), key, sink)
+            got[0].square().sum().backward()
+            grads = [layer.qkv.weight.grad, layer.qkv.bias.grad, sink.grad]
+            results.append([t.detach().clone() for t in (*got, *grads)])
+        found += [float((a - b).abs().max()) for a, b in zip(*results)]
+        assert not results[1][1].requires_grad
+    return found
+
+
+@pytest.mark.parametrize("degree", [0, 1])
+def test_on_one_rank(degree):
+    assert max(differences(SingleTransport(), degree)) == 0
+
+
+def on_two_ranks(rank: int, world: int) -> float:
+    worst = 0.0
+    for degree, hide_tail in ((0, "0"), (1, "0"), (2, "1")):
+        os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = hide_tail
+        worst = max(worst, *differences(dist.group.WORLD, degree))
+    return worst
+
+
+def test_on_two_ranks():
+    assert run_processes(2, on_two_ranks, timeout_s=240) == [0.0, 0.0]
+
+
+def test_a_key_that_was_cleared_is_missed():
+    group = SingleTransport()
+    key = make_key(group, [[0, TOTAL]], 1)
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    x = torch.randn(TOTAL, 16)
+    compiled(x, key, None)
+    api.clear_cache(group)
+    with pytest.raises(UnknownKeyError, match="does not exist"):
+        compiled(x, key, None)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of the row kernels are packed as rows.h lays them out, and lists of terms hold what they are made from."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.comm.layout import A2AVLayout
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.range_kernels import list_terms
+from magi_attention.native import abi, loader, rows
+
+INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
+SEEDS = range(30)
+
+LIST, PART = abi.ROW_LIST.size, abi.ROW_PART.size
+# (struct, field) -> where the packed parts put it
+COPY, FILL, REDUCE, MERGE = (s.size for s in (abi.ROW_COPY, abi.ROW_FILL, abi.ROW_REDUCE, abi.ROW_MERGE))
+LSE = abi.ROW_MERGE_LSE.size
+OFFSETS = {
+    ("magi_row_copy_params", "in_rows"): COPY,
+    ("magi_row_copy_params", "out_rows"): COPY + LIST,
+    ("magi_row_copy_params", "stream"): COPY + 2 * LIST,
+    ("magi_row_copy_params", "part"): COPY + 2 * LIST + 8,
+    ("magi_row_fill_params", "rows"): FILL,
+    ("magi_row_fill_params", "out"): FILL + LIST,
+    ("magi_row_fill_params", "stream"): FILL + LIST + 8,
+    ("magi_row_reduce_params", "rows"): REDUCE - 24,
+    ("magi_row_reduce_params", "stream"): REDUCE,
+    ("magi_row_reduce_params", "part"): REDUCE + 8,
+    ("magi_row_merge_params", "rows"): MERGE - 24,
+    ("magi_row_merge_params", "stream"): MERGE,
+    ("magi_row_merge_params", "in_lse"): MERGE + 8,
+    ("magi_row_merge_params", "part"): MERGE + 8 + LSE,
+}
+SIZES = {
+    "magi_row_list": LIST,
+    "magi_row_part": PART,
+    "magi_row_copy_params": COPY + 2 * LIST + 8 + abi.ROW_PARTS * PART,
+    "magi_row_fill_params": FILL + LIST + 16,
+    "magi_row_reduce_params": REDUCE + 8 + abi.ROW_PARTS * PART,
+    "magi_row_merge_params": MERGE + 8 + LSE + PART,
+}
+CONSTANTS = {
+    "MAGI_ROW_PARTS": abi.ROW_PARTS,
+    "MAGI_ROW_RANGES": abi.ROW_RANGES,
+    "MAGI_RAW": abi.RAW,
+    "MAGI_ROWS_ALL": abi.ROWS_ALL,
+    "MAGI_ROWS_INT32": abi.ROWS_INT32,
+    "MAGI_RANGES_INT32": abi.RANGES_INT32,
+    "MAGI_RANGES_INT64": abi.RANGES_INT64,
+}
+
+
+def test_parameters_are_packed_as_c_lays_them_out(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("There is no C compiler.")
+    wanted = [*(f"offsetof({s}, {f})" for s, f in OFFSETS), *(f"sizeof({s})" for s in SIZES), *CONSTANTS]
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/rows.h"', "int main(void) {"]
+    lines += [f'printf("%d\\n", (int)({what}));' for what in wanted]
+    source, probe = tmp_path / "probe.c", tmp_path / "probe"
+    source.write_text("\n".join([*lines, "return 0; }"]))
+    subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)], check=True, timeout=60)
+    got = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    assert dict(zip(wanted, map(int, got))) == dict(
+        zip(wanted, [*OFFSETS.values(), *SIZES.values(), *CONSTANTS.values()])
+    )
+
+
+def test_the_library_built_ahead_has_the_functions_and_refuses_bad_parameters():
+    if (reason := loader.why_absent("ffa_sm90")) is not None:
+        pytest.skip(reason)
+    library = loader.load("ffa_sm90")
+    rows.bind(library)
+    head = abi.ROW_COPY.pack(abi.ABI_VERSION + 1, 1, 0)
+    none = abi.ROW_LIST.pack(abi.ROWS_ALL, 0, 0)
+    part = abi.ROW_PART.pack(abi.RAW, abi.RAW, 1, 1, 1, 0, 0)
+    with pytest.raises(ContractError, match="ABI version"):
+        loader.check(library, library.magi_row_copy(head + 2 * none + bytes(8) + part), "Moving rows")
+    head = abi.ROW_COPY.pack(abi.ABI_VERSION, 5, 0)
+    with pytest.raises(ContractError, match="5 parts"):
+        loader.check(library, library.magi_row_copy(head + 2 * none + bytes(8) + 5 * part), "Moving rows")
+    half = abi.ROW_PART.pack(abi.BF16, abi.FP32, 1, 1, 1, 0, 0)
+    head = abi.ROW_COPY.pack(abi.ABI_VERSION, 1, 1)
+    with pytest.raises(UnsupportedError, match="float32 to 16 bits"):
+        loader.check(library, library.magi_row_copy(head + 2 * none + bytes(8) + half), "Moving rows")
+
+
+@pytest.mark.parametrize(
+    ("x", "stride"),
+    [
+        (torch.zeros(5, 3, 4), 12),
+        (torch.zeros(5, 6, 4)[:, :3], 24),
+        (torch.zeros(5, 3, 4)[:, :, :2], None),
+        (torch.zeros(3, 5, 4).transpose(0, 1), None),
+        (torch.zeros(5, 1, 4)[:, :, :3], 4),
+        (torch.zeros(9, 4)[::2], 8),
+        (torch.zeros(9)[::3], 3),
+        (torch.zeros(1, 4).expand(7, 4), 0),
+    ],
+)
+def test_row_stride(x, stride):
+    assert rows.row_stride(x) == stride
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_terms_of_ranges(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(0, 12))
+    sizes = rng.integers(0, 6, count)
+    sources, targets = (np.stack([s, s + sizes], 1) for s in rng.integers(0, 20, (2, count)))
+    wanted: dict[int, list[int]] = {}
+    for (a, b), (c, _) in zip(sources, targets):
+        for i in range(b - a):
+            wanted.setdefault(int(c) + i, []).append(int(a) + i)
+    touched, begin, listed = list_terms(sources, targets)
+    assert touched.tolist() == sorted(wanted)
+    got = {int(row): listed[begin[i] : begin[i + 1]].tolist() for i, row in enumerate(touched)}
+    assert got == wanted
+    if count and sizes[0]:
+        with pytest.raises(ContractError, match="differ in size"):
+            list_terms(sources, targets + np.array([0, 1]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_terms_of_a_layout_are_its_segments(seed):
+    rng = np.random.default_rng(seed)
+    world, count = int(rng.integers(2, 5)), int(rng.integers(1, 20))
+    rank = int(rng.integers(world))
+    sends = [np.flatnonzero(rng.random(count) < 0.5) if r != rank else np.zeros(0, np.int64) for r in range(world)]
+    none = [np.zeros(0, np.int64)] * world
+    layout = A2AVLayout(rank, world, count, 0, sends, none)
+    wire = [(r, i) for r in range(world) for i in sends[r].tolist()]
+    wanted = {row: [at for at, (_, i) in enumerate(wire) if i == row] for row in range(count)}
+    for of_all_rows in (True, False):
+        terms = layout.terms(torch.device("cpu"), of_all_rows)
+        touched, begin, listed = (None if x is None else x.tolist() for x in terms._held)
+        assert (touched is None) == of_all_rows
+        names = range(count) if touched is None else touched
+        got = {row: listed[begin[i] : begin[i + 1]] for i, row in enumerate(names)}
+        assert got == {row: terms for row, terms in wanted.items() if of_all_rows or terms}
+        assert terms.count == len(got) and layout.terms(torch.device("cpu"), of_all_rows) is terms
