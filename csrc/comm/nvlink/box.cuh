@@ -40,6 +40,7 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
   uint32_t last = end;
 #pragma unroll 1
   while (static_cast<int32_t>(load_acquire_system(word) - target) < 0) {
+    __nanosleep(100);  // many wait for one word
     const uint32_t now = milliseconds();
     if (now == last) continue;
     last = now;

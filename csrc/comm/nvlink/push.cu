@@ -1,45 +1,135 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows straight into the boxes of other ranks: plain 16-byte loads and stores by a few CTAs, see magi/box.h.
+// Rows straight into the boxes of other ranks, by bulk copies through the shared memory of a few CTAs, see magi/box.h. Plain loads
+// and stores are as fast alone, but not beside attention: they have too little on the way when memory is busy.
 
 #include "../../ffa/common/barrier.cuh"
+#include "../../ffa/common/copy.cuh"
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 
 namespace magi {
 namespace {
 
-constexpr int kPushThreads = 1024;
-constexpr int kInFlight = 4;  // 16-byte loads of a thread before their stores
+constexpr int kPushThreads = 32;
+constexpr int kStages = 5;
+constexpr int kStageBytes = 32768;
+constexpr int kSignalDelay = 3;  // chunks between the last of a slot and its signal: how long stores are on their way
+constexpr int kPushSmem = (kStages + 1) * kStageBytes + 8 * kStages;
 
-// The CTAs share the rows of a piece out by warps.
-__device__ __forceinline__ void push_rows(const magi_box_push_params& p, int4 piece, char* box) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = piece.w;
-  for (int t = 0; t < p.num_tensors; ++t) {
-    const int chunks = static_cast<int>(p.row_bytes[t] / 16), per_row = (chunks + 31) / 32, total = rows * per_row;
-    const char* from = static_cast<const char*>(p.source[t]);
-    char* to = box + p.data_at[t] + static_cast<int64_t>(piece.z) * p.row_bytes[t];
-    // A unit is 32 chunks of a row.
-    for (int first = warp; first < total; first += kPushThreads / 32 * kInFlight) {
-      uint4 value[kInFlight];
-      int64_t at[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int unit = first + i * (kPushThreads / 32), row = unit / per_row, chunk = (unit - row * per_row) * 32 + lane;
-        at[i] = -1;
-        if (unit >= total || chunk >= chunks) continue;
-        at[i] = static_cast<int64_t>(row) * p.row_bytes[t] + 16 * chunk;
-        value[i] = piece.y < 0 ? make_uint4(0, 0, 0, 0)
-                               : __ldcs(reinterpret_cast<const uint4*>(from + (piece.y + row) * p.source_stride[t]) + chunk);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (at[i] >= 0) *reinterpret_cast<uint4*>(to + at[i]) = value[i];
-    }
+// Where a lane is in the chunks of its CTA: whole rows of one tensor of a piece that fit into a stage, or a part of a row.
+struct PushCursor {
+  int index, tensor = 0, row = 0, column = 0;
+  int4 piece, slot;
+
+  __device__ PushCursor(const magi_box_push_params& p) : index(blockIdx.x) { read(p); }
+  __device__ void read(const magi_box_push_params& p) {
+    if (!valid(p)) return;
+    piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + index);
+    slot = __ldg(reinterpret_cast<const int4*>(p.slots) + piece.x);
   }
+  __device__ bool valid(const magi_box_push_params& p) const { return index < p.num_pieces; }
+  __device__ int row_bytes(const magi_box_push_params& p) const { return static_cast<int>(p.row_bytes[tensor]); }
+  __device__ int rows(const magi_box_push_params& p) const {
+    const int fit = kStageBytes / row_bytes(p);
+    return fit < 1 ? 1 : min(fit, piece.w - row);
+  }
+  // Of each of its rows.
+  __device__ int bytes(const magi_box_push_params& p) const { return min(row_bytes(p) - column, kStageBytes); }
+  __device__ const char* from(const magi_box_push_params& p, int i) const {
+    return static_cast<const char*>(p.source[tensor]) + (piece.y + row + i) * p.source_stride[tensor] + column;
+  }
+  __device__ char* to(const magi_box_push_params& p) const {
+    return reinterpret_cast<char*>(p.box.of_rank[slot.x]) + p.data_at[tensor] +
+           static_cast<int64_t>(piece.z + row) * p.row_bytes[tensor] + column;
+  }
+  // To the next chunk; true if that was the last one of a piece.
+  __device__ bool advance(const magi_box_push_params& p) {
+    column += bytes(p);
+    if (column < row_bytes(p)) return false;
+    column = 0;
+    row += rows(p);
+    if (row < piece.w) return false;
+    row = 0;
+    if (++tensor < p.num_tensors) return false;
+    tensor = 0;
+    index += gridDim.x;
+    read(p);
+    return true;
+  }
+};
+
+__device__ __forceinline__ void load_chunk(const magi_box_push_params& p, const PushCursor& at, uint32_t stage, uint32_t full) {
+  const int rows = at.rows(p), bytes = at.bytes(p);
+  mbar_expect(full, at.piece.y < 0 ? 0 : rows * bytes);
+  if (at.piece.y < 0) return;  // zeros, which are in a stage of their own
+  if (bytes == p.source_stride[at.tensor]) {
+    load_bytes(stage, at.from(p, 0), rows * bytes, full);
+    return;
+  }
+  for (int i = 0; i < rows; ++i) load_bytes(stage + i * bytes, at.from(p, i), bytes, full);
+}
+
+// The rows of `done` pieces of a slot have arrived. Who counts the last one tells the receiver.
+__device__ __forceinline__ void count_pieces(const magi_box_push_params& p, int own_slot, int4 slot, int done, uint32_t use) {
+  __threadfence_system();
+  uint32_t* left = box_word(p.box.own, MAGI_BOX_LEFT(p.world, own_slot));
+  if (atomicAdd(left, done) + done != static_cast<uint32_t>(slot.z)) return;
+  *left = 0;
+  __threadfence_system();
+  store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
+}
+
+// One lane: loads run ahead of stores by some stages, and signals follow when the stores have arrived.
+__device__ void push_pieces(const magi_box_push_params& p, uint32_t smem, uint32_t use) {
+  const uint32_t zeros = smem + kStages * kStageBytes, bars = zeros + kStageBytes;
+  PushCursor loads(p), stores(p);
+  int loaded = 0, stored = 0, done = 0;
+  int waiting = 0, waiting_slot = 0, since = 0;  // pieces to be signalled, and chunks stored since
+  int4 waiting_for = make_int4(0, 0, 0, 0);
+  auto signal = [&] {
+    if (waiting > 0) count_pieces(p, waiting_slot, waiting_for, waiting, use);
+    waiting = 0;
+  };
+  while (stores.valid(p)) {
+    while (loads.valid(p) && loaded - stored < kStages - 1) {
+      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      load_chunk(p, loads, smem + loaded % kStages * kStageBytes, bars + 8 * (loaded % kStages));
+      loads.advance(p);
+      ++loaded;
+    }
+    mbar_wait(bars + 8 * (stored % kStages), stored / kStages & 1);
+    store_bytes(stores.to(p), stores.piece.y < 0 ? zeros : smem + stored % kStages * kStageBytes, stores.rows(p) * stores.bytes(p));
+    store_commit();
+    ++stored;
+    if (waiting > 0 && ++since == kSignalDelay) {
+      asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kSignalDelay) : "memory");
+      signal();
+    }
+    const int own_slot = stores.piece.x;
+    const int4 slot = stores.slot;
+    if (!stores.advance(p)) continue;
+    ++done;
+    if (stores.valid(p) && stores.piece.x == own_slot) continue;
+    if (waiting > 0) {
+      store_wait_all();
+      signal();
+    }
+    waiting = done, waiting_slot = own_slot, waiting_for = slot, since = 0, done = 0;
+  }
+  store_wait_all();
+  signal();
 }
 
 __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constant__ magi_box_push_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const uint32_t smem = smem_addr(raw), use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) mbar_init(smem + (kStages + 1) * kStageBytes + 8 * i, 1);
+    mbar_init_fence();
+  }
+  for (int i = threadIdx.x; i < kStageBytes / 16; i += kPushThreads)
+    reinterpret_cast<uint4*>(raw + kStages * kStageBytes)[i] = make_uint4(0, 0, 0, 0);
+  fence_async_proxy();
   // What the receivers have of the use before must be over.
   for (int peer = threadIdx.x; peer < p.world; peer += kPushThreads) {
     if (peer == p.rank) continue;
@@ -51,36 +141,14 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
   __syncthreads();
   // From here on this CTA holds its multiprocessor until it is done, whatever the next kernel takes.
   start_next_kernel();
-  int done = 0;  // pieces of the slot at hand
-  for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) {
-    const int4 piece = reinterpret_cast<const int4*>(p.pieces)[i];
-    const int4 slot = reinterpret_cast<const int4*>(p.slots)[piece.x];
-    push_rows(p, piece, reinterpret_cast<char*>(p.box.of_rank[slot.x]));
-    ++done;
-    const int next = i + gridDim.x;
-    if (next < p.num_pieces && p.pieces[4 * next] == piece.x) continue;
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      uint32_t* left = box_word(p.box.own, MAGI_BOX_LEFT(p.world, piece.x));
-      if (atomicAdd(left, done) + done == static_cast<uint32_t>(slot.z)) {
-        *left = 0;
-        __threadfence_system();
-        store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
-      }
-    }
-    done = 0;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
-    __threadfence();
-    if (atomicAdd(ctas, 1) + 1 == gridDim.x) {
-      *ctas = 0;
-      __threadfence();
-      store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED), use);
-    }
-  }
+  if (threadIdx.x != 0) return;
+  push_pieces(p, smem, use);
+  uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
+  __threadfence();
+  if (atomicAdd(ctas, 1) + 1 != gridDim.x) return;
+  *ctas = 0;
+  __threadfence();
+  store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED), use);
 }
 
 __global__ void __launch_bounds__(128) box_release(const __grid_constant__ magi_box_release_params p) {
@@ -116,7 +184,11 @@ magi_status magi_box_push(const magi_box_push_params* params) {
   for (int t = 0; t < p.num_tensors; ++t)
     if (p.row_bytes[t] % 16 || p.source_stride[t] % 16 || p.data_at[t] % 16 || reinterpret_cast<uintptr_t>(p.source[t]) % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
-  magi::box_push<<<p.num_ctas, magi::kPushThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
+  static magi::DeviceOnce configured;
+  MAGI_RETURN(configured.run([] {
+    return cudaFuncSetAttribute(magi::box_push, cudaFuncAttributeMaxDynamicSharedMemorySize, magi::kPushSmem);
+  }));
+  magi::box_push<<<p.num_ctas, magi::kPushThreads, magi::kPushSmem, static_cast<cudaStream_t>(p.stream)>>>(p);
   return magi::cuda_status(cudaGetLastError(), "launching the push of rows");
 }
 
