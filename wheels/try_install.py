@@ -5,9 +5,10 @@
 
 For each Python and each torch: a new virtual environment, torch, then the wheels of --dist by their extra. What follows
 runs in another folder with nothing on PATH but that environment, so there is no compiler, no nvcc and no checkout: the
-native libraries are loaded, two gloo ranks compute one attention, which is compared with that of PyTorch, and
-`magi explain` plans a mask. Fails where one of these does, or takes longer than --limit seconds. Pythons that are not
-here are named and left out. Torch comes from the index of pip's configuration; `uv` installs it faster if on PATH.
+native libraries are loaded, two gloo ranks compute one attention, which is compared with that of PyTorch, `magi doctor
+--static` finds no error, and `magi explain` plans a mask. Fails where one of these does, or takes longer than --limit
+seconds. Pythons that are not here are named and left out. Torch comes from the index of pip's configuration; `uv`
+installs it faster if on PATH.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ with tempfile.TemporaryDirectory() as folder:
     [r.join() for r in ranks]
     assert [r.exitcode for r in ranks] == [0, 0]
 """
+DOCTOR = ["doctor", "--static", "--fail-on", "error"]
 EXPLAIN = ["explain", "--docs", "30000,2000,66000,33072", "--cp", "256", "--no-pictures"]
 
 
@@ -115,7 +117,9 @@ def try_one(version: str, torch: str, options: argparse.Namespace) -> dict:
         row["load_s"], text = use(folder, [python, "-c", loads], home)
         row |= {"seen": json.loads(text)}
         row["two_ranks_s"], row["two_ranks"] = use(folder, [python, "-c", TWO_RANKS], home)
-        row["explain_s"], _ = use(folder, [str(folder / "bin" / "magi"), *EXPLAIN], home)
+        magi = str(folder / "bin" / "magi")
+        row["doctor_s"], row["doctor"] = use(folder, [magi, *DOCTOR], home)
+        row["explain_s"], _ = use(folder, [magi, *EXPLAIN], home)
     row["too_slow"] = [k for k in row if k.endswith("_s") and row[k] > options.limit]
     return {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
 

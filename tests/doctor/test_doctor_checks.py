@@ -34,7 +34,7 @@ class Machine(System):
         self.installed = {"torch": "2.11.0"}
         self.pins = []
         self.native = {"planner": (True, None), "ffa_sm90": (True, None)}
-        self.capability_bits = 0
+        self.capability_bits, self.halves = 0, ("device half 3.4.5, host half 3.4.5", None)
         self.shm, self.pinned, self.passes, self.blocked = 64 * 2**30, UNLIMITED, True, set()
         self.host, self.host_addresses, self.loaded = "node7", ["10.0.0.7"], []
         self.has_devices = bool(self.gpus)
@@ -92,6 +92,9 @@ class Machine(System):
 
     def native_libraries(self):
         return self.native
+
+    def nvshmem_halves(self):
+        return self.halves
 
     def capabilities(self):
         return self.capability_bits
@@ -223,8 +226,18 @@ CASES = [
         library_checks.check_nvshmem,
         {"installed": {"nvidia-nvshmem-cu13": "3.4.5", "magi-attention-comm-cu13": "1.1.1"}},
         OK,
-        "nvidia-nvshmem-cu13 3.4.5; magi-attention-comm-cu13 1.1.1",
+        "nvidia-nvshmem-cu13 3.4.5; magi-attention-comm-cu13 1.1.1 (device half 3.4.5, host half 3.4.5)",
         "",
+    ),
+    (
+        library_checks.check_nvshmem,
+        {
+            "installed": {"nvidia-nvshmem-cu13": "3.3.20", "magi-attention-comm-cu13": "1.1.1"},
+            "halves": ("", "NVSHMEM's host half is 3.3.20, and libmagi_comm.so was compiled with 3.4.5"),
+        },
+        ERROR,
+        "host half is 3.3.20",
+        "pip install 'magi_attention[nvshmem]",
     ),
     (
         library_checks.check_nvshmem,
