@@ -109,6 +109,8 @@ IB = {
     "/dev/infiniband/uverbs0": "",
 }
 NET = {"/sys/class/net/eth0/mtu": "9000"}
+ROUTES = "Iface\tDestination\tGateway\ndocker0\t000011AC\t00000000\nens5\t00000000\t0100000A\n"
+BRIDGED = {"/sys/class/net/docker0/mtu": "1500", "/sys/class/net/ens5/mtu": "9000", "/proc/net/route": ROUTES}
 ROCE = {
     **IB,
     "/sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet",
@@ -325,6 +327,7 @@ CASES = [
     (host_checks.check_network, {}, OK, "one node only", ""),
     (host_checks.check_network, {"files": NET, "host_addresses": []}, WARNING, "does not resolve", "=eth0"),
     (host_checks.check_network, {"files": NET, "host_addresses": ["127.0.1.1"]}, WARNING, "no other node", "=eth0"),
+    (host_checks.check_network, {"files": BRIDGED, "host_addresses": ["127.0.1.1"]}, WARNING, "one node", "=ens5"),
     (
         host_checks.check_network,
         {"files": NET, "host_addresses": ["127.0.1.1"], "variables": {"GLOO_SOCKET_IFNAME": "eth0"}},
