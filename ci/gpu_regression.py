@@ -4,7 +4,7 @@
     ci/gpu_regression                            tests, then every benchmark with a baseline of this GPU
     ci/gpu_regression --skip-tests               only the benchmarks
     ci/gpu_regression --skip-tests --only ffa_both_h100 --masks causal --seqlens 4K
-                                                 some seconds, for while one works on a kernel
+                                                 less than a minute, while one works on a kernel
     ci/gpu_regression --compare RUN.json ...     only compares results that are there; needs no GPU
 
 Baselines are the files of benchmarks/results whose GPU is the one here; each is measured anew with its own settings.

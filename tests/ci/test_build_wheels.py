@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import try_install  # noqa: E402
 
 import build  # noqa: E402
 from magi_attention.version import __version__  # noqa: E402
@@ -49,6 +50,23 @@ def test_pythons_are_found_by_version():
     found = build.find_python(here)
     assert found is None or found.is_file()
     assert build.find_python("3.99") is None
+
+
+def test_an_environment_beside_the_torch_of_this_python(tmp_path, monkeypatch):
+    """It has that torch without a copy of it, and nvcc is out of reach even if this machine has one."""
+    torch = pytest.importorskip("torch")
+    pip = try_install.make_here(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    assert pip == [sys.executable, "-m", "pip", "--python", Path(python)]
+    code = (
+        f"import os, shutil, sys, torch; sys.path.append({str(ROOT)!r}); from magi_attention.native import toolchain\n"
+        "print(sys.prefix, torch.__version__, shutil.which('nvcc'), toolchain.find_nvcc())"
+    )
+    _, said = try_install.use(tmp_path / "venv", [python, "-c", code], tmp_path)
+    assert said == f"{tmp_path / 'venv'} {torch.__version__} None None"
+    monkeypatch.setattr(try_install.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="has no torch; name in MAGI_PYTHON"):
+        try_install.make_here(tmp_path / "other")
 
 
 def test_what_cannot_be_built_is_said(monkeypatch, capsys):
