@@ -45,6 +45,19 @@ def test_the_key_is_that_of_the_sources():
     assert build.source_key(names) == build.source_key(names[:2]) != build.source_key(names[:1])
 
 
+def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp_path, capsys):
+    wheel = tmp_path / "magi_attention-1.whl"
+    wheel.write_text("")
+    monkeypatch.setattr(build, "build_here", lambda *args, **kwargs: [wheel])
+    monkeypatch.setattr(build, "environment_of", lambda *args: Path(sys.executable))
+    monkeypatch.setattr(build, "check_wheels", lambda *args: 0)
+    revisions = [("abc", "1"), ("abc", "1"), ("abc", "1"), ("abc-dirty", "1")]
+    monkeypatch.setattr(build, "revision", lambda: revisions.pop(0))
+    assert build.main(["--twice"]) == 0 and "built twice: 1 equal, 0 differ" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="The checkout changed while wheels were built"):
+        build.main(["--twice"])
+
+
 def test_pythons_are_found_by_version():
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     found = build.find_python(here)
