@@ -16,6 +16,7 @@ on PATH. With --here nothing is fetched: the environment sees the torch of the P
 from __future__ import annotations
 
 import argparse
+import email
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -106,14 +108,25 @@ DOCTOR = ["doctor", "--static", "--fail-on", "error"]
 EXPLAIN = ["explain", "--docs", "30000,2000,66000,33072", "--cp", "256", "--no-pictures"]
 
 
-def make(python: Path, folder: Path, torch: str) -> list:
-    """An environment with that torch; returns its pip."""
+def needs(dist: Path) -> list[str]:
+    """What the main package demands of others, as its wheel says. These alone come from an index, never ours."""
+    wheels = sorted(dist.glob("magi_attention-*.whl"))
+    if not wheels:
+        raise SystemExit(f"{dist} has no wheel of magi_attention; run ci/build_wheels, or name its folder in --dist.")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist", [])
+    return [need for need in said if "extra ==" not in need]
+
+
+def make(python: Path, folder: Path, torch: str, dist: Path) -> list:
+    """An environment with that torch, and what the wheels in ``dist`` need of others; returns its pip."""
     build.run([python, "-m", "venv", folder])
     own = folder / "bin" / "python"
     uv = shutil.which("uv")
     install = [uv, "pip", "install", "--python", own] if uv else [own, "-m", "pip", "install"]
     links = [word for place in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", place)]
-    build.run([*install, "--quiet", *links, f"torch=={torch}", "numpy", "rich"])
+    build.run([*install, "--quiet", *links, f"torch=={torch}", *needs(dist)])
     return [own, "-m", "pip"]
 
 
@@ -158,7 +171,7 @@ def try_one(version: str, torch: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="magi_install_") as place:
         folder = Path(place, "venv")
         try:
-            pip = make(interpreter, folder, torch)
+            pip = make(interpreter, folder, torch, options.dist.resolve())
         except SystemExit as error:
             if "No matching distribution" in str(error) or "No solution found" in str(error):
                 return {"python": version, "torch": torch, "left_out": "the index has no such torch for it"}

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_an_environment_beside_the_torch_of_this_python(tmp_path, monkeypatch):
     monkeypatch.setattr(try_install.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="has no torch; name in MAGI_PYTHON"):
         try_install.make_here(tmp_path / "other")
+
+
+def test_what_the_wheels_need_of_others(tmp_path):
+    with pytest.raises(SystemExit, match="has no wheel of magi_attention; run ci/build_wheels"):
+        try_install.needs(tmp_path)
+    with zipfile.ZipFile(tmp_path / "magi_attention-1-py3-none-any.whl", "w") as wheel:
+        needs = ["torch>=2.9", 'tomli; python_version < "3.11"', 'magi-attention-kernels-sm90-cu13==1; extra == "sm90"']
+        wheel.writestr("magi_attention-1.dist-info/METADATA", "".join(f"Requires-Dist: {need}\n" for need in needs))
+    assert try_install.needs(tmp_path) == needs[:2]
 
 
 def test_what_cannot_be_built_is_said(monkeypatch, capsys):
