@@ -6,7 +6,7 @@
 #include "box.cuh"
 
 namespace magi {
-namespace {
+inline namespace box_pushing {  // named, because nvcc puts the path of the file into the names of what has no name
 
 constexpr int kPushThreads = 1024;
 constexpr int kInFlight = 4;  // 16-byte loads of a thread before their stores
@@ -102,7 +102,7 @@ magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi
   return MAGI_OK;
 }
 
-}  // namespace
+}  // namespace box_pushing
 }  // namespace magi
 
 extern "C" {
