@@ -14,7 +14,7 @@ became slower as well: that is the machine's doing, and a warning.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,9 +43,13 @@ class Cell:
     dtype: str
     samples: int
 
+    @property
+    def size(self) -> str:
+        """``"4K"`` for 4096 tokens."""
+        return f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
+
     def __str__(self) -> str:
-        size = f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
-        return f"{self.direction} {self.mask} {size}"
+        return f"{self.direction} {self.mask} {self.size}"
 
 
 @dataclass
@@ -102,6 +106,16 @@ def load(path: Path) -> Run:
         return parse(json.loads(path.read_text()), str(path))
     except (json.JSONDecodeError, KeyError, TypeError) as failure:
         raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew with benchmarks/kernel.py.") from None
+
+
+def narrow(run: Run, masks: Collection[str], sizes: Collection[str]) -> Run:
+    """Only the cells of these masks and lengths (such as ``"4K"``); an empty collection stands for all."""
+    kept = {
+        cell: rows
+        for cell, rows in run.results.items()
+        if (not masks or cell.mask in masks) and (not sizes or {cell.size, str(cell.seqlen)} & set(sizes))
+    }
+    return Run(run.environment, run.settings, kept)
 
 
 def merge(runs: Iterable[Run]) -> Run:

@@ -3,6 +3,8 @@
 
     ci/gpu_regression                            tests, then every benchmark with a baseline of this GPU
     ci/gpu_regression --skip-tests               only the benchmarks
+    ci/gpu_regression --skip-tests --only ffa_both_h100 --masks causal --seqlens 4K
+                                                 less than a minute, while one works on a kernel
     ci/gpu_regression --compare RUN.json ...     only compares results that are there; needs no GPU
 
 Baselines are the files of benchmarks/results whose GPU is the one here; each is measured anew with its own settings.
@@ -23,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compare_results import FAILING, Cell, Incomparable, Run, Verdict, best_of, compare, load, merge, to_repeat
+from compare_results import FAILING, Cell, Incomparable, Run, Verdict, best_of, compare, load, merge, narrow, to_repeat
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "results"
@@ -60,6 +62,24 @@ def baselines(folder: Path, gpu: str | None) -> tuple[dict[str, Run], list[str]]
             f"{', '.join(sorted(other)) or 'nothing'}; measure one with benchmarks/kernel.py --out and commit it."
         )
     return found, notes
+
+
+def chosen(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Run]:
+    """What --only, --masks and --seqlens leave of the baselines; ``Incomparable`` if they leave none."""
+    only, masks, sizes = (text.split(",") if text else [] for text in (options.only, options.masks, options.seqlens))
+    if unknown := [name for name in only if name not in found]:
+        raise Incomparable(f"{', '.join(unknown)}: no baseline of this GPU; there are {', '.join(found)}.")
+    cells = {cell for run in found.values() for cell in run.results}
+    for asked, known in (
+        (masks, {c.mask for c in cells}),
+        (sizes, {c.size for c in cells} | {str(c.seqlen) for c in cells}),
+    ):
+        if unknown := [word for word in asked if word not in known]:
+            raise Incomparable(f"{', '.join(unknown)}: not in a baseline; there are {', '.join(sorted(known))}.")
+    narrowed = {name: narrow(found[name], masks, sizes) for name in only or found}
+    if not any(run.results for run in narrowed.values()):
+        raise Incomparable(f"{', '.join(narrowed)} have none of these masks at these lengths together; name fewer.")
+    return {name: run for name, run in narrowed.items() if run.results}
 
 
 def command(direction: str, settings: dict, out: Path) -> list[str]:
@@ -142,10 +162,11 @@ def report(name: str, verdicts: Sequence[Verdict], notes: Sequence[str]) -> bool
     return not any(v.status in FAILING for v in verdicts)
 
 
-def compare_files(paths: Sequence[Path], folder: Path) -> bool:
+def compare_files(options: argparse.Namespace) -> bool:
     """One try, with results that were measured elsewhere; they may cover a baseline in several files."""
-    now = merge([load(path) for path in paths])
-    found, notes = baselines(folder, now.environment.get("gpu"))
+    now = merge([load(path) for path in options.compare])
+    found, notes = baselines(options.baselines, now.environment.get("gpu"))
+    found = chosen(found, options)
     directions = {cell.direction for cell in now.results}
     passed = True
     asked = {n: b for n, b in found.items() if directions & {cell.direction for cell in b.results}}
@@ -172,22 +193,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--baselines", type=Path, default=BASELINES, metavar="DIR", help="baselines (benchmarks/results)")
     add("--out", type=Path, default=ROOT / "build" / "regression", metavar="DIR", help="results (build/regression)")
     add("--only", metavar="A,B", help="these baselines, by file name without .json")
+    add("--masks", metavar="A,B", help="these masks alone")
+    add("--seqlens", metavar="4K,32K", help="these lengths alone")
     add("--skip-tests", action="store_true", help="only the benchmarks")
     add("--compare", type=Path, nargs="+", metavar="RUN.json", help="compare these instead of measuring")
     add("--timeout", type=float, default=1800, metavar="SECONDS", help="for one benchmark (1800)")
     options = parser.parse_args(arguments)
     try:
         if options.compare:
-            return 0 if compare_files(options.compare, options.baselines) else 1
+            return 0 if compare_files(options) else 1
         found, notes = baselines(options.baselines, gpu_name())
-        names = options.only.split(",") if options.only else list(found)
-        if unknown := [n for n in names if n not in found]:
-            raise Incomparable(f"{', '.join(unknown)}: no baseline of this GPU; there are {', '.join(found)}.")
+        found = chosen(found, options)
         print("\n".join(notes), end="\n" if notes else "")
         failed = [] if options.skip_tests or run_tests() else ["tests"]
         measure = measurer(options.out, options.timeout)
         options.out.mkdir(parents=True, exist_ok=True)
-        failed += [name for name in names if not report(name, *check(name, found[name], measure))]
+        failed += [name for name, baseline in found.items() if not report(name, *check(name, baseline, measure))]
     except Incomparable as reason:
         print(f"ci/gpu_regression: {reason}", file=sys.stderr)
         return 2

@@ -123,16 +123,22 @@ def export(names: list[str], target: Path) -> None:
             copy.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
 
 
+def revision() -> tuple[str, str]:
+    """(git revision, with -dirty where tracked files differ; the commit's time in seconds)."""
+    commit, seconds = run(["git", "log", "-1", "--format=%H %ct"]).split()
+    dirty = "-dirty" if run(["git", "status", "--porcelain", "--untracked-files=no"]).strip() else ""
+    return commit + dirty, seconds
+
+
 def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str, str]:
     """What a build sees: the commit's time and name, and nothing of this machine that could end up inside."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON"))}
-    commit = run(["git", "log", "-1", "--format=%H %ct"]).split()
-    dirty = "-dirty" if run(["git", "status", "--porcelain", "--untracked-files=no"]).strip() else ""
+    name, seconds = revision()
     out = {
         **kept,
         "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
-        "SOURCE_DATE_EPOCH": commit[1],
-        "MAGI_ATTENTION_BUILD_REVISION": commit[0] + dirty,
+        "SOURCE_DATE_EPOCH": seconds,
+        "MAGI_ATTENTION_BUILD_REVISION": name,
         "MAGI_ATTENTION_PREBUILD_FFA": "0",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -226,9 +232,8 @@ def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: b
     for wheel, version, interpreter, nvcc in plan(options):
         started = time.monotonic()
         python = environment_of(interpreter, WORK / f"venv-{version}")
-        commit = run(["git", "rev-parse", "HEAD"]).strip()
         name, nvcc_says = f"{wheel.name} {version}", run([nvcc, "--version"]) if nvcc else ""
-        text = f"{key} {commit} {options.system_linker} {TOOLS.read_text()} {nvcc_says}"
+        text = f"{key} {revision()[0]} {options.system_linker} {TOOLS.read_text()} {nvcc_says}"
         stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
         known = state.get(name, {})
         path = out / known.get("file", "none")
@@ -298,6 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(0o022)
     if options.engine == "cibuildwheel":
         return by_cibuildwheel(options, options.out)
+    before = revision(), source_key(sources())
     made = build_here(options, WORK / "source", options.out.resolve())
     if not made:
         say("nothing was built.")
@@ -307,6 +313,8 @@ def main(arguments: list[str] | None = None) -> int:
     code = check_wheels(tools, made, not options.system_linker)
     if options.twice:
         again = build_here(options, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
+        if (revision(), source_key(sources())) != before:
+            raise SystemExit("The checkout changed while wheels were built from it; leave it alone and run this again.")
         differ = [a.name for a, b in zip(made, again) if a.name != b.name or digest(a) != digest(b)]
         say(f"built twice: {len(made) - len(differ)} equal, {len(differ)} differ {' '.join(differ)}")
         code = code or int(bool(differ))

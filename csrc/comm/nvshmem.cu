@@ -58,6 +58,9 @@ magi_status magi_comm_unique_id(void* id) {
 magi_status magi_comm_join(const void* id, int32_t rank, int32_t world) {
   if (world < 1 || rank < 0 || rank >= world)
     return magi::fail(MAGI_INVALID_ARGUMENT, "rank %d of %d processes; ranks are 0 to world - 1.", rank, world);
+  // NVSHMEM takes the device of the current context. A process that never chose a device may have none, and would join
+  // without symmetric memory.
+  MAGI_RETURN(magi::cuda_status(cudaFree(nullptr), "making the context of the current device"));
   nvshmemx_uniqueid_t shared;
   memcpy(&shared, id, sizeof shared);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;

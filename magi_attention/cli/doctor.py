@@ -47,11 +47,19 @@ def command_doctor(args: argparse.Namespace) -> int:
     return code or finding.exit_code(findings, args.fail_on)
 
 
+def choose_ranks(args: argparse.Namespace, gpus: int) -> None:
+    """One rank per GPU, or per node without GPUs; two nodes, but one where these would be this machine twice.
+
+    NCCL refuses two ranks on one GPU.
+    """
+    args.ranks_per_node = args.ranks_per_node or max(gpus, 1)
+    args.nodes = args.nodes or (1 if gpus and args.engine in (None, "local") else 2)
+
+
 def pairwise(args: argparse.Namespace) -> list[Finding] | None:
     """Findings over all ranks of a launch; None if the ranks did not get that far, which was told."""
     if not args.session and not args.spec:
-        args.ranks_per_node = args.ranks_per_node or max(len(System().gpus), 1)
-        args.nodes = args.nodes or 2
+        choose_ranks(args, len(System().gpus))
     is_own = not args.session
     made = None
     try:

@@ -32,6 +32,8 @@ def parse_output(text: str) -> dict[str, Any] | None:
 
 def check_all_reduce(data: dict[str, Any]) -> Finding:
     rate, world = data["bus_gb_per_s"], data["world"]
+    if world < 2:
+        return Finding("nccl", SKIPPED, "one rank has nobody to talk to")
     evidence = (
         f"all-reduce of {data['mebibytes']} MiB over {world} ranks ({data['backend']}): {rate:.2f} GB/s on the bus"
     )

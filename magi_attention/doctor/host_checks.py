@@ -129,6 +129,15 @@ def check_gpudirect(system: System) -> Finding:
     return Finding("gdr", OK, f"{'nvidia-peermem' if has_peermem else 'dma-buf'}; {gdrcopy}")
 
 
+def _outward(system: System, interfaces: set[str]) -> str:
+    """The interface of the default route, else the first by name. Others may be bridges, tunnels or containers'."""
+    for line in (system.read("/proc/net/route") or "").splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1] == "00000000" and words[0] in interfaces:
+            return words[0]
+    return min(interfaces)
+
+
 def check_network(system: System) -> Finding:
     """This host's name leads to an address that others can reach, and the named interfaces exist."""
     interfaces = {path.rsplit("/", 1)[1] for path in system.names("/sys/class/net/*")} - {"lo", "bonding_masters"}
@@ -138,17 +147,19 @@ def check_network(system: System) -> Finding:
         names = [name.split(":")[0] for name in value.lstrip("=^").split(",") if name]
         wanted = [n for n in names if not any(i.startswith(n) for i in interfaces | {"lo"})]
         if wanted and not value.startswith("^"):
-            remedy = f"export {variable}={sorted(interfaces)[0]}" if interfaces else f"unset {variable}"
+            remedy = f"export {variable}={_outward(system, interfaces)}" if interfaces else f"unset {variable}"
             return Finding("net", ERROR, f"{variable} names {wanted[0]}, there is {mtus or 'no interface'}", remedy)
     host = system.hostname()
     addresses = system.addresses(host)
     if not interfaces:
         return Finding("net", OK, f"{host}: no network besides loopback, so one node only")
-    remedy = f"export GLOO_SOCKET_IFNAME={sorted(interfaces)[0]}, and give other nodes this one's IP with --address"
+    outward = _outward(system, interfaces)
+    remedy = f"for several nodes: export GLOO_SOCKET_IFNAME={outward}, and give the others this one's IP by --address"
     if not addresses:
         return Finding("net", WARNING, f"{host} does not resolve; {mtus}", remedy)
     if all(a.startswith("127.") or a == "::1" for a in addresses) and not system.environ.get("GLOO_SOCKET_IFNAME"):
-        return Finding("net", WARNING, f"{host} is {', '.join(addresses)}, which no other node reaches; {mtus}", remedy)
+        evidence = f"{host} is {', '.join(addresses)}: enough for one node, but no other node reaches it; {mtus}"
+        return Finding("net", WARNING, evidence, remedy)
     return Finding("net", OK, f"{host} is {', '.join(addresses)}; {mtus}")
 
 

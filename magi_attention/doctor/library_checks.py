@@ -91,7 +91,7 @@ def _listing(packages: dict[str, str]) -> str:
 
 
 def check_nvshmem(system: System) -> Finding:
-    """The host half of NVSHMEM: one version, for the CUDA of torch. The device half is inside our library."""
+    """The host half of NVSHMEM is for the CUDA of torch, and goes with the device half inside our library."""
     packages, comm = system.packages("nvidia-nvshmem-cu"), system.packages("magi-attention-comm")
     folder = system.package_folder("nvidia")
     files = system.names(f"{folder}/nvshmem/lib/libnvshmem_host.so.*") if folder else []
@@ -116,6 +116,10 @@ def check_nvshmem(system: System) -> Finding:
         major = cuda.split(".")[0]
         remedy = f"pip install nvidia-nvshmem-cu{major}"
         return Finding("nvs", WARNING, f"{_listing(packages)}, but torch is for CUDA {cuda}", remedy)
-    # Which device half is inside is told by the library of the native collectives, once it is installed.
-    rest = f"; {_listing(comm)}" if comm else "; the native collectives that would use it are not installed"
-    return Finding("nvs", OK, f"{_listing(packages)}{rest}")
+    if not comm:
+        rest = "the native collectives that would use it are not installed"
+        return Finding("nvs", OK, f"{_listing(packages)}; {rest}")
+    halves, why = system.nvshmem_halves()
+    if why:
+        return Finding("nvs", ERROR, why, f"pip install 'magi_attention[nvshmem]=={__version__}'")
+    return Finding("nvs", OK, f"{_listing(packages)}; {_listing(comm)} ({halves})")

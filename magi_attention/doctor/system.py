@@ -157,6 +157,18 @@ class System:
             found[name] = (is_there, loader.why_absent(name))
         return found
 
+    def nvshmem_halves(self) -> tuple[str, str | None]:
+        """("device half 3.4.5, host half 3.4.5", None) of the collectives, or ("", why they cannot be used)."""
+        from magi_attention.errors import UnsupportedError
+        from magi_attention.native.nvshmem import Nvshmem
+
+        try:
+            library = Nvshmem()
+        except UnsupportedError as error:
+            return "", str(error)
+        built, loaded = (".".join(map(str, half)) for half in (library.built, library.loaded))
+        return f"device half {built}, host half {loaded}", None
+
     def capabilities(self) -> int:
         """Effective capabilities of this process as a bit mask."""
         match = re.search(r"^CapEff:\s*([0-9a-f]+)$", self.read("/proc/self/status") or "", re.MULTILINE)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import try_install  # noqa: E402
 
 import build  # noqa: E402
 from magi_attention.version import __version__  # noqa: E402
@@ -44,11 +46,50 @@ def test_the_key_is_that_of_the_sources():
     assert build.source_key(names) == build.source_key(names[:2]) != build.source_key(names[:1])
 
 
+def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp_path, capsys):
+    wheel = tmp_path / "magi_attention-1.whl"
+    wheel.write_text("")
+    monkeypatch.setattr(build, "build_here", lambda *args, **kwargs: [wheel])
+    monkeypatch.setattr(build, "environment_of", lambda *args: Path(sys.executable))
+    monkeypatch.setattr(build, "check_wheels", lambda *args: 0)
+    revisions = [("abc", "1"), ("abc", "1"), ("abc", "1"), ("abc-dirty", "1")]
+    monkeypatch.setattr(build, "revision", lambda: revisions.pop(0))
+    assert build.main(["--twice"]) == 0 and "built twice: 1 equal, 0 differ" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="The checkout changed while wheels were built"):
+        build.main(["--twice"])
+
+
 def test_pythons_are_found_by_version():
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     found = build.find_python(here)
     assert found is None or found.is_file()
     assert build.find_python("3.99") is None
+
+
+def test_an_environment_beside_the_torch_of_this_python(tmp_path, monkeypatch):
+    """It has that torch without a copy of it, and nvcc is out of reach even if this machine has one."""
+    torch = pytest.importorskip("torch")
+    pip = try_install.make_here(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    assert pip == [sys.executable, "-m", "pip", "--python", Path(python)]
+    code = (
+        f"import os, shutil, sys, torch; sys.path.append({str(ROOT)!r}); from magi_attention.native import toolchain\n"
+        "print(sys.prefix, torch.__version__, shutil.which('nvcc'), toolchain.find_nvcc())"
+    )
+    _, said = try_install.use(tmp_path / "venv", [python, "-c", code], tmp_path)
+    assert said == f"{tmp_path / 'venv'} {torch.__version__} None None"
+    monkeypatch.setattr(try_install.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="has no torch; name in MAGI_PYTHON"):
+        try_install.make_here(tmp_path / "other")
+
+
+def test_what_the_wheels_need_of_others(tmp_path):
+    with pytest.raises(SystemExit, match="has no wheel of magi_attention; run ci/build_wheels"):
+        try_install.needs(tmp_path)
+    with zipfile.ZipFile(tmp_path / "magi_attention-1-py3-none-any.whl", "w") as wheel:
+        needs = ["torch>=2.9", 'tomli; python_version < "3.11"', 'magi-attention-kernels-sm90-cu13==1; extra == "sm90"']
+        wheel.writestr("magi_attention-1.dist-info/METADATA", "".join(f"Requires-Dist: {need}\n" for need in needs))
+    assert try_install.needs(tmp_path) == needs[:2]
 
 
 def test_what_cannot_be_built_is_said(monkeypatch, capsys):

@@ -266,6 +266,24 @@ def test_exit_codes_of_a_whole_run(tmp_path, monkeypatch, capsys, tests_pass, fa
     assert gr.main(["--baselines", str(tmp_path / "base"), "--only", "backward"]) == 2
 
 
+def test_a_part_of_the_baselines(tmp_path, monkeypatch, capsys):
+    put(tmp_path / "base", forward=results(), short=results(masks=["full"], seqlens=[1000]))
+    tries = Tries(results())
+    monkeypatch.setattr(gr, "gpu_name", lambda: ENVIRONMENT["gpu"])
+    monkeypatch.setattr(gr, "measurer", lambda folder, timeout: tries)
+    line = ["--baselines", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--skip-tests"]
+    assert gr.main([*line, "--masks", "varlen_causal", "--seqlens", "4K,1000"]) == 0
+    assert tries.asked == [("forward-try1-part1", ["varlen_causal"], [4096])]
+    assert "forward: 1 ok" in capsys.readouterr().out
+    for words, said in (
+        (["--masks", "diagonal"], "diagonal: not in a baseline; there are full, varlen_causal."),
+        (["--seqlens", "2K"], "2K: not in a baseline; there are 1000, 32768, 32K, 4096, 4K."),
+        (["--only", "short", "--seqlens", "4096"], "short have none of these masks at these lengths together"),
+    ):
+        assert gr.main([*line, *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_the_command_compares_files_without_a_gpu(tmp_path):
     put(tmp_path / "base", forward=results(), backward=results("backward"))
     put(tmp_path, good=results(), slow=changed(results(), 0.8), other=results(gpu="NVIDIA H200"))

@@ -34,7 +34,7 @@ class Machine(System):
         self.installed = {"torch": "2.11.0"}
         self.pins = []
         self.native = {"planner": (True, None), "ffa_sm90": (True, None)}
-        self.capability_bits = 0
+        self.capability_bits, self.halves = 0, ("device half 3.4.5, host half 3.4.5", None)
         self.shm, self.pinned, self.passes, self.blocked = 64 * 2**30, UNLIMITED, True, set()
         self.host, self.host_addresses, self.loaded = "node7", ["10.0.0.7"], []
         self.has_devices = bool(self.gpus)
@@ -93,6 +93,9 @@ class Machine(System):
     def native_libraries(self):
         return self.native
 
+    def nvshmem_halves(self):
+        return self.halves
+
     def capabilities(self):
         return self.capability_bits
 
@@ -106,6 +109,8 @@ IB = {
     "/dev/infiniband/uverbs0": "",
 }
 NET = {"/sys/class/net/eth0/mtu": "9000"}
+ROUTES = "Iface\tDestination\tGateway\ndocker0\t000011AC\t00000000\nens5\t00000000\t0100000A\n"
+BRIDGED = {"/sys/class/net/docker0/mtu": "1500", "/sys/class/net/ens5/mtu": "9000", "/proc/net/route": ROUTES}
 ROCE = {
     **IB,
     "/sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet",
@@ -223,8 +228,18 @@ CASES = [
         library_checks.check_nvshmem,
         {"installed": {"nvidia-nvshmem-cu13": "3.4.5", "magi-attention-comm-cu13": "1.1.1"}},
         OK,
-        "nvidia-nvshmem-cu13 3.4.5; magi-attention-comm-cu13 1.1.1",
+        "nvidia-nvshmem-cu13 3.4.5; magi-attention-comm-cu13 1.1.1 (device half 3.4.5, host half 3.4.5)",
         "",
+    ),
+    (
+        library_checks.check_nvshmem,
+        {
+            "installed": {"nvidia-nvshmem-cu13": "3.3.20", "magi-attention-comm-cu13": "1.1.1"},
+            "halves": ("", "NVSHMEM's host half is 3.3.20, and libmagi_comm.so was compiled with 3.4.5"),
+        },
+        ERROR,
+        "host half is 3.3.20",
+        "pip install 'magi_attention[nvshmem]",
     ),
     (
         library_checks.check_nvshmem,
@@ -312,6 +327,7 @@ CASES = [
     (host_checks.check_network, {}, OK, "one node only", ""),
     (host_checks.check_network, {"files": NET, "host_addresses": []}, WARNING, "does not resolve", "=eth0"),
     (host_checks.check_network, {"files": NET, "host_addresses": ["127.0.1.1"]}, WARNING, "no other node", "=eth0"),
+    (host_checks.check_network, {"files": BRIDGED, "host_addresses": ["127.0.1.1"]}, WARNING, "one node", "=ens5"),
     (
         host_checks.check_network,
         {"files": NET, "host_addresses": ["127.0.1.1"], "variables": {"GLOO_SOCKET_IFNAME": "eth0"}},

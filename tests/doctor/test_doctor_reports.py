@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import time
 import pytest
 
 from magi_attention.cli import main
+from magi_attention.cli.doctor import choose_ranks
 from magi_attention.doctor import finding, group_checks, registry
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
@@ -92,6 +94,7 @@ def with_rank(number, **changes):
         (one_host(bus_gb_per_s=9.0), "nccl", WARNING, "at least 80 are usual for these GPUs"),
         (numbers(bus_gb_per_s=9.0), "nccl", OK, "9.00 GB/s"),  # between hosts the network decides
         (one_host(bus_gb_per_s=9.0, backend="gloo"), "nccl", OK, "gloo"),
+        (one_host(bus_gb_per_s=0.0, world=1), "nccl", SKIPPED, "one rank has nobody"),
         (numbers(is_right=False), "nccl", ERROR, "the sum is wrong"),
         (numbers(), "link", OK, "between hosts 20.00 GB/s (slowest 20.00"),
         (numbers(pairs_gb_per_s={"0-2": 20.0, "0-3": 20.0, "1-2": 5.0}), "link", WARNING, "ranks 1-2 (host0, host1)"),
@@ -158,6 +161,24 @@ def test_wrong_requests(capsys):
     assert "which only --pairwise does" in capsys.readouterr().err
     assert main(["doctor", "--dry-run"]) == 0
     assert "nccl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "shape"),
+    [
+        ([], 0, (2, 1)),  # this machine twice
+        ([], 4, (1, 4)),  # not twice the same GPUs
+        (["--engine", "ssh"], 8, (2, 8)),
+        (["--nodes", "3"], 8, (3, 8)),
+        (["--ranks-per-node", "2"], 4, (1, 2)),
+    ],
+)
+def test_ranks_of_pairwise(words, gpus, shape):
+    args = argparse.Namespace(engine=None, nodes=None, ranks_per_node=None)
+    for option, value in zip(words[::2], words[1::2]):
+        setattr(args, option[2:].replace("-", "_"), int(value) if value.isdecimal() else value)
+    choose_ranks(args, gpus)
+    assert (args.nodes, args.ranks_per_node) == shape
 
 
 def test_pairwise_over_two_nodes(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes on two GPUs put rows into one another's symmetric memory, several times, and find what was sent."""
+"""Processes, each on a GPU, put rows into one another's symmetric memory, several times, and find what was sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ ROWS, WIDTH, ROUNDS = 1000, 128, 5
 
 
 def exchange(rank: int, world: int) -> list[int]:
-    """Rows of round i hold 100 i + rank. Returns what came, one value per round, after all of them were equal."""
+    """Rows of round i hold 100 i + rank and go to the next rank, which is this one where it is alone.
+
+    Returns what came, one value per round, after all of them were equal.
+    """
     torch.cuda.set_device(rank)
     library = Nvshmem()
     library.join(dist.distributed_c10d._get_default_store(), rank, world)
     num_bytes, seen = ROWS * WIDTH * 4, []
     inbox, signal, back = library.alloc(num_bytes), library.alloc(8), library.alloc(8)
     received = torch.empty(ROWS, WIDTH, dtype=torch.int32, device="cuda")
-    stream, peer = torch.cuda.current_stream().cuda_stream, 1 - rank
+    stream, peer = torch.cuda.current_stream().cuda_stream, (rank + 1) % world
     nothing = torch.zeros(1, dtype=torch.int32, device="cuda")
     for i in range(1, ROUNDS + 1):
         rows = torch.full_like(received, 100 * i + rank)
@@ -33,8 +36,8 @@ def exchange(rank: int, world: int) -> list[int]:
         first = int(received[0, 0])
         assert bool((received == first).all())
         seen.append(first)
-        # The peer has read its inbox before the next rows come.
-        library.put_signal(back, nothing.data_ptr(), 0, back, i, peer, stream)
+        # Who sent them hears that the inbox was read, before the next rows come.
+        library.put_signal(back, nothing.data_ptr(), 0, back, i, (rank - 1) % world, stream)
         library.wait_signal(back, i, stream)
         torch.cuda.synchronize()
     for address in (back, signal, inbox):
@@ -56,12 +59,13 @@ def copy_from(address: int, out: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_and_signals_arrive():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("Needs two GPUs.")
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_and_signals_arrive(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"Needs {world} GPUs.")
     try:
         Nvshmem()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    seen = run_processes(2, exchange, timeout_s=120.0)
-    assert seen == [[100 * i + 1 - rank for i in range(1, ROUNDS + 1)] for rank in range(2)]
+    seen = run_processes(world, exchange, timeout_s=120.0)
+    assert seen == [[100 * i + (rank - 1) % world for i in range(1, ROUNDS + 1)] for rank in range(world)]

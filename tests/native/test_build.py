@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -178,6 +179,14 @@ def test_the_guard_reads_the_log():
         assert not compile_report.parse_log(f"ptxas info : ({code}) fine")[1]
     table = compile_report.table([unit, compile_report.Unit("host", 0.1, 10)])
     assert "168" in table and "fwd_x" in table and "host" in table
+
+
+def test_kernels_have_names_of_their_own():
+    """nvcc puts the path of a file into the names of kernels without one, and wheels would differ by their folder."""
+    nameless = re.compile(r"^\s*namespace\s*\{|\bstatic\s+__global__", re.MULTILINE)
+    sources = [path for path in toolchain.source_files(ROOT / "csrc") if "__global__" in path.read_text()]
+    assert len(sources) > 5
+    assert not [path.name for path in sources if nameless.search(path.read_text())], "give the namespace a name"
 
 
 def test_manifest():

@@ -8,7 +8,7 @@
 #include "box.cuh"
 
 namespace magi {
-namespace {
+inline namespace box_pushing {  // named, because nvcc puts the path of the file into the names of what has no name
 
 constexpr int kPushThreads = 32;
 constexpr int kStages = 5;
@@ -168,7 +168,7 @@ magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi
   return MAGI_OK;
 }
 
-}  // namespace
+}  // namespace box_pushing
 }  // namespace magi
 
 extern "C" {

@@ -8,7 +8,7 @@
 #include "box.cuh"
 
 namespace magi {
-namespace {
+inline namespace box_summing {  // named, because nvcc puts the path of the file into the names of what has no name
 
 constexpr int kReduceThreads = 256;
 
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
   release_box(p.pushed, p.rank, p.world);
 }
 
-}  // namespace
+}  // namespace box_summing
 }  // namespace magi
 
 extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
