@@ -39,6 +39,10 @@ class RemoteMask:
         return TILE * len(self.arrivals)
 
     @property
+    def num_slots(self) -> int:
+        return int(self.arrivals.max(initial=-1)) + 1
+
+    @property
     def total_k(self) -> int:
         return self.base + self.rows
 
@@ -102,7 +106,7 @@ class RemoteKeys(NamedTuple):
         """``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the rest of
         ``magi_ffa_remote``."""
         code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
-        sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows}
+        sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
         return cls(mask, bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields)))
 
 

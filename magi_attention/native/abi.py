@@ -132,7 +132,7 @@ class FfaRemote(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("version", "world", "local_keys", "base", "rows", "wire_dtype")),
         ("timeout_ms", c_uint32),
-        ("reserved", c_int32),
+        ("num_slots", c_int32),
         *((name, c_void_p) for name in ("box", "k", "v", "arrivals", "failure")),
         *((name, c_void_p) for name in ("owners", "target_rows", "dk_targets", "dv_targets")),
     ]

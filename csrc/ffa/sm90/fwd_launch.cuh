@@ -10,8 +10,9 @@
 
 namespace magi {
 
-// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and outputs.
-constexpr int64_t kSectionBytes = 32ll << 20;
+// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and outputs. A little more than a
+// power of two, for keys that are a little more than that.
+constexpr int64_t kSectionBytes = 33ll << 20;
 
 template <typename C>
 magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote, FwdKernelParams* k) {

@@ -16,7 +16,7 @@ struct RemoteKeys {
   CUtensorMap k_map, v_map;  // (d, row, kv head)
   int32_t base;              // of remote keys in the coordinates of the plan; INT_MAX: there are none
   int32_t local_keys;        // before them
-  int32_t world;
+  int32_t world, num_slots;
   uint32_t timeout_ms;
   const void* box;
   const int32_t* arrivals;
@@ -40,6 +40,7 @@ __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile) {
 
 // The same. The slots before `next` are known to have arrived; those up to the tile's are waited for in order.
 __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile, int& next) {
+  if (next == r.num_slots) return;
   const int slot = __ldg(r.arrivals + tile);
   if (slot < next) return;
   while (next <= slot) wait_for_slot(r, next++);

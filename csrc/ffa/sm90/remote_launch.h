@@ -22,6 +22,7 @@ inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, C
   MAGI_RETURN(encode_map(&to->v_map, type, remote->v, {dv, rows, heads}, {row_v * h, row_v}, {64, block, 1}, "remote v"));
   to->base = remote->base;
   to->world = remote->world;
+  to->num_slots = remote->num_slots;
   to->timeout_ms = remote->timeout_ms;
   to->box = remote->box;
   to->owners = remote->owners;

@@ -124,7 +124,7 @@ typedef struct {
   int32_t rows;       /* a multiple of 128; total_k is base + rows */
   int32_t wire_dtype; /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
   uint32_t timeout_ms; /* as in box.h */
-  int32_t reserved;
+  int32_t num_slots;
   const void* box;    /* whose control words tell what has arrived */
   const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
   const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; slots are numbered in the order of arrival */
