@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -102,8 +102,9 @@ def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey,
     mask, (heads_q, heads_kv) = setting.case.mask, setting.heads
     overlap = api.OverlapConfig(degree=variant.degree)
     heads = {"num_heads_q": heads_q, "num_heads_kv": heads_kv, "head_dim": setting.head_dim}
-    chunk = setting.chunk_size or api.make_plan(mask, setting.world).chunk_size
-    config = api.DistAttnConfig(dispatch_config=api.DispatchConfig(chunk_size=chunk), overlap_config=overlap)
+    dispatch = api.DispatchConfig(setting.chunk_size, alg=api.LocalityDispatchAlg())
+    plan = api.make_plan(mask, setting.world, api.DistAttnConfig(dispatch_config=dispatch))
+    config = api.DistAttnConfig(replace(dispatch, chunk_size=plan.chunk_size), overlap)
     rows = mask.slices.array
     key = api.magi_attn_flex_key(
         api.AttnRanges.from_ranges(rows[:, 0:2].tolist()),

@@ -62,7 +62,8 @@ class BoxGroup:
         return bool(self._failure_view[0])
 
     def check(self, stage: str, rank_of_slot: dict[int, int] | None = None) -> None:
-        """Raises ``PeerFailureError`` if a kernel gave up waiting; ``rank_of_slot`` tells whose slot it may have been."""
+        """Raises ``PeerFailureError`` if a kernel gave up waiting; ``rank_of_slot`` tells whose slot it may have
+        been."""
         found = int(self._failure_view[0])
         if found:
             culprit = found - 1

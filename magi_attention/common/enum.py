@@ -73,6 +73,7 @@ class DispatchAlgType(Enum):
     SEQUENTIAL_SELECT = "sequential_select"
     BATCH_TOPP_HEAP = "batch_topp_heap"
     SORTED_SEQUENTIAL_SELECT = "sorted_sequential_select"
+    LOCALITY = "locality"  # not a published one
 
 
 class OverlapAlgType(Enum):

@@ -82,7 +82,8 @@ class OneLaunch:
         return Grads(grads.dq, dk, dv, grads.dsink)
 
     def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Launches:
-        shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), (k.stride(0), v.stride(0)))
+        strides = (k.stride(0), v.stride(0))
+        shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
         found = self._launches.get(shapes)
         group = box_group(self._transport, k.device) if found is None else found.group
         if found is None or not found.is_current():
@@ -125,8 +126,8 @@ class _Launches:
             mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _leads(part, shapes))
             self.remote = RemoteKeys.of(
                 mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
-                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"], owners=at["owners"],
-                target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
+                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
+                owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
                 dv_targets=self._targets[1].data_ptr(),
             )  # fmt: skip
 

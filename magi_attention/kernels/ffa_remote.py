@@ -20,9 +20,9 @@ TILE = 128  # remote keys come in tiles that have one owner
 class RemoteMask:
     """Slices over ``local_keys`` local keys and remote ones, which begin at ``base``; made once per plan and shapes.
 
-    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; slots arrive in this order.
-    ``leads`` are the parts of the tiles of queries, and of keys in the backward, that should be taken in the order of
-    arrival rather than by cost, by the heads that come first: as much work as there is while rows arrive.
+    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; slots arrive in this
+    order. ``leads`` are the parts of the tiles of queries, and of keys in the backward, that should be taken in the
+    order of arrival rather than by cost, by the heads that come first: as much work as there is while rows arrive.
 
     Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
     they need no clearing: the plans are told so.
@@ -82,8 +82,8 @@ class RemoteMask:
 
 
 def _with_first_order(words: np.ndarray, when: np.ndarray, lead: float) -> np.ndarray:
-    """The plan with a second order: tiles with the share ``lead`` of the cost by arrival, earlier ones first, then the rest
-    by cost, as in the plan's own order."""
+    """The plan with a second order: tiles with the share ``lead`` of the cost by arrival, earlier ones first, then the
+    rest by cost, as in the plan's own order."""
     plan = TilePlan(words)
     cost, order = plan.tiles[:, 4].astype(np.int64), plan.order
     early = np.lexsort((-cost, when))

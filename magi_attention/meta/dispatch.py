@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from magi_attention.common.slices import K0, K1, areas
-from magi_attention.config import DispatchConfig, SortedSequentialSelectAlg
+from magi_attention.config import (
+    DispatchConfig,
+    LocalityDispatchAlg,
+    MinHeapDispatchAlg,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+)
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta.chunking import chunk_areas, sum_by
 from magi_attention.meta.solver.dispatch_solver import (
@@ -18,6 +24,7 @@ from magi_attention.meta.solver.dispatch_solver import (
     IOUAffinity,
     SampleIDAffinity,
 )
+from magi_attention.meta.solver.locality import improve, key_masks
 
 Partitions = tuple[tuple[int, ...], ...]
 
@@ -29,6 +36,7 @@ def solve_dispatch(
     num_chunks: int,
     cp_size: int,
     config: DispatchConfig,
+    chunk_size: int,
 ) -> Partitions:
     """Chunk ids per rank, ascending, so that local order follows global order.
 
@@ -48,10 +56,21 @@ def solve_dispatch(
             "use MinHeapDispatchAlg, BSDispatchAlg or SequentialDispatchAlg."
         )
     work = chunk_areas(pieces, chunk_of, num_chunks).tolist()
+    if isinstance(alg, LocalityDispatchAlg):
+        return check_partitions(_by_locality(alg, pieces, chunk_of, work, cp_size, chunk_size), num_chunks, cp_size)
     affinities, sample_areas = _affinities(alg, pieces, chunk_of, slice_of, num_chunks)
     jobs = DispatchJob.from_job_list(work, affinities)
     solution = DispatchSolver(alg).solve(DispatchData(jobs, cp_size, sample_areas))
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
+
+
+def _by_locality(alg: LocalityDispatchAlg, pieces, chunk_of, work: list[int], cp_size: int, chunk_size: int):
+    """The better of two starts: the best balance, and the fewest rows."""
+    masks = key_masks(pieces, chunk_of, len(work), chunk_size)
+    jobs = DispatchData(DispatchJob.from_job_list(work, None), cp_size, None)
+    algs = (MinHeapDispatchAlg(), SequentialDispatchAlg())
+    starts = [DispatchSolver(start).solve(jobs).bucket_partitions for start in algs]
+    return min(improve(parts, work, masks, alg.row_cost * chunk_size) for parts in starts)[1]
 
 
 def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_size: int) -> Partitions:

@@ -138,7 +138,7 @@ def make_dispatch_meta_from_qk_ranges(
     bounds = chunk_bounds(total_seqlen_q, chunk_size)
     pieces = split_by_chunk(slices.array, bounds)
     config = DispatchConfig(chunk_size, uneven_shard, dispatch_config.alg)
-    partitions = solve_dispatch(*pieces, len(bounds), cp_size, config)
+    partitions = solve_dispatch(*pieces, len(bounds), cp_size, config, chunk_size)
     pad = padding_of(slices, total_seqlen_q)
     plan = plan_for_partitions(slices, total_seqlen_q - pad, pad, chunk_size, partitions, uneven_shard=uneven_shard)
     return dispatch_metas(plan, cp_rank)

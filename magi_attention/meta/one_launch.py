@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part of a plan for attention in one launch: local keys and those of all stages in one coordinate space.
 
-Keys in the kernel's coordinates: local ones from 0, then a gap that nobody sees, then from ``base`` on the *box*, the memory
-into which other ranks push their rows, in the order of the sequence. The box is made of tiles of 128 rows with one owner
-each; where the owner changes, the last tile is padded with zeros. Tiles form groups, and all ranks send the last group
-first, because the forward kernel walks from the right; within a group each rank serves the next rank first, then the one
-after. What one rank sends of one group is a *slot*; slots of a box are numbered in the order of arrival.
+Keys in the kernel's coordinates: local ones from 0, then a gap that nobody sees, then from ``base`` on the *box*, the
+memory into which other ranks push their rows, in the order of the sequence. The box is made of tiles of 128 rows with
+one owner each; where the owner changes, the last tile is padded with zeros. Tiles form groups, and all ranks send the
+last group first, because the forward kernel walks from the right; within a group each rank serves the next rank first,
+then the one after. What one rank sends of one group is a *slot*; slots of a box are numbered in the order of arrival.
 
-Gradients of remote keys travel back the same way: every owner has a second box with tiles for each rank that got its rows.
+Gradients of remote keys travel back the same way: every owner has a second box with tiles for each rank that got its
+rows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _MAX_PIECE_ROWS = 32
 class OneLaunchPart:
     """All arrays are int32; W ranks, T tiles in this rank's box.
 
-    ``slices``: local query rows, keys in the kernel's coordinates. ``arrivals`` (T,): slot of each tile, ``owners`` (T,) its
-    rank. ``pieces`` (N, 4): rows that this rank pushes, in the order of sending: (own slot, first local row or -1 for
-    zeros, first row in the box there, rows); ``slots`` (S, 4): (rank, slot in its box, pieces, 0) of each own slot.
-    ``target_rows`` (T,): first row of each tile in its owner's box of gradients. ``places`` (W, local rows): row in this
-    rank's box of gradients of what a rank adds to a local row, -1 if nothing; ``senders`` (W,) 1 for ranks that add
-    anything. ``box_rows`` and ``grad_rows``: rows that the boxes of all ranks need. ``rows_received`` without padding.
+    ``slices``: local query rows, keys in the kernel's coordinates. ``arrivals`` (T,): slot of each tile, ``owners``
+    (T,) its rank. ``pieces`` (N, 4): rows that this rank pushes, in the order of sending: (own slot, first local row
+    or -1 for zeros, first row in the box there, rows); ``slots`` (S, 4): (rank, slot in its box, pieces, 0) of each
+    own slot. ``target_rows`` (T,): first row of each tile in its owner's box of gradients. ``places`` (W, local rows):
+    row in this rank's box of gradients of what a rank adds to a local row, -1 if nothing; ``senders`` (W,) 1 for ranks
+    that add anything. ``box_rows`` and ``grad_rows``: rows that the boxes of all ranks need. ``rows_received`` without
+    padding.
     """
 
     rank: int

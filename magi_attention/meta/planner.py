@@ -86,7 +86,7 @@ def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: 
     pad = pad_size(total, cp_size, chunk, config.uneven_shard)
     bounds = chunk_bounds(total + pad, chunk)
     pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
-    partitions = solve_dispatch(pieces, chunk_of, slice_of, len(bounds), cp_size, config)
+    partitions = solve_dispatch(pieces, chunk_of, slice_of, len(bounds), cp_size, config, chunk)
     work = chunk_areas(pieces, chunk_of, len(bounds))
     heaviest = max(int(work[list(chunks)].sum()) for chunks in partitions)
     imbalance = heaviest * cp_size / max(int(work.sum()), 1)
