@@ -153,3 +153,47 @@ def repeated(rank: int, world: int) -> list[str]:
 def test_results_are_the_same_bits_under_load(world: int) -> None:
     for faults in run_processes(world, repeated, timeout_s=240, backend="nccl"):
         assert not faults, faults[:5]
+
+
+def captured(rank: int, world: int) -> list[str]:
+    """Forward and backward in a graph, replayed on new inputs: the bits of calls launched anew."""
+    os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1"
+    q, k, v, dout, _, _, key = one_case(1, torch.bfloat16, fused=True)
+    leaves = [api.dispatch(x, key).requires_grad_() for x in (q, k, v)]
+    grad = api.dispatch(dout, key)
+
+    def step():
+        out, meta = api.calc_attn(*leaves, key)
+        return [out, meta.lse, *torch.autograd.grad(out, leaves, grad)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    faults = []
+    for i in range(3):
+        with torch.no_grad():
+            for x in leaves:
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        replayed = [x.detach().clone() for x in held]
+        again = step()
+        names = ("out", "lse", "dq", "dk", "dv")
+        pairs = zip(names, replayed, again)
+        faults += [f"replay {i}: {name}" for name, a, b in pairs if not torch.equal(a, b.detach())]
+    torch.cuda.synchronize()
+    dist.barrier()
+    return faults
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_in_a_graph(world: int) -> None:
+    for faults in run_processes(world, captured, timeout_s=120, backend="nccl"):
+        assert not faults, faults
