@@ -8,16 +8,17 @@ more, which is collective, and never shrinks.
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from magi_attention.comm.streams import Turn, Turns
 from magi_attention.comm.torch_transport import TorchTransport, attached
 from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
-from magi_attention.native.box import Push, Reduce, Release, control_bytes
+from magi_attention.native.box import Push, Reduce, Release, Take, control_bytes
 
 _GRAIN = 2**20
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
@@ -45,34 +46,53 @@ class BoxGroup:
     """The boxes of one process group, by name, and the word in which a kernel says for whom it waited in vain."""
 
     def __init__(self, transport: TorchTransport, device: torch.device) -> None:
-        self._group_name = transport.group.group_name
-        self._transport = weakref.proxy(transport)
+        # why weak: the boxes go with the group, and a group outlives the transports that speak through it
+        self._group = weakref.ref(transport.group)
         self.rank, self.world, self.device = transport.rank, transport.size, device
         self.control_bytes = control_bytes(self.world)
         self.timeout_ms = min(int(transport.timeout_s * 1000), 2**31 - 1)
         self._boxes: dict[str, Box] = {}
+        self._turns = Turns(device)
         # Host memory that kernels write: what they find out must be known without waiting for them.
         self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._failure_view = self._failure.numpy()
         self.failure_address = self._failure.data_ptr()
+        self.rank_of_slot: dict[int, int] = {}  # of the launch before
+        self._stage, self._has_told = "the first call", False
+        this = weakref.ref(self)
+
+        def watch(stage: str) -> None:
+            boxes = this()
+            if boxes is not None and boxes.has_failed:
+                boxes.check(stage)
+
+        transport.watchers.append(watch)
 
     @property
     def has_failed(self) -> bool:
         """Has a kernel given up waiting?"""
         return bool(self._failure_view[0])
 
-    def check(self, stage: str, rank_of_slot: dict[int, int] | None = None) -> None:
-        """Raises ``PeerFailureError`` if a kernel gave up waiting; ``rank_of_slot`` tells whose slot it may have
-        been."""
+    def check(self, stage: str) -> None:
+        """Raises ``PeerFailureError`` if a kernel gave up waiting. The group is broken then: all later calls raise
+        too."""
         found = int(self._failure_view[0])
-        if found:
-            culprit = found - 1
-            if culprit >= abi.BOX_SLOT_CULPRIT:
-                culprit = (rank_of_slot or {}).get(culprit - abi.BOX_SLOT_CULPRIT, culprit)
-            raise PeerFailureError(
-                f"Rank {culprit} did not deliver within {self.timeout_ms / 1000:g} s before {stage}; results "
-                "since then are void. Look at that rank's log; make a new process group to go on."
-            )
+        if not found:
+            self._stage = stage
+            return
+        culprit = found - 1
+        if culprit >= abi.BOX_SLOT_CULPRIT:
+            culprit = self.rank_of_slot.get(culprit - abi.BOX_SLOT_CULPRIT, culprit)
+        text = (
+            f"Rank {culprit} did not deliver within {self.timeout_ms / 1000:g} s in {self._stage} or a call before it, "
+            f"as is found in {stage}; results since then are void. Look at that rank's log; make a new process group "
+            "to go on."
+        )
+        group = self._group()
+        if group is not None and not self._has_told:
+            self._has_told = True
+            TorchTransport(group).give_up(text)
+        raise PeerFailureError(text)
 
     def box(self, name: str, data_bytes: int) -> Box:
         """The box ``name`` with room for ``data_bytes``, the same on all ranks; collective where it must grow."""
@@ -80,6 +100,14 @@ class BoxGroup:
         if box is None or box.data_bytes < data_bytes:
             box = self._boxes[name] = self._make(name, -(-data_bytes // _GRAIN) * _GRAIN)
         return box
+
+    def holds(self, box: Box) -> bool:
+        """Is this still one of the boxes, and not one that has grown since?"""
+        return any(box is known for known in self._boxes.values())
+
+    def turn(self, is_beside: bool) -> AbstractContextManager[Turn]:
+        """Group collectives use one box each, so they follow one another, on whatever stream they are."""
+        return self._turns.next(is_beside)
 
     # -- launches, prepared: addresses that change from call to call are given to them --------------------
     def push(self, box: Box, also_free: Box | None = None, **fields) -> Push:
@@ -92,10 +120,24 @@ class BoxGroup:
         """The end of a use of ``box``."""
         return Release(**self._common, box=box.struct)
 
-    def reduce(self, box: Box, pushed: Box, wire: torch.dtype, out: torch.dtype, **fields) -> Reduce:
-        """The sum of what other ranks wrote into ``box`` and a float32 base; ends a use of both boxes."""
-        dtypes = {"wire_dtype": _CODES[wire], "base_dtype": abi.FP32, "out_dtype": _CODES[out]}
-        return Reduce(**self._common, **dtypes, box=box.struct, pushed=pushed.struct, **fields)
+    def take(self, box: Box, **fields) -> Take:
+        """What others push into ``box``, copied out as it arrives; ends its use."""
+        return Take(**self._common, box=box.struct, **fields)
+
+    def reduce(
+        self,
+        box: Box,
+        pushed: Box | None,
+        wire: torch.dtype,
+        out: torch.dtype,
+        base: torch.dtype = torch.float32,
+        **fields,
+    ) -> Reduce:
+        """The sum of what other ranks wrote into ``box`` and a base; ends the use of it, and that of ``pushed``."""
+        dtypes = {"wire_dtype": _CODES[wire], "base_dtype": _CODES[base], "out_dtype": _CODES[out]}
+        if pushed is not None:
+            fields["pushed"] = pushed.struct
+        return Reduce(**self._common, **dtypes, box=box.struct, **fields)
 
     @property
     def _common(self) -> dict[str, int]:
@@ -111,15 +153,20 @@ class BoxGroup:
             )
         from torch.distributed import _symmetric_memory as symmetric
 
+        group = self._group()
+        if group is None:
+            raise ContractError("The process group of these boxes was destroyed; make the key from one that exists.")
+        transport = TorchTransport(group, self.timeout_ms / 1000)
+        stage = f"making room for {name}"
         torch.cuda.synchronize(self.device)  # kernels that still write the old one, on this rank ...
-        dist.barrier(group=self._transport.group)  # ... and on the others
+        self.check(stage)
+        transport.meet(stage)  # ... and on the others
         memory = symmetric.empty(self.control_bytes + data_bytes, dtype=torch.uint8, device=self.device)
-        handle = symmetric.rendezvous(memory, self._group_name)
+        handle = symmetric.rendezvous(memory, group.group_name)
         memory.zero_()
         addresses = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)
-        dist.barrier(group=self._transport.group)
-        torch.cuda.synchronize(self.device)
+        transport.meet(stage)  # nobody writes before all control words are 0
         return Box(memory, handle, addresses, data_bytes)
 
 
@@ -141,6 +188,7 @@ def why_no_boxes(transport: Transport) -> str | None:
         return "The group does not speak through torch.distributed."
     known = attached(transport.group)
     if "why_no_boxes" not in known:
+        transport.meet("the first look at who shares memory")
         reasons = transport.all_gather_object(_own_view())
         known["why_no_boxes"] = _judge(reasons)
     return known["why_no_boxes"]

@@ -9,6 +9,7 @@ read: only a rank that has waited for about a second looks at it. Keys, below ``
                waiting for another rank)
 ``at/<r>``     position of rank r, the number of collectives begun; written only when asked by the alarm
 ``resume/<r>`` position of rank r when it first used the group again after a failure
+``meet/<n>/<r>`` rank r is at the n-th meeting of hosts
 
 *Life* counts how often this process has made a board on this store, so that a group which is destroyed and
 made again in the same store starts clean. *Epoch* counts handled failures. After a failure (its own or a
@@ -45,6 +46,7 @@ class FailureBoard:
         self._position = position
         self._life = store.add(f"magi/life/{rank}", 1)
         self._epoch = 0
+        self._meetings = 0
         self.is_down = False
         self.lost: str | None = None  # why no message can pass any more, if so
 
@@ -119,6 +121,37 @@ class FailureBoard:
             if len(others) - len(missing) >= num_expected or time.monotonic() > deadline:
                 return None, missing
             time.sleep(_POLL_S)
+
+    def meet(self, stage: str, timeout_s: float) -> None:
+        """Returns when all ranks are at the same meeting; ``PeerFailureError`` names those who are not in time, or who
+        failed."""
+        if self.lost is not None:
+            raise PeerFailureError(f"This process group is broken; make a new one. {self.lost}")
+        self._meetings += 1
+        place = f"meet/{self._meetings}"
+        everyone = range(len(self.ranks))
+        self._write(f"{place}/{self._rank}", "1")
+        deadline, pause = time.monotonic() + timeout_s, 1e-4
+        while missing := [r for r in everyone if not self._has(f"{place}/{r}")]:
+            failure = self.peer_failure()
+            if failure is not None:
+                self.is_down = True
+                raise PeerFailureError(
+                    f"Another rank failed while this one waited in {stage}: {failure.rstrip('. ')}. Fix the cause on "
+                    "that rank; this error is only its echo."
+                )
+            if time.monotonic() > deadline:
+                text = (
+                    f"After {timeout_s:g} s in {stage}, {self.names(missing)} did not arrive. Look at the log of that "
+                    "rank; make a new process group to go on."
+                )
+                self.lost = text
+                self.report(text, "late")
+                raise PeerFailureError(text)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
+        if self._meetings > 2:  # everybody has left the one before the last
+            self._store.delete_key(self._key(f"meet/{self._meetings - 2}/{self._rank}"))
 
     # -- going on afterwards ------------------------------------------------------------------------------
     def resume(self, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from magi_attention.errors import ContractError, PlanMismatchError
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 _PREFIXES = ("", "a2av_", "hier_", "native_")
-_OPTIONS = ("layout", "check", "intra_group", "inter_group")
+_OPTIONS = ("layout", "check", "intra_group", "inter_group", "native", "config")
 # accepted for the sake of one call site for all implementations; they tune others than this one
 _OTHERS = (
     *("buffer_name", "kernel_barrier", "split_alignment", "native_grpcoll_handle_dict", "t2r_idx"),
@@ -143,9 +143,15 @@ def check_rows(name: str, rows: int, total: int, tail_allowed: bool) -> None:
         )
 
 
-def compare_ranks(transport: Transport, counts: tuple[list[int], list[int]], signature: tuple) -> None:
+def compare_ranks(
+    transport: Transport, counts: tuple[list[int], list[int]], signature: tuple
+) -> list[list[int]]:
     """Compares the arguments of all ranks: rows that i sends to j with rows that j expects of i, then the
-    signatures (operation, dtypes, trailing dims). All ranks see the same data, so all raise alike."""
+    signatures (operation, dtypes, trailing dims). All ranks see the same data, so all raise alike.
+
+    Returns:
+        Rows that each rank sends to each.
+    """
     everyone = transport.all_gather_object((counts, signature))
     for i, ((sends, _), _) in enumerate(everyone):
         for j, ((_, expects), _) in enumerate(everyone):
@@ -160,6 +166,7 @@ def compare_ranks(transport: Transport, counts: tuple[list[int], list[int]], sig
                 f"Rank 0 calls with {everyone[0][1]} and rank {r} with {other}; operation, dtypes and "
                 "trailing dims must be the same on all ranks."
             )
+    return [sends for (sends, _), _ in everyone]
 
 
 def counts_of_spec(spec: GroupSpec) -> tuple[list[int], list[int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group cast and group reduce over all-to-all-v.
+"""Group cast and group reduce, over all-to-all-v or straight over NVLink.
 
 *Cast*: every rank cuts its input rows into consecutive splits; split i goes to all ranks of
 ``dst_indices[i]``. Its output is cut into consecutive splits too; split j comes from rank ``src_index[j]``.
@@ -8,6 +8,11 @@ Splits of one source arrive in the order in which that source holds them.
 *Reduce* is the transpose: every input split goes to one rank, and every output split is the sum (average,
 lse-weighted combination) of what its sources send. With splits and index lists swapped it is the adjoint of
 the cast. It adds in rank order, so it gives the same bits on every run.
+
+With MAGI_ATTENTION_NATIVE_GRPCOLL=1, or ``native=True``, rows of CUDA tensors go from the senders' tensors into
+memory of the receivers that all ranks of one NVLink domain share (``box_collective``). What cannot, goes over
+all-to-all-v, and the log says why once. In such a reduce, rows that a rank keeps for itself are rounded to
+``comm_dtype`` like all others.
 """
 
 from __future__ import annotations
@@ -19,6 +24,15 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.comm import group_args as args_of
+from magi_attention.comm.box_collective import (
+    DEFAULT_CTAS,
+    BoxExchange,
+    boxes_for,
+    is_wanted,
+    start_box_cast,
+    start_box_reduce,
+)
+from magi_attention.comm.boxes import BoxGroup
 from magi_attention.comm.hierarchical import (
     HierarchicalLayout,
     gather_hierarchical_layout,
@@ -68,7 +82,10 @@ def group_cast(
         cast_lse: also cast ``input_lse`` to ``output_lse``, (len, heads) float32, beside (len, heads, dim).
         kwargs: ``layout``, an A2AVLayout or HierarchicalLayout in place of the four lists;
             ``check``, compare the arguments of all ranks first (default: MAGI_ATTENTION_SANITY_CHECK);
-            ``inter_group`` and ``intra_group``, for the two-level form. Names may have the prefix
+            ``inter_group`` and ``intra_group``, for the two-level form;
+            ``native``, straight over NVLink or not (default: MAGI_ATTENTION_NATIVE_GRPCOLL). All ranks then compare
+            their counts at the first call with a layout, and at every call with lists: keep layouts;
+            ``config``, a GrpCollConfig, whose ``num_sms`` are the CTAs that send. Names may have the prefix
             ``a2av_``, ``hier_`` or ``native_``.
 
     Returns:
@@ -98,9 +115,14 @@ def group_cast(
         tail = isinstance(output_split_sizes, torch.Tensor) or spec is None
         args_of.check_rows("input", layout.input_rows, inputs[0].shape[0], False)
         args_of.check_rows("output", layout.output_rows, outputs[0].shape[0], tail)
+        boxes = _boxes(transport, layout, options, inputs, [[x.dtype for x in inputs]], "cast")
         if isinstance(layout, HierarchicalLayout):
             inter, intra = _levels(options, cast_lse)
             work, finish = start_hierarchical_cast(inter, intra, layout, inputs, outputs)
+        elif boxes is not None:
+            boxes.check("group_cast")
+            exchange = BoxExchange.of(transport, layout, boxes, _signature("cast", inputs))
+            work, finish = start_box_cast(exchange, boxes, inputs, outputs, _ctas(options), async_op)
         else:
             work, finish = start_cast(transport, layout, inputs, outputs)
 
@@ -178,16 +200,27 @@ def group_reduce(
         tail = isinstance(input_split_sizes, torch.Tensor) or spec is None
         args_of.check_rows("input", layout.output_rows, inputs[0].shape[0], tail)
         args_of.check_rows("output", layout.input_rows, outputs[0].shape[0], False)
+        dtypes = [wire_dtypes, [y.dtype for y in outputs]]
+        boxes = _boxes(transport, layout, options, inputs, dtypes, reduce_op)
+        finish = None
         if isinstance(layout, HierarchicalLayout):
             inter, intra = _levels(options, reduce_op != "sum")
             work, parts = start_hierarchical_reduce(inter, intra, layout, inputs, wire_dtypes)
+        elif boxes is not None:
+            boxes.check("group_reduce")
+            exchange = BoxExchange.of(transport, layout, boxes, signature)
+            work, finish = start_box_reduce(
+                exchange, boxes, inputs, wire_dtypes[0], outputs, reduce_op, acc_reduce, _ctas(options), async_op
+            )
         else:
             work, parts = start_reduce(transport, layout, inputs, wire_dtypes)
 
     def post(*given: Any) -> Any:
         _check_given(given, output, output_lse)
         with transport.guard("group_reduce"), torch.no_grad():
-            if isinstance(layout, HierarchicalLayout):
+            if finish is not None:
+                finish()
+            elif isinstance(layout, HierarchicalLayout):
                 for i, y in enumerate(outputs):
                     reduce_rows(y, [(rows, tensors[i]) for rows, tensors in parts()], acc_reduce)
             else:
@@ -218,6 +251,19 @@ def _prepare(
         inter, intra = _levels(options, False)
         return gather_hierarchical_layout(transport, spec, inter, intra)
     return A2AVLayout.from_spec(spec)
+
+
+def _boxes(
+    transport: Transport, layout: Layout, options: dict, tensors: Sequence[torch.Tensor], dtypes: list, op: str
+) -> BoxGroup | None:
+    """The boxes to use, if they are wanted and fit; two levels come first."""
+    if isinstance(layout, HierarchicalLayout) or not is_wanted(options["native"]):
+        return None
+    return boxes_for(transport, tensors, dtypes, op)
+
+
+def _ctas(options: dict) -> int:
+    return DEFAULT_CTAS if options["config"] is None else options["config"].num_sms
 
 
 def _levels(options: dict, is_beyond_sum: bool) -> tuple[Transport, Transport]:

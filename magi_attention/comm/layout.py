@@ -7,6 +7,7 @@ The group reduce walks the same layout backwards. Rows that a rank sends to itse
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,6 +161,8 @@ class A2AVLayout:
         self._contributions_on: dict[torch.device, torch.Tensor] = {}
         self._terms_on: dict[tuple[torch.device, bool], Terms] = {}
         self.launches: dict[tuple, Any] = {}  # that ``comm.reduce_ops`` prepared for these terms
+        # that ``comm.box_collective`` prepared, by the boxes of a group, with which they go
+        self.exchanges: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_spec(

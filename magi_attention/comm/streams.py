@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,3 +56,44 @@ def behind_current(stream: torch.cuda.Stream) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
+
+
+@dataclass
+class Turn:
+    """``stream``: address of the CUDA stream to work on; ``work``: what to wait for afterwards, None if that is the
+    current stream."""
+
+    stream: int
+    work: torch.cuda.Event | None = None
+
+
+class Turns:
+    """Operations of one device that must not overlap, on the stream that is current or beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, SideStream()
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    @contextmanager
+    def next(self, is_beside: bool) -> Iterator[Turn]:
+        """Work inside follows all turns before, and what the current stream was given so far.
+
+        While a graph is captured all turns are on the stream of the capture: events of other streams are none of it.
+        """
+        current = torch.cuda.current_stream(self._device)
+        if torch.cuda.is_current_stream_capturing():
+            yield Turn(current.cuda_stream)
+            return
+        side = self._side.on(self._device) if is_beside else None
+        stream = current if side is None else side
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+        turn = Turn(stream.cuda_stream)
+        if side is None:
+            yield turn
+        else:
+            with behind_current(side):
+                yield turn
+        done = stream.record_event()
+        self._last = (stream, done)
+        turn.work = done if is_beside else None

@@ -12,7 +12,7 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -60,6 +60,8 @@ class TorchTransport(TransportBase):
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
         self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
+        # what looks for failures that no message of this transport shows, each a function that raises
+        self.watchers: list[Callable[[str], None]] = attached(group).setdefault("watchers", [])
         self._backends: dict[str, str] = {}
         self._a2a = dist.AllToAllOptions()
         self._a2a.asyncOp = True
@@ -189,6 +191,27 @@ class TorchTransport(TransportBase):
             self.all_reduce(token)
             token.item()
 
+    def meet(self, stage: str) -> None:
+        """Blocks the host until all ranks are here in ``stage``; speaks through the store, so no GPU has to answer.
+
+        Raises:
+            PeerFailureError: names ranks that did not come within ``timeout_s``; also at every later call.
+        """
+        if self._board is None:
+            return
+        try:
+            self._board.meet(stage, self.timeout_s)
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, PeerFailureError):
+                raise
+            raise PeerFailureError(f"In {stage} the store of this process group is gone; make a new one.") from exc
+
+    def give_up(self, text: str) -> None:
+        """Tells all ranks that no message can pass any more, and why."""
+        if self._board is not None:
+            self._board.lost = text
+            self._board.report(text, "lost")
+
     # -- devices ------------------------------------------------------------------------------------------
     def object_device(self) -> torch.device:
         backends = str(dist.get_backend(self.group))
@@ -220,6 +243,8 @@ class TorchTransport(TransportBase):
     # -- waiting and failing ------------------------------------------------------------------------------
     def _begin(self, device: torch.device) -> str:
         backend = self._backend(device)
+        for watch in self.watchers:
+            watch("a collective")
         if self._board is not None and self._board.is_down:
             try:
                 self._board.resume(self.timeout_s)

@@ -97,6 +97,7 @@ class _Launches:
 
     def __init__(self, part: OneLaunchPart, shapes: _Shapes, wire: torch.dtype, group: BoxGroup) -> None:
         self.part, self.shapes, self.group = part, shapes, group
+        self._rank_of_slot = part.rank_of_slot
         size, wire_size = shapes.dtype.itemsize, wire.itemsize
         row_k, row_v = shapes.row_values
         start = group.control_bytes
@@ -133,8 +134,8 @@ class _Launches:
 
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""
-        if self.group.has_failed:
-            self.group.check(stage, self.part.rank_of_slot)
+        self.group.check(stage)
+        self.group.rank_of_slot = self._rank_of_slot
 
     def is_current(self) -> bool:
         """Are the boxes still those for which this was prepared?"""

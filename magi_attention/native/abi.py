@@ -181,6 +181,22 @@ class BoxReleaseParams(ctypes.Structure):
     ]
 
 
+class BoxTakeParams(ctypes.Structure):
+    """``magi_box_take_params``. What a call changes comes last, see ``BOX_TAKE_TAIL``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_pieces", "num_ctas")),
+        ("timeout_ms", c_uint32),
+        ("reserved", c_int32),
+        ("box", Box),
+        ("pieces", c_void_p),
+        *((name, c_int64 * BOX_TENSORS) for name in ("data_at", "row_bytes", "out_stride")),
+        ("failure", c_void_p),
+        ("out", c_void_p * BOX_TENSORS),
+        ("stream", c_void_p),
+    ]
+
+
 class BoxReduceParams(ctypes.Structure):
     """``magi_box_reduce_params``. What a call changes comes last, see ``BOX_REDUCE_TAIL``."""
 
@@ -204,6 +220,7 @@ class BoxReduceParams(ctypes.Structure):
 # As with the attention kernels, a call writes the addresses behind a prepared prefix.
 BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
 BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.stream.offset, struct.Struct("=Q")
+BOX_TAKE_PREFIX_BYTES, BOX_TAKE_TAIL = BoxTakeParams.out.offset, struct.Struct("=4Q")
 BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=7Q")
 
 I32_PTR = ctypes.POINTER(c_int32)
@@ -233,6 +250,7 @@ FFA_FUNCTIONS: Functions = {
     "magi_box_control_bytes": (c_int64, (c_int32,)),
     "magi_box_push": (c_int32, (ctypes.c_char_p,)),
     "magi_box_release": (c_int32, (ctypes.c_char_p,)),
+    "magi_box_take": (c_int32, (ctypes.c_char_p,)),
     "magi_box_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_transpose_device": (
         c_int32,

@@ -57,6 +57,18 @@ class Release(_Launch):
         self._run(abi.BOX_RELEASE_TAIL.pack(stream))
 
 
+class Take(_Launch):
+    """``magi_box_take``."""
+
+    def __init__(self, **fields) -> None:
+        params = _filled(abi.BoxTakeParams, fields)
+        super().__init__("magi_box_take", params[: abi.BOX_TAKE_PREFIX_BYTES], "Copying rows out of a box")
+
+    def __call__(self, out: Sequence[int], stream: int) -> None:
+        """``out``: an address for each tensor."""
+        self._run(abi.BOX_TAKE_TAIL.pack(*_three(out), stream))
+
+
 class Reduce(_Launch):
     """``magi_box_reduce``."""
 

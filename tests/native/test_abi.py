@@ -25,6 +25,7 @@ STRUCTS = {
     "magi_box": abi.Box,
     "magi_box_push_params": abi.BoxPushParams,
     "magi_box_release_params": abi.BoxReleaseParams,
+    "magi_box_take_params": abi.BoxTakeParams,
     "magi_box_reduce_params": abi.BoxReduceParams,
 }
 CONSTANTS = {
@@ -87,6 +88,7 @@ def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
     assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
     assert abi.BOX_RELEASE_PREFIX_BYTES + abi.BOX_RELEASE_TAIL.size == ctypes.sizeof(abi.BoxReleaseParams)
+    assert abi.BOX_TAKE_PREFIX_BYTES + abi.BOX_TAKE_TAIL.size == ctypes.sizeof(abi.BoxTakeParams)
     assert abi.BOX_REDUCE_PREFIX_BYTES + abi.BOX_REDUCE_TAIL.size == ctypes.sizeof(abi.BoxReduceParams)
     assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
 

@@ -173,7 +173,9 @@ magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi
 
 extern "C" {
 
-int64_t magi_box_control_bytes(int32_t world) { return (MAGI_BOX_LEFT(world, MAGI_BOX_GROUPS * world) * static_cast<int64_t>(MAGI_BOX_WORD_BYTES) + 1023) / 1024 * 1024; }
+int64_t magi_box_control_bytes(int32_t world) {
+  return ((MAGI_BOX_TAKEN(world) + 1) * static_cast<int64_t>(MAGI_BOX_WORD_BYTES) + 1023) / 1024 * 1024;
+}
 
 magi_status magi_box_push(const magi_box_push_params* params) {
   const magi_box_push_params& p = *params;

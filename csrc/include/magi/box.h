@@ -10,11 +10,13 @@
  *   pushed      uses for which this rank's own rows have left
  *   left[i]     pieces of this rank's own slot i that are done; 0 between uses
  *   ctas        CTAs that are done; 0 between uses
+ *   taken       the same of magi_box_take, which runs beside a push
  * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
  * graph and replayed. Every rank makes the same sequence of uses.
  *
  * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failure, if that is 0, and goes on; so does
- * every wait while *failure is not 0. A kernel that waits for a slot of the box stores 1 + MAGI_BOX_SLOT_CULPRIT + slot. *failure is in host memory that the GPU can write; results are then void.
+ * every wait while *failure is not 0. An attention kernel that waits for a slot of the box stores 1 + MAGI_BOX_SLOT_CULPRIT +
+ * slot. *failure is in host memory that the GPU can write; results are then void.
  */
 #ifndef MAGI_BOX_H
 #define MAGI_BOX_H
@@ -38,6 +40,7 @@ extern "C" {
 #define MAGI_BOX_FREE(world, rank) (3 + (rank))
 #define MAGI_BOX_ARRIVED(world, slot) (3 + (world) + (slot))
 #define MAGI_BOX_LEFT(world, slot) (3 + (world) + MAGI_BOX_GROUPS * (world) + (slot))
+#define MAGI_BOX_TAKEN(world) (3 + (world) + 2 * MAGI_BOX_GROUPS * (world))
 
 MAGI_EXPORT int64_t magi_box_control_bytes(int32_t world);
 
@@ -82,6 +85,28 @@ typedef struct {
   void* stream;
 } magi_box_release_params;
 MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
+
+/* Copies rows that other ranks pushed out of this rank's box, each as soon as its slot has arrived, then ends the use. Put
+ * into the stream right behind the push of this use, it starts while that is at work. Here slot s belongs to rank
+ * s / MAGI_BOX_GROUPS. */
+typedef struct {
+  int32_t version;
+  int32_t rank, world;
+  int32_t num_tensors; /* 1..MAGI_BOX_TENSORS */
+  int32_t num_pieces;
+  int32_t num_ctas;
+  uint32_t timeout_ms;
+  int32_t reserved;
+  magi_box box;
+  const int32_t* pieces; /* device: (num_pieces, 4): slot, first row in the box, first row of the result, rows */
+  int64_t data_at[MAGI_BOX_TENSORS];    /* byte offset of row 0 in the box, a multiple of 16 */
+  int64_t row_bytes[MAGI_BOX_TENSORS];  /* multiples of 16 */
+  int64_t out_stride[MAGI_BOX_TENSORS]; /* bytes from row to row of the result, a multiple of 16 */
+  int32_t* failure;
+  void* out[MAGI_BOX_TENSORS];
+  void* stream;
+} magi_box_take_params;
+MAGI_EXPORT magi_status magi_box_take(const magi_box_take_params* params);
 
 /* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32.
  * First tells the others that what kernels before it in the stream wrote into their boxes is there; then waits for theirs.

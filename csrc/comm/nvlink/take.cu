@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows out of this rank's box to their places in ordinary tensors, as they arrive, see magi/box.h.
+
+#include "../../ffa/common/barrier.cuh"
+#include "../../ffa/common/host.h"
+#include "box.cuh"
+
+namespace magi {
+inline namespace box_taking {  // named, because nvcc puts the path of the file into the names of what has no name
+
+constexpr int kTakeThreads = 256;
+constexpr int kLanes = 32;
+constexpr int kUnroll = 4;
+
+// By a warp, 16 bytes a lane. Past the first cache: its lines are of no use, and other GPUs wrote what is read.
+__device__ __forceinline__ void copy_span(const char* from, char* to, int64_t bytes, int lane) {
+  const uint4* source = reinterpret_cast<const uint4*>(from);
+  uint4* target = reinterpret_cast<uint4*>(to);
+  const int64_t count = bytes / 16;
+  for (int64_t at = lane; at < count; at += kUnroll * kLanes) {
+    uint4 x[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i)
+      if (at + i * kLanes < count) x[i] = __ldcg(source + at + i * kLanes);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i)
+      if (at + i * kLanes < count) target[at + i * kLanes] = x[i];
+  }
+}
+
+// One piece: slot, first row in the box, first row of the result, rows.
+__device__ __forceinline__ void copy_piece(const magi_box_take_params& p, int4 piece, int lane) {
+  for (int t = 0; t < p.num_tensors; ++t) {
+    const int64_t row = p.row_bytes[t], stride = p.out_stride[t];
+    const char* from = static_cast<const char*>(p.box.own) + p.data_at[t] + piece.y * row;
+    char* to = static_cast<char*>(p.out[t]) + piece.z * stride;
+    if (stride == row) {
+      copy_span(from, to, piece.w * row, lane);
+      continue;
+    }
+    for (int i = 0; i < piece.w; ++i) copy_span(from + i * row, to + i * stride, row, lane);
+  }
+}
+
+__global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  const int lane = threadIdx.x % kLanes, warps = gridDim.x * (kTakeThreads / kLanes);
+  for (int i = blockIdx.x * (kTakeThreads / kLanes) + threadIdx.x / kLanes; i < p.num_pieces; i += warps) {
+    const int4 piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + i);
+    if (lane == 0)
+      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, piece.x)), use, p.timeout_ms, p.failure,
+                    piece.x / MAGI_BOX_GROUPS);
+    __syncwarp();
+    copy_piece(p, piece, lane);
+  }
+  // The last CTA ends the use, once this rank's own rows have left: so what follows in the stream is behind the push too.
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t* taken = box_word(p.box.own, MAGI_BOX_TAKEN(p.world));
+    is_last = atomicAdd(taken, 1) + 1 == gridDim.x;
+    if (is_last) {
+      *taken = 0;
+      wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
+    }
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence_system();
+  release_box(p.box, p.rank, p.world);
+}
+
+}  // namespace box_taking
+}  // namespace magi
+
+extern "C" magi_status magi_box_take(const magi_box_take_params* params) {
+  const magi_box_take_params& p = *params;
+  if (p.version != MAGI_ABI_VERSION)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", p.version,
+                      MAGI_ABI_VERSION);
+  if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.num_ctas < 1 || p.num_pieces < 0)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors by %d CTAs; give 1 to %d tensors and a CTA or more.", p.num_tensors,
+                      p.num_ctas, MAGI_BOX_TENSORS);
+  for (int t = 0; t < p.num_tensors; ++t)
+    if (p.row_bytes[t] % 16 || p.out_stride[t] % 16 || p.data_at[t] % 16 || reinterpret_cast<uintptr_t>(p.out[t]) % 16)
+      return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
+  return magi::launch_behind(magi::box_take, dim3(p.num_ctas), magi::kTakeThreads, 0, p.stream, p, "launching the copy out of a box");
+}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group casts and reduces over boxes, walked on the CPU: each row arrives where its reader looks, under its slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from comm_oracle import WORKED_EXAMPLE, WorldPlan, cast_rows, contributions, random_plan
+
+from magi_attention.comm.box_tables import SLOTS_PER_SENDER, BoxTables, groups_of
+from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.group_args import compare_ranks, counts_of_layout
+from magi_attention.comm.group_collective import group_reduce
+from magi_attention.comm.layout import A2AVLayout
+from magi_attention.common.group_spec import GroupSpec
+
+EMPTY = (-1, -1)
+
+
+def tables_of(plan: WorldPlan) -> tuple[list[A2AVLayout], list[BoxTables]]:
+    world = len(plan.specs)
+    layouts = [A2AVLayout.from_spec(spec) for spec in plan.specs]
+
+    def counts(t):
+        return compare_ranks(t, counts_of_layout(layouts[t.rank]), ())
+
+    matrices = FakeWorld(world).run(counts)
+    assert all(m == matrices[0] for m in matrices)
+    return layouts, [BoxTables.of(x, np.array(matrices[0])) for x in layouts]
+
+
+def pushed(tables, which: str) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
+    """Of each rank's box: which (rank, row) lies in each of its rows, and by which slot it came."""
+    size = getattr(tables[0], f"{which}_rows")
+    assert all(getattr(t, f"{which}_rows") == size for t in tables), "all ranks make boxes of one size"
+    boxes, slots = [[EMPTY] * size for _ in tables], [[-1] * size for _ in tables]
+    for rank, table in enumerate(tables):
+        push = getattr(table, which)
+        assert push.pieces.dtype == push.slots.dtype == np.int32
+        assert (np.diff(push.pieces[:, 0]) >= 0).all(), "slots are sent one after another"
+        assert push.slots[:, 2].tolist() == np.bincount(push.pieces[:, 0], minlength=len(push.slots)).tolist()
+        assert (push.slots[:, 2] > 0).all() and len(push.slots) <= SLOTS_PER_SENDER * len(tables)
+        for own, here, there, count in push.pieces.tolist():
+            to, slot, _, _ = push.slots[own].tolist()
+            assert 0 < count <= 32 and there + count <= size
+            for i in range(count):
+                assert boxes[to][there + i] == EMPTY, "two pieces write one row"
+                boxes[to][there + i], slots[to][there + i] = (rank, here + i), slot
+    return boxes, slots
+
+
+def check_cast(plan: WorldPlan, layouts, tables) -> None:
+    boxes, slots = pushed(tables, "cast")
+    inputs = [np.arange(s.input_rows) + 10**6 * r for r, s in enumerate(plan.specs)]
+    for rank, (layout, table) in enumerate(zip(layouts, tables)):
+        output = np.full(layout.output_rows, -1)
+        awaited = set()
+        for slot, row, to, count in table.take.tolist():
+            for i in range(count):
+                sender, there = boxes[rank][row + i]
+                assert slots[rank][row + i] == slot and slot // SLOTS_PER_SENDER == sender != rank
+                assert output[to + i] == -1, "two pieces write one row"
+                output[to + i] = inputs[sender][there]
+            awaited.add(slot)
+        assert awaited == {slot for slot in slots[rank] if slot >= 0}, "every slot that comes is waited for"
+        output[layout.self_out.index] = inputs[rank][layout.self_in.index]
+        assert output.tolist() == cast_rows(plan, inputs, rank).tolist()
+
+
+def check_reduce(plan: WorldPlan, layouts, tables) -> None:
+    boxes, slots = pushed(tables, "reduce")
+    rng = np.random.default_rng(0)
+    world = len(plan.specs)
+    parts = [rng.standard_normal((s.output_rows, 2)).astype(np.float32) for s in plan.specs]
+    prior = [rng.standard_normal((s.input_rows, 2)).astype(np.float32) for s in plan.specs]
+
+    def wanted(t):
+        out = torch.from_numpy(prior[t.rank].copy())
+        work = group_reduce(torch.from_numpy(parts[t.rank]), out, *plan.reduce_lists(t.rank), t)
+        return work.wait_post_process().numpy()
+
+    results = FakeWorld(world).run(wanted)
+    for rank, table in enumerate(tables):
+        assert table.places.shape == (world, layouts[rank].input_rows)
+        got = prior[rank].copy()
+        for row in range(len(got)):
+            for peer in range(world):
+                place = table.places[peer, row]
+                if place >= 0:
+                    sender, there = boxes[rank][place]
+                    assert sender == peer == slots[rank][place] and table.senders[peer] == 1
+                    got[row] += parts[sender][there]
+        np.testing.assert_array_equal(got, results[rank])
+        waits = {peer for peer in range(world) if table.senders[peer]}
+        assert waits == {sender for sender, _ in boxes[rank] if sender >= 0}
+        assert (table.places >= 0).sum() == sum(map(len, contributions(plan, parts, rank)))
+
+
+def check(plan: WorldPlan) -> None:
+    layouts, tables = tables_of(plan)
+    check_cast(plan, layouts, tables)
+    check_reduce(plan, layouts, tables)
+
+
+@pytest.mark.parametrize("batch", range(6))
+def test_random_plans(batch: int) -> None:
+    for seed in range(25 * batch, 25 * batch + 25):
+        print("seed", seed)
+        check(random_plan(seed, world=1 + seed % 6))
+
+
+def test_plans_whose_rows_travel_in_several_groups() -> None:
+    for seed in range(4):
+        print("seed", seed)
+        check(random_plan(seed, world=2 + seed, max_splits=6, max_size=900))
+
+
+def test_worked_example() -> None:
+    specs, routes = [], []
+    home = {value: (rank, i) for rank, (x, *_) in enumerate(WORKED_EXAMPLE) for i, value in enumerate(x)}
+    for rank, (_, splits, dst, out_splits, src, want) in enumerate(WORKED_EXAMPLE):
+        specs.append(GroupSpec.make(rank, 4, splits, dst, out_splits, src))
+        routes.append([home[value] for value in want])
+    check(WorldPlan(specs, routes))
+
+
+def test_groups_cover_all_rows() -> None:
+    for rows in (0, 1, 31, 255, 256, 511, 512, 2047, 2048, 100_001):
+        groups = groups_of(rows)
+        assert [i for low, high in groups for i in range(low, high)] == list(range(rows))
+        assert len(groups) <= SLOTS_PER_SENDER and all(high > low for low, high in groups)
