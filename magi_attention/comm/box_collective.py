@@ -102,7 +102,7 @@ class BoxExchange:
         """That of ``layout``. Collective at the first call, when the counts of all ranks are compared."""
         found = layout.exchanges.get(group)
         if found is None:
-            if torch.cuda.is_current_stream_capturing():
+            if group.is_capturing:
                 raise ContractError(
                     "Ranks compare their counts at the first use of a layout, which cannot be done while a CUDA graph "
                     "is captured; pass a layout that an earlier call was given."

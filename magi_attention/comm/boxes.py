@@ -73,6 +73,11 @@ class BoxGroup:
         """Has a kernel given up waiting?"""
         return bool(self._failure_view[0])
 
+    @property
+    def is_capturing(self) -> bool:
+        """Is the current stream being captured in a CUDA graph?"""
+        return torch.cuda.is_current_stream_capturing()
+
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel gave up waiting. The group is broken then: all later calls raise
         too."""
@@ -146,7 +151,7 @@ class BoxGroup:
         }  # fmt: skip
 
     def _make(self, name: str, data_bytes: int) -> Box:
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_capturing:
             raise ContractError(
                 f"The memory that ranks share for {name} must grow, which cannot be done while a CUDA graph is "
                 "captured; run the call once before the capture."

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches of boxes on host memory: the same parameters, read as the kernels read them, for ranks in threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from magi_attention.comm.streams import Turn
+
+CONTROL_BYTES = 1024
+
+
+class SimulatedBox:
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
+class SimulatedBoxes:
+    """In place of ``BoxGroup`` on one rank; ``shared`` is a dict that all ranks are given."""
+
+    control_bytes = CONTROL_BYTES
+    is_capturing = False
+    device = torch.device("cpu")
+
+    def __init__(self, transport, shared: dict) -> None:
+        self._transport, self._shared, self._boxes = transport, shared, {}
+
+    def box(self, name: str, data_bytes: int) -> SimulatedBox:
+        known = self._boxes.get(name)
+        if known is None or known.memory.numel() < CONTROL_BYTES + data_bytes:
+            known = SimulatedBox(torch.full((CONTROL_BYTES + data_bytes,), 0xFF, dtype=torch.uint8))  # NaN in floats
+            self._boxes[name] = self._shared[name, self._transport.rank] = known
+            known.name = name
+            self._transport.barrier()
+        return known
+
+    def holds(self, box: SimulatedBox) -> bool:
+        return any(box is known for known in self._boxes.values())
+
+    @contextmanager
+    def turn(self, is_beside: bool) -> Iterator[Turn]:
+        yield Turn(0)
+
+    def push(self, box, *, num_tensors, num_pieces, num_ctas, pieces, slots, source_stride, data_at, row_bytes):
+        assert num_ctas >= 1 and all(n % 16 == 0 for n in (*source_stride, *data_at, *row_bytes))
+        table = ints(pieces, num_pieces)
+
+        def run(sources, stream) -> None:
+            assert len(sources) == num_tensors and all(at % 16 == 0 for at in sources)
+            places = ints(slots, int(table[:, 0].max(initial=-1)) + 1)
+            for own, here, there, count in table.tolist():
+                target = self._shared[box.name, int(places[own, 0])].memory
+                for t, source in enumerate(sources):
+                    for i in range(count):
+                        begin = data_at[t] + (there + i) * row_bytes[t]
+                        assert CONTROL_BYTES <= begin and begin + row_bytes[t] <= target.numel()
+                        to = target.data_ptr() + begin
+                        ctypes.memmove(to, source + (here + i) * source_stride[t], row_bytes[t])
+            self._transport.barrier()
+
+        return run
+
+    def take(self, box, *, num_tensors, num_pieces, num_ctas, pieces, data_at, row_bytes, out_stride):
+        table = ints(pieces, num_pieces)
+
+        def run(out, stream) -> None:
+            for _, here, there, count in table.tolist():
+                for t in range(num_tensors):
+                    for i in range(count):
+                        source = box.memory.data_ptr() + data_at[t] + (here + i) * row_bytes[t]
+                        ctypes.memmove(out[t] + (there + i) * out_stride[t], source, row_bytes[t])
+            self._transport.barrier()
+
+        return run
+
+    def reduce(self, box, pushed, wire, out_dtype, base_dtype, *, rows, num_tensors, row_values, **fields):
+        places, senders, data_at = (fields[name] for name in ("places", "senders", "data_at"))
+        world = self._transport.size
+        assert pushed is None and ints(senders, world, 1).shape == (world, 1)
+        table = ints(places, world, max(rows, 1))
+
+        def run(base, out, stream) -> None:
+            for t in range(num_tensors if rows else 0):
+                values = row_values[t]
+                total = torch.zeros(rows, values)
+                if base[t]:
+                    total = floats(base[t], rows * values, base_dtype).view(rows, values).float()
+                for peer in range(world):
+                    for row in np.flatnonzero(table[peer] >= 0):
+                        begin = data_at[t] + int(table[peer, row]) * values * wire.itemsize
+                        total[row] += floats(box.memory.data_ptr() + begin, values, wire).float()
+                floats(out[t], rows * values, out_dtype).copy_(total.view(-1).to(out_dtype))
+            self._transport.barrier()
+
+        return run
+
+
+def ints(address: int, rows: int, columns: int = 4) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_int32 * (rows * columns)).from_address(address)).reshape(rows, columns)
+
+
+def floats(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(dtype)
