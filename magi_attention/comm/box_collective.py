@@ -107,6 +107,7 @@ class BoxExchange:
                     "Ranks compare their counts at the first use of a layout, which cannot be done while a CUDA graph "
                     "is captured; pass a layout that an earlier call was given."
                 )
+            group.meet("the first use of a layout")
             counts = args_of.compare_ranks(transport, args_of.counts_of_layout(layout), signature)
             found = layout.exchanges[group] = cls(layout, np.array(counts, dtype=np.int64), group.device)
         return found

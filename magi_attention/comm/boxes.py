@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from magi_attention.comm.streams import Turn, Turns
 from magi_attention.comm.torch_transport import TorchTransport, attached
@@ -106,6 +107,14 @@ class BoxGroup:
             box = self._boxes[name] = self._make(name, -(-data_bytes // _GRAIN) * _GRAIN)
         return box
 
+    def meet(self, stage: str) -> dist.ProcessGroup:
+        """Returns the group when all its ranks are here: messages to a rank that is gone would never end."""
+        group = self._group()
+        if group is None:
+            raise ContractError("The process group of these boxes was destroyed; go on with one that exists.")
+        TorchTransport(group, self.timeout_ms / 1000).meet(stage)
+        return group
+
     def holds(self, box: Box) -> bool:
         """Is this still one of the boxes, and not one that has grown since?"""
         return any(box is known for known in self._boxes.values())
@@ -158,20 +167,16 @@ class BoxGroup:
             )
         from torch.distributed import _symmetric_memory as symmetric
 
-        group = self._group()
-        if group is None:
-            raise ContractError("The process group of these boxes was destroyed; make the key from one that exists.")
-        transport = TorchTransport(group, self.timeout_ms / 1000)
         stage = f"making room for {name}"
         torch.cuda.synchronize(self.device)  # kernels that still write the old one, on this rank ...
         self.check(stage)
-        transport.meet(stage)  # ... and on the others
+        group = self.meet(stage)  # ... and on the others
         memory = symmetric.empty(self.control_bytes + data_bytes, dtype=torch.uint8, device=self.device)
         handle = symmetric.rendezvous(memory, group.group_name)
         memory.zero_()
         addresses = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)
-        transport.meet(stage)  # nobody writes before all control words are 0
+        self.meet(stage)  # nobody writes before all control words are 0
         return Box(memory, handle, addresses, data_bytes)
 
 

@@ -132,26 +132,28 @@ class FailureBoard:
         everyone = range(len(self.ranks))
         self._write(f"{place}/{self._rank}", "1")
         deadline, pause = time.monotonic() + timeout_s, 1e-4
-        while missing := [r for r in everyone if not self._has(f"{place}/{r}")]:
-            failure = self.peer_failure()
+        while True:
+            missing = [r for r in everyone if not self._has(f"{place}/{r}")]
+            failure = self.peer_failure()  # also if nobody is missing: they may have gone since
             if failure is not None:
                 self.is_down = True
                 raise PeerFailureError(
                     f"Another rank failed while this one waited in {stage}: {failure.rstrip('. ')}. Fix the cause on "
                     "that rank; this error is only its echo."
                 )
+            if not missing:
+                break
             if time.monotonic() > deadline:
                 text = (
                     f"After {timeout_s:g} s in {stage}, {self.names(missing)} did not arrive. Look at the log of that "
                     "rank; make a new process group to go on."
                 )
-                self.lost = text
                 self.report(text, "late")
                 raise PeerFailureError(text)
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
-        if self._meetings > 2:  # everybody has left the one before the last
-            self._store.delete_key(self._key(f"meet/{self._meetings - 2}/{self._rank}"))
+        if self._meetings > 1:  # everybody has left the one before
+            self._store.delete_key(self._key(f"meet/{self._meetings - 1}/{self._rank}"))
 
     # -- going on afterwards ------------------------------------------------------------------------------
     def resume(self, timeout_s: float) -> None:

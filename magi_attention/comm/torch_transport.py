@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -195,16 +196,13 @@ class TorchTransport(TransportBase):
         """Blocks the host until all ranks are here in ``stage``; speaks through the store, so no GPU has to answer.
 
         Raises:
-            PeerFailureError: names ranks that did not come within ``timeout_s``; also at every later call.
+            PeerFailureError: names ranks that did not come within ``timeout_s``, or that failed.
         """
-        if self._board is None:
-            return
-        try:
-            self._board.meet(stage, self.timeout_s)
-        except (OSError, RuntimeError) as exc:
-            if isinstance(exc, PeerFailureError):
-                raise
-            raise PeerFailureError(f"In {stage} the store of this process group is gone; make a new one.") from exc
+        board = self._board
+        if board is not None and board.is_down:
+            self._ask_store(partial(board.resume, self.timeout_s))
+        if board is not None:
+            self._ask_store(partial(board.meet, stage, self.timeout_s))
 
     def give_up(self, text: str) -> None:
         """Tells all ranks that no message can pass any more, and why."""
@@ -246,15 +244,17 @@ class TorchTransport(TransportBase):
         for watch in self.watchers:
             watch("a collective")
         if self._board is not None and self._board.is_down:
-            try:
-                self._board.resume(self.timeout_s)
-            except (OSError, RuntimeError) as exc:
-                if isinstance(exc, PeerFailureError):
-                    raise
-                raise PeerFailureError(
-                    f"The store of this process group is gone; make a new one. {exc}"
-                ) from exc
+            self._ask_store(partial(self._board.resume, self.timeout_s))
         return backend
+
+    @staticmethod
+    def _ask_store(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, PeerFailureError):
+                raise
+            raise PeerFailureError(f"The store of this process group is gone; make a new one. {exc}") from exc
 
     def _work(self, work: dist.Work, what: str, x: torch.Tensor, keep: tuple) -> Work:
         if x.device.type != "cpu" or self._board is None:

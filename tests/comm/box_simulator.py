@@ -39,6 +39,9 @@ class SimulatedBoxes:
             self._transport.barrier()
         return known
 
+    def meet(self, stage: str) -> None:
+        self._transport.barrier()
+
     def holds(self, box: SimulatedBox) -> bool:
         return any(box is known for known in self._boxes.values())
 
