@@ -47,9 +47,10 @@ def is_native_grpcoll_enable() -> bool:
 
 
 def stage_mode() -> str:
-    """``fused`` or ``staged`` as MAGI_ATTENTION_NATIVE_GRPCOLL says, ``auto`` if it is not set."""
-    if not registry.is_set("MAGI_ATTENTION_NATIVE_GRPCOLL"):
-        return "auto"
+    """``fused`` with MAGI_ATTENTION_NATIVE_GRPCOLL=1, else ``staged``.
+
+    ``auto`` is for ``AttnPolicy`` alone until the kernels as they are now have passed their tests on several GPUs.
+    """
     return "fused" if is_native_grpcoll_enable() else "staged"
 
 

@@ -45,7 +45,7 @@ class AttnPolicy:
     bwd_sm_margin: int = 0
     dsink_reduce: str = "none"
     check: bool = False
-    stage_mode: str = "auto"
+    stage_mode: str = "staged"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ PROBE = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-started = time.perf_counter()
+started = time.process_time()
 import magi_attention
 import magi_attention.api
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 new = set(sys.modules) - before
 print(json.dumps({"seconds": seconds, "new": sorted(new), "cuda": torch.cuda.is_initialized()}))
 """
@@ -38,7 +38,7 @@ def test_import_is_cheap_and_leaves_no_trace(tmp_path):
     home.mkdir()
     home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     found = [probe(home)]
-    # The time of one import on a busy machine says little: the best of a few counts.
+    # Time of the processor, because on a busy machine that of the wall says little; and the best of a few.
     while found[-1]["seconds"] >= 0.5 and len(found) < 4:
         found.append(probe(home))
     assert min(f["seconds"] for f in found) < 0.5
