@@ -37,7 +37,7 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     __syncwarp();
     if (elect_one()) mbar_arrive(smem.unit_empty(worker.turns().unit_slot()));
     named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
-    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), BwdPart<C>::of_word(uniform(again.w)));
+    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), uniform(again.w));
     worker.next_unit();
   }
   if (thread_again() % 128 == 0) store_wait_all();
@@ -83,7 +83,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);
-    if (threadIdx.x == 32) schedule_bwd<C>(p, smem);
+    if (threadIdx.x == 32) {
+      if constexpr (C::kSplit)
+        schedule_listed<C>(p, smem);
+      else
+        schedule_bwd<C>(p, smem);
+    }
     if (threadIdx.x == 96) copy_keys_and_dout<C>(p, smem);
     if (threadIdx.x / 32 == 2) clear_unseen<C>(p, smem, threadIdx.x % 32);
   } else {

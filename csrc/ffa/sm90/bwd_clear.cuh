@@ -5,6 +5,7 @@
 #include "../common/copy.cuh"
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
+#include "bwd_split.cuh"
 #include "schedule.cuh"
 
 namespace magi {
@@ -82,7 +83,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
       const int blocks = BlockOrder(smem.layer(turns.layer_slot()), Way::kForwards).left();
 #pragma unroll 1
-      for (int i = clears ? p.heads_per_part * blocks : 0; i > 0; --i) {
+      for (int i = clears ? heads_of_unit<C>(p, unit.w) * blocks : 0; i > 0; --i) {
         mbar_wait(smem.step_full(ring.slot), ring.phase);
         mbar_wait(smem.q_raw(ring.slot), ring.phase);
 #pragma unroll 1

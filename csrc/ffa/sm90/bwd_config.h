@@ -9,13 +9,15 @@ namespace magi {
 constexpr int kTileKeys = 128;   // of a tile: 64 for each consumer warpgroup
 constexpr int kQueryBlock = 64;  // queries
 
-template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false>
+template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
   // dq is summed in an order that does not depend on time: see bwd_turns.cuh.
   static constexpr bool kOrdered = kOrdered_;
+  // The query heads of short tiles may be shared out: see bwd_split.cuh.
+  static constexpr bool kSplit = kSplit_;
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;
@@ -62,7 +64,11 @@ struct BwdConfig {
 constexpr int kDqBlockFloats = 64 * 64;
 constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
 constexpr int kMaxTimed = 1024;    // tiles
+constexpr int kSplitParts = 4;     // of a tile that is split, see bwd_split.cuh
+constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
+constexpr int kSplitWord = 2, kUnitsWord = 3;  // of them: whether tiles are split, and how many units there are
+constexpr int kRowThreads = 256;
 constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
 
 }  // namespace magi

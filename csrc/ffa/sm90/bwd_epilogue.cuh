@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/scores.cuh"
+#include "bwd_split.cuh"
 #include "bwd_step.cuh"
 
 namespace magi {
@@ -28,7 +29,8 @@ __device__ __forceinline__ void stage_grad(uint32_t tile, const float (&grad)[C:
 // `to` is row 0 of the tile; rows from `rows` on do not exist.
 template <typename C>
 __device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float* to, int rows, int head_dim,
-                                                 const float (&grad)[C::kOut / 2], float factor, int head, int pass) {
+                                                 const float (&grad)[C::kOut / 2], float factor, int head, int pass,
+                                                 bool adds) {
   const int thread = thread_again() - 128, lane = thread % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -41,7 +43,7 @@ __device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float
       if (column >= head_dim) continue;
       float2* at = reinterpret_cast<float2*>(row + column);
       float2 value = make_float2(grad[4 * j + 2 * r] * factor, grad[4 * j + 2 * r + 1] * factor);
-      if (p.accumulate) {
+      if (adds) {
         const float2 old = *at;
         value.x += old.x;
         value.y += old.y;
@@ -75,19 +77,27 @@ __device__ __forceinline__ int64_t target_of(const BwdKernelParams& p, const int
 // Both warpgroups are through with K and V.
 template <typename C>
 __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdSmem<C>& smem, const float (&dk)[C::kOut / 2],
-                                            const float (&dv)[C::kOut / 2], int tile, int head, const BwdPart<C>& part) {
+                                            const float (&dv)[C::kOut / 2], int tile, int head, int word) {
+  const BwdPart<C> part = BwdPart<C>::of_word(word);
   const int pass = part.pass;
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
+  if (C::kSplit && split_slot(word) > 0) {
+    const int64_t slot = part.heads * (p.num_tiles - p.split_from) + split_slot(word) - 1, row = slot * C::kKeys * p.heads_kv;
+    write_float_grad<C>(p, p.dv_split + row * p.head_dim_v, C::kKeys, p.head_dim_v, dv, 1.f, head, pass, false);
+    write_float_grad<C>(p, p.dk_split + row * p.head_dim, C::kKeys, p.head_dim, dk, p.grad_scale, head, pass, false);
+    if (leads) mbar_arrive(smem.kv_empty());
+    return;
+  }
   const bool is_remote = tile * C::kKeys >= p.remote.base;
   if (is_remote ? p.remote.wire_is_float : p.grads_are_float) {
     const int first = tile * C::kKeys, rows = is_remote ? C::kKeys : p.remote.local_keys - first;
     float* to_v = static_cast<float*>(p.dv) + part.heads * p.dv_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim_v;
     if (is_remote) to_v = reinterpret_cast<float*>(target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 4));
-    write_float_grad<C>(p, to_v, rows, p.head_dim_v, dv, 1.f, head, pass);
+    write_float_grad<C>(p, to_v, rows, p.head_dim_v, dv, 1.f, head, pass, p.accumulate);
     float* to_k = static_cast<float*>(p.dk) + part.heads * p.dk_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim;
     if (is_remote) to_k = reinterpret_cast<float*>(target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 4));
-    write_float_grad<C>(p, to_k, rows, p.head_dim, dk, p.grad_scale, head, pass);
+    write_float_grad<C>(p, to_k, rows, p.head_dim, dk, p.grad_scale, head, pass, p.accumulate);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
   }

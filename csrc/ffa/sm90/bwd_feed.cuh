@@ -6,6 +6,7 @@
 #include "../common/copy.cuh"
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
+#include "bwd_split.cuh"
 #include "bwd_turns.cuh"
 #include "schedule.cuh"
 
@@ -59,6 +60,21 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   publish_end(p, smem, turns);
 }
 
+// The same where the units have been listed.
+template <typename C>
+__device__ void schedule_listed(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  Turns turns;
+#pragma unroll 1
+  for (int unit = first_unit<C>(p); unit < p.workspace[kUnitsWord]; unit = next_unit<C>(p)) {
+    mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
+    const int4 row = p.units[unit];
+    const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
+    publish_unit(p, smem, turns, row.x, row.y, layers_of_tile(p.plan, row.x), row.z, records_at, C::kLayerBytes / 4);
+    mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // as above
+  }
+  publish_end(p, smem, turns);
+}
+
 // A tile of `rows` rows from the first on, in column tiles of 64.
 template <typename C>
 __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorMap* map, uint32_t bar, int first, int head,
@@ -70,7 +86,8 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
 // Of a unit. Read again and again rather than kept: the feeding lanes have few registers.
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t unit) {
-  return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(lds_int(unit + 12)).heads * p.heads_per_part;
+  const int word = lds_int(unit + 12);
+  return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(word).heads * heads_of_unit<C>(p, word);
 }
 
 // One lane. Says what each step is, and copies its Q and stats.
@@ -87,6 +104,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
       const bool is_banded = !C::kOrdered && is_band(lds_int4(smem.layer(turns.layer_slot()) + 32));
       auto by_head = [&] { return C::kOrdered ? (lds_int(smem.unit(turns.unit_slot()) + 12) >> kByHeadBit & 1) != 0 : is_banded; };
+      auto heads = [&] { return C::kSplit ? heads_of_unit<C>(p, lds_int(smem.unit(turns.unit_slot()) + 12)) : p.heads_per_part; };
       int i = 0;
       do {
         BlockOrder order(smem.layer(turns.layer_slot()), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
@@ -97,7 +115,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
             const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
-            if (order.left() == 1 && i + 1 == p.heads_per_part) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
+            if (order.left() == 1 && i + 1 == heads()) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
             sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
@@ -107,10 +125,10 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
             ring.advance();
-          } while (!by_head() && ++i < p.heads_per_part);
+          } while (!by_head() && ++i < heads());
           if (!by_head()) i = 0;
         }
-      } while (by_head() && ++i < p.heads_per_part);
+      } while (by_head() && ++i < heads());
       mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
     }

@@ -14,7 +14,7 @@ namespace magi {
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, turn_flags, order, turns, bytes;
+  int64_t stats, dq_sum, partials, units, turn_flags, order, turns, bytes;
 };
 
 inline int64_t bwd_tiles(const magi_ffa_bwd_params& a) { return (static_cast<int64_t>(a.total_k) + kTileKeys - 1) / kTileKeys; }
@@ -41,6 +41,19 @@ inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, i
   return heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int>(heads) : a.heads_kv;
 }
 
+// Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
+template <typename C>
+bool bwd_may_split(const magi_ffa_bwd_params& a, int sms) {
+  return C::kD == 128 && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
+         bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
+}
+inline int bwd_split_from(const magi_ffa_bwd_params& a) { return static_cast<int>(bwd_tiles(a) / 2); }
+// Rows of a part: those of all slots.
+inline int64_t bwd_split_rows(const magi_ffa_bwd_params& a) {
+  return (bwd_tiles(a) - bwd_split_from(a)) * kTileKeys * a.heads_kv;
+}
+
 inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
   return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
 }
@@ -55,7 +68,10 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.stats = 4 * kBwdCounters;
   w.dq_sum = w.stats + 4 * kStatFloats * blocks;
   w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
-  w.turn_flags = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  const bool may_split = bwd_may_split<C>(a, sms);
+  if (may_split) w.units += 4 * kSplitParts * bwd_split_rows(a) * (a.head_dim + a.head_dim_v);
+  w.turn_flags = w.units + (may_split ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0);
   w.order = w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0);
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
   w.turns = w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0);
@@ -113,11 +129,19 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->dv_stride_part = bwd_dv_values(a);
   k->dk = split ? partials : a.dk;
   k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
+  // Nor may gradients of remote keys be parts.
+  const bool may_split = remote == nullptr && bwd_may_split<C>(a, sms);
+  r->units = may_split ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
+  k->units = r->units;
+  k->split_from = r->split_from = bwd_split_from(a);
+  k->dk_split = partials;
+  k->dv_split = partials + kSplitParts * bwd_split_rows(a) * a.head_dim;
+  r->processors = sms < kMaxWave ? sms : kMaxWave;
   k->total_q = r->total_q = a.total_q;
   k->total_k = r->total_k = a.total_k;
   k->query_blocks = r->query_blocks = static_cast<int32_t>((static_cast<int64_t>(a.total_q) + 63) / 64);
   k->heads_q = r->heads_q = a.heads_q;
-  k->heads_kv = k->head_units = a.heads_kv;
+  k->heads_kv = k->head_units = r->heads_kv = a.heads_kv;
   k->head_dim = r->head_dim = a.head_dim;
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
   k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
@@ -179,6 +203,27 @@ magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   return launch_behind(bwd_join<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the heads' parts");
 }
 
+template <typename T>
+magi_status join_split(const magi_ffa_bwd_params& a, const BwdKernelParams& k, int sms) {
+  const int64_t rows = bwd_split_rows(a);
+  const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, rows * a.head_dim, rows * a.head_dim_v, kSplitParts,
+                           a.grad_dtype == MAGI_FP32, a.accumulate};
+  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.split_from, a.heads_kv,
+                             a.heads_kv * a.head_dim, a.heads_kv * a.head_dim_v};
+  const dim3 grid(8 * sms);  // few, because there may be nothing to do
+  return launch_behind(bwd_join_split<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the parts of split tiles");
+}
+
+template <typename C>
+magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
+  if constexpr (C::kD == 128)
+    if (k.units != nullptr) {
+      MAGI_RETURN((start_bwd<BwdConfig<typename C::T, C::kD, false, false, true>>(a, k, sms)));
+      return join_split<typename C::T>(a, k, sms);
+    }
+  return start_bwd<C>(a, k, sms);
+}
+
 template <typename Params>
 magi_status launch_first(void (*kernel)(Params), dim3 grid, int threads, bool beside, void* stream, const Params& params,
                          const char* doing) {
@@ -222,7 +267,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
     MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms))
                               : (start_bwd<BwdConfig<T, kD, false, true>>(a, k, sms)));
   else
-    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true>>(a, k, sms)) : start_bwd<C>(a, k, sms));
+    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true>>(a, k, sms)) : start_plain_bwd<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
 }

@@ -14,7 +14,7 @@ struct BwdKernelParams {
   // All (d, token, head).
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
   const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
-  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done
+  int32_t* workspace;   // [0] unit counter, [1] CTAs that are done; kSplitWord and on
   float* stats;         // kStatFloats per head and block of 64 queries
   float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
   // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each unit, (block of 64
@@ -42,6 +42,10 @@ struct BwdKernelParams {
   float grad_scale;  // softmax_scale
   int32_t has_softcap;
   RemoteKeys remote;
+  // Only where short tiles may be split: (part, slot of a tile, 128, heads_kv, head dim), float32.
+  float *dk_split, *dv_split;
+  int32_t split_from;  // number of the first such tile by length
+  const int4* units;   // see list_units; NULL: units are not listed
 };
 
 // The kernels before and after the main one.
@@ -62,6 +66,9 @@ struct BwdRowParams {
   int32_t wave, heads_per_part, passes, num_tiles;
   int32_t units_per_tile;  // in a section
   int32_t places;          // CTAs of the main kernel, as far as they are counted
+  int4* units;             // as in BwdKernelParams
+  int32_t split_from, heads_kv;
+  int32_t processors;      // of the device, as far as they are counted; splitting depends on them and not on what is left free
   int32_t grads_are_float, accumulate;
   float grad_scale;
 };
@@ -72,6 +79,15 @@ struct BwdJoinParams {
   void *dk, *dv;
   int64_t dk_count, dv_count;  // values, multiples of 8
   int32_t parts, grads_are_float, accumulate;
+};
+
+// The kernel that does so for split tiles; both gradients are (total_k, heads_kv, head dim).
+struct BwdSplitJoinParams {
+  const int32_t *plan, *workspace;
+  const int4* units;
+  BwdJoinParams join;
+  int32_t total_q, total_k, split_from, heads_kv;
+  int32_t dk_row, dv_row;  // values of one key, all heads
 };
 
 }  // namespace magi

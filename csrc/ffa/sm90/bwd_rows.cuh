@@ -9,11 +9,10 @@
 #include "../common/barrier.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
+#include "bwd_split.cuh"
 #include "bwd_turns.cuh"
 
 namespace magi {
-
-constexpr int kRowThreads = 256;
 
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t x);
@@ -51,12 +50,16 @@ __device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int
 
 // One CTA per head and block of 64 queries.
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) bwd_prepare(const BwdRowParams p) {
+__global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams p) {
   const int block = blockIdx.x, head = blockIdx.y;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   start_next_kernel();
   if (number == 0)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+  if (p.units != nullptr && number == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
+    __syncthreads();
+    choose_units(p);
+  }
   if (p.turn_flags != nullptr) {
     if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
     if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
@@ -152,19 +155,20 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
   }
 }
 
-// Four values of a gradient from its parts, in the order of the parts.
+// Four values of a gradient at `to_at` from their parts at `at`, in the order of the parts.
 template <typename T>
-__device__ __forceinline__ void join_four(const float* parts, void* grad, int64_t at, int64_t count, const BwdJoinParams& p) {
+__device__ __forceinline__ void join_four(const float* parts, void* grad, int64_t at, int64_t to_at, int64_t count,
+                                          const BwdJoinParams& p) {
   float4 sum = *reinterpret_cast<const float4*>(parts + at);
   for (int i = 1; i < p.parts; ++i) {
     const float4 x = *reinterpret_cast<const float4*>(parts + i * count + at);
     sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
   }
   if (!p.grads_are_float) {
-    *reinterpret_cast<uint2*>(static_cast<T*>(grad) + at) = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+    *reinterpret_cast<uint2*>(static_cast<T*>(grad) + to_at) = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
     return;
   }
-  float4* to = reinterpret_cast<float4*>(static_cast<float*>(grad) + at);
+  float4* to = reinterpret_cast<float4*>(static_cast<float*>(grad) + to_at);
   if (p.accumulate) sum = make_float4(sum.x + to->x, sum.y + to->y, sum.z + to->z, sum.w + to->w);
   *to = sum;
 }
@@ -174,8 +178,29 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads) bwd_join(const BwdJoinParams p) {
   wait_for_kernel_before();
   const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x);
-  if (at < p.dk_count) join_four<T>(p.dk_parts, p.dk, at, p.dk_count, p);
-  if (at < p.dv_count) join_four<T>(p.dv_parts, p.dv, at, p.dv_count, p);
+  if (at < p.dk_count) join_four<T>(p.dk_parts, p.dk, at, at, p.dk_count, p);
+  if (at < p.dv_count) join_four<T>(p.dv_parts, p.dv, at, at, p.dv_count, p);
+}
+
+// The gradient of split tiles. The parts have room for whole tiles, one for each slot.
+template <typename T>
+__device__ __forceinline__ void join_slots(const float* parts, void* grad, int64_t count, int row_values,
+                                           const BwdSplitJoinParams& p) {
+  const int64_t step = 4ll * gridDim.x * kRowThreads;
+  for (int64_t at = 4ll * (blockIdx.x * kRowThreads + threadIdx.x); at < count; at += step) {
+    const int row = static_cast<int>(at / row_values);  // of all slots
+    const int tile = p.units[(p.split_from + row / kTileKeys) * p.heads_kv].x;  // the first parts are listed by slot
+    const int64_t key = static_cast<int64_t>(tile) * kTileKeys + row % kTileKeys;
+    if (key < p.total_k) join_four<T>(parts, grad, at, key * row_values + at % row_values, count, p.join);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) bwd_join_split(const BwdSplitJoinParams p) {
+  wait_for_kernel_before();
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || p.workspace[kSplitWord] == 0) return;
+  join_slots<T>(p.join.dk_parts, p.join.dk, p.join.dk_count, p.dk_row, p);
+  join_slots<T>(p.join.dv_parts, p.join.dv, p.join.dv_count, p.dv_row, p);
 }
 
 }  // namespace magi

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of keys whose query heads are shared out because their documents are short (csrc/ffa/sm90/bwd_split.cuh).
+
+Whether they are depends on lengths and on the number of multiprocessors; the workspace tells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from backward_oracle import assert_grads, assert_same, make_dout, options_of, seen, truth
+from forward_oracle import Inputs, make_inputs
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    poisoned_like,
+    pytestmark,
+)
+
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.types import Grads
+from magi_attention.testing import masks
+
+SPLIT_WORD = 2  # of the workspace: kSplitWord
+TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
+
+
+@pytest.fixture
+def was_split(monkeypatch):
+    """Whether the last backward split its tiles: a function."""
+    workspaces: list[torch.Tensor] = []
+
+    def empty_like(like: torch.Tensor) -> torch.Tensor:
+        made = poisoned_like(like)
+        if made.dtype == torch.uint8:
+            workspaces[:] = [made]
+        return made
+
+    monkeypatch.setattr(ffa_bwd, "_empty_like", empty_like)
+    return lambda: bool(workspaces[0][: 4 * (SPLIT_WORD + 1)].view(torch.int32)[SPLIT_WORD])
+
+
+def documents(seed: int, count: int = 4, kind: int = 0) -> np.ndarray:
+    return masks.varlen(masks.random_cu_seqlens(np.random.default_rng(seed), TOTAL, count), kind).array
+
+
+def inputs(seed: int, slices: np.ndarray, dims=(128, 128), dtype=torch.bfloat16) -> Inputs:
+    return make_inputs(seed, slices, TOTAL, TOTAL, HEADS, dims, dtype, DEVICE)
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)
+def test_right_and_the_same_every_time(was_split, dims, dtype):
+    splits = []
+    for seed in (2, 3, 6):
+        x = inputs(seed, documents(seed, kind=seed % 2), dims, dtype)
+        dout = make_dout(x, seed)
+        got = differentiate(x, dout)
+        splits.append(was_split())
+        assert_grads(x, got, truth(x, dout), (seed, dims))
+        assert_same(differentiate(x, dout), got, dtype, seed)
+    assert splits[0] and splits[2]
+
+
+def test_even_tiles_stay_whole(was_split):
+    x = inputs(0, masks.full(TOTAL).array)
+    dout = make_dout(x)
+    differentiate(x, dout)
+    assert not was_split()
+
+
+def test_float32_buffers_are_added_to(was_split):
+    ffa, x = FfaBackend(), inputs(2, documents(2))
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+    before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
+    into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
+    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
+    assert was_split()
+    assert_grads(x, into, truth(x, dout), before=before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_unseen_rows_hold_does_not_matter(was_split, value):
+    x = inputs(6, np.delete(documents(6), 2, axis=0))
+    dout = make_dout(x)
+    want = differentiate(x, dout)
+    assert was_split()
+    sees, is_seen = seen(x)
+    assert not sees.all() and not is_seen.all()
+    for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
+        t[rows] = value
+    assert_same(differentiate(x, dout), want, x.q.dtype)
