@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The import path of the published native group collectives. Only what needs no native code is here.
 
-``Config`` is the launch configuration, ``EventHandle`` a CUDA event. A ``Buffer`` cannot be made in this
-build; ``magi_attention.comm`` has group collectives over torch.distributed.
+``Config`` is the launch configuration, ``EventHandle`` a CUDA event. A ``Buffer`` cannot be made: the group
+collectives of ``magi_attention.comm`` keep the memory that they share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Buffer:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
-            "Native group collectives are not built; unset MAGI_ATTENTION_NATIVE_GRPCOLL to use "
-            "magi_attention.comm over torch.distributed."
+            "Native group collectives keep their own memory and need no Buffer; call group_cast and group_reduce of "
+            "magi_attention.comm, with MAGI_ATTENTION_NATIVE_GRPCOLL=1."
         )
 
 

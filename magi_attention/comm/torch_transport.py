@@ -198,11 +198,9 @@ class TorchTransport(TransportBase):
         Raises:
             PeerFailureError: names ranks that did not come within ``timeout_s``, or that failed.
         """
-        board = self._board
-        if board is not None and board.is_down:
-            self._ask_store(partial(board.resume, self.timeout_s))
-        if board is not None:
-            self._ask_store(partial(board.meet, stage, self.timeout_s))
+        self._resume()
+        if self._board is not None:
+            self._ask_store(partial(self._board.meet, stage, self.timeout_s))
 
     def give_up(self, text: str) -> None:
         """Tells all ranks that no message can pass any more, and why."""
@@ -243,9 +241,12 @@ class TorchTransport(TransportBase):
         backend = self._backend(device)
         for watch in self.watchers:
             watch("a collective")
+        self._resume()
+        return backend
+
+    def _resume(self) -> None:
         if self._board is not None and self._board.is_down:
             self._ask_store(partial(self._board.resume, self.timeout_s))
-        return backend
 
     @staticmethod
     def _ask_store(action: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ def test_dsink_alias(monkeypatch):
 def test_native_buffers_are_not_here():
     manager = primitive.grpcoll_buffer_mgr
     for call in (manager.initialize, manager.get_buffer, primitive.GrpCollBuffer):
-        with pytest.raises(UnsupportedError, match="Native collectives are not in this build"):
+        with pytest.raises(UnsupportedError, match="Leave this call out"):
             call(None)
     for call in (manager.check_initialized, manager.get_config):
         with pytest.raises(RuntimeError, match="never initialised"):

@@ -133,6 +133,8 @@ def main(rank: int, world: int) -> str:
     t = TorchTransport(None, timeout_s=TIMEOUT_S)
     key, other = key_of(t), TorchTransport(dist.new_group(list(range(world))), timeout_s=TIMEOUT_S)
     check_values(key)
+    full = key_of(t, causal=False)  # every rank reads keys of every other
+    attention(full)
     cast(other, 100)
     torch.cuda.synchronize()
     t.barrier()
@@ -140,7 +142,7 @@ def main(rank: int, world: int) -> str:
     if rank == victim:
         os._exit(0)
     time.sleep(1)
-    check_survivor(t, other, key, victim)
+    check_survivor(t, other, full, victim)
     fresh = dist.new_group(list(range(victim)), use_local_synchronization=True)
     key = key_of(fresh if victim == 1 else TorchTransport(fresh, timeout_s=30))
     check_values(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published buffer manager of the native group collectives, which need no buffers in this build."""
+"""The published buffer manager of the native group collectives, which keep their memory themselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 from magi_attention.errors import UnsupportedError
 
 _NOT_HERE = (
-    "Native collectives are not in this build; the all-to-all-v path is used and needs no buffers. Leave "
-    "this call out and unset MAGI_ATTENTION_NATIVE_GRPCOLL."
+    "Native collectives make the memory that they share at their first call and free it with the process group. "
+    "Leave this call out; group_cast and group_reduce need no buffers."
 )
 
 
 class GrpCollBuffer:
-    """A buffer of the native collectives; cannot be made in this build (``UnsupportedError``)."""
+    """A buffer of the native collectives; cannot be made (``UnsupportedError``)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(_NOT_HERE)
