@@ -10,6 +10,7 @@ results are the same bits on every run, if dq is (``deterministic``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,12 @@ class OneLaunch:
         launches = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention forward")
-        launches.push((k.data_ptr(), v.data_ptr()), stream)
+        push = partial(launches.push, (k.data_ptr(), v.data_ptr()), stream)
         if launches.remote is None:
+            push()
             got = backend.forward_final(q, k, v, self.part.slices, options, sink)
         else:
-            got = backend.forward_remote(q, k, v, launches.remote, options, sink)
+            got = backend.forward_remote(q, k, v, launches.remote._replace(push=push), options, sink)
         launches.release(stream)
         return got
 
@@ -70,13 +72,14 @@ class OneLaunch:
         launches = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
-        launches.push_again((k.data_ptr(), v.data_ptr()), stream)
+        push = partial(launches.push_again, (k.data_ptr(), v.data_ptr()), stream)
         if launches.remote is None:
+            push()
             init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
             grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
             grads.dq = grads.dq.to(q.dtype)
         else:
-            grads = backend.backward_remote(dout, q, k, v, out, lse, launches.remote, options, sink)
+            grads = backend.backward_remote(dout, q, k, v, out, lse, launches.remote._replace(push=push), options, sink)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)

@@ -197,7 +197,8 @@ class AttnRuntime:
             return OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
         if self.policy.stage_mode == "fused":
             raise UnsupportedError(
-                f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to let the package choose."
+                f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to go stage by stage over the "
+                "process group."
             )
         _log.info("Attention runs stage by stage over the process group: %s", reason)
         return None

@@ -202,8 +202,7 @@ class FfaBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
     ) -> Final:
-        """``forward_final`` over k, v and the keys that other ranks are pushing; the launch before it in the stream
-        must be that of this rank's push."""
+        """``forward_final`` over k, v and the keys that other ranks are pushing, with this rank's push."""
         return self._run(q, k, v, remote, options, sink, None, None)
 
     def backward_remote(
@@ -294,6 +293,7 @@ class FfaBackend:
         if remote is None:
             status = library.forward_raw(call.prefix + tail)
         else:
+            remote.push()
             status = library.forward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention forward")

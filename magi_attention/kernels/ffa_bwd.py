@@ -131,6 +131,7 @@ class BackwardCalls:
         if remote is None:
             status = library.backward_raw(call.prefix + tail)
         else:
+            remote.push()
             status = library.backward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention backward")

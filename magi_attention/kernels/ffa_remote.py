@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -96,10 +97,15 @@ def _with_first_order(words: np.ndarray, when: np.ndarray, lead: float) -> np.nd
 
 
 class RemoteKeys(NamedTuple):
-    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds."""
+    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds.
+
+    ``push`` launches this rank's push. The kernel starts beside whatever comes before it in the stream and does not
+    wait for that, so it is called when all else has been launched: casts of inputs, cleared workspaces.
+    """
 
     mask: RemoteMask
     params: bytes
+    push: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, mask: RemoteMask, wire: torch.dtype, **fields: int) -> RemoteKeys:

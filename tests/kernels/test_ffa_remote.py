@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of other ranks: what is launched before what, with a simulated library."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from ffa_simulator import backend, inputs, planner_or_skip
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
+from magi_attention.native.ffa import FfaTile
+
+
+def remote_keys(events: list[str]) -> RemoteKeys:
+    """32 local keys and one tile of remote ones, for 32 queries."""
+    base = 2 * TILE
+    slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
+    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
+    return RemoteKeys(mask, b"", lambda: events.append("push"))
+
+
+def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatch) -> None:
+    planner_or_skip()
+    ffa, _ = backend()
+    events: list[str] = []
+    q, k, v = inputs(32, 32)
+    dout = torch.randn(q.shape, dtype=torch.float64)  # has to be cast
+    sink = torch.zeros(1, q.shape[1], dtype=torch.bfloat16)  # so has this
+    zeros, full = torch.zeros, torch.full
+    monkeypatch.setattr(torch, "zeros", lambda *a, **b: (events.append("zeros"), zeros(*a, **b))[1])
+    monkeypatch.setattr(torch, "full", lambda *a, **b: (events.append("full"), full(*a, **b))[1])
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **b: (events.append("to"), to(self, *a, **b))[1])
+    library = ffa.library
+    for name in ("forward_remote_raw", "backward_remote_raw"):
+        monkeypatch.setattr(library, name, lambda *_: (events.append("kernel"), 0)[1], raising=False)
+    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
+    remote = remote_keys(events)
+    out, lse, _ = ffa.forward_remote(q, k, v, remote, AttnOptions(0.25, return_max_logits=True), sink)
+    assert "zeros" in events and "full" in events and events[-2:] == ["push", "kernel"]
+    events.clear()
+    ffa.backward_remote(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
+    at = events.index("kernel")
+    assert "to" in events[:at] and events[at - 1] == "push" and events.count("push") == 1
