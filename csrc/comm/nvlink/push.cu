@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows straight into the boxes of other ranks, by bulk copies through the shared memory of a few CTAs, see magi/box.h. Plain loads
-// and stores are as fast alone, but not beside attention: they have too little on the way when memory is busy.
+// and stores were as fast alone, and slower beside attention: docs/notes/one_launch.md.
 
 #include "../../ffa/common/barrier.cuh"
 #include "../../ffa/common/copy.cuh"
 #include "../../ffa/common/host.h"
 #include "box.cuh"
+#include "box_launch.h"
 
 namespace magi {
 inline namespace box_pushing {  // named, because nvcc puts the path of the file into the names of what has no name
@@ -156,16 +157,6 @@ __global__ void __launch_bounds__(128) box_release(const __grid_constant__ magi_
   wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
   __syncthreads();
   release_box(p.box, p.rank, p.world);
-}
-
-magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi_box& box) {
-  if (version != MAGI_ABI_VERSION)
-    return fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", version,
-                MAGI_ABI_VERSION);
-  if (world < 2 || rank < 0 || rank >= world)
-    return fail(MAGI_INVALID_ARGUMENT, "rank %d of %d: boxes need two ranks or more, numbered from 0.", rank, world);
-  if (box.own == nullptr || box.of_rank == nullptr) return fail(MAGI_INVALID_ARGUMENT, "The box has no address.");
-  return MAGI_OK;
 }
 
 }  // namespace box_pushing

@@ -6,6 +6,7 @@
 
 #include "../../ffa/common/host.h"
 #include "box.cuh"
+#include "box_launch.h"
 
 namespace magi {
 inline namespace box_summing {  // named, because nvcc puts the path of the file into the names of what has no name
@@ -115,9 +116,7 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
 
 extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   const magi_box_reduce_params& p = *params;
-  if (p.version != MAGI_ABI_VERSION)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", p.version,
-                      MAGI_ABI_VERSION);
+  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.box));
   if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.rows < 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors of %d rows; give 1 to %d tensors.", p.num_tensors, p.rows,
                       MAGI_BOX_TENSORS);

@@ -4,6 +4,7 @@
 #include "../../ffa/common/barrier.cuh"
 #include "../../ffa/common/host.h"
 #include "box.cuh"
+#include "box_launch.h"
 
 namespace magi {
 inline namespace box_taking {  // named, because nvcc puts the path of the file into the names of what has no name
@@ -76,9 +77,7 @@ __global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__
 
 extern "C" magi_status magi_box_take(const magi_box_take_params* params) {
   const magi_box_take_params& p = *params;
-  if (p.version != MAGI_ABI_VERSION)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", p.version,
-                      MAGI_ABI_VERSION);
+  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.box));
   if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.num_ctas < 1 || p.num_pieces < 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors by %d CTAs; give 1 to %d tensors and a CTA or more.", p.num_tensors,
                       p.num_ctas, MAGI_BOX_TENSORS);

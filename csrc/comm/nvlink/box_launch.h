@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every launch on a box checks first.
+#pragma once
+
+#include "../../ffa/common/host.h"
+#include "magi/box.h"
+
+namespace magi {
+
+inline magi_status check_world(int32_t version, int32_t rank, int32_t world, const magi_box& box) {
+  if (version != MAGI_ABI_VERSION)
+    return fail(MAGI_INVALID_ARGUMENT, "params have ABI version %d and this library %d; rebuild the kernels.", version,
+                MAGI_ABI_VERSION);
+  if (world < 2 || rank < 0 || rank >= world)
+    return fail(MAGI_INVALID_ARGUMENT, "rank %d of %d: boxes need two ranks or more, numbered from 0.", rank, world);
+  if (box.own == nullptr || box.of_rank == nullptr) return fail(MAGI_INVALID_ARGUMENT, "The box has no address.");
+  return MAGI_OK;
+}
+
+}  // namespace magi
