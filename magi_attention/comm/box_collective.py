@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group cast and group reduce over boxes: rows go straight from the sender's tensors into the receiver's memory.
 
-A cast is a push and, beside it, a copy of what arrives to its place in the outputs; a reduce is a push and a sum in
-float32 in the order of the ranks, so it gives the same bits on every run. No host waits for anything, and no
-multiprocessors are used but for the few CTAs of the push. Launches are prepared once per layout and shapes.
+A cast is a push and a copy of what has arrived to its place in the outputs; a reduce is a push and a sum in
+float32 in the order of the ranks, so it gives the same bits on every run. No host waits for anything. While rows
+travel, multiprocessors are used by the few CTAs of the push alone. Launches are prepared once per layout and shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from magi_attention.comm.wire import dense_strides
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
 
-DEFAULT_CTAS = 24
+DEFAULT_CTAS = 16
+_TAKE_CTAS = 128  # for a short time
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _log = logging.getLogger("magi_attention.comm")
 
@@ -152,7 +153,7 @@ class BoxExchange:
         push = self._push(group, box, tables.cast, inputs, data_at, ctas)
         num_pieces = len(tables.take)
         take = group.take(
-            box, num_tensors=len(inputs), num_pieces=num_pieces, num_ctas=_at_most(2 * ctas, num_pieces / 8),
+            box, num_tensors=len(inputs), num_pieces=num_pieces, num_ctas=_at_most(_TAKE_CTAS, num_pieces),
             pieces=self._take, data_at=data_at, row_bytes=sizes, out_stride=[_stride(y) for y in outputs],
         )  # fmt: skip
         return box, (push, take)

@@ -2,8 +2,7 @@
 """Where the rows of a group cast, and of the group reduce that is its transpose, lie in the boxes of all ranks.
 
 Cast: a box holds arriving rows in the order of the wire of ``A2AVLayout``: sources ascending, and of each in its own
-order. What one rank sends to another is cut into up to eight groups with a slot each, so that rows can be copied out
-while later ones travel. Reduce: a box holds what each rank adds, ranks ascending, this one included.
+order; each source has a slot. Reduce: a box holds what each rank adds, ranks ascending, this one included.
 
 Made on the CPU from the layout of one rank and the counts of all, once per layout.
 """
@@ -17,8 +16,7 @@ import numpy as np
 from magi_attention.comm.layout import A2AVLayout
 
 SLOTS_PER_SENDER = 8  # MAGI_BOX_GROUPS
-_GROUP_ROWS = 256  # smaller groups are not worth a slot
-_MAX_PIECE_ROWS = 32
+_PUSHED_ROWS, _TAKEN_ROWS = 32, 16  # of a piece at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,36 +63,23 @@ class BoxTables:
         )
 
 
-def groups_of(rows: int) -> list[tuple[int, int]]:
-    """The groups in which ``rows`` travel from one rank to another, as ranges; the same for both."""
-    groups = int(np.clip(rows // _GROUP_ROWS, 1, SLOTS_PER_SENDER))
-    return [(i * rows // groups, (i + 1) * rows // groups) for i in range(groups)] if rows else []
-
-
 def _cast_pushes(layout: A2AVLayout, starts: np.ndarray) -> PushTable:
-    """First groups first, and of each those for the next rank first."""
+    """Those for the next rank first, so that at any time every rank receives from one other."""
     parts = np.split(layout.send.index, np.cumsum(layout.send_counts)[:-1])
-    pushes = []
-    for group in range(SLOTS_PER_SENDER):
-        for step in range(1, layout.world):
-            to = (layout.rank + step) % layout.world
-            for low, high in groups_of(len(parts[to]))[group : group + 1]:
-                slot = SLOTS_PER_SENDER * layout.rank + group
-                pushes.append((to, slot, parts[to][low:high], int(starts[to, layout.rank]) + low))
-    return _push_table(pushes)
+    owners = [(layout.rank + step) % layout.world for step in range(1, layout.world)]
+    slot = SLOTS_PER_SENDER * layout.rank
+    return _push_table([(to, slot, parts[to], int(starts[to, layout.rank])) for to in owners if len(parts[to])])
 
 
 def _takes(layout: A2AVLayout, starts: np.ndarray) -> np.ndarray:
-    """In the order in which rows arrive."""
     parts = np.split(layout.recv.index, np.cumsum(layout.recv_counts)[:-1])
     found = [np.zeros((0, 4), dtype=np.int32)]
-    for group in range(SLOTS_PER_SENDER):
-        for step in range(1, layout.world):
-            sender = (layout.rank - step) % layout.world
-            for low, high in groups_of(len(parts[sender]))[group : group + 1]:
-                pieces = _runs(parts[sender][low:high], int(starts[layout.rank, sender]) + low)
-                slot = SLOTS_PER_SENDER * sender + group
-                found.append(np.stack([np.full(len(pieces), slot), pieces[:, 1], pieces[:, 0], pieces[:, 2]], axis=1))
+    for sender, rows in enumerate(parts):
+        if sender == layout.rank or not len(rows):
+            continue
+        pieces = _runs(rows, int(starts[layout.rank, sender]), _TAKEN_ROWS)
+        slot = np.full(len(pieces), SLOTS_PER_SENDER * sender)
+        found.append(np.stack([slot, pieces[:, 1], pieces[:, 0], pieces[:, 2]], axis=1))
     return np.concatenate(found).astype(np.int32)
 
 
@@ -109,18 +94,18 @@ def _push_table(pushes: list[tuple[int, int, np.ndarray, int]]) -> PushTable:
     """From (rank, slot there, rows here, first row there) of each own slot."""
     pieces, slots = [np.zeros((0, 4), dtype=np.int32)], []
     for own, (to, slot, rows, there) in enumerate(pushes):
-        runs = _runs(rows, there)
+        runs = _runs(rows, there, _PUSHED_ROWS)
         pieces.append(np.concatenate([np.full((len(runs), 1), own), runs], axis=1))
         slots.append((to, slot, len(runs), 0))
     return PushTable(np.concatenate(pieces).astype(np.int32), np.array(slots, dtype=np.int32).reshape(-1, 4))
 
 
-def _runs(rows: np.ndarray, there: int) -> np.ndarray:
-    """(runs, 3): first of consecutive ``rows``, its place counted from ``there``, and how many; not too many each."""
+def _runs(rows: np.ndarray, there: int, most: int) -> np.ndarray:
+    """(runs, 3): first of consecutive ``rows``, its place counted from ``there``, and how many; at most ``most``."""
     first = np.ones(len(rows), dtype=bool)
     first[1:] = np.diff(rows) != 1
     position = np.arange(len(rows))
-    first |= (position - np.maximum.accumulate(np.where(first, position, 0))) % _MAX_PIECE_ROWS == 0
+    first |= (position - np.maximum.accumulate(np.where(first, position, 0))) % most == 0
     begin = np.flatnonzero(first)
     return np.stack([rows[begin], there + begin, np.diff(np.append(begin, len(rows)))], axis=1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comm_oracle import WORKED_EXAMPLE, WorldPlan, cast_rows, contributions, random_plan
 
-from magi_attention.comm.box_tables import SLOTS_PER_SENDER, BoxTables, groups_of
+from magi_attention.comm.box_tables import SLOTS_PER_SENDER, BoxTables
 from magi_attention.comm.fake import FakeWorld
 from magi_attention.comm.group_args import compare_ranks, counts_of_layout
 from magi_attention.comm.group_collective import group_reduce
@@ -123,10 +123,3 @@ def test_worked_example() -> None:
         specs.append(GroupSpec.make(rank, 4, splits, dst, out_splits, src))
         routes.append([home[value] for value in want])
     check(WorldPlan(specs, routes))
-
-
-def test_groups_cover_all_rows() -> None:
-    for rows in (0, 1, 31, 255, 256, 511, 512, 2047, 2048, 100_001):
-        groups = groups_of(rows)
-        assert [i for low, high in groups for i in range(low, high)] == list(range(rows))
-        assert len(groups) <= SLOTS_PER_SENDER and all(high > low for low, high in groups)

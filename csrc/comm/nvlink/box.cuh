@@ -8,6 +8,8 @@
 
 namespace magi {
 
+constexpr int kLookEveryNs = 500;
+
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* at) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -31,8 +33,9 @@ __device__ __forceinline__ uint32_t* box_word(const void* box, int word) {
 
 __device__ __forceinline__ uint32_t* box_word(int64_t box, int word) { return box_word(reinterpret_cast<void*>(box), word); }
 
-// Until *word is at least `target`, counting modulo 2^32. `culprit` is who is waited for. The failure word is in host memory, so
-// it is looked at once a millisecond.
+// Until *word is at least `target`, counting modulo 2^32. `culprit` is who is waited for. Looks seldom, because many looks at one
+// word slow down who writes it and whoever writes near it. The failure word is in host memory, so it is looked at once a
+// millisecond.
 __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t target, uint32_t timeout_ms, int32_t* failure,
                                               int culprit) {
   if (static_cast<int32_t>(load_acquire_system(word) - target) >= 0) return;
@@ -40,7 +43,7 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
   uint32_t last = end;
 #pragma unroll 1
   while (static_cast<int32_t>(load_acquire_system(word) - target) < 0) {
-    __nanosleep(100);  // many wait for one word
+    __nanosleep(kLookEveryNs);
     const uint32_t now = milliseconds();
     if (now == last) continue;
     last = now;

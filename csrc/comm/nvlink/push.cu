@@ -70,13 +70,14 @@ __device__ __forceinline__ void load_chunk(const magi_box_push_params& p, const 
   for (int i = 0; i < rows; ++i) load_bytes(stage + i * bytes, at.from(p, i), bytes, full);
 }
 
-// The rows of `done` pieces of a slot have arrived. Who counts the last one tells the receiver.
+// The rows of `done` pieces of a slot have arrived. Who counts the last one tells the receiver, and only there a fence reaches
+// beyond this GPU: it takes microseconds while others write.
 __device__ __forceinline__ void count_pieces(const magi_box_push_params& p, int own_slot, int4 slot, int done, uint32_t use) {
-  __threadfence_system();
   uint32_t* left = box_word(p.box.own, MAGI_BOX_LEFT(p.world, own_slot));
+  __threadfence();
   if (atomicAdd(left, done) + done != static_cast<uint32_t>(slot.z)) return;
+  __threadfence();
   *left = 0;
-  __threadfence_system();
   store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
 }
 

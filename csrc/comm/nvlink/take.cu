@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows out of this rank's box to their places in ordinary tensors, as they arrive, see magi/box.h.
+// Rows out of this rank's box to their places in ordinary tensors, see magi/box.h.
 
-#include "../../ffa/common/barrier.cuh"
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 #include "box_launch.h"
@@ -10,61 +9,70 @@ namespace magi {
 inline namespace box_taking {  // named, because nvcc puts the path of the file into the names of what has no name
 
 constexpr int kTakeThreads = 256;
-constexpr int kLanes = 32;
 constexpr int kUnroll = 4;
 
-// By a warp, 16 bytes a lane. Past the first cache: its lines are of no use, and other GPUs wrote what is read.
-__device__ __forceinline__ void copy_span(const char* from, char* to, int64_t bytes, int lane) {
+// By a CTA, 16 bytes a lane. Past the first cache: its lines are of no use, and other GPUs wrote what is read.
+__device__ __forceinline__ void copy_span(const char* from, char* to, int64_t bytes) {
   const uint4* source = reinterpret_cast<const uint4*>(from);
   uint4* target = reinterpret_cast<uint4*>(to);
   const int64_t count = bytes / 16;
-  for (int64_t at = lane; at < count; at += kUnroll * kLanes) {
+  for (int64_t at = threadIdx.x; at < count; at += kUnroll * kTakeThreads) {
     uint4 x[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i)
-      if (at + i * kLanes < count) x[i] = __ldcg(source + at + i * kLanes);
+      if (at + i * kTakeThreads < count) x[i] = __ldcg(source + at + i * kTakeThreads);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i)
-      if (at + i * kLanes < count) target[at + i * kLanes] = x[i];
+      if (at + i * kTakeThreads < count) target[at + i * kTakeThreads] = x[i];
+  }
+}
+
+// The same where rows of the result are `stride` apart: a row after another, all at once.
+__device__ __forceinline__ void copy_rows_apart(const char* from, char* to, int rows, int64_t row, int64_t stride) {
+  const int per_row = static_cast<int>(row / 16), count = rows * per_row;
+  for (int at = threadIdx.x; at < count; at += kTakeThreads) {
+    const int i = at / per_row, column = (at - i * per_row) * 16;
+    *reinterpret_cast<uint4*>(to + i * stride + column) = __ldcg(reinterpret_cast<const uint4*>(from + i * row + column));
   }
 }
 
 // One piece: slot, first row in the box, first row of the result, rows.
-__device__ __forceinline__ void copy_piece(const magi_box_take_params& p, int4 piece, int lane) {
+__device__ __forceinline__ void copy_piece(const magi_box_take_params& p, int4 piece) {
   for (int t = 0; t < p.num_tensors; ++t) {
     const int64_t row = p.row_bytes[t], stride = p.out_stride[t];
     const char* from = static_cast<const char*>(p.box.own) + p.data_at[t] + piece.y * row;
     char* to = static_cast<char*>(p.out[t]) + piece.z * stride;
-    if (stride == row) {
-      copy_span(from, to, piece.w * row, lane);
-      continue;
-    }
-    for (int i = 0; i < piece.w; ++i) copy_span(from + i * row, to + i * stride, row, lane);
+    if (stride == row)
+      copy_span(from, to, piece.w * row);
+    else
+      copy_rows_apart(from, to, piece.w, row, stride);
   }
 }
 
-__global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
+// One CTA: until all slots of the pieces have arrived. Copying beside what still arrives would slow that down by half.
+__global__ void __launch_bounds__(kTakeThreads) box_await(const __grid_constant__ magi_box_take_params p) {
+  extern __shared__ int is_wanted[];
   const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  const int lane = threadIdx.x % kLanes, warps = gridDim.x * (kTakeThreads / kLanes);
-  for (int i = blockIdx.x * (kTakeThreads / kLanes) + threadIdx.x / kLanes; i < p.num_pieces; i += warps) {
-    const int4 piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + i);
-    if (lane == 0)
-      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, piece.x)), use, p.timeout_ms, p.failure,
-                    piece.x / MAGI_BOX_GROUPS);
-    __syncwarp();
-    copy_piece(p, piece, lane);
-  }
-  // The last CTA ends the use, once this rank's own rows have left: so what follows in the stream is behind the push too.
+  const int slots = MAGI_BOX_GROUPS * p.world;
+  for (int slot = threadIdx.x; slot < slots; slot += kTakeThreads) is_wanted[slot] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.num_pieces; i += kTakeThreads) is_wanted[__ldg(p.pieces + 4 * i)] = 1;
+  __syncthreads();
+  for (int slot = threadIdx.x; slot < slots; slot += kTakeThreads)
+    if (is_wanted[slot])
+      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, slot)), use, p.timeout_ms, p.failure, slot / MAGI_BOX_GROUPS);
+}
+
+__global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
+  for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) copy_piece(p, __ldg(reinterpret_cast<const int4*>(p.pieces) + i));
+  // The last CTA ends the use. This rank's own rows have left: the push is before this in the stream.
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     uint32_t* taken = box_word(p.box.own, MAGI_BOX_TAKEN(p.world));
     is_last = atomicAdd(taken, 1) + 1 == gridDim.x;
-    if (is_last) {
-      *taken = 0;
-      wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
-    }
+    if (is_last) *taken = 0;
   }
   __syncthreads();
   if (!is_last) return;
@@ -84,5 +92,9 @@ extern "C" magi_status magi_box_take(const magi_box_take_params* params) {
   for (int t = 0; t < p.num_tensors; ++t)
     if (p.row_bytes[t] % 16 || p.out_stride[t] % 16 || p.data_at[t] % 16 || reinterpret_cast<uintptr_t>(p.out[t]) % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
-  return magi::launch_behind(magi::box_take, dim3(p.num_ctas), magi::kTakeThreads, 0, p.stream, p, "launching the copy out of a box");
+  const auto stream = static_cast<cudaStream_t>(p.stream);
+  magi::box_await<<<1, magi::kTakeThreads, MAGI_BOX_GROUPS * p.world * sizeof(int), stream>>>(p);
+  MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
+  magi::box_take<<<p.num_ctas, magi::kTakeThreads, 0, stream>>>(p);
+  return magi::cuda_status(cudaGetLastError(), "launching the copy out of a box");
 }

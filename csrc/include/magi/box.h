@@ -10,7 +10,7 @@
  *   pushed      uses for which this rank's own rows have left
  *   left[i]     pieces of this rank's own slot i that are done; 0 between uses
  *   ctas        CTAs that are done; 0 between uses
- *   taken       the same of magi_box_take, which runs beside a push
+ *   taken       the same of magi_box_take
  * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
  * graph and replayed. Every rank makes the same sequence of uses.
  *
@@ -86,9 +86,8 @@ typedef struct {
 } magi_box_release_params;
 MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
 
-/* Copies rows that other ranks pushed out of this rank's box, each as soon as its slot has arrived, then ends the use. Put
- * into the stream right behind the push of this use, it starts while that is at work. Here slot s belongs to rank
- * s / MAGI_BOX_GROUPS. */
+/* Copies rows that other ranks pushed out of this rank's box when all have arrived, then ends the use. Put into the stream
+ * behind the push of this use. Here slot s belongs to rank s / MAGI_BOX_GROUPS. */
 typedef struct {
   int32_t version;
   int32_t rank, world;
