@@ -46,6 +46,8 @@ struct StepWorker {
   static constexpr int kRest = C::kDqColumns / 2 - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kFlying = !C::kCapped && C::kStages > 1;
+  // dP is asked for when the scores are there: until a queue has room for it, what asks for it waits, and exponentials with it.
+  static constexpr bool kScoresFirst = !C::kOrdered && C::kD == 128;
   using DqRest = float[kRest > 0 ? kRest : 1];
 
   const BwdKernelParams& p;
@@ -190,6 +192,12 @@ struct StepWorker {
     if (elect_one()) mbar_arrive(smem.q_empty(ring.slot > 0 ? ring.slot - 1 : C::kStages - 1));
   }
 
+  __device__ __forceinline__ void scores_are_there(Scores& s) const {
+    wgmma_wait<kScoresFirst ? 0 : 1>();
+    keep_in_place(s);
+    if (kFlying && flags & kReadingQ) release_q_before();
+  }
+
   // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
   // False after the last step of the unit.
   __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of) {
@@ -200,6 +208,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_rows(s, smem.k(), smem.q(ring.slot));
     wgmma_commit();
+    if constexpr (kScoresFirst) scores_are_there(s);
     mbar_wait(smem.do_full(ring.slot), ring.phase);
     __syncwarp();
     wgmma_fence();
@@ -210,9 +219,7 @@ struct StepWorker {
       rest_of = dq_block();
     }
     const int what = uniform(lds_int(smem.step(ring.slot) + 4 + thread_again() / 128 * 4));
-    wgmma_wait<1>();
-    keep_in_place(s);
-    if (kFlying && flags & kReadingQ) release_q_before();
+    if constexpr (!kScoresFirst) scores_are_there(s);
     exponentiate(s, packed_p, what);
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.slot));
