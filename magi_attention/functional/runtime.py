@@ -191,6 +191,12 @@ class AttnRuntime:
         return self._fused[0]
 
     def _decide(self) -> OneLaunch | None:
+        if self.policy.deterministic:
+            _log.warning(
+                "Attention runs stage by stage over the process group, because MAGI_ATTENTION_DETERMINISTIC_MODE=1 "
+                "asks for the same bits on every run, and in one launch dq does not have them."
+            )
+            return None
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
         reason = reason or why_not_one_launch(self.plan) or why_no_boxes(self.transport)
         if reason is None:

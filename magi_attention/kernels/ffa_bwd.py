@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.errors import ContractError
+from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
@@ -94,6 +94,11 @@ class BackwardCalls:
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         in_turns = options.deterministic or _is_faster_in_turns(x, mask)
         remote = mask if isinstance(mask, RemoteKeys) else None
+        if remote is not None and in_turns:
+            raise UnsupportedError(
+                "A deterministic backward over keys that arrive from other ranks gives a dq that is not always right; "
+                "run it in stages."
+            )
         key = _key(x, options, into is None, grad_dtype, in_turns, remote)
         call = self._prepared.get(key)
         if call is None:
@@ -179,10 +184,10 @@ class BackwardCalls:
 def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys) -> bool:
     """Masks of bands: few tiles see a query, and the first of them need not find its dq cleared.
 
-    Measured for head dim 128: 0.90 to 0.98 of the time, 4K to 32K tokens. Of range tensors on a GPU nothing is known.
+    Measured for head dim 128: 0.90 to 0.98 of the time, 4K to 32K tokens. Of range tensors on a GPU nothing is known,
+    and with keys that arrive from other ranks turns are not used (docs/notes/one_launch.md).
     """
-    slices = mask.mask.slices if isinstance(mask, RemoteKeys) else mask
-    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(slices, SliceTable) and slices.is_band
+    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(mask, SliceTable) and mask.is_band
 
 
 def _key(

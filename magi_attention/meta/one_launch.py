@@ -23,7 +23,7 @@ from magi_attention.common.slices import SliceTable, merge
 from magi_attention.meta.plan import Plan, local_slices
 
 TILE = 128
-MAX_GROUPS = 8
+MAX_GROUPS = 3
 _GROUP_TILES = 4  # smaller groups are not worth a slot
 _MAX_PIECE_ROWS = 32
 

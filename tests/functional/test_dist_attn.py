@@ -14,6 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport import SingleTransport
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.config import (
@@ -218,3 +219,13 @@ def test_low_precision_error_is_near_the_reference() -> None:
         ours = (got.double() - want)[finite].abs().max()
         theirs = (getattr(plain, name).double() - want)[finite].abs().max()
         assert ours <= 2 * theirs + 1e-6, f"{name}: {ours} against {theirs}"
+
+
+def test_deterministic_mode_goes_stage_by_stage(caplog) -> None:
+    """Where one launch is asked for too: said in the log, and no error."""
+    slices = SliceTable(np.array([[0, 64, 0, 64, 1]]))
+    policy = AttnPolicy(deterministic=True, stage_mode="fused")
+    plan = build_plan(slices, 64, 1, config=DistAttnConfig(DispatchConfig(chunk_size=16)))
+    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), policy)
+    assert runtime._decide() is None
+    assert "stage by stage" in caplog.text and "DETERMINISTIC" in caplog.text

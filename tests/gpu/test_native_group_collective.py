@@ -50,9 +50,10 @@ def both_ways(t, plan, seed: int, native: bool) -> list[torch.Tensor]:
     dk, dv = (draw(seed + 50 + t.rank + i, spec.output_rows, 2, 64, dtype=torch.float32) for i in range(2))
     sums = [draw(seed + 60 + i, spec.input_rows, 2, 64, dtype=torch.float32) for i in range(2)]
     total = draw(seed + 70, spec.input_rows, 2, 64, dtype=dtype)
-    # Two at once, and rows that a rank keeps are exact in the dtype of the wire.
+    # Two at once, and rows that a rank keeps are exact in the dtype of the wire, which is the same on all ranks.
     first = group_reduce(dk.to(dtype), total, *NO_LISTS, t, acc_reduce=acc, **options)
-    wire = None if layout.has_local_rows else torch.bfloat16
+    is_any_kept = any(A2AVLayout.from_spec(s).has_local_rows for s in plan.specs)
+    wire = None if is_any_kept else torch.bfloat16
     second = group_reduce([dk, dv], sums, *NO_LISTS, t, acc_reduce=acc, comm_dtype=wire, **options)
     for work in (cast, first, second):
         work.wait_post_process()

@@ -127,37 +127,46 @@ def test_random_masks_against_float64(world: int, dtype: torch.dtype) -> None:
         assert max(errors) <= 2.0, f"seed {seed}: {errors}"
 
 
-def repeated(rank: int, world: int) -> list[str]:
-    """The same case many times beside other work: the same bits each time; and those of stages where the order is the
-    same."""
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
+
+
+def differs(name: str, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Not the same bits; of dq, which is summed in no fixed order, not the same but for rounding."""
+    if name != "dq":
+        return not torch.equal(a, b)
+    return not torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-3 * float(a.abs().max()))
+
+
+def repeated(rank: int, world: int, is_deterministic: bool) -> list[str]:
+    """The same case many times beside other work."""
     faults = []
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
-    for seed in (3, 4, 5):
-        os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1"
+    os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
+    for seed in (1, 3, 4, 5, 7):
         q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=True)
         first = run(q, k, v, dout, sink, key)
-        for i in range(100 // 3 + 1):
+        for i in range(100 // 5):
             with torch.cuda.stream(side):
                 for _ in range(int(np.random.default_rng(rank + i).integers(0, 4))):
                     noise = noise @ noise * 1e-3
             again = run(q, k, v, dout, sink, key)
             faults += [
-                f"seed {seed}, run {i}, result {j}"
-                for j, (a, b) in enumerate(zip(first, again))
-                if not torch.equal(a, b)
+                f"seed {seed}, run {i}: {name}"
+                for name, a, b in zip(NAMES, first, again)
+                if differs("" if is_deterministic else name, a, b)
             ]
     return faults
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_results_are_the_same_bits_under_load(world: int) -> None:
-    for faults in run_processes(world, repeated, timeout_s=240, backend="nccl"):
+@pytest.mark.parametrize("is_deterministic", [False, True], ids=["one launch", "deterministic, so in stages"])
+def test_results_are_the_same_under_load(is_deterministic: bool, world: int) -> None:
+    for faults in run_processes(world, repeated, is_deterministic, timeout_s=240, backend="nccl"):
         assert not faults, faults[:5]
 
 
 def captured(rank: int, world: int) -> list[str]:
     """Forward and backward in a graph, replayed on new inputs: the bits of calls launched anew."""
-    os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1"
     q, k, v, dout, _, _, key = one_case(1, torch.bfloat16, fused=True)
     leaves = [api.dispatch(x, key).requires_grad_() for x in (q, k, v)]
     grad = api.dispatch(dout, key)
@@ -185,9 +194,8 @@ def captured(rank: int, world: int) -> list[str]:
         graph.replay()
         replayed = [x.detach().clone() for x in held]
         again = step()
-        names = ("out", "lse", "dq", "dk", "dv")
-        pairs = zip(names, replayed, again)
-        faults += [f"replay {i}: {name}" for name, a, b in pairs if not torch.equal(a, b.detach())]
+        pairs = zip(NAMES, replayed, again)
+        faults += [f"replay {i}: {name}" for name, a, b in pairs if differs(name, a, b.detach())]
     torch.cuda.synchronize()
     dist.barrier()
     return faults
