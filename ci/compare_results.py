@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares results of benchmarks/kernel.py with a baseline; no GPU and no torch is needed for that.
+"""Compares results of benchmarks/kernel.py or benchmarks/context_parallel.py with a baseline of the same; no GPU and no
+torch is needed for that.
 
 A cell is one direction, mask, length and shape. It has up to two measures of how much slower ours became:
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 WARN, FAIL = 0.05, 0.10  # share of speed lost
-OURS = "magi"
+KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks
+OURS = {KERNEL: "magi", CONTEXT_PARALLEL: "magi_fused"}
+_VARIANTS = "magi_"  # our other settings: neither ours nor peers
 _SHAPE = ("heads", "head_dim", "dtype")
 _FIELDS = ("mask", "seqlen", "name", "tflops", "direction")
 SEVERITY = ("ok", "faster", "warn", "slow", "missing", "wrong")  # what fails comes last
@@ -33,7 +36,8 @@ class Incomparable(Exception):
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """What was timed. ``samples`` are the draws of documents over which the time is a mean."""
+    """What was timed. ``samples`` are the draws of documents over which the time is a mean; with several GPUs,
+    ``world``, ``seqlen`` is the tokens of one."""
 
     direction: str
     mask: str
@@ -42,6 +46,7 @@ class Cell:
     head_dim: int
     dtype: str
     samples: int
+    world: int = 1
 
     @property
     def size(self) -> str:
@@ -49,16 +54,26 @@ class Cell:
         return f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.mask} {self.size}"
+        return f"{self.direction} {self.mask} {self.size}" + (f" on {self.world} GPUs" if self.world > 1 else "")
 
 
 @dataclass
 class Run:
-    """Results by cell and implementation; ``settings`` are the command lines that made them."""
+    """Results by cell and implementation; ``settings`` are the command lines of ``benchmark`` that made them."""
 
     environment: dict
     settings: list[dict]
     results: dict[Cell, dict[str, dict]]
+    benchmark: str = KERNEL
+
+    @property
+    def ours(self) -> str:
+        return OURS[self.benchmark]
+
+    @property
+    def world(self) -> int:
+        """GPUs that it takes to measure this."""
+        return max((cell.world for cell in self.results), default=1)
 
     def speeds(self, cell: Cell) -> dict[str, float]:
         """TFLOP/s of every implementation that could run the cell."""
@@ -82,22 +97,41 @@ class Verdict:
         return f"{self.cell}: {self.status}" + "; ".join([f", {change}" if self.measure else "", *self.notes])
 
 
+def _rows_of(cells: Iterable[Mapping]) -> list[dict]:
+    """Cells of benchmarks/context_parallel.py as rows of benchmarks/kernel.py."""
+    return [
+        {
+            "mask": cell["mask"], "seqlen": cell["tokens_per_gpu"], "name": cell["name"], "direction": direction,
+            "tflops": (cell[direction] or {}).get("tflops", 0.0), "reason": cell["reason"],
+        }
+        for cell in cells
+        for direction in ("forward", "backward", "both")
+    ]  # fmt: skip
+
+
 def parse(data: Mapping, where: str) -> Run:
-    """A results file that was read; ``Incomparable`` if it is not one of benchmarks/kernel.py."""
-    rows = data.get("results") if isinstance(data, Mapping) else None
+    """A results file that was read; ``Incomparable`` if it is not one of our benchmarks."""
+    is_several = isinstance(data, Mapping) and "cells" in data
+    rows = _rows_of(data["cells"]) if is_several else data.get("results") if isinstance(data, Mapping) else None
     if not rows or not all(isinstance(row, Mapping) and all(f in row for f in _FIELDS) for row in rows):
-        raise Incomparable(f"{where} holds no results of benchmarks/kernel.py; give a file that its --out wrote.")
+        raise Incomparable(
+            f"{where} holds no results of benchmarks/kernel.py or benchmarks/context_parallel.py; give a file that "
+            "their --out wrote."
+        )
     settings = data["settings"] if isinstance(data["settings"], list) else [data["settings"]]
+    sizes, samples = ("tokens", "packs") if is_several else ("seqlens", "samples")
     results: dict[Cell, dict[str, dict]] = {}
     for row in rows:
-        found = [s for s in settings if row["mask"] in s["masks"] and row["seqlen"] in s["seqlens"]]
+        found = [s for s in settings if row["mask"] in s["masks"] and row["seqlen"] in s[sizes]]
         if not found:
             raise Incomparable(f"{where} has no settings for {row['mask']}, {row['seqlen']} tokens; measure it anew.")
         shape = {key: tuple(v) if isinstance(v := found[0][key], list) else v for key in _SHAPE}
-        samples = found[0]["samples"] if row["mask"].startswith("varlen") else 1
-        cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=samples, **shape)
+        drawn = found[0][samples] if row["mask"].startswith("varlen") else 1
+        world = found[0]["world"] if is_several else 1
+        cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=drawn, world=world, **shape)
         results.setdefault(cell, {})[row["name"]] = dict(row)
-    return Run(dict(data["environment"]), settings, results)
+    benchmark = CONTEXT_PARALLEL if is_several else KERNEL
+    return Run(dict(data["environment"]), settings, results, benchmark)
 
 
 def load(path: Path) -> Run:
@@ -105,7 +139,7 @@ def load(path: Path) -> Run:
     try:
         return parse(json.loads(path.read_text()), str(path))
     except (json.JSONDecodeError, KeyError, TypeError) as failure:
-        raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew with benchmarks/kernel.py.") from None
+        raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew.") from None
 
 
 def narrow(run: Run, masks: Collection[str], sizes: Collection[str]) -> Run:
@@ -115,16 +149,18 @@ def narrow(run: Run, masks: Collection[str], sizes: Collection[str]) -> Run:
         for cell, rows in run.results.items()
         if (not masks or cell.mask in masks) and (not sizes or {cell.size, str(cell.seqlen)} & set(sizes))
     }
-    return Run(run.environment, run.settings, kept)
+    return replace(run, results=kept)
 
 
 def merge(runs: Iterable[Run]) -> Run:
-    """One run out of several of one machine; later results replace earlier ones."""
+    """One run out of several of one machine and benchmark; later results replace earlier ones."""
     runs = list(runs)
+    if len({run.benchmark for run in runs}) > 1:
+        raise Incomparable("These are results of several benchmarks; compare those of one at a time.")
     results: dict[Cell, dict[str, dict]] = {}
     for run in runs:
         results |= run.results
-    return Run(runs[0].environment, [s for run in runs for s in run.settings], results)
+    return replace(runs[0], settings=[s for run in runs for s in run.settings], results=results)
 
 
 def _power_limit(environment: Mapping) -> str:
@@ -137,7 +173,7 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
     if baseline.get("gpu") != now.get("gpu"):
         raise Incomparable(
             f"The baseline is of {baseline.get('gpu') or 'no GPU'} and this is {now.get('gpu') or 'no GPU'}; commit "
-            "results of this GPU to benchmarks/results, as benchmarks/kernel.py --out writes them."
+            "results of this GPU to benchmarks/results, as --out of the benchmarks writes them."
         )
     found, notes = {"ratio", "tflops"}, []
     if (was := _power_limit(baseline)) != (is_now := _power_limit(now)):
@@ -154,20 +190,20 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
 
 def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | None:
     """The verdict on one cell; None where the baseline has no number of ours."""
-    before, after = baseline.speeds(cell), now.speeds(cell)
-    if OURS not in before:
+    before, after, ours = baseline.speeds(cell), now.speeds(cell), baseline.ours
+    if ours not in before:
         return None
-    if OURS not in after:
-        row = now.results.get(cell, {}).get(OURS)
+    if ours not in after:
+        row = now.results.get(cell, {}).get(ours)
         reason = (row or {}).get("reason") or "it was not measured"
         return Verdict(cell, "wrong" if reason.startswith("wrong") else "missing", notes=[reason])
     slower: dict[str, float] = {}
-    peers = [p for p in before if p != OURS]
+    peers = [p for p in before if p != ours and not p.startswith(_VARIANTS)]
     shared = [p for p in peers if p in after]
     if "ratio" in allowed and shared:
-        slower["ratio"] = 1 - median(after[OURS] / after[p] * before[p] / before[OURS] for p in shared)
+        slower["ratio"] = 1 - median(after[ours] / after[p] * before[p] / before[ours] for p in shared)
     if "tflops" in allowed:
-        slower["tflops"] = 1 - after[OURS] / before[OURS]
+        slower["tflops"] = 1 - after[ours] / before[ours]
     if not slower:
         return Verdict(cell, "missing", notes=["no peer of the baseline was measured, and TFLOP/s are not comparable"])
     measure = "ratio" if "ratio" in slower else "tflops"
@@ -187,7 +223,7 @@ def compare(baseline: Run, now: Run) -> tuple[list[Verdict], list[str]]:
     allowed, notes = measures(baseline.environment, now.environment)
     verdicts = [v for cell in sorted(baseline.results) if (v := judge(cell, baseline, now, allowed))]
     if not verdicts:
-        raise Incomparable("The baseline has no number of ours; measure it anew with benchmarks/kernel.py.")
+        raise Incomparable("The baseline has no number of ours; measure it anew.")
     if fresh := sorted(set(now.results) - set(baseline.results)):
         notes.append(f"Not in the baseline: {', '.join(map(str, fresh))}.")
     return verdicts, notes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the GPU tests and the kernel benchmark, and compares the latter with the results that are committed.
+"""Runs the GPU tests and the benchmarks, and compares the latter with the results that are committed.
 
     ci/gpu_regression                            tests, then every benchmark with a baseline of this GPU
     ci/gpu_regression --skip-tests               only the benchmarks
@@ -7,7 +7,8 @@
                                                  less than a minute, while one works on a kernel
     ci/gpu_regression --compare RUN.json ...     only compares results that are there; needs no GPU
 
-Baselines are the files of benchmarks/results whose GPU is the one here; each is measured anew with its own settings.
+Baselines are the files of benchmarks/results whose GPU is the one here, and of no more GPUs than are here; each is
+measured anew with its own settings.
 What is more than 5% slower is a warning. What is more than 10% slower, or has no result, is measured a second time and
 fails if it is so again; a wrong result fails at once. How speed is compared stands in ci/compare_results.py.
 Exit codes: 0 passed, perhaps with warnings; 1 tests failed or something became slow; 2 nothing could be compared.
@@ -25,26 +26,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compare_results import FAILING, Cell, Incomparable, Run, Verdict, best_of, compare, load, merge, narrow, to_repeat
+from compare_results import (
+    CONTEXT_PARALLEL,
+    FAILING,
+    Cell,
+    Incomparable,
+    Run,
+    Verdict,
+    best_of,
+    compare,
+    load,
+    merge,
+    narrow,
+    to_repeat,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "results"
 Measure = Callable[[str, dict, str], Run]  # (direction, settings, name of the output) -> results
 
 
-def gpu_name() -> str:
-    """Name of the first GPU as benchmarks/kernel.py writes it; ``Incomparable`` without one."""
+def gpus_here() -> tuple[str, int]:
+    """Name of the first GPU as the benchmarks write it, and how many there are; ``Incomparable`` without one."""
     try:
         import torch
     except ImportError:
         raise Incomparable(f"{sys.executable} has no torch; name one that has in MAGI_PYTHON.") from None
     if not torch.cuda.is_available():
         raise Incomparable("torch sees no GPU, so nothing can be tested or measured; `magi doctor` says why.")
-    return torch.cuda.get_device_properties(0).name
+    return torch.cuda.get_device_properties(0).name, torch.cuda.device_count()
 
 
-def baselines(folder: Path, gpu: str | None) -> tuple[dict[str, Run], list[str]]:
-    """Baselines of this GPU by name, and why other files are left out."""
+def baselines(folder: Path, gpu: str | None, count: int | None = None) -> tuple[dict[str, Run], list[str]]:
+    """Baselines of ``count`` of this GPU or fewer by name, and why other files are left out."""
     found, notes, other = {}, [], set()
     for path in sorted(folder.glob("*.json")):
         try:
@@ -52,14 +66,17 @@ def baselines(folder: Path, gpu: str | None) -> tuple[dict[str, Run], list[str]]
         except Incomparable as reason:
             notes.append(f"{path.name} is left out. {reason}")
             continue
-        if run.environment.get("gpu") == gpu:
-            found[path.stem] = run
-        else:
+        if run.environment.get("gpu") != gpu:
             other.add(run.environment.get("gpu") or "no GPU")
+        elif count is not None and run.world > count:
+            other.add(f"{run.world} x {gpu}")
+            notes.append(f"{path.name} is left out. It takes {run.world} GPUs and here are {count}.")
+        else:
+            found[path.stem] = run
     if not found:
         raise Incomparable(
             f"{folder} has no baseline of {gpu or 'a machine without a GPU'}, only of "
-            f"{', '.join(sorted(other)) or 'nothing'}; measure one with benchmarks/kernel.py --out and commit it."
+            f"{', '.join(sorted(other)) or 'nothing'}; measure one with --out of the benchmarks and commit it."
         )
     return found, notes
 
@@ -83,7 +100,9 @@ def chosen(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Run]
 
 
 def command(direction: str, settings: dict, out: Path) -> list[str]:
-    """The benchmark's command line that had these settings."""
+    """The benchmark's command line that had these settings; several GPUs measure all directions at once."""
+    if "world" in settings:
+        return _several_command(settings, out)
     line = [sys.executable, str(ROOT / "benchmarks" / "kernel.py"), "--direction", direction, "--out", str(out)]
     for key in ("masks", "seqlens", "only"):
         if settings.get(key):
@@ -92,6 +111,19 @@ def command(direction: str, settings: dict, out: Path) -> list[str]:
     for key in ("head_dim", "dtype", "samples", "repeats"):
         line += [f"--{key.replace('_', '-')}", str(settings[key])]
     return line + [f"--{key.replace('_', '-')}" for key in ("no_peers", "graph", "host") if settings.get(key)]
+
+
+def _several_command(settings: dict, out: Path) -> list[str]:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings["world"])]
+    line += [str(ROOT / "benchmarks" / "context_parallel.py"), "--out", str(out)]
+    for key in ("masks", "tokens", "only"):
+        line += [f"--{key}", ",".join(map(str, settings[key]))]
+    line += ["--heads", *map(str, settings["heads"])]
+    given = ("head_dim", "dtype", "packs", "seed", "chunk_size", "warm_up", "repeats", "wall_repeats", "kernel_repeats")
+    for key in (*given, "timeout", "time_limit"):
+        if settings.get(key) is not None:
+            line += [f"--{key.replace('_', '-')}", str(settings[key])]
+    return line + [f"--{key.replace('_', '-')}" for key in ("no_check", "no_flush") if settings.get(key)]
 
 
 def measurer(folder: Path, timeout_s: float) -> Measure:
@@ -117,18 +149,20 @@ def measurer(folder: Path, timeout_s: float) -> Measure:
 def _parts(baseline: Run, cells: Sequence[Cell] | None) -> list[tuple[str, dict]]:
     """(direction, settings) that measure the whole baseline, or at least ``cells``."""
     out = []
-    directions = list(dict.fromkeys(cell.direction for cell in baseline.results))
+    is_several = baseline.benchmark == CONTEXT_PARALLEL
+    sizes = "tokens" if is_several else "seqlens"
+    directions = ["all"] if is_several else list(dict.fromkeys(cell.direction for cell in baseline.results))
     for settings in baseline.settings:
         for direction in directions:
             wanted = [
                 c
                 for c in (baseline.results if cells is None else cells)
-                if c.direction == direction and c.mask in settings["masks"] and c.seqlen in settings["seqlens"]
+                if direction in ("all", c.direction) and c.mask in settings["masks"] and c.seqlen in settings[sizes]
             ]
             if wanted:
                 masks = [m for m in settings["masks"] if any(c.mask == m for c in wanted)]
-                seqlens = [n for n in settings["seqlens"] if any(c.seqlen == n for c in wanted)]
-                out.append((direction, settings | {"masks": masks, "seqlens": seqlens}))
+                lengths = [n for n in settings[sizes] if any(c.seqlen == n for c in wanted)]
+                out.append((direction, settings | {"masks": masks, sizes: lengths}))
     return out
 
 
@@ -169,9 +203,16 @@ def compare_files(options: argparse.Namespace) -> bool:
     found = chosen(found, options)
     directions = {cell.direction for cell in now.results}
     passed = True
-    asked = {n: b for n, b in found.items() if directions & {cell.direction for cell in b.results}}
+    asked = {
+        n: b
+        for n, b in found.items()
+        if b.benchmark == now.benchmark and directions & {cell.direction for cell in b.results}
+    }
     if not asked:
-        raise Incomparable(f"No baseline has {', '.join(sorted(directions))}; the baselines are {', '.join(found)}.")
+        raise Incomparable(
+            f"No baseline has {', '.join(sorted(directions))} of benchmarks/{now.benchmark}.py; the baselines are "
+            f"{', '.join(found)}."
+        )
     for name, baseline in asked.items():
         verdicts, more = compare(baseline, now)
         passed &= report(name, verdicts, [*notes, *more])
@@ -202,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.compare:
             return 0 if compare_files(options) else 1
-        found, notes = baselines(options.baselines, gpu_name())
+        found, notes = baselines(options.baselines, *gpus_here())
         found = chosen(found, options)
         print("\n".join(notes), end="\n" if notes else "")
         failed = [] if options.skip_tests or run_tests() else ["tests"]

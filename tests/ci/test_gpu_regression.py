@@ -236,6 +236,73 @@ def test_committed_results_are_baselines_of_themselves():
         assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
 
 
+def test_committed_results_of_several_gpus_are_baselines_of_themselves():
+    files = sorted(gr.BASELINES.glob("context_parallel_*.json"))
+    assert files
+    import context_parallel
+
+    for path in files:
+        baseline = cr.load(path)
+        verdicts, notes = cr.compare(baseline, baseline)
+        assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
+        assert {v.cell.direction for v in verdicts} == {"forward", "backward", "both"}
+        ((direction, settings),) = gr._parts(baseline, None)
+        line = gr.command(direction, settings, Path("x"))
+        assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(baseline.world)]
+        options = vars(context_parallel.make_parser().parse_args(line[7:]))
+        assert {k: v for k, v in options.items() if k != "out"}.items() <= settings.items()
+
+
+def several(factor: float = 1.0, world: int = 4, **others: float) -> dict:
+    """A file as benchmarks/context_parallel.py writes it; ``others`` are factors of other implementations."""
+    speeds = {"magi_fused": 600.0 * factor, "magi_a2av_1": 500.0, "all_gather": 550.0, "ring": 0.0}
+    cells = [
+        {
+            "mask": mask, "tokens_per_gpu": 8192, "name": name, "reason": None if speed else "not this mask",
+            **{d: {"tflops": speed * others.get(name, 1.0)} if speed else {} for d in ("forward", "backward", "both")},
+        }
+        for mask in MASKS for name, speed in speeds.items()
+    ]  # fmt: skip
+    settings = {
+        "masks": list(MASKS), "tokens": [8192], "only": list(speeds), "heads": [64, 8], "head_dim": 128,
+        "dtype": "bf16", "packs": 2, "world": world,
+    }  # fmt: skip
+    return {"environment": dict(ENVIRONMENT), "settings": settings, "cells": cells}
+
+
+def test_several_gpus():
+    before = run(several())
+    verdicts, notes = cr.compare(before, run(several(0.8)))
+    assert not notes and {v.status for v in verdicts} == {"slow"} and len(verdicts) == 6
+    assert "backward varlen_causal 8K on 4 GPUs: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
+    # Other settings of ours are no peers, and who did not run is none either.
+    assert {v.status for v in cr.compare(before, run(several(magi_a2av_1=0.5)))[0]} == {"ok"}
+    verdicts, _ = cr.compare(before, run(several(0.8, all_gather=0.8)))
+    assert {v.status for v in verdicts} == {"warn"}
+    assert {v.status for v in cr.compare(before, run(several(world=2)))[0]} == {"missing"}
+    with pytest.raises(cr.Incomparable, match="several benchmarks"):
+        cr.merge([before, run(results())])
+    tries = [several(0.8), several()]
+    asked = []
+
+    def measure(direction: str, settings: dict, name: str) -> cr.Run:
+        asked.append((direction, settings["masks"], settings["tokens"]))
+        return run(tries.pop(0))
+
+    verdicts, _ = gr.check("base", before, measure)
+    assert {v.status for v in verdicts} == {"ok"} and asked == [("all", MASKS, [8192])] * 2
+
+
+def test_baselines_of_more_gpus_than_are_here_are_left_out(tmp_path):
+    put(tmp_path, one=results(), four=several())
+    found, notes = gr.baselines(tmp_path, ENVIRONMENT["gpu"], 2)
+    assert list(found) == ["one"] and notes == ["four.json is left out. It takes 4 GPUs and here are 2."]
+    assert set(gr.baselines(tmp_path, ENVIRONMENT["gpu"], 4)[0]) == {"one", "four"}
+    (tmp_path / "one.json").unlink()
+    with pytest.raises(cr.Incomparable, match="only of 4 x NVIDIA H100"):
+        gr.baselines(tmp_path, ENVIRONMENT["gpu"], 1)
+
+
 def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
     script = tmp_path / "fake.py"
     script.write_text(
@@ -257,7 +324,7 @@ def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
 def test_exit_codes_of_a_whole_run(tmp_path, monkeypatch, capsys, tests_pass, factor, code):
     put(tmp_path / "base", forward=results())
     now = changed(results(), factor)
-    monkeypatch.setattr(gr, "gpu_name", lambda: ENVIRONMENT["gpu"])
+    monkeypatch.setattr(gr, "gpus_here", lambda: (ENVIRONMENT["gpu"], 1))
     monkeypatch.setattr(gr, "run_tests", lambda: tests_pass)
     monkeypatch.setattr(gr, "measurer", lambda folder, timeout: Tries(now, now))
     assert gr.main(["--baselines", str(tmp_path / "base"), "--out", str(tmp_path / "out")]) == code
@@ -269,7 +336,7 @@ def test_exit_codes_of_a_whole_run(tmp_path, monkeypatch, capsys, tests_pass, fa
 def test_a_part_of_the_baselines(tmp_path, monkeypatch, capsys):
     put(tmp_path / "base", forward=results(), short=results(masks=["full"], seqlens=[1000]))
     tries = Tries(results())
-    monkeypatch.setattr(gr, "gpu_name", lambda: ENVIRONMENT["gpu"])
+    monkeypatch.setattr(gr, "gpus_here", lambda: (ENVIRONMENT["gpu"], 1))
     monkeypatch.setattr(gr, "measurer", lambda folder, timeout: tries)
     line = ["--baselines", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--skip-tests"]
     assert gr.main([*line, "--masks", "varlen_causal", "--seqlens", "4K,1000"]) == 0
