@@ -54,6 +54,8 @@ inline int64_t bwd_split_rows(const magi_ffa_bwd_params& a) {
   return (bwd_tiles(a) - bwd_split_from(a)) * kTileKeys * a.heads_kv;
 }
 
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
 inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
   return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
 }
@@ -71,10 +73,11 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
   const bool may_split = bwd_may_split<C>(a, sms);
   if (may_split) w.units += 4 * kSplitParts * bwd_split_rows(a) * (a.head_dim + a.head_dim_v);
-  w.turn_flags = w.units + (may_split ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0);
-  w.order = w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0);
+  // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
+  w.turn_flags = whole_lines(w.units + (may_split ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
+  w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
-  w.turns = w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0);
+  w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
   w.bytes = w.turns + (a.deterministic ? 4 * units * ((static_cast<int64_t>(a.total_q) + 63) / 64) : 0);
   return w;
 }

@@ -107,11 +107,12 @@ __global__ void __launch_bounds__(kRowThreads) bwd_finish(const BwdRowParams p) 
   const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
   for (int d = group; d < p.dim_blocks; d += 2) {
     const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * kDqBlockFloats) + thread;
-    // In order the first to add stores, so where nobody did there is nothing.
-    const bool is_there = p.turn_flags == nullptr || p.turn_flags[number * p.passes + d / (p.dim_blocks / p.passes)] > 0;
+    // In order the first to add stores, so where nobody did there is nothing. Counters and sums are read in L2: this CTA may have
+    // been there since before they were written, with lines in its first cache that CTAs of the kernels before have left.
+    const bool is_there = p.turn_flags == nullptr || load_relaxed(p.turn_flags + number * p.passes + d / (p.dim_blocks / p.passes)) > 0;
     float4 x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = is_there ? sum[128 * i] : make_float4(0, 0, 0, 0);
+    for (int i = 0; i < 8; ++i) x[i] = is_there ? __ldcg(sum + 128 * i) : make_float4(0, 0, 0, 0);
     if (p.grads_are_float) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
