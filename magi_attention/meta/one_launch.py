@@ -23,7 +23,7 @@ from magi_attention.common.slices import SliceTable, merge
 from magi_attention.meta.plan import Plan, local_slices
 
 TILE = 128
-MAX_GROUPS = 3
+MAX_GROUPS = 3  # with more, signals cost more than is won by beginning sooner: docs/notes/one_launch.md
 _GROUP_TILES = 4  # smaller groups are not worth a slot
 _MAX_PIECE_ROWS = 32
 

@@ -110,7 +110,7 @@ def test_random_plans(batch: int) -> None:
         check(random_plan(seed, world=1 + seed % 6))
 
 
-def test_plans_whose_rows_travel_in_several_groups() -> None:
+def test_plans_whose_rows_travel_in_many_pieces() -> None:
     for seed in range(4):
         print("seed", seed)
         check(random_plan(seed, world=2 + seed, max_splits=6, max_size=900))

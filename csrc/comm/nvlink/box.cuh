@@ -54,6 +54,19 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
   }
 }
 
+// By all threads of every CTA of a grid, when its work is done: true in the CTA that comes last. `count` is 0 between grids.
+__device__ __forceinline__ bool is_last_cta(uint32_t* count) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(count, 1) + 1 == gridDim.x;
+    if (is_last) *count = 0;
+  }
+  __syncthreads();
+  return is_last;
+}
+
 // By one CTA, after what it guards is over on this rank: counts the use, and tells every rank.
 __device__ __forceinline__ void release_box(const magi_box& box, int rank, int world) {
   const uint32_t uses = *box_word(box.own, MAGI_BOX_USES) + 1;

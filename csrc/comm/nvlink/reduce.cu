@@ -95,16 +95,7 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
     }
   }
   // The last CTA ends the uses.
-  __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
-    is_last = atomicAdd(ctas, 1) + 1 == gridDim.x;
-    if (is_last) *ctas = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
+  if (!is_last_cta(box_word(p.box.own, MAGI_BOX_CTAS))) return;
   __threadfence_system();
   release_box(p.box, p.rank, p.world);
   if (p.pushed.own == nullptr) return;

@@ -66,16 +66,7 @@ __global__ void __launch_bounds__(kTakeThreads) box_await(const __grid_constant_
 __global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
   for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) copy_piece(p, __ldg(reinterpret_cast<const int4*>(p.pieces) + i));
   // The last CTA ends the use. This rank's own rows have left: the push is before this in the stream.
-  __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* taken = box_word(p.box.own, MAGI_BOX_TAKEN(p.world));
-    is_last = atomicAdd(taken, 1) + 1 == gridDim.x;
-    if (is_last) *taken = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
+  if (!is_last_cta(box_word(p.box.own, MAGI_BOX_TAKEN(p.world)))) return;
   __threadfence_system();
   release_box(p.box, p.rank, p.world);
 }

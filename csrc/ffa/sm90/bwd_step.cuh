@@ -46,7 +46,8 @@ struct StepWorker {
   static constexpr int kRest = C::kDqColumns / 2 - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kFlying = !C::kCapped && C::kStages > 1;
-  // dP is asked for when the scores are there: until a queue has room for it, what asks for it waits, and exponentials with it.
+  // dP is asked for when the scores are there, not before: 1 to 2% faster (docs/notes/ffa_backward.md). Not measured for other head
+  // dims, nor in turns.
   static constexpr bool kScoresFirst = !C::kOrdered && C::kD == 128;
   using DqRest = float[kRest > 0 ? kRest : 1];
 
