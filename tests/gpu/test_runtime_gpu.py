@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.kernels import default_registry
 from magi_attention.testing.spawn import run_processes
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from timing import host_us  # noqa: E402
+
 GPUS = torch.cuda.device_count()
 HAS_HOPPER = GPUS > 0 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -30,6 +34,7 @@ pytestmark = [
 # Of forward and backward of a layer: replayed from a graph, and launched anew with one stage. On a machine where
 # the hand-over between autograd's threads alone takes 0.2 ms, the latter was 0.8 ms.
 GRAPH_LIMIT_US, HOST_LIMIT_US = 200.0, 1500.0
+ROUNDS = 20, 10  # calls in a round, and rounds, of which the best counts
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [
@@ -93,21 +98,6 @@ class Layer:
         return graph, results
 
 
-def host_us(call: Callable[[], object], calls: int = 20, rounds: int = 10) -> float:
-    """Microseconds of the host for a call, the GPU not waited for; the best of the rounds."""
-    for _ in range(10):
-        call()
-    best = float("inf")
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - started)
-    torch.cuda.synchronize()
-    return best / calls * 1e6
-
-
 def replay_equals(layer: Layer) -> bool:
     """A captured step, replayed on other values, gives the bits of a step that is not captured."""
     graph, results = layer.captured()
@@ -155,7 +145,7 @@ def test_host_cost_without_communication():
         ("three stages", SilentTransport(), 3),
     ):
         layer = Layer(transport, Case(1, total=2048, degree=degree, deterministic=False))
-        us, replayed = host_us(layer.step), host_us(layer.captured()[0].replay)
+        us, replayed = (host_us(call, *ROUNDS) for call in (layer.step, layer.captured()[0].replay))
         print(f"host, forward and backward, {name}, no communication: {us:.0f} us, from a graph {replayed:.0f} us")
         assert replayed <= GRAPH_LIMIT_US
         assert degree == 3 or us <= HOST_LIMIT_US
@@ -168,7 +158,7 @@ def over_nccl(rank: int, world: int) -> dict:
     found: dict = {"parts": parts, "replay": {}, "host_us": {}}
     for degree in (1, 3):
         short = Case(1, total=512 * world, degree=degree, deterministic=False)
-        found["host_us"][degree] = host_us(Layer(transport, short).step)
+        found["host_us"][degree] = host_us(Layer(transport, short).step, *ROUNDS)
     found["compiled"] = compiled_difference(Case(0, dtype=BF16))
     for degree in (0, 1, 3):  # last, because a capture that fails leaves the group in disorder
         found["replay"][degree] = replay_equals(Layer(transport, Case(1, degree=degree)))

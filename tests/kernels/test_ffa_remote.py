@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from ffa_simulator import backend, inputs, planner_or_skip
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.errors import UnsupportedError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.native.ffa import FfaTile
@@ -44,3 +46,15 @@ def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatc
     ffa.backward_remote(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
     at = events.index("kernel")
     assert "to" in events[:at] and events[at - 1] == "push" and events.count("push") == 1
+
+
+def test_no_turns_where_keys_arrive() -> None:
+    """Refused before anything is pushed, or other ranks would wait for the rest of it."""
+    planner_or_skip()
+    ffa, _ = backend()
+    events: list[str] = []
+    q, k, v = inputs(32, 32)
+    args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys(events))
+    with pytest.raises(UnsupportedError, match="in stages"):
+        ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
+    assert events == []
