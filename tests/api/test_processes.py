@@ -117,36 +117,7 @@ def test_one_rank_failing_fails_all_and_says_which() -> None:
         assert seconds["bad input"] < 20
 
 
-IMPORT_SCRIPT = """
-import sys, time
-import torch
-start = time.perf_counter()
-import magi_attention, magi_attention.api
-print(time.perf_counter() - start)
-assert "triton" not in sys.modules and not torch.cuda.is_initialized()
-assert "matplotlib" not in sys.modules and "rich" not in sys.modules
-"""
-
-
-def test_import_is_quick_and_leaves_no_trace(tmp_path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    home.chmod(0o555)
-    env = {**os.environ, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/nonexistent"}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    times = []
-    for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-c", IMPORT_SCRIPT], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == 0, result.stderr
-        times.append(float(result.stdout.split()[-1]))
-    print(f"import takes {min(times):.3f} s beyond torch")
-    assert min(times) < 0.5
-    assert list(home.iterdir()) == []
-
-
-def test_unknown_variable_is_named(tmp_path) -> None:
+def test_unknown_variable_is_named() -> None:
     env = {**os.environ, "MAGI_ATTENTION_SANITY_CHEK": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     code = "import magi_attention"
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
