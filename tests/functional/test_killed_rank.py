@@ -42,17 +42,18 @@ def error_of(action) -> tuple[str, float]:
 
 
 def check_meetings(rank: int) -> None:
+    # Bounds are far from the 2 s of this group and from the 20 s of the other: machines are busy.
     late = TorchTransport(dist.new_group(), timeout_s=2)
     for i in range(4):
         late.meet(f"meeting {i}")
     if rank == 1:
-        time.sleep(3)
+        time.sleep(5)
         assert "did not arrive" in error_of(lambda: late.meet("the last meeting"))[0]
     else:
         text, waited = error_of(lambda: late.meet("the last meeting"))
-        assert "rank 1 did not arrive" in text and "the last meeting" in text and waited < 4, text
+        assert "rank 1 did not arrive" in text and "the last meeting" in text and waited < 8, text
         text, waited = error_of(lambda: late.meet("another one"))
-        assert "rank 1 did not come back" in text and waited < 4, text
+        assert "rank 1 did not come back" in text and waited < 8, text
     group = dist.new_group()
     attached(group)["kept"] = kept = _Kept()
     gone = weakref.ref(kept)
@@ -75,7 +76,7 @@ def main(rank: int, world: int) -> None:
     text, waited = error_of(lambda: attention(group))
     assert "rank 2" in text and waited < 15, (text, waited)
     text, waited = error_of(lambda: group.meet("a meeting"))
-    assert "make a new one" in text and waited < 2, (text, waited)
+    assert "make a new one" in text and waited < 5, (text, waited)
     fresh = dist.new_group([0, 1], use_local_synchronization=True)
     for a, b in zip(attention(fresh), before):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
