@@ -90,7 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-size", type=parse_size, help="of our dispatch; by default as small as balance within 2%% needs")
     add("--warm-up", type=int, default=2, help="iterations that are not timed (2)")
     add("--repeats", type=int, default=20, help="iterations timed by events (20)")
-    add("--wall-repeats", type=int, default=5, help="iterations timed by the wall clock (5)")
+    add("--wall-repeats", type=int, default=5, help="rows of layers timed by the wall clock (5)")
+    add("--wall-layers", type=int, default=8, help="layers in a row (8)")
     add("--kernel-repeats", type=int, default=3, help="timed runs of the kernels alone (3)")
     add("--no-check", action="store_true", help="do not compare results before they are timed")
     add("--no-flush", action="store_true", help="leave the L2 cache as it is between iterations")
@@ -262,7 +263,7 @@ def times_of(
     """
     options = bench.options
     mine = with_both(device_ms(step, bench.clock, options.warm_up, options.repeats))
-    wall, host = (with_both(times) for times in wall_ms(step, bench.clock, options.wall_repeats))
+    wall, host = (with_both(times) for times in wall_ms(step, bench.clock, options.wall_repeats, options.wall_layers))
     everyone, wall, host = (over_ranks(times, bench.device, is_mean) for times in (mine, wall, host))
     found = {}
     for direction in DIRECTIONS:

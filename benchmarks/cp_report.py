@@ -66,7 +66,7 @@ def tables(cells: Sequence[Cell]) -> Iterable:
 
     for mask, tokens in dict.fromkeys((c.mask, c.tokens_per_gpu) for c in cells):
         size = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-        title = f"{mask.replace('_', ' ')}, {size} tokens per GPU: TFLOP/s per GPU (by the wall clock)"
+        title = f"{mask.replace('_', ' ')}, {size} tokens per GPU: TFLOP/s per GPU (by the wall clock, in a row)"
         table = Table("implementation", title=title, title_justify="left")
         for header in HEADERS:
             table.add_column(header, justify="right")

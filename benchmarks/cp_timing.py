@@ -4,6 +4,9 @@
 An iteration is a forward and the backward of what it kept. Before each of the two, all ranks meet in an all-reduce of
 one number, so that both begin together on all ranks; on a GPU the caches are flushed before and the device idles a
 while, so that launches are queued when the clock starts. Nothing in a timed region waits for the device.
+
+By the wall clock it is a row of layers, as in a model: the forward of all, then the backward of all, each row from an
+idle device to an idle device, per layer. So what the host does counts where the device waits for it.
 """
 
 from __future__ import annotations
@@ -103,22 +106,23 @@ def device_ms(step: Step, clock: Clock, warm_up: int, repeats: int) -> Milliseco
     }
 
 
-def wall_ms(step: Step, clock: Clock, repeats: int) -> tuple[Milliseconds, Milliseconds]:
-    """(from call to result, of which the call itself), from an idle device to an idle device."""
+def wall_ms(step: Step, clock: Clock, repeats: int, layers: int) -> tuple[Milliseconds, Milliseconds]:
+    """Per layer of a row of ``layers``: (from the first call to the last result, of which the calls themselves)."""
     wall: Milliseconds = {phase: [] for phase in PHASES}
     host: Milliseconds = {phase: [] for phase in PHASES}
     with no_collection():
         for _ in range(repeats):
-            state: object = None
+            states: list[object] = [None] * layers
             for phase in PHASES:
                 clock.meet()
                 clock.synchronise()
                 started = time.perf_counter()
-                state = step.forward() if phase == "forward" else step.backward(state)
+                for i in range(layers):
+                    states[i] = step.forward() if phase == "forward" else step.backward(states[i])
                 returned = time.perf_counter()
                 clock.synchronise()
-                wall[phase].append((time.perf_counter() - started) * 1e3)
-                host[phase].append((returned - started) * 1e3)
+                wall[phase].append((time.perf_counter() - started) * 1e3 / layers)
+                host[phase].append((returned - started) * 1e3 / layers)
     return wall, host
 
 

@@ -237,7 +237,10 @@ def benchmark(rank: int, world: int, arguments: str, has_broken: bool) -> list[c
     return cells
 
 
-SMALL = "--heads 4 2 --head-dim 8 --dtype fp32 --repeats 3 --warm-up 1 --wall-repeats 2 --kernel-repeats 1"
+SMALL = (
+    "--heads 4 2 --head-dim 8 --dtype fp32 --repeats 3 --warm-up 1 "
+    "--wall-repeats 2 --wall-layers 3 --kernel-repeats 1"
+)
 
 
 def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
