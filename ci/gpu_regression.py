@@ -119,8 +119,11 @@ def _several_command(settings: dict, out: Path) -> list[str]:
     for key in ("masks", "tokens", "only"):
         line += [f"--{key}", ",".join(map(str, settings[key]))]
     line += ["--heads", *map(str, settings["heads"])]
-    given = ("head_dim", "dtype", "packs", "seed", "chunk_size", "warm_up", "repeats", "wall_repeats", "kernel_repeats")
-    for key in (*given, "timeout", "time_limit"):
+    given = (
+        "head_dim", "dtype", "packs", "seed", "chunk_size", "warm_up", "repeats", "wall_repeats", "wall_layers",
+        "kernel_repeats", "timeout", "time_limit",
+    )  # fmt: skip
+    for key in given:
         if settings.get(key) is not None:
             line += [f"--{key.replace('_', '-')}", str(settings[key])]
     return line + [f"--{key.replace('_', '-')}" for key in ("no_check", "no_flush") if settings.get(key)]
