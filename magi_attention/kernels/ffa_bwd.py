@@ -70,6 +70,31 @@ class _Prepared:
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
     options: AttnOptions  # held, so that its id, which is part of the key, stays taken
+    in_turns: bool
+
+
+class OneInTurns:
+    """Kernels in turns follow one another on a device, whichever streams they are on.
+
+    Each waits for its own CTAs and may hold the multiprocessors that those of the other wait for. Kernels of a CUDA
+    graph are in the order of the capture; a replay does not look at those outside.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, torch.cuda.Event]] = {}  # device -> stream and end of the last one
+
+    def wait(self, index: int, stream: int) -> None:
+        """Puts the current stream, ``stream``, behind the last one if that was on another."""
+        last = self._last.get(index)
+        if last is not None and last[0] != stream:
+            last[1].wait()
+
+    def record(self, runtime: CudaRuntime, index: int, stream: int) -> None:
+        """The one just launched is the last now."""
+        last = self._last.get(index)
+        event = runtime.event() if last is None else last[1]
+        event.record()
+        self._last[index] = (stream, event)
 
 
 class BackwardCalls:
@@ -79,6 +104,7 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
+        self._turns = OneInTurns()
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
@@ -133,6 +159,9 @@ class BackwardCalls:
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
         )  # fmt: skip
         library = call.library
+        follows = call.in_turns and not runtime.is_capturing()
+        if follows:
+            self._turns.wait(index, stream)
         if remote is None:
             status = library.backward_raw(call.prefix + tail)
         else:
@@ -140,6 +169,8 @@ class BackwardCalls:
             status = library.backward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention backward")
+        if follows:
+            self._turns.record(runtime, index, stream)
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
         if keeps_delta:
@@ -175,7 +206,7 @@ class BackwardCalls:
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
-            bool(odd) or not _is_plain(x), options,
+            bool(odd) or not _is_plain(x), options, in_turns,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared

@@ -36,6 +36,10 @@ class CudaRuntime:
     def on_device(self, index: int) -> Any:
         return torch.cuda.device(index)
 
+    def event(self) -> torch.cuda.Event:
+        """To be recorded on, and waited for by, the current stream."""
+        return torch.cuda.Event()
+
 
 def remember(memo: dict[tuple, Any], key: tuple, prepared: Any) -> None:
     """Keeps a prepared call, unless the user wants the kernel library to be looked up for each call."""

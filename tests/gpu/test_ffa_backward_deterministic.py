@@ -19,6 +19,7 @@ from test_ffa_backward import DEVICE, differentiate, each_dtype, explicit_backen
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
+from magi_attention.testing.spawn import run_processes
 
 
 def scattered(total: int) -> np.ndarray:
@@ -79,6 +80,46 @@ def test_the_same_beside_other_work(name):
                 noise = torch.nn.functional.normalize(noise @ noise)
         assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, n))
     torch.cuda.synchronize()
+
+
+def short_units_beside_long_kernels(rank: int, world: int) -> bool:
+    """float32 products hold multiprocessors longer than a unit takes, so CTAs come one by one."""
+    noise, side = torch.randn(4096, 4096, device=DEVICE), torch.cuda.Stream()
+    for name, make in CASES.items():
+        for dim in (64, 128, 256):
+            x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
+            dout, found = make_dout(x), []
+            for n in range(12):
+                with torch.cuda.stream(side):
+                    for _ in range(n % 4):
+                        torch.mm(noise, noise)
+                found.append(differentiate(x, dout, deterministic=True))
+            for again in found[1:]:
+                assert_same_bits(again, found[0], (name, dim))
+    torch.cuda.synchronize()
+    return True
+
+
+def two_in_turns_at_a_time(rank: int, world: int) -> bool:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
+    dout = make_dout(x)
+    first = differentiate(x, dout, deterministic=True)
+    torch.cuda.synchronize()
+    found = []
+    for n in range(30):
+        with torch.cuda.stream(streams[n % 2]):
+            found.append(differentiate(x, dout, deterministic=True))
+    torch.cuda.synchronize()
+    for n, again in enumerate(found):
+        assert_same_bits(again, first, n)
+    return True
+
+
+@pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_in_turns_at_a_time), ids=lambda f: f.__name__)
+def test_nobody_waits_for_ever(work):
+    """In a process of its own: where turns once went in a circle, nothing but its end helped."""
+    assert run_processes(1, work, timeout_s=100, backend="nccl") == [True]
 
 
 @pytest.mark.parametrize("margin", (1, 40, 131))

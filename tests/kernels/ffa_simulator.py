@@ -7,6 +7,7 @@ The mask comes from the tile plan alone, so what is tested is everything between
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ class Simulator:
         self.backward_calls.append(p)
         if self.status:
             return self.status
-        assert p.version == abi.ABI_VERSION and p.stream == 7 and p.total_q > 0 and p.total_k > 0
+        assert p.version == abi.ABI_VERSION and p.stream in (7, 8, 9) and p.total_q > 0 and p.total_k > 0
         assert (p.out is None) <= (p.delta is not None), "neither out nor delta"
         assert not any((x or 0) % 16 for x in (p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv, p.plan))
         names = [name for name, _ in p._fields_ if name.endswith(("_stride_token", "_stride_head"))]
@@ -273,9 +274,17 @@ class CpuRuntime:
 
     def __init__(self) -> None:
         self.capturing = False
+        self.current_stream = 7
+        self.said: list[tuple[str, int]] = []  # what happened to events, and on which stream
 
     def stream(self, index: int) -> int:
-        return 7
+        return self.current_stream
+
+    def event(self) -> SimpleNamespace:
+        def say(what: str) -> None:
+            self.said.append((what, self.current_stream))
+
+        return SimpleNamespace(record=lambda: say("record"), wait=lambda: say("wait"))
 
     def current_device(self) -> int:
         return -1

@@ -330,3 +330,18 @@ def test_bands_take_turns(mask, dims, in_turns):
     case = Case(mask.slices, 32, 32, dims=dims)
     compare(ffa.backward(*case.tensors, case.slices, case.options), case.want(), 1e-4)
     assert [c.deterministic for c in simulator.backward_calls] == [int(in_turns)]
+
+
+def test_kernels_in_turns_follow_one_another_over_streams():
+    """Side by side each could hold multiprocessors that the other waits for."""
+    ffa, _ = backend()
+    case = Case(MASKS[0])
+    in_turns = AttnOptions(0.3, deterministic=True)
+    for stream, options in ((7, in_turns), (7, in_turns), (8, PLAIN), (8, in_turns), (8, in_turns), (7, in_turns)):
+        ffa.runtime.current_stream = stream
+        ffa.backward(*case.tensors, case.slices, options)
+    a, b = ("record", 7), ("record", 8)
+    assert ffa.runtime.said == [a, a, ("wait", 8), b, b, ("wait", 7), a]
+    ffa.runtime.capturing, ffa.runtime.current_stream = True, 9
+    ffa.backward(*case.tensors, case.slices, in_turns)
+    assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before

@@ -72,3 +72,16 @@ def test_a_wrong_order_is_found():
     circle = [Unit(0, 0, blocks, (1, 0)), Unit(1, 0, blocks[::-1], (1, 0))]
     with pytest.raises(AssertionError, match="waits for another"):
         run(circle, 2, np.random.default_rng(0))
+
+
+def test_units_taken_before_the_last_one_is_added_may_wait_in_a_circle():
+    """As the kernel once took them: the unit that a CTA waits for may be the one that it has in hand."""
+    tiles = layers_by_rank(np.array([[0, 200, 0, 200, 1]]), 200, 200, TILE, BLOCK)
+    units, stuck = units_of(tiles, Schedule(5, 1, 1)), 0
+    for seed in range(20):
+        run(units, 5, np.random.default_rng(seed))
+        try:
+            run(units, 5, np.random.default_rng(seed), early=3)
+        except AssertionError:
+            stuck += 1
+    assert stuck == 3

@@ -130,16 +130,18 @@ def _steps(blocks_of, heads: int, by_head: bool) -> list[tuple[int, int]]:
     return steps
 
 
-def run(units: list[Unit], ctas: int, rng: np.random.Generator) -> dict[tuple, list[int]]:
+def run(units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
     """Ranks in the order in which they added to each (kind, head, block).
 
-    Units are taken up in order by whichever CTA is free; who goes on next is up to ``rng``.
+    Units are taken up in order by whichever CTA is free; who goes on next is up to ``rng``. With ``early``, which the
+    kernel does not do, a CTA takes its next unit when so many additions of the last one are still to come.
 
     Raises:
         AssertionError: everybody waits.
     """
     added: dict[tuple, list[int]] = {}
     work: list[tuple[Unit, int] | None] = [None] * ctas
+    held: list[Unit | None] = [None] * ctas
     left = list(reversed(units))
     favourites = rng.random(ctas) ** 4 + 1e-3  # some CTAs are much slower than others
     while left or any(work):
@@ -160,5 +162,11 @@ def run(units: list[Unit], ctas: int, rng: np.random.Generator) -> dict[tuple, l
         if step >= 0:
             head, block = unit.steps[step]
             added.setdefault((unit.head, head, block), []).append(unit.rank)
-        work[cta] = (unit, step + 1) if step + 1 < len(unit.steps) else None
+        if step + 1 < len(unit.steps):
+            work[cta] = (unit, step + 1)
+            if left and held[cta] is None and len(unit.steps) - (step + 1) <= early:
+                held[cta] = left.pop()
+        else:
+            taken, held[cta] = held[cta], None
+            work[cta] = None if taken is None else (taken, 0)
     return added

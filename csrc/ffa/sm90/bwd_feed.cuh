@@ -30,7 +30,8 @@ __device__ __forceinline__ int first_unit(const BwdKernelParams& p) {
 }
 
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
-// before have been issued: the look-ups then travel behind its last steps.
+// before have been issued: the look-ups then travel behind its last steps. In order, when all of its dq has been added: a unit
+// that is taken but not begun might be the one whose turn the unit before waits for.
 template <typename C>
 __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
@@ -132,7 +133,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
     }
-    mbar_arrive(smem.issued());
+    if constexpr (!C::kOrdered) mbar_arrive(smem.issued());
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
@@ -211,6 +212,7 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
     }
     if constexpr (C::kOrdered) {
       copy_dout_add_dq<C>(p, smem, turns, ring);
+      mbar_arrive(smem.issued());
     } else {
 #pragma unroll 1
       for (bool more = unit.z > 0; more; ring.advance()) {

@@ -38,7 +38,7 @@ struct BwdSmem {
   __device__ uint32_t kv_raw() const { return bar(8); }  // arrived, but perhaps with rows to be cleared
   __device__ uint32_t kv_full() const { return bar(9); }
   __device__ uint32_t kv_empty() const { return bar(10); }
-  __device__ uint32_t issued() const { return bar(11); }           // all copies of a unit
+  __device__ uint32_t issued() const { return bar(11); }  // all copies of a unit; in order, all additions to dq too
   __device__ uint32_t q_full(uint32_t s) const { return bar(12 + s); }  // with the stats
   __device__ uint32_t q_empty(uint32_t s) const { return bar(12 + C::kStages + s); }
   __device__ uint32_t do_full(uint32_t s) const { return bar(12 + 2 * C::kStages + s); }

@@ -6,10 +6,13 @@
 // of its unit, by a simulation of how units are handed out, and the block's place in its walk.
 //
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
-// nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, and what ended there before it
-// starts has ended here. The simulation has no more units at a time than there are CTAs. All
-// CTAs are taken to be resident sooner or later, one on each multiprocessor: other kernels may delay that, but none that holds a
-// multiprocessor may wait for this one.
+// nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
+// of their last one and not before, and what ended there before it starts has ended here. (Were a unit taken earlier, it could be
+// the one that the CTA's last unit waits for; where a CTA starts late because other kernels hold its multiprocessor, this happens.)
+// The simulation has no more units at a time than there are CTAs. All CTAs are taken to be resident sooner or later, one on each
+// multiprocessor: other kernels may delay that, but none that holds a multiprocessor may wait for this one, and no second kernel
+// in turns may run beside it on another stream: each could hold what the other waits for
+// (`OneInTurns` sees to that).
 //
 // Where units walk head by head, a block is expected at another time for each head, but turns are to be the same for all: there, and
 // where tiles are too many to compare, ranks are cut into waves of no more units than there are CTAs. The order is that of the
