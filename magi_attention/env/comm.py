@@ -47,10 +47,9 @@ def is_native_grpcoll_enable() -> bool:
 
 
 def stage_mode() -> str:
-    """``fused`` with MAGI_ATTENTION_NATIVE_GRPCOLL=1, else ``staged``.
-
-    ``auto`` is for ``AttnPolicy`` alone until the kernels as they are now have passed their tests on several GPUs.
-    """
+    """``fused`` with MAGI_ATTENTION_NATIVE_GRPCOLL=1, ``staged`` with 0, and ``auto`` where nothing is said."""
+    if not registry.is_set("MAGI_ATTENTION_NATIVE_GRPCOLL"):
+        return "auto"
     return "fused" if is_native_grpcoll_enable() else "staged"
 
 

@@ -29,7 +29,7 @@ class RuntimeFlags:
     hierarchical_comm: bool = False
     qo_comm: bool = False
     native_grpcoll: bool = False
-    stage_mode: str = "staged"
+    stage_mode: str = "auto"
     flatten_head_groups: bool = False
     auto_range_merge: bool = False
     cat_gqa: bool = False

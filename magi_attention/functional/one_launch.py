@@ -163,12 +163,3 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and not x.stride(0) % 8 and not x.data_ptr() & 15
     return x if is_dense else x.contiguous()
-
-
-def why_not_one_launch(plan: Plan) -> str | None:
-    """None if this plan can run in one launch, else a sentence; the same on all ranks."""
-    if min(plan.shard_sizes) == 0:
-        return "A rank holds no tokens."
-    if plan.num_stages == 0 or all(plan.stage_is_idle):
-        return "No rank reads a key of another."
-    return None

@@ -12,7 +12,7 @@ import torch
 from magi_attention.comm.boxes import why_no_boxes
 from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
-from magi_attention.functional.one_launch import OneLaunch, why_not_one_launch
+from magi_attention.functional.one_launch import OneLaunch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.types import FinalBackend, options_of
@@ -176,7 +176,7 @@ class AttnRuntime:
     def _one_launch(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
         mode = self.policy.stage_mode
-        if mode == "staged" or self.transport.size == 1:
+        if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
             return None
         if q.device.type != "cuda" or not hasattr(backend, "forward_remote"):
             if mode == "fused" and not self._has_said_why:
@@ -191,17 +191,19 @@ class AttnRuntime:
         return self._fused[0]
 
     def _decide(self) -> OneLaunch | None:
+        was_asked_for = self.policy.stage_mode == "fused"
         if self.policy.deterministic:
-            _log.warning(
+            _log.log(
+                logging.WARNING if was_asked_for else logging.INFO,
                 "Attention runs stage by stage over the process group, because MAGI_ATTENTION_DETERMINISTIC_MODE=1 "
-                "asks for the same bits on every run, and in one launch dq does not have them."
+                "asks for the same bits on every run, and in one launch dq does not have them.",
             )
             return None
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
-        reason = reason or why_not_one_launch(self.plan) or why_no_boxes(self.transport)
+        reason = reason or why_no_boxes(self.transport)
         if reason is None:
             return OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
-        if self.policy.stage_mode == "fused":
+        if was_asked_for:
             raise UnsupportedError(
                 f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to go stage by stage over the "
                 "process group."

@@ -312,8 +312,8 @@ def test_every_name_in_the_sources_is_registered():
     assert used and used <= set(registry.VARIABLES)
 
 
-def test_one_launch_only_where_native_collectives_are_asked_for(monkeypatch):
-    assert RuntimeFlags.from_env().stage_mode == "staged"
+def test_one_launch_where_it_can_be_unless_something_is_said(monkeypatch):
+    assert RuntimeFlags.from_env().stage_mode == "auto"
     for text, mode in (("1", "fused"), ("0", "staged")):
         monkeypatch.setenv("MAGI_ATTENTION_NATIVE_GRPCOLL", text)
         assert RuntimeFlags.from_env().stage_mode == mode

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.fake import FakeTransport, FakeWorld
 from magi_attention.comm.transport import SingleTransport
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.slices import SliceTable, to_dense
@@ -30,9 +31,11 @@ from magi_attention.config import (
     ToppHeapDispatchAlg,
     UniformOverlapAlg,
 )
+from magi_attention.errors import UnsupportedError
 from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import default_registry
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 
@@ -229,3 +232,26 @@ def test_deterministic_mode_goes_stage_by_stage(caplog) -> None:
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), policy)
     assert runtime._decide() is None
     assert "stage by stage" in caplog.text and "DETERMINISTIC" in caplog.text
+
+
+def decision(rank: FakeTransport, plan: Plan, stage_mode: str) -> bool:
+    """Does the runtime go stage by stage without an error, with a backend and tensors that could do otherwise?"""
+    runtime = AttnRuntime(plan, rank, default_registry(), AttnPolicy(stage_mode=stage_mode))
+    q = SimpleNamespace(device=torch.device("cuda"))
+    return runtime._one_launch(SimpleNamespace(name="ffa", forward_remote=None), q) is None
+
+
+def test_a_batch_without_remote_keys_is_no_error() -> None:
+    """Though one launch was asked for: there is nothing to send, and the next batch may differ."""
+    slices = SliceTable(np.array([[a, a + 16, a, a + 16, 0] for a in range(0, 64, 16)]))
+    plan = build_plan(slices, 64, 4, config=DistAttnConfig(DispatchConfig(alg=SequentialDispatchAlg())))
+    assert FakeWorld(4).run(decision, plan, "fused") == [True] * 4
+
+
+def test_what_the_machine_cannot_do_is_an_error_where_it_was_asked_for() -> None:
+    plan = build_plan(
+        SliceTable(np.array([[0, 64, 0, 64, 1]])), 64, 4, config=DistAttnConfig(DispatchConfig(chunk_size=8))
+    )
+    with pytest.raises(UnsupportedError, match="torch.distributed"):
+        FakeWorld(4).run(decision, plan, "fused")
+    assert FakeWorld(4).run(decision, plan, "auto") == [True] * 4

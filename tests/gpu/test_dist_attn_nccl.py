@@ -19,6 +19,7 @@ CU = [0, 100, 101, 640, 1111]
 
 def pipeline(rank: int, world: int) -> dict[str, float]:
     os.environ["MAGI_ATTENTION_SANITY_CHECK"] = "1"
+    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "0"  # over NCCL
     gen = torch.Generator().manual_seed(0)
     tensors = [torch.randn(TOTAL, h, 32, generator=gen, dtype=torch.float64).cuda() for h in (4, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in tensors]
