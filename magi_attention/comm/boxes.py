@@ -20,6 +20,7 @@ from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
 from magi_attention.native.box import Push, Reduce, Release, Take, control_bytes
+from magi_attention.native.succession import Succession
 
 _GRAIN = 2**20
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
@@ -54,6 +55,7 @@ class BoxGroup:
         self.timeout_ms = min(int(transport.timeout_s * 1000), 2**31 - 1)
         self._boxes: dict[str, Box] = {}
         self._turns = Turns(device)
+        self._one_launches = Succession()
         # Host memory that kernels write: what they find out must be known without waiting for them.
         self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._failure_view = self._failure.numpy()
@@ -122,6 +124,10 @@ class BoxGroup:
     def turn(self, is_beside: bool) -> AbstractContextManager[Turn]:
         """Group collectives use one box each, so they follow one another, on whatever stream they are."""
         return self._turns.next(is_beside)
+
+    def in_succession(self, stream: int) -> AbstractContextManager[None]:
+        """Attention in one launch uses boxes that all calls share, in the same order on all ranks."""
+        return self._one_launches.next(stream, self.is_capturing)
 
     # -- launches, prepared: addresses that change from call to call are given to them --------------------
     def push(self, box: Box, also_free: Box | None = None, **fields) -> Push:

@@ -58,12 +58,13 @@ class OneLaunch:
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention forward")
         push = partial(launches.push, (k.data_ptr(), v.data_ptr()), stream)
-        if launches.remote is None:
-            push()
-            got = backend.forward_final(q, k, v, self.part.slices, options, sink)
-        else:
-            got = backend.forward_remote(q, k, v, launches.remote._replace(push=push), options, sink)
-        launches.release(stream)
+        with launches.group.in_succession(stream):
+            if launches.remote is None:
+                push()
+                got = backend.forward_final(q, k, v, self.part.slices, options, sink)
+            else:
+                got = backend.forward_remote(q, k, v, launches.remote._replace(push=push), options, sink)
+            launches.release(stream)
         return got
 
     def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
@@ -73,15 +74,17 @@ class OneLaunch:
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
         push = partial(launches.push_again, (k.data_ptr(), v.data_ptr()), stream)
-        if launches.remote is None:
-            push()
-            init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
-            grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
-            grads.dq = grads.dq.to(q.dtype)
-        else:
-            grads = backend.backward_remote(dout, q, k, v, out, lse, launches.remote._replace(push=push), options, sink)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
+        with launches.group.in_succession(stream):
+            if launches.remote is None:
+                push()
+                init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
+                grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
+                grads.dq = grads.dq.to(q.dtype)
+            else:
+                remote = launches.remote._replace(push=push)
+                grads = backend.backward_remote(dout, q, k, v, out, lse, remote, options, sink)
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
+            launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)
 
     def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Launches:

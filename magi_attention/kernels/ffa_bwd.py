@@ -36,6 +36,7 @@ from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
+from magi_attention.native.succession import Succession
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _empty_like = torch.empty_like
@@ -73,30 +74,6 @@ class _Prepared:
     in_turns: bool
 
 
-class OneInTurns:
-    """Kernels in turns follow one another on a device, whichever streams they are on.
-
-    Each waits for its own CTAs and may hold the multiprocessors that those of the other wait for. Kernels of a CUDA
-    graph are in the order of the capture; a replay does not look at those outside.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[int, torch.cuda.Event]] = {}  # device -> stream and end of the last one
-
-    def wait(self, index: int, stream: int) -> None:
-        """Puts the current stream, ``stream``, behind the last one if that was on another."""
-        last = self._last.get(index)
-        if last is not None and last[0] != stream:
-            last[1].wait()
-
-    def record(self, runtime: CudaRuntime, index: int, stream: int) -> None:
-        """The one just launched is the last now."""
-        last = self._last.get(index)
-        event = runtime.event() if last is None else last[1]
-        event.record()
-        self._last[index] = (stream, event)
-
-
 class BackwardCalls:
     """Runs backwards; what it keeps are prepared parameter blocks."""
 
@@ -104,7 +81,8 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
-        self._turns = OneInTurns()
+        # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
+        self._in_turns: dict[int, Succession] = {}  # device -> its kernels in turns
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
@@ -158,19 +136,18 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
         )  # fmt: skip
-        library = call.library
-        follows = call.in_turns and not runtime.is_capturing()
-        if follows:
-            self._turns.wait(index, stream)
-        if remote is None:
-            status = library.backward_raw(call.prefix + tail)
+        params = call.prefix + tail
+        if call.in_turns:
+            succession = self._in_turns.get(index) or self._in_turns.setdefault(index, Succession(runtime.event))
+            with succession.next(stream, runtime.is_capturing()):
+                status = call.library.backward_raw(params)
+        elif remote is None:
+            status = call.library.backward_raw(params)
         else:
             remote.push()
-            status = library.backward_remote_raw(call.prefix + tail, remote.params)
+            status = call.library.backward_remote_raw(params, remote.params)
         if status:
             call.library.check(status, "Attention backward")
-        if follows:
-            self._turns.record(runtime, index, stream)
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
         if keeps_delta:

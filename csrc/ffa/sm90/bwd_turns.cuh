@@ -12,7 +12,7 @@
 // The simulation has no more units at a time than there are CTAs. All CTAs are taken to be resident sooner or later, one on each
 // multiprocessor: other kernels may delay that, but none that holds a multiprocessor may wait for this one, and no second kernel
 // in turns may run beside it on another stream: each could hold what the other waits for
-// (`OneInTurns` sees to that).
+// (`native/succession.py` sees to that).
 //
 // Where units walk head by head, a block is expected at another time for each head, but turns are to be the same for all: there, and
 // where tiles are too many to compare, ranks are cut into waves of no more units than there are CTAs. The order is that of the

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in one launch, without GPUs: in which order a call launches, and what it waits for."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from magi_attention.functional.one_launch import OneLaunch
+from magi_attention.kernels import Grads
+from magi_attention.native.succession import Succession
+
+
+class Spy:
+    """Backend, boxes and launches in one: writes down what is asked of it, and on which stream."""
+
+    def __init__(self, has_remote_keys: bool) -> None:
+        self.said: list[str] = []
+        self.stream_now = 7
+        self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
+        self.remote = self if has_remote_keys else None
+        self.group = self
+        self._succession = Succession(lambda: SimpleNamespace(record=self.note("record"), wait=self.note("wait")))
+
+    def note(self, what: str):
+        return lambda *args: self.said.append(f"{what} {self.stream_now}")
+
+    def __getattr__(self, name: str):
+        return self.note(name)
+
+    def _replace(self, push):
+        return SimpleNamespace(push=push)
+
+    @contextmanager
+    def in_succession(self, stream: int):
+        with self._succession.next(stream, is_capturing=False):
+            yield
+
+    def forward_remote(self, q, k, v, remote, *rest):
+        remote.push()
+        self.said.append(f"kernel {self.stream_now}")
+
+    def backward_remote(self, dout, q, k, v, out, lse, remote, *rest):
+        remote.push()
+        self.said.append(f"kernel {self.stream_now}")
+        return Grads(q, k, v)
+
+    def forward_final(self, *args):
+        self.said.append(f"kernel {self.stream_now}")
+
+    def backward(self, *args, init):
+        self.said.append(f"kernel {self.stream_now}")
+        return init
+
+
+@pytest.mark.parametrize("has_remote_keys", [True, False])
+def test_calls_on_several_streams_follow_one_another(has_remote_keys, monkeypatch) -> None:
+    """All calls of a group use the same boxes, in the same order on every rank."""
+    spy = Spy(has_remote_keys)
+    one = object.__new__(OneLaunch)
+    one.part = SimpleNamespace(slices=None)
+    monkeypatch.setattr(one, "_of", lambda q, k, v: spy, raising=False)
+    x = torch.zeros(4, 2, 8)
+    for stream, is_forward in ((7, True), (7, False), (8, True), (8, False)):
+        spy.stream_now = stream
+        if is_forward:
+            one.forward(spy, x, x, x, None, None)
+        else:
+            one.backward(spy, x, x, x, x, x, x, None, None)
+    push = {7: ("push 7", "push_again 7"), 8: ("push 8", "push_again 8")}
+    wanted = []
+    for stream in (7, 8):
+        calls = [[push[stream][0], f"kernel {stream}", f"release {stream}"]]
+        calls.append([push[stream][1], f"kernel {stream}", f"reduce {stream}"])
+        for call in calls:
+            first_here = ["wait 8"] if stream == 8 and call is calls[0] else []
+            wanted += [f"check {stream}", *first_here, *call, f"record {stream}"]
+    assert spy.said == wanted
