@@ -9,11 +9,13 @@ that an operation uses are referenced until its ``wait`` and belong to the strea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from magi_attention.native.succession import Succession
 
 
 def is_waitable(item: Any) -> bool:
@@ -71,8 +73,7 @@ class Turns:
     """Operations of one device that must not overlap, on the stream that is current or beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, SideStream()
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._device, self._side, self._succession = device, SideStream(), Succession()
 
     @contextmanager
     def next(self, is_beside: bool) -> Iterator[Turn]:
@@ -86,14 +87,8 @@ class Turns:
             return
         side = self._side.on(self._device) if is_beside else None
         stream = current if side is None else side
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])
         turn = Turn(stream.cuda_stream)
-        if side is None:
-            yield turn
-        else:
-            with behind_current(side):
+        with self._succession.next(turn.stream, False, stream):
+            with nullcontext() if side is None else behind_current(side):
                 yield turn
-        done = stream.record_event()
-        self._last = (stream, done)
-        turn.work = done if is_beside else None
+        turn.work = self._succession.end if is_beside else None

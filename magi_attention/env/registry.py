@@ -114,7 +114,7 @@ _COMMUNICATION = (
     _flag("QO_COMM", _C, "Queries and outputs move too."),
     _flag("FORWARD_HIGH_PRECISION_REDUCE", _C, "Partial outputs travel in float32 (with QO_COMM)."),
     _flag("BACKWARD_HIGH_PRECISION_REDUCE", _C, "Partial gradients travel in float32."),
-    _flag("NATIVE_GRPCOLL", _C, "Native group-collective kernels."),
+    _flag("NATIVE_GRPCOLL", _C, "1: one launch and collectives over NVLink; 0: neither; unset: the first if possible."),
     _choice("DSINK_ALL_REDUCE_OP", _C, "Reduction of the sink gradient.", "none", ("none", "sum", "avg")),
 )
 _KERNELS = (

@@ -11,25 +11,26 @@ import torch
 
 
 class Succession:
-    """Such launches of one device. ``make_event()`` gives what the current stream can record and wait for.
+    """Such launches of one device, with events from ``make_event()``.
 
     Those captured in a CUDA graph are in the order of the capture; a replay does not look at those outside.
     """
 
     def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
-        self._last: tuple[int, Any] | None = None  # stream and end of the last one
+        self._stream = 0
+        self.end: Any = None  # of the last one: an event; None before the first
 
     @contextmanager
-    def next(self, stream: int, is_capturing: bool) -> Iterator[None]:
-        """What is launched inside, on the current stream, whose address is ``stream``, follows the last one."""
+    def next(self, address: int, is_capturing: bool, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """What is launched inside follows the last one. ``address`` is that of its stream, the current one unless
+        ``stream`` is given."""
         if is_capturing:
             yield
             return
-        last = self._last
-        if last is not None and last[0] != stream:
-            last[1].wait()
+        if self.end is not None and self._stream != address:
+            self.end.wait(stream)
         yield
-        event = self._make_event() if last is None else last[1]
-        event.record()
-        self._last = (stream, event)
+        end = self._make_event()
+        end.record(stream)
+        self._stream, self.end = address, end

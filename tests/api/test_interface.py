@@ -39,13 +39,6 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def fresh_cache():
-    clear_cache()
-    yield
-    clear_cache()
-
-
 def ranges(*pairs) -> AttnRanges:
     return AttnRanges.from_ranges(list(pairs))
 

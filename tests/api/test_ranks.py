@@ -12,7 +12,6 @@ from magi_attention.api import (
     DispatchConfig,
     DistAttnConfig,
     calc_attn,
-    clear_cache,
     dispatch,
     dist_attn_runtime_dict_mgr,
     get_position_ids,
@@ -27,13 +26,6 @@ from magi_attention.meta.collection.dispatch_meta import DispatchMeta
 from magi_attention.utils import flatten_nested_list, perm_idxs2unperm_idxs
 
 HEADS = dict(num_heads_q=4, num_heads_kv=2, head_dim=8)
-
-
-@pytest.fixture(autouse=True)
-def fresh_cache():
-    clear_cache()
-    yield
-    clear_cache()
 
 
 def ranges(*pairs) -> AttnRanges:

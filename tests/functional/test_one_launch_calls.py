@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -34,10 +33,8 @@ class Spy:
     def _replace(self, push):
         return SimpleNamespace(push=push)
 
-    @contextmanager
     def in_succession(self, stream: int):
-        with self._succession.next(stream, is_capturing=False):
-            yield
+        return self._succession.next(stream, is_capturing=False)
 
     def forward_remote(self, q, k, v, remote, *rest):
         remote.push()

@@ -168,7 +168,7 @@ def test_host_cost_without_communication():
 
 def over_nccl(rank: int, world: int) -> dict:
     """Everything that wants real communication, in one start of the processes."""
-    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "0"
+    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "0"  # or it would be one launch
     transport = as_transport(dist.group.WORLD)
     parts = [run_rank(transport, case, world) for case in CASES]
     found: dict = {"parts": parts, "replay": {}, "host_us": {}}

