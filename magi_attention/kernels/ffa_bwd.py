@@ -40,6 +40,9 @@ from magi_attention.native.succession import Succession
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _empty_like = torch.empty_like
+# Queries that a key sees, on average, from which on steps of 80 queries are faster than those of 64, see
+# docs/notes/ffa_backward.md.
+_LONG = 3072
 
 
 class Operands(NamedTuple):
@@ -103,10 +106,11 @@ class BackwardCalls:
                 "A deterministic backward over keys that arrive from other ranks gives a dq that is not always right; "
                 "run it in stages."
             )
-        key = _key(x, options, into is None, grad_dtype, in_turns, remote)
+        block = 64 if in_turns else _query_block(x, mask, options)
+        key = _key(x, options, into is None, grad_dtype, in_turns, block, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns, remote)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns, block, remote)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -155,7 +159,7 @@ class BackwardCalls:
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool,
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool, block: int,
         remote: RemoteKeys | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
@@ -170,7 +174,7 @@ class BackwardCalls:
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(in_turns),
+            softcap=options.softcap, deterministic=int(in_turns), query_block=block,
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -198,13 +202,24 @@ def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors | RemoteKey
     return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(mask, SliceTable) and mask.is_band
 
 
+def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions) -> int:
+    """Queries of a step: 80 where keys see many, which is faster but rounds to larger blocks.
+
+    Of range tensors on a GPU nothing is known, so there it is 64.
+    """
+    if options.softcap or not 64 < max(x.q.shape[2], x.v.shape[2]) <= 128:
+        return 64
+    slices, keys = (mask.mask.slices, mask.mask.total_k) if isinstance(mask, RemoteKeys) else (mask, x.k.shape[0])
+    return 80 if isinstance(slices, SliceTable) and slices.area >= _LONG * max(keys, 1) else 64
+
+
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool,
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool, block: int,
     remote: RemoteKeys | None,
 ) -> tuple:  # fmt: skip
     return (
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
-        id(options), is_fresh, grad_dtype, in_turns, None if remote is None else remote.mask.total_k,
+        id(options), is_fresh, grad_dtype, in_turns, block, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of keys whose query heads are shared out because their documents are short (csrc/ffa/sm90/bwd_split.cuh).
+"""Units whose query heads are shared out (csrc/ffa/sm90/bwd_split.cuh): short documents, and a last round of few.
 
 Whether they are depends on lengths and on the number of multiprocessors; the workspace tells.
 """
@@ -28,11 +28,13 @@ from magi_attention.testing import masks
 
 SPLIT_WORD = 2  # of the workspace: kSplitWord
 TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
+# 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
+LONG = 1300
 
 
 @pytest.fixture
-def was_split(monkeypatch):
-    """Whether the last backward split its tiles: a function."""
+def workspaces(monkeypatch) -> list[torch.Tensor]:
+    """The workspace of the last backward, which held NaN before."""
     workspaces: list[torch.Tensor] = []
 
     def empty_like(like: torch.Tensor) -> torch.Tensor:
@@ -42,15 +44,34 @@ def was_split(monkeypatch):
         return made
 
     monkeypatch.setattr(ffa_bwd, "_empty_like", empty_like)
+    return workspaces
+
+
+@pytest.fixture
+def was_split(workspaces):
+    """Whether the last backward split its tiles: a function."""
     return lambda: bool(workspaces[0][: 4 * (SPLIT_WORD + 1)].view(torch.int32)[SPLIT_WORD])
 
 
-def documents(seed: int, count: int = 4, kind: int = 0) -> np.ndarray:
-    return masks.varlen(masks.random_cu_seqlens(np.random.default_rng(seed), TOTAL, count), kind).array
+@pytest.fixture
+def was_last_round_split(workspaces):
+    """Whether it split the units of the last round, so that a part of dk lies behind the sum of dq: a function."""
+    blocks = -(-LONG // 64) * HEADS[0]
+    parts_at = 32 + blocks * (2 * 64 + 64 * 128)  # floats: counters, offsets and deltas, the sum of dq
+
+    def was_split() -> bool:
+        parts = workspaces[0].view(torch.float32)[parts_at : parts_at + 128]
+        return parts.numel() == 128 and bool(parts.isfinite().all())
+
+    return was_split
 
 
-def inputs(seed: int, slices: np.ndarray, dims=(128, 128), dtype=torch.bfloat16) -> Inputs:
-    return make_inputs(seed, slices, TOTAL, TOTAL, HEADS, dims, dtype, DEVICE)
+def documents(seed: int, count: int = 4, kind: int = 0, total: int = TOTAL) -> np.ndarray:
+    return masks.varlen(masks.random_cu_seqlens(np.random.default_rng(seed), total, count), kind).array
+
+
+def inputs(seed: int, slices: np.ndarray, dims=(128, 128), dtype=torch.bfloat16, total: int = TOTAL) -> Inputs:
+    return make_inputs(seed, slices, total, total, HEADS, dims, dtype, DEVICE)
 
 
 @each_dtype
@@ -95,3 +116,26 @@ def test_what_unseen_rows_hold_does_not_matter(was_split, value):
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = value
     assert_same(differentiate(x, dout), want, x.q.dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)
+def test_units_of_the_last_round(was_last_round_split, dims, dtype):
+    for seed, slices in enumerate((masks.full(LONG).array, masks.causal(LONG).array, documents(3, total=LONG))):
+        x = inputs(seed, slices, dims, dtype, LONG)
+        dout = make_dout(x, seed)
+        got, want = differentiate(x, dout), truth(x, dout)
+        assert was_last_round_split()
+        assert_grads(x, got, want, (seed, dims))
+        assert_same(differentiate(x, dout), got, dtype, seed)
+        assert_grads(x, differentiate(x, dout, sm_margin=20), want, (seed, dims, "fewer multiprocessors"))
+
+
+def test_the_last_round_adds_to_float32_buffers(was_last_round_split):
+    ffa, x = FfaBackend(), inputs(2, masks.full(LONG).array, total=LONG)
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+    before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
+    into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
+    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
+    assert was_last_round_split()
+    assert_grads(x, into, truth(x, dout), before=before)

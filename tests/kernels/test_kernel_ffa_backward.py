@@ -18,7 +18,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
+from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, ffa_bwd
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -345,3 +345,25 @@ def test_kernels_in_turns_follow_one_another_over_streams():
     ffa.runtime.capturing, ffa.runtime.current_stream = True, 9
     ffa.backward(*case.tensors, case.slices, in_turns)
     assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before
+
+
+@pytest.mark.parametrize(
+    "mask, dims, softcap, block",
+    [
+        (Mask.full(32), (128, 128), 0.0, 80),
+        (Mask.causal(32), (96, 80), 0.0, 80),
+        (Mask.full(32), (64, 64), 0.0, 64),
+        (Mask.full(32), (128, 128), 1.0, 64),
+        (Mask.varlen(list(range(0, 33, 2))), (128, 128), 0.0, 64),
+        (Mask.sliding_window(32, (12, 0)), (128, 128), 0.0, 64),
+    ],
+    ids=("full", "causal", "narrow heads", "softcap", "short documents", "window, so in turns"),
+)
+def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
+    """By the queries that a key sees on average; here "long" is 4."""
+    monkeypatch.setattr(ffa_bwd, "_LONG", 4)
+    ffa, simulator = backend()
+    case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
+    for known in (case.slices, RangeTensors(*case.slices.tensors())):
+        ffa.backward(*case.tensors, known, case.options)
+    assert [c.query_block for c in simulator.backward_calls] == [block, 64]

@@ -82,4 +82,11 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
                : "memory");
 }
 
+// The same with the matrices transposed: row l of matrix i in shared memory is its column l.
+__device__ __forceinline__ void store_matrix_transposed_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 }  // namespace magi

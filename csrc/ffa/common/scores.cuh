@@ -48,6 +48,17 @@ __device__ __forceinline__ uint32_t pack_pair<fp16>(float low, float high) {
   return r;
 }
 
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t x);
+template <>
+__device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<fp16>(uint32_t x) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
 // The lowest n bits; n may be 32.
 __device__ __forceinline__ uint32_t low_bits(int n) {
   uint32_t r;

@@ -42,7 +42,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t low, int step) {
   return static_cast<uint64_t>(kHigh) << 32 | static_cast<uint32_t>(low + step);
 }
 
-// kBMajor 0: B is stored K-major (rows of keys); 1: MN-major (transposed on the fly).
+// kBMajor, kAMajor 0: the operand is stored K-major (rows of keys); 1: MN-major (transposed on the fly).
 template <typename T, int kN, int kBMajor>
 struct Wgmma;
 
@@ -59,13 +59,18 @@ struct Wgmma;
       MAGI_OUT_32(d), \
       "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
       "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define MAGI_ACC_128 \
+#define MAGI_ACC_80 \
       MAGI_ACC_64 \
-      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+      ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MAGI_OUT_80(d) \
+      MAGI_OUT_64(d), \
+      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define MAGI_ACC_128 \
+      MAGI_ACC_80 \
+      ", %40, %41, %42, %43, %44, %45, %46, %47" \
       ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define MAGI_OUT_128(d) \
-      MAGI_OUT_64(d), \
-      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+      MAGI_OUT_80(d), \
       "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
       "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
       "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
@@ -90,16 +95,17 @@ struct Wgmma;
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Operand numbers after the accumulator: SS takes a, b, keep, major; RS takes a0..a3, b, keep, major.
+// Operand numbers after the accumulator: SS takes a, b, keep, major of B, major of A; RS takes a0..a3, b, keep, major.
 #define MAGI_WGMMA(TYPE, NAME, N, O0, O1, O2, O3, O4, O5, O6)                                                  \
   template <int kBMajor>                                                                                       \
   struct Wgmma<TYPE, N, kBMajor> {                                                                             \
+    template <int kAMajor = 0>                                                                                 \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {           \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #O2 ", 0;\n\t"                                     \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" MAGI_ACC_##N           \
-                   "}, %" #O0 ", %" #O1 ", p, 1, 1, 0, %" #O3 ";\n\t}"                                         \
+                   "}, %" #O0 ", %" #O1 ", p, 1, 1, %" #O4 ", %" #O3 ";\n\t}"                                   \
                    : MAGI_OUT_##N(d)                                                                           \
-                   : "l"(a), "l"(b), "r"(keep), "n"(kBMajor));                                                 \
+                   : "l"(a), "l"(b), "r"(keep), "n"(kBMajor), "n"(kAMajor));                                                 \
     }                                                                                                          \
     static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int keep) {    \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #O5 ", 0;\n\t"                                     \
@@ -114,6 +120,8 @@ MAGI_WGMMA(bf16, "bf16", 32, 16, 17, 18, 19, 20, 21, 22)
 MAGI_WGMMA(fp16, "f16", 32, 16, 17, 18, 19, 20, 21, 22)
 MAGI_WGMMA(bf16, "bf16", 64, 32, 33, 34, 35, 36, 37, 38)
 MAGI_WGMMA(fp16, "f16", 64, 32, 33, 34, 35, 36, 37, 38)
+MAGI_WGMMA(bf16, "bf16", 80, 40, 41, 42, 43, 44, 45, 46)
+MAGI_WGMMA(fp16, "f16", 80, 40, 41, 42, 43, 44, 45, 46)
 MAGI_WGMMA(bf16, "bf16", 128, 64, 65, 66, 67, 68, 69, 70)
 MAGI_WGMMA(fp16, "f16", 128, 64, 65, 66, 67, 68, 69, 70)
 MAGI_WGMMA(bf16, "bf16", 192, 96, 97, 98, 99, 100, 101, 102)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and walks all queries that see it, of all query
 // heads in the group: dk and dv stay in registers and are written once, without atomics. dq is summed in float32 in L2: by
-// vector reductions straight from the registers, or in a fixed order by bulk copies (kOrdered, see bwd_turns.cuh).
+// vector reductions straight from the registers, by bulk copies where steps are wide (kWide: 80 queries in place of 64, for keys
+// that see many), or by bulk copies in a fixed order (kOrdered, see bwd_turns.cuh).
 #pragma once
 
 #include "bwd_clear.cuh"
@@ -27,9 +28,9 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
     if (uniform(unit.z) > 0) {
       mbar_wait(smem.q_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
-      uint32_t rest_of = C::kOrdered ? 0 : worker.dq_block();  // nothing yet, but an address is needed
+      uint32_t rest_of = C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
       while (worker.step(dk, dv, rest, rest_of)) {}
-      if constexpr (!C::kOrdered) worker.add_rest(rest, rest_of);
+      if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
     }
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);
     if (threadIdx.x == 32) {
-      if constexpr (C::kSplit)
+      if (C::kSplit && p.units != nullptr)
         schedule_listed<C>(p, smem);
       else
         schedule_bwd<C>(p, smem);

@@ -81,7 +81,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const int blocks = BlockOrder(smem.layer(turns.layer_slot()), Way::kForwards).left();
+      const int blocks = BlockOrder<C::kQueries>(smem.layer(turns.layer_slot()), Way::kForwards).left();
 #pragma unroll 1
       for (int i = clears ? heads_of_unit<C>(p, unit.w) * blocks : 0; i > 0; --i) {
         mbar_wait(smem.step_full(ring.slot), ring.phase);
@@ -93,7 +93,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
           clear_row<C>(smem.q(ring.slot), C::kQueries, row);
           clear_row<C>(smem.dout(ring.slot), C::kQueries, row);
           sts_int(smem.stats(ring.slot) + 4 * row, __float_as_int(INFINITY));
-          sts_int(smem.stats(ring.slot) + 256 + 4 * row, 0);
+          sts_int(smem.stats(ring.slot) + 4 * (C::kQueries + row), 0);
         }
         fence_async_proxy();
         mbar_arrive(smem.q_full(ring.slot));

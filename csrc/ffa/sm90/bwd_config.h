@@ -8,8 +8,9 @@ namespace magi {
 
 constexpr int kTileKeys = 128;   // of a tile: 64 for each consumer warpgroup
 constexpr int kQueryBlock = 64;  // queries
+constexpr int kWideBlock = 80;   // the same where keys see many
 
-template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false>
+template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false, int kQueries_ = kQueryBlock>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
@@ -23,9 +24,13 @@ struct BwdConfig {
   static constexpr int kPasses = kD / kOut;
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
   static constexpr int kKeys = kTileKeys;
-  static constexpr int kQueries = kQueryBlock;  // queries of a step
+  static constexpr int kQueries = kQueries_;  // of a step: kQueryBlock or kWideBlock
+  // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
+  static constexpr bool kWide = kQueries != kQueryBlock;
+  static constexpr bool kDirectDq = !kOrdered && !kWide;
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
-  static constexpr int kStages = kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
+  static constexpr int kDqValues = kQueries * kDqColumns / 128;  // of them, by one thread
+  static constexpr int kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kConsumerRegisters = kOrdered && kD == 64 ? 232 : 240;
@@ -33,9 +38,10 @@ struct BwdConfig {
 
   static constexpr uint32_t kKeyBytes = kKeys * kD * 2;  // of K, and of V
   static constexpr uint32_t kQueryBytes = kQueries * kD * 2;  // of a stage of Q, and of dO
-  static constexpr uint32_t kStatBytes = kQueries * 8;        // 64 offsets, 64 deltas
+  static constexpr uint32_t kStatBytes = kQueries * 8;        // offsets, then deltas
   static constexpr uint32_t kDsBytes = kQueries * kKeys * 2;
-  // In order dq leaves by way of shared memory. Wide heads have room for it only where dS was.
+  static constexpr int kDsSlots = kWide ? 1 : 2;
+  // Where dq leaves by way of shared memory. Wide heads have room for it only where dS was.
   static constexpr uint32_t kDqBytes = kQueries * kDqColumns * 4;  // of one warpgroup
   static constexpr bool kDqOverDs = kOrdered && kD > 128;
   // Offsets from the 1024-byte aligned start.
@@ -43,32 +49,35 @@ struct BwdConfig {
   static constexpr uint32_t kVAt = kKAt + kKeyBytes;
   static constexpr uint32_t kQAt = kVAt + kKeyBytes;
   static constexpr uint32_t kDoAt = kQAt + kStages * kQueryBytes;
-  static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;  // two slots
-  static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + 2 * kDsBytes;  // one for each warpgroup
-  static constexpr uint32_t kStatsAt = kDsAt + 2 * kDsBytes + (kOrdered && !kDqOverDs ? kGroups * kDqBytes : 0);
+  static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;
+  static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
+  static constexpr uint32_t kStatsAt = kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr int kBarriers = (kOrdered ? 14 : 12) + 6 * kStages;
+  static constexpr int kBarriers = (kWide ? 17 : kOrdered ? 14 : 12) + 6 * kStages;
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
-  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage
-  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : 0);
-  static constexpr uint32_t kLayersAt = (kUnitTurnsAt + (kOrdered ? 8 : 0) + 15) / 16 * 16;
+  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; of wide steps, one for each warpgroup
+  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kWide ? 8 : 0);
+  static constexpr uint32_t kLeftAt = kUnitTurnsAt + (kOrdered ? 8 : 0);
+  static constexpr uint32_t kLayersAt = (kLeftAt + 4 + 15) / 16 * 16;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
+  static_assert(!kWide || (kD == 128 && !kCapped && !kOrdered), "nowhere else are there registers for wide blocks");
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 
-// Of the sum that becomes dq, in float32: blocks of 64 queries x 64 columns of one head, each in the order in which an
-// accumulator lies in the registers of a warpgroup, so that whole lines are added.
-constexpr int kDqBlockFloats = 64 * 64;
+// Of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head, each in the order in which an accumulator
+// lies in the registers of a warpgroup, so that whole lines are added.
+constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
 constexpr int kMaxTimed = 1024;    // tiles
 constexpr int kSplitParts = 4;     // of a tile that is split, see bwd_split.cuh
+constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 constexpr int kSplitWord = 2, kUnitsWord = 3;  // of them: whether tiles are split, and how many units there are
 constexpr int kRowThreads = 256;
-constexpr int kStatFloats = 128;  // per head and 64 queries: 64 offsets of the exponents, then 64 deltas
+constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 
 }  // namespace magi

@@ -26,17 +26,16 @@ __device__ __forceinline__ void stage_grad(uint32_t tile, const float (&grad)[C:
   }
 }
 
-// `to` is row 0 of the tile; rows from `rows` on do not exist.
+// `to` is row 0 of the tile, the next is `stride` values on; rows from `rows` on do not exist.
 template <typename C>
-__device__ __forceinline__ void write_float_grad(const BwdKernelParams& p, float* to, int rows, int head_dim,
-                                                 const float (&grad)[C::kOut / 2], float factor, int head, int pass,
-                                                 bool adds) {
+__device__ __forceinline__ void write_float_grad(float* to, int rows, int stride, int head_dim, const float (&grad)[C::kOut / 2],
+                                                 float factor, int pass, bool adds) {
   const int thread = thread_again() - 128, lane = thread % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = thread / 32 * 16 + lane / 4 + 8 * r;
     if (key >= rows) continue;
-    float* row = to + (static_cast<int64_t>(key) * p.heads_kv + head) * head_dim;
+    float* row = to + static_cast<int64_t>(key) * stride;
 #pragma unroll
     for (int j = 0; j < C::kOut / 8; ++j) {
       const int column = pass * C::kOut + 8 * j + 2 * (lane % 4);
@@ -83,9 +82,9 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
   if (C::kSplit && split_slot(word) > 0) {
-    const int64_t slot = part.heads * (p.num_tiles - p.split_from) + split_slot(word) - 1, row = slot * C::kKeys * p.heads_kv;
-    write_float_grad<C>(p, p.dv_split + row * p.head_dim_v, C::kKeys, p.head_dim_v, dv, 1.f, head, pass, false);
-    write_float_grad<C>(p, p.dk_split + row * p.head_dim, C::kKeys, p.head_dim, dk, p.grad_scale, head, pass, false);
+    const int64_t row = (part.heads * p.split_slots + split_slot(word) - 1) * static_cast<int64_t>(C::kKeys);
+    write_float_grad<C>(p.dv_split + row * p.head_dim_v, C::kKeys, p.head_dim_v, p.head_dim_v, dv, 1.f, pass, false);
+    write_float_grad<C>(p.dk_split + row * p.head_dim, C::kKeys, p.head_dim, p.head_dim, dk, p.grad_scale, pass, false);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
   }
@@ -94,10 +93,10 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
     const int first = tile * C::kKeys, rows = is_remote ? C::kKeys : p.remote.local_keys - first;
     float* to_v = static_cast<float*>(p.dv) + part.heads * p.dv_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim_v;
     if (is_remote) to_v = reinterpret_cast<float*>(target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 4));
-    write_float_grad<C>(p, to_v, rows, p.head_dim_v, dv, 1.f, head, pass, p.accumulate);
+    write_float_grad<C>(to_v + head * p.head_dim_v, rows, p.heads_kv * p.head_dim_v, p.head_dim_v, dv, 1.f, pass, p.accumulate);
     float* to_k = static_cast<float*>(p.dk) + part.heads * p.dk_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim;
     if (is_remote) to_k = reinterpret_cast<float*>(target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 4));
-    write_float_grad<C>(p, to_k, rows, p.head_dim, dk, p.grad_scale, head, pass, p.accumulate);
+    write_float_grad<C>(to_k + head * p.head_dim, rows, p.heads_kv * p.head_dim, p.head_dim, dk, p.grad_scale, pass, p.accumulate);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
   }

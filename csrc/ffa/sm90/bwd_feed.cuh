@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feeding side of the backward kernel: three lanes of warpgroup 0, which hand out units, copy Q and say what each step is,
-// and copy the rest. A fourth warp is in bwd_clear.cuh.
+// and copy the rest and add dq where that leaves by way of shared memory. A fourth warp is in bwd_clear.cuh.
 #pragma once
 
 #include "../common/copy.cuh"
@@ -39,22 +39,28 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   for (int unit = first_unit<C>(p); unit < p.num_units; unit = next_unit<C>(p)) {
     mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+    int whole = unit, split = 0;  // of parts, the unit they belong to; first parts of all come before second parts
+    if (C::kSplit && unit >= p.whole_units) {
+      const int in_split = unit - p.whole_units, slot = in_split % p.split_slots;
+      whole = p.whole_units + slot;
+      split = in_split / p.split_slots | (slot + 1) << kSlotBit;
+    }
     int rank, head_unit;
-    unit_coords(p, unit / p.unit_parts, &rank, &head_unit);
+    unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
     // Turns follow the order of the plan.
-    const int tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, unit / p.unit_parts, rank);
+    const int tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
     if constexpr (C::kOrdered) {
       const int first_head = unit / p.units_per_section * p.heads_per_section;
       sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);
     }
     const int2 desc = layers_of_tile(p.plan, tile);
-    Way way = unit % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly;
+    Way way = whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly;
     int by_head = 0;  // told for each layer
     if constexpr (C::kOrdered) {
       way = ordered_way(p.order[0], rank >= p.wave);
       by_head = p.order[0] & kByHead ? 1 << kByHeadBit : 0;
     }
-    publish_unit(p, smem, turns, tile, head_unit, desc, unit % p.unit_parts | static_cast<int>(way) << kWayBit | by_head,
+    publish_unit(p, smem, turns, tile, head_unit, desc, whole % p.unit_parts | split | static_cast<int>(way) << kWayBit | by_head,
                  plan.words_records, C::kLayerBytes / 4);
     mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
   }
@@ -101,14 +107,14 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
     if (unit.x < 0) break;
 #pragma unroll 1
-    for (int left = unit.z; left > 0; --left) {
+    for (sts_int(smem.left(), unit.z); lds_int(smem.left()) > 0; sts_int(smem.left(), lds_int(smem.left()) - 1)) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
       const bool is_banded = !C::kOrdered && is_band(lds_int4(smem.layer(turns.layer_slot()) + 32));
       auto by_head = [&] { return C::kOrdered ? (lds_int(smem.unit(turns.unit_slot()) + 12) >> kByHeadBit & 1) != 0 : is_banded; };
       auto heads = [&] { return C::kSplit ? heads_of_unit<C>(p, lds_int(smem.unit(turns.unit_slot()) + 12)) : p.heads_per_part; };
       int i = 0;
       do {
-        BlockOrder order(smem.layer(turns.layer_slot()), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
+        BlockOrder<C::kQueries> order(smem.layer(turns.layer_slot()), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
 #pragma unroll 1
         for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
           do {
@@ -116,14 +122,14 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
             const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
-            if (order.left() == 1 && i + 1 == heads()) what |= left == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
+            if (order.left() == 1 && i + 1 == heads()) what |= lds_int(smem.left()) == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
             sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
             mbar_arrive(smem.step_full(ring.slot));
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
             mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
-            load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * kStatFloats, C::kStatBytes, bar);
+            load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * stat_floats(C::kQueries), C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
             ring.advance();
           } while (!by_head() && ++i < heads());
@@ -175,13 +181,54 @@ __device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const
       ring.advance();
       ++ahead;
     } else {
-      mbar_wait(smem.dq_full(), turns.layer_slot());
+      mbar_wait(smem.dq_full(0), turns.layer_slot());
       turns.next_layer();
       if (ahead == 1) sts_int(words_of(1) + 4, turn);
-      add_in_turn<C>(p, smem.dq(), smem.dq_empty(), words_of(ahead), ahead > 1 ? words_of(ahead - 1) : 0, seen);
+      add_in_turn<C>(p, smem.dq(), smem.dq_empty(0), words_of(ahead), ahead > 1 ? words_of(ahead - 1) : 0, seen);
       if (--ahead > 0) sts_int(words_of(1) + 4, turn);
     }
   }
+}
+
+// The same in wide steps, whose dq is added at once, each warpgroup's share when it is there. `phase`: of the shares.
+template <typename C>
+__device__ __forceinline__ void copy_dout_add_shares(const BwdKernelParams& p, const BwdSmem<C>& smem, Ring<C::kStages>& ring,
+                                                     uint32_t& phase) {
+  int ahead = 0;
+  bool ends = false, is_adding = false;
+  auto free_shares = [&] {  // when they have been read
+    if (is_adding) {
+      store_wait_read();
+      mbar_arrive(smem.dq_empty(0));
+      mbar_arrive(smem.dq_empty(1));
+    }
+    is_adding = false;
+  };
+#pragma unroll 1
+  while (!ends || ahead > 0) {
+    if (!ends && ahead < C::kStages) {
+      mbar_wait(smem.step_full(ring.slot), ring.phase);
+      const int4 step = lds_int4(smem.step(ring.slot));
+      copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, has_unseen(p));
+      ends = step.z & kUnitEnds;
+      ring.advance();
+      ++ahead;
+      free_shares();
+    } else {
+      free_shares();
+#pragma unroll 1
+      for (uint32_t share = 0; share < C::kGroups; ++share) {
+        mbar_wait(smem.dq_full(share), phase);
+        const uint64_t number = static_cast<uint32_t>(lds_int(smem.dq_number(share)));
+        add_bulk_float(p.dq_sum + number * dq_block_floats(C::kQueries), smem.dq() + share * C::kDqBytes, C::kDqBytes);
+        store_commit();
+      }
+      phase ^= 1;
+      is_adding = true;
+      --ahead;
+    }
+  }
+  free_shares();
 }
 
 // One lane. Copies K and V of each unit, and dO of each step.
@@ -189,6 +236,7 @@ template <typename C>
 __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
   Ring<C::kStages> ring;
+  uint32_t dq_phase = 0;
   const bool clears = has_unseen(p);
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
@@ -213,6 +261,8 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
     if constexpr (C::kOrdered) {
       copy_dout_add_dq<C>(p, smem, turns, ring);
       mbar_arrive(smem.issued());
+    } else if constexpr (C::kWide) {
+      if (unit.z > 0) copy_dout_add_shares<C>(p, smem, ring, dq_phase);
     } else {
 #pragma unroll 1
       for (bool more = unit.z > 0; more; ring.advance()) {
@@ -225,6 +275,7 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
+  if constexpr (C::kWide) store_wait_all();
 }
 
 }  // namespace magi

@@ -44,14 +44,30 @@ inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, i
 // Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
 template <typename C>
 bool bwd_may_split(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
          bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
          bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
 }
 inline int bwd_split_from(const magi_ffa_bwd_params& a) { return static_cast<int>(bwd_tiles(a) / 2); }
-// Rows of a part: those of all slots.
-inline int64_t bwd_split_rows(const magi_ffa_bwd_params& a) {
-  return (bwd_tiles(a) - bwd_split_from(a)) * kTileKeys * a.heads_kv;
+
+// How many units may be split, and into how many parts each.
+struct BwdSplit {
+  int slots = 0, parts = 1;
+  int64_t values(int head_dim) const { return static_cast<int64_t>(slots) * kTileKeys * head_dim; }  // of one part of all
+};
+
+// Like the number of parts of all tiles, it depends on the device and not on what is left free.
+template <typename C>
+BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
+  if (bwd_may_split<C>(a, sms)) return {static_cast<int>(bwd_tiles(a) - bwd_split_from(a)) * a.heads_kv, kSplitParts};
+  const int64_t units = bwd_tile_units<C>(a), last = units % sms;
+  if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
+  const int group = a.heads_q / a.heads_kv;
+  int parts = group < kTailParts ? group : kTailParts;
+  while (group % parts) --parts;
+  // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
+  const int64_t saved = parts - (last * parts + sms - 1) / sms;
+  return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
 }
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
@@ -64,21 +80,27 @@ inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
 }
 
 template <typename C>
+int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
+  return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
+}
+
+template <typename C>
 BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
-  const int64_t blocks = (static_cast<int64_t>(a.total_q) + 63) / 64 * a.heads_q;
+  const int64_t blocks = bwd_query_blocks<C>(a) * a.heads_q;
   BwdWorkspace w;
   w.stats = 4 * kBwdCounters;
-  w.dq_sum = w.stats + 4 * kStatFloats * blocks;
-  w.partials = w.dq_sum + 4ll * kDqBlockFloats * (C::kD / 64) * blocks;
+  w.dq_sum = w.stats + 4 * stat_floats(C::kQueries) * blocks;
+  w.partials = w.dq_sum + 4ll * dq_block_floats(C::kQueries) * (C::kD / 64) * blocks;
   w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
   const bool may_split = bwd_may_split<C>(a, sms);
-  if (may_split) w.units += 4 * kSplitParts * bwd_split_rows(a) * (a.head_dim + a.head_dim_v);
+  const BwdSplit units_split = bwd_split<C>(a, sms);
+  w.units += 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v);
   // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
   w.turn_flags = whole_lines(w.units + (may_split ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
   w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.bytes = w.turns + (a.deterministic ? 4 * units * ((static_cast<int64_t>(a.total_q) + 63) / 64) : 0);
+  w.bytes = w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0);
   return w;
 }
 
@@ -132,17 +154,21 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->dv_stride_part = bwd_dv_values(a);
   k->dk = split ? partials : a.dk;
   k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
-  // Nor may gradients of remote keys be parts.
+  // Beside keys that arrive there is no telling when a tile will be through.
   const bool may_split = remote == nullptr && bwd_may_split<C>(a, sms);
   r->units = may_split ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
   k->units = r->units;
-  k->split_from = r->split_from = bwd_split_from(a);
+  r->split_from = bwd_split_from(a);
+  const BwdSplit units_split = may_split || !bwd_may_split<C>(a, sms) ? bwd_split<C>(a, sms) : BwdSplit{};
+  k->split_slots = units_split.slots;
+  k->split_heads = a.heads_q / a.heads_kv / units_split.parts;
+  k->whole_units = static_cast<int32_t>(bwd_tile_units<C>(a)) - units_split.slots;
   k->dk_split = partials;
-  k->dv_split = partials + kSplitParts * bwd_split_rows(a) * a.head_dim;
+  k->dv_split = partials + units_split.parts * units_split.values(a.head_dim);
   r->processors = sms < kMaxWave ? sms : kMaxWave;
   k->total_q = r->total_q = a.total_q;
   k->total_k = r->total_k = a.total_k;
-  k->query_blocks = r->query_blocks = static_cast<int32_t>((static_cast<int64_t>(a.total_q) + 63) / 64);
+  k->query_blocks = r->query_blocks = static_cast<int32_t>(bwd_query_blocks<C>(a));
   k->heads_q = r->heads_q = a.heads_q;
   k->heads_kv = k->head_units = r->heads_kv = a.heads_kv;
   k->head_dim = r->head_dim = a.head_dim;
@@ -188,7 +214,8 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   static DeviceOnce configured;
   MAGI_RETURN(configured.run(
       [] { return cudaFuncSetAttribute(ffa_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes); }));
-  const int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units * k.unit_parts;
+  int64_t units = static_cast<int64_t>(k.num_tiles) * k.head_units * k.unit_parts;
+  if (C::kSplit && k.units == nullptr) units = k.whole_units + static_cast<int64_t>(k.split_slots) * (k.heads_per_part / k.split_heads);
   if (units >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.", static_cast<long long>(units));
   k.num_units = static_cast<int32_t>(units);
@@ -208,20 +235,21 @@ magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
 
 template <typename T>
 magi_status join_split(const magi_ffa_bwd_params& a, const BwdKernelParams& k, int sms) {
-  const int64_t rows = bwd_split_rows(a);
-  const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, rows * a.head_dim, rows * a.head_dim_v, kSplitParts,
-                           a.grad_dtype == MAGI_FP32, a.accumulate};
-  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.split_from, a.heads_kv,
-                             a.heads_kv * a.head_dim, a.heads_kv * a.head_dim_v};
+  const BwdSplit split{k.split_slots, k.heads_per_part / k.split_heads};
+  const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, split.values(a.head_dim), split.values(a.head_dim_v), split.parts,
+                           k.grads_are_float, a.accumulate};
+  const int first = k.units != nullptr ? bwd_split_from(a) * a.heads_kv : k.whole_units;
+  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, first, a.heads_kv, a.head_dim, a.head_dim_v,
+                             k.num_tiles, k.heads_per_section, k.head_units, k.remote};
   const dim3 grid(8 * sms);  // few, because there may be nothing to do
-  return launch_behind(bwd_join_split<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the parts of split tiles");
+  return launch_behind(bwd_join_split<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the parts of split units");
 }
 
 template <typename C>
 magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   if constexpr (C::kD == 128)
-    if (k.units != nullptr) {
-      MAGI_RETURN((start_bwd<BwdConfig<typename C::T, C::kD, false, false, true>>(a, k, sms)));
+    if (k.split_slots > 0) {
+      MAGI_RETURN((start_bwd<BwdConfig<typename C::T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
       return join_split<typename C::T>(a, k, sms);
     }
   return start_bwd<C>(a, k, sms);
@@ -235,9 +263,20 @@ magi_status launch_first(void (*kernel)(Params), dim3 grid, int threads, bool be
   return cuda_status(cudaGetLastError(), doing);
 }
 
-template <typename T, int kD>
+template <typename C>
+magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
+  using T = typename C::T;
+  if constexpr (!C::kWide) {
+    if (a.deterministic && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
+    if (a.deterministic) return start_bwd<BwdConfig<T, C::kD, false, true>>(a, k, sms);
+    if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
+  }
+  return start_plain_bwd<C>(a, k, sms);
+}
+
+template <typename C>
 magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote) {
-  using C = BwdConfig<T, kD, false>;
+  using T = typename C::T;
   // The kernel counts blocks of queries and heads in 16 bits.
   constexpr int kMaxQueries = 65535 * C::kQueries;
   if (a.total_q > kMaxQueries || a.heads_q > 32767)
@@ -262,25 +301,35 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   const bool beside = remote != nullptr;
   if (a.deterministic) {
     MAGI_RETURN(launch_first(bwd_expect<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
-    MAGI_RETURN(launch_behind(bwd_prepare<T>, rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
+    MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
   } else {
-    MAGI_RETURN(launch_first(bwd_prepare<T>, rows, kRowThreads, beside, a.stream, r, "launching the start of the backward"));
+    MAGI_RETURN(launch_first((bwd_prepare<T, C::kQueries>), rows, kRowThreads, beside, a.stream, r, "launching the start of the backward"));
   }
-  if (a.deterministic)
-    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true, true>>(a, k, sms))
-                              : (start_bwd<BwdConfig<T, kD, false, true>>(a, k, sms)));
-  else
-    MAGI_RETURN(k.has_softcap ? (start_bwd<BwdConfig<T, kD, true>>(a, k, sms)) : start_plain_bwd<C>(a, k, sms));
+  MAGI_RETURN(start_variant<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
-  return launch_behind(bwd_finish<T>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
+  return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
+}
+
+// Calls `run` with the configuration for a call.
+template <typename T, int kD, typename Run>
+magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
+  if (a.query_block == kQueryBlock) return run(BwdConfig<T, kD, false>{});
+  if constexpr (kD == 128)
+    if (a.query_block == kWideBlock && !a.deterministic && a.softcap == 0.f)
+      return run(BwdConfig<T, kD, false, false, false, kWideBlock>{});
+  return fail(MAGI_UNSUPPORTED,
+              "query_block is %d; give %d, or %d for head dims of 65 to 128 without softcap that are not deterministic.", a.query_block,
+              kQueryBlock, kWideBlock);
 }
 
 }  // namespace magi
 
-#define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                                                \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote) {    \
-    return magi::launch_bwd<TYPE, D>(*params, remote);                                                          \
-  }                                                                                                             \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {       \
-    return magi::bwd_workspace<magi::BwdConfig<TYPE, D, false>>(*params, bytes);                                 \
+#define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                                                    \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote) {        \
+    auto run = [&](auto config) { return magi::launch_bwd<decltype(config)>(*params, remote); };                    \
+    return magi::with_bwd_config<TYPE, D>(*params, run);                                                            \
+  }                                                                                                                 \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, int64_t* bytes) {           \
+    auto run = [&](auto config) { return magi::bwd_workspace<decltype(config)>(*params, bytes); };                  \
+    return magi::with_bwd_config<TYPE, D>(*params, run);                                                            \
   }

@@ -15,8 +15,8 @@ struct BwdKernelParams {
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
   const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
   int32_t* workspace;   // [0] unit counter, [1] CTAs that are done; kSplitWord and on
-  float* stats;         // kStatFloats per head and block of 64 queries
-  float* dq_sum;        // (head, block of 64 queries, block of 64 columns, kDqBlockFloats)
+  float* stats;         // (head, block of queries, stat_floats)
+  float* dq_sum;        // (head, block of queries, block of 64 columns, dq_block_floats)
   // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each unit, (block of 64
   // queries, tile, kv heads of a section, parts of a unit); and the flags of the plan.
   int32_t* turn_flags;
@@ -27,7 +27,7 @@ struct BwdKernelParams {
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;
-  int32_t total_q, total_k, query_blocks;  // blocks of 64 queries
+  int32_t total_q, total_k, query_blocks;
   int32_t heads_q, heads_kv, head_dim, head_dim_v;
   int32_t head_units;         // kv heads
   int32_t num_tiles;
@@ -42,10 +42,11 @@ struct BwdKernelParams {
   float grad_scale;  // softmax_scale
   int32_t has_softcap;
   RemoteKeys remote;
-  // Only where short tiles may be split: (part, slot of a tile, 128, heads_kv, head dim), float32.
+  // Only where units may be split: (part, slot, 128, head dim), float32. See bwd_split.cuh.
   float *dk_split, *dv_split;
-  int32_t split_from;  // number of the first such tile by length
-  const int4* units;   // see list_units; NULL: units are not listed
+  int32_t split_slots, split_heads;  // query heads of a part
+  int32_t whole_units;               // the units from here on are split; where they are not listed
+  const int4* units;                 // see list_units; NULL: units are not listed
 };
 
 // The kernels before and after the main one.
@@ -81,13 +82,14 @@ struct BwdJoinParams {
   int32_t parts, grads_are_float, accumulate;
 };
 
-// The kernel that does so for split tiles; both gradients are (total_k, heads_kv, head dim).
+// The kernel that does so for split units; both gradients are (total_k, heads_kv, head dim).
 struct BwdSplitJoinParams {
   const int32_t *plan, *workspace;
   const int4* units;
   BwdJoinParams join;
-  int32_t total_q, total_k, split_from, heads_kv;
-  int32_t dk_row, dv_row;  // values of one key, all heads
+  int32_t total_q, total_k, first, heads_kv, head_dim, head_dim_v;  // `first`: number of the unit of slot 0
+  int32_t num_tiles, heads_per_section, head_units;                 // see unit_coords
+  RemoteKeys remote;
 };
 
 }  // namespace magi

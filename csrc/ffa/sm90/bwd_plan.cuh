@@ -29,13 +29,24 @@ __device__ __forceinline__ const int32_t* layer_record(const int32_t* plan, int 
   return plan + header.words_records + static_cast<int64_t>(index) * header.layer_words;
 }
 
+// The block of a query. Without a division, which takes more registers than the feeding lanes have.
+template <int kQueries>
+__device__ __forceinline__ int block_of(uint32_t query) {
+  static_assert(kQueries == kQueryBlock || kQueries == kWideBlock, "a factor for each");
+  if constexpr (kQueries == kQueryBlock) return query / kQueryBlock;
+  uint32_t high;
+  asm volatile("mul.hi.u32 %0, %1, 0xcccccccd;" : "=r"(high) : "r"(query));  // 2^38 / 80, rounded up
+  return high / 64;
+}
+
 // Blocks of queries on a grid that all tiles share, because their dq is summed: first, and behind the last.
+template <int kQueries>
 __device__ __forceinline__ int2 blocks_of(int2 visit) {
-  return make_int2(visit.x / kQueryBlock, (visit.y + kQueryBlock - 1) / kQueryBlock);
+  return make_int2(block_of<kQueries>(visit.x), block_of<kQueries>(visit.y + kQueries - 1));
 }
 
 __device__ __forceinline__ int2 layer_blocks(const int32_t* plan, int layer) {
-  return blocks_of(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
+  return blocks_of<kQueryBlock>(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
 }
 
 // Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window; `range` is
@@ -65,12 +76,13 @@ __device__ __forceinline__ Way ordered_way(int flags, bool late) {
 }
 
 // The blocks of a layer, given by its address in shared memory, in that way.
+template <int kQueries>
 struct BlockOrder {
   int block;
   uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
 
   __device__ __forceinline__ BlockOrder(uint32_t layer, Way way) {
-    const int2 blocks = blocks_of(lds_int2(layer));
+    const int2 blocks = blocks_of<kQueries>(lds_int2(layer));
     const int backwards = blocks_backwards(blocks, way);
     count = blocks.y - blocks.x | backwards << 16;
     block = backwards > 0 ? blocks.y - 1 : blocks.x;
@@ -83,7 +95,7 @@ struct BlockOrder {
       return;
     }
     count -= 1 << 16;
-    block = count >> 16 ? block - 1 : lds_int(layer) / kQueryBlock;
+    block = count >> 16 ? block - 1 : block_of<kQueries>(lds_int(layer));
   }
 };
 

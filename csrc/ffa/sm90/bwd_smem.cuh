@@ -27,7 +27,7 @@ struct BwdSmem {
   __device__ uint32_t v() const { return base + C::kVAt; }
   __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQueryBytes; }
   __device__ uint32_t dout(uint32_t slot) const { return base + C::kDoAt + slot * C::kQueryBytes; }
-  __device__ uint32_t ds(uint32_t slot) const { return base + C::kDsAt + slot * C::kDsBytes; }
+  __device__ uint32_t ds(uint32_t slot) const { return base + C::kDsAt + slot % C::kDsSlots * C::kDsBytes; }
   __device__ uint32_t stats(uint32_t slot) const { return base + C::kStatsAt + slot * C::kStatBytes; }
   __device__ uint32_t layer(uint32_t slot) const { return base + C::kLayersAt + slot * C::kLayerBytes; }
   __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
@@ -54,9 +54,15 @@ struct BwdSmem {
   // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
   __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
   __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
+  // Layers of the unit that are left, of the lane that copies Q, which has no register for it.
+  __device__ uint32_t left() const { return base + C::kLeftAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
-  __device__ uint32_t dq_full() const { return bar(12 + 6 * C::kStages); }
-  __device__ uint32_t dq_empty() const { return bar(13 + 6 * C::kStages); }
+  // Of each warpgroup's share in wide steps, of both together in order.
+  __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 6 * C::kStages + 2 * share); }
+  __device__ uint32_t dq_empty(uint32_t share) const { return bar(13 + 6 * C::kStages + 2 * share); }
+  // Of wide steps: dS has been read by both warpgroups; and which block of dq_sum a share is for.
+  __device__ uint32_t ds_empty() const { return bar(16 + 6 * C::kStages); }
+  __device__ uint32_t dq_number(uint32_t share) const { return base + C::kTurnsAt + 4 * share; }
 
   // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
   __device__ void init_barriers(bool clears) const {
@@ -70,10 +76,11 @@ struct BwdSmem {
     mbar_init(kv_full(), 1);
     mbar_init(kv_empty(), C::kGroups);
     mbar_init(issued(), 1);
-    if constexpr (C::kOrdered) {
-      mbar_init(dq_full(), C::kConsumerWarps);
-      mbar_init(dq_empty(), 1);
+    for (uint32_t share = 0; share < (C::kWide ? 2 : C::kOrdered ? 1 : 0); ++share) {
+      mbar_init(dq_full(share), C::kWide ? C::kConsumerWarps / 2 : C::kConsumerWarps);
+      mbar_init(dq_empty(share), 1);
     }
+    if constexpr (C::kWide) mbar_init(ds_empty(), C::kConsumerWarps);
     for (uint32_t s = 0; s < C::kStages; ++s) {
       mbar_init(q_full(s), clears ? 32 : 1);
       mbar_init(q_empty(s), C::kConsumerWarps);

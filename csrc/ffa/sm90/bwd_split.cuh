@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+// Units whose query heads are shared out, so that all multiprocessors end together. Each part leaves its dk and dv in the
+// workspace, and a kernel adds them in the order of the parts. Two cases:
+//
 // Where there are about two units for each multiprocessor, documents of different lengths leave some idle at the end. There the
 // kernel before the main one lists the units anew: the longest first by the number of steps, which the cost in the plan does
-// not tell, and, where that should end earlier, with the heads of the shorter half of the tiles shared out, to fill the
-// gaps. Each part leaves its dk and dv in the workspace, and a kernel adds them in the order of the parts.
+// not tell, and, where that should end earlier, with the shorter half of the tiles split, to fill the gaps.
+//
+// Where there are more, the units of the last round are split if they are too few to fill it. Under a full mask, where all are
+// equal, that round would otherwise take as long as the others; where the heaviest come first, parts of light ones cost little.
 #pragma once
 
 #include "bwd_params.h"
@@ -51,7 +56,7 @@ __device__ inline int list_units(const BwdRowParams& p, int from, const int2 (&s
     const int in_split = unit - from * heads, slot = in_split < 0 ? 0 : in_split / heads % slots;
     const int2 tile = sorted[in_split < 0 ? unit / heads : from + slot];
     int word = static_cast<int>(unit < p.places ? Way::kEarly : Way::kForwards) << kWayBit;
-    if (in_split >= 0) word |= in_split / (slots * heads) | (slot + 1) << kSlotBit;
+    if (in_split >= 0) word |= in_split / (slots * heads) | (in_split % (slots * heads) + 1) << kSlotBit;
     // To start and end a unit takes a third of the time of a block for all heads. Bounded, so that sums fit.
     const int time = (in_split < 0 ? 3 * kSplitParts : 3) * min(tile.y, 1 << 19) + 4;
     p.units[unit] = make_int4(tile.x, unit % heads, word, time);
@@ -114,13 +119,13 @@ __device__ inline void choose_units(const BwdRowParams& p) {
   p.workspace[kUnitsWord] = units;
 }
 
-// From the fourth word of a unit: in which slot a split tile leaves its dk and dv, counted from one; zero for a whole tile.
+// From the fourth word of a unit: in which slot a split one leaves its dk and dv, counted from one; zero for a whole one.
 __device__ __forceinline__ int split_slot(int word) { return word >> kSlotBit; }
 
 // Query heads of a unit.
 template <typename C>
 __device__ __forceinline__ int heads_of_unit(const BwdKernelParams& p, int word) {
-  return C::kSplit && split_slot(word) > 0 ? static_cast<uint32_t>(p.heads_per_part) / kSplitParts : p.heads_per_part;
+  return C::kSplit && split_slot(word) > 0 ? p.split_heads : p.heads_per_part;
 }
 
 }  // namespace magi

@@ -4,6 +4,10 @@
 //
 // The scores are transposed: rows are the warpgroup's 64 keys, columns the queries of the step. So P and dS come out of the
 // registers as the A operands of dV and dK; only dq, which needs all keys, takes dS from shared memory.
+//
+// Wide blocks, 80 queries, have a quarter more arithmetic for each wait, and K and V are read from shared memory less often for each
+// query. dq is then transposed too, because rows come in units of 64. Registers have no room for scores in float32 beside P:
+// dS is made from P as it was rounded.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -22,13 +26,6 @@ __device__ __forceinline__ float2 lds_float2(uint32_t address) {
   return v;
 }
 
-// The same with the matrices transposed: row l of matrix i in shared memory is its column l.
-__device__ __forceinline__ void store_matrix_transposed_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 __device__ __forceinline__ void add_to_global_x4(float* address, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -39,13 +36,15 @@ struct StepWorker {
   using Scores = float[C::kQueries / 2];
   using Packed = uint32_t[C::kQueries / 4];
   using Grad = float[C::kOut / 2];
-  using Dq = float[C::kDqColumns / 2];
+  using Dq = float[C::kDqValues];
   // Chunks of four values of dq that leave as soon as they are there, and values that wait until the next scores are being
   // multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow = C::kCapped || C::kOrdered ? C::kDqColumns / 8 : C::kDqColumns / 16;
-  static constexpr int kRest = C::kDqColumns / 2 - 4 * kNow;
+  static constexpr int kNow = C::kCapped || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
+  static constexpr int kRest = C::kDqValues - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
-  static constexpr bool kFlying = !C::kCapped && C::kStages > 1;
+  static constexpr bool kFlying = !C::kCapped && !C::kWide && C::kStages > 1;
+  // The first products for dK, of 16 queries each, are asked for before the barrier, so that there is work behind it.
+  static constexpr int kEarlyDk = C::kWide ? 1 : 0;
   // dP is asked for when the scores are there, not before: 1 to 2% faster (docs/notes/ffa_backward.md). Not measured for other head
   // dims, nor in turns.
   static constexpr bool kScoresFirst = !C::kOrdered && C::kD == 128;
@@ -80,23 +79,30 @@ struct StepWorker {
     }
   }
 
-  // dV += P^T dO, or dK += dS^T Q.
+  // dV += P^T dO, or dK += dS^T Q, over groups of 16 queries.
+  template <int kFrom = 0, int kTo = C::kQueries / 16>
   __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed, uint32_t queries) const {
     using Mma = Wgmma<typename C::T, C::kOut, 1>;
     const uint32_t b = uniform(operand_low(queries + pass() * (C::kOut / 64) * C::kQueries * 128, C::kQueries * 128));
 #pragma unroll
-    for (int step = 0; step < C::kQueries / 16; ++step) Mma::rs(grad, packed + 4 * step, operand(b, step * 2048 / 16), 1);
+    for (int step = kFrom; step < kTo; ++step) Mma::rs(grad, packed + 4 * step, operand(b, step * 2048 / 16), 1);
   }
 
-  // 64 queries by this warpgroup's share of the columns of dq.
+  // The queries by this warpgroup's share of the columns of dq, or transposed.
   __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
-    using Mma = Wgmma<typename C::T, C::kDqColumns, 1>;
+    using Mma = Wgmma<typename C::T, C::kWide ? C::kQueries : C::kDqColumns, C::kWide ? 0 : 1>;
     const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
-    const uint32_t a = uniform(operand_low(ds, 16));
-    const uint32_t b = uniform(operand_low(smem.k() + column / 64 * C::kKeys * 128 + column % 64 * 2, 16));
+    const uint32_t grads = uniform(operand_low(ds, 16));
+    const uint32_t keys = uniform(operand_low(smem.k() + column / 64 * C::kKeys * 128 + column % 64 * 2, 16));
 #pragma unroll
-    for (int step = 0; step < C::kKeys / 16; ++step)
-      Mma::ss(dq, operand(a, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16), operand(b, step * 2048 / 16), step > 0);
+    for (int step = 0; step < C::kKeys / 16; ++step) {
+      const uint64_t of_grads = operand(grads, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16);
+      const uint64_t of_keys = operand(keys, step * 2048 / 16);
+      if constexpr (C::kWide)
+        Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
+      else
+        Mma::ss(dq, of_grads, of_keys, step > 0);
+    }
   }
 
   // -inf where a key does not see a query.
@@ -126,6 +132,7 @@ struct StepWorker {
       packed[2 * j + 1] = pack_pair<typename C::T>(e[2], e[3]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if (C::kWide) continue;
         // A masked score is -inf and its P zero; so must be the product.
         if (C::kCapped) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
         s[4 * j + i] = e[i];
@@ -133,9 +140,23 @@ struct StepWorker {
     }
   }
 
-  // dS^T, packed, from the factors in s and dP^T.
+  // dS^T, packed, from P^T and dP^T.
+  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp, Packed& packed) const {
+    const uint32_t stats = smem.stats(ring.slot) + 4 * C::kQueries + thread_again() % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < C::kQueries / 8; ++j) {
+      const float2 delta = lds_float2(stats + j * 32);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
+        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - delta.x), x.y * (dp[4 * j + 2 * r + 1] - delta.y));
+      }
+    }
+  }
+
+  // The same from the factors in s.
   __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, Packed& packed) const {
-    const uint32_t stats = smem.stats(ring.slot) + 256 + thread_again() % 4 * 8;
+    const uint32_t stats = smem.stats(ring.slot) + 4 * C::kQueries + thread_again() % 4 * 8;
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
       const float2 delta = lds_float2(stats + j * 32);
@@ -165,7 +186,7 @@ struct StepWorker {
   // Where this thread adds its share of it.
   __device__ __forceinline__ float* dq_address(uint32_t number) const {
     const int thread = thread_again() - 128, column = thread / 128 * C::kDqColumns % 64;
-    return p.dq_sum + static_cast<uint64_t>(number) * kDqBlockFloats + (column * 64 + thread % 128 * 4);
+    return p.dq_sum + static_cast<uint64_t>(number) * dq_block_floats(C::kQueries) + (column * 64 + thread % 128 * 4);
   }
 
   __device__ __forceinline__ void add_rest(const DqRest& rest, uint32_t number) const {
@@ -177,16 +198,20 @@ struct StepWorker {
 
   // This warpgroup's share of dq to where the feeding side takes it up.
   __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
+    const uint32_t share = C::kWide ? uniform(thread_again() / 128 - 1) : 0;
     if constexpr (C::kDqOverDs)
       named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
     else
-      mbar_wait(smem.dq_empty(), flags & kDsSlot ^ 1);
+      mbar_wait(smem.dq_empty(share), flags & kDsSlot ^ 1);
     const uint32_t at = smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
 #pragma unroll
-    for (int i = 0; i < C::kDqColumns / 8; ++i) sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < C::kDqValues / 4; ++i) sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     fence_async_proxy();
     __syncwarp();
-    if (elect_one()) mbar_arrive(smem.dq_full());
+    if (elect_one()) {
+      if constexpr (C::kWide) sts_int(smem.dq_number(share), dq_block());
+      mbar_arrive(smem.dq_full(share));
+    }
   }
 
   __device__ __forceinline__ void release_q_before() const {
@@ -215,7 +240,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_rows(dp, smem.v(), smem.dout(ring.slot));
     wgmma_commit();
-    if constexpr (!C::kOrdered) {
+    if constexpr (C::kDirectDq) {
       add_rest(rest, rest_of);
       rest_of = dq_block();
     }
@@ -227,9 +252,18 @@ struct StepWorker {
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dp);
-    score_grads(s, dp, packed_ds);
+    if constexpr (C::kWide)
+      score_grads(packed_p, dp, packed_ds);
+    else
+      score_grads(s, dp, packed_ds);
+    if constexpr (kEarlyDk > 0) {
+      wgmma_fence();
+      multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
+      wgmma_commit();
+    }
     const uint32_t ds = smem.ds(flags & kDsSlot);
-    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(), flags & kDsSlot ^ 1);
+    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    if constexpr (C::kWide) mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
     store_ds(packed_ds, ds);
     fence_async_proxy();
     named_barrier(kDsBarrier, 128 * C::kGroups);
@@ -237,12 +271,13 @@ struct StepWorker {
     wgmma_fence();
     multiply_dq(dq, ds);
     wgmma_commit();
-    multiply_grad(dk, packed_ds, smem.q(ring.slot));
+    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    if constexpr (C::kOrdered) {
+    if (C::kWide && elect_one()) mbar_arrive(smem.ds_empty());
+    if constexpr (!C::kDirectDq) {
       hand_over_dq(dq);
     } else {
       float* at = dq_address(rest_of);

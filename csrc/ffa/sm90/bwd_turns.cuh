@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   const int turn = lds_int(words + 4);
   if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
   while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
-  float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * kDqBlockFloats);
+  float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
   if (seen == 0)
     store_bytes(to, staged, C::kGroups * C::kDqBytes);  // the first, so that nothing needs to be cleared
   else
