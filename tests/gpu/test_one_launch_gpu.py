@@ -13,6 +13,7 @@ import torch.distributed as dist
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.kernels import ffa_bwd
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -73,12 +74,19 @@ def errors_of(got, plain, truth, slacks) -> list[float]:
 
 
 def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
-    """Every rank makes the same case; returns gathered results and the case."""
+    """Every rank makes the same case; returns gathered results and the case.
+
+    Odd seeds take wide steps in the backward, however short the mask is, and two of eight have units enough for a last
+    round to be shared out.
+    """
+    ffa_bwd._LONG = 0 if seed % 2 else 1 << 30
     rng = np.random.default_rng(seed)
     total = int(rng.integers(300, 2500))
     drawn = random_slices(rng, total, total, max_slices=int(rng.integers(1, 12)))
     slices = SliceTable(drawn if len(drawn) else np.array([[0, total, 0, total, 1]]))
     heads_kv, share = int(rng.choice((1, 2, 3))), int(rng.choice((1, 2, 4, 5, 8)))
+    if seed % 8 in (5, 6):
+        heads_kv, share = 22, 2
     dim = int(rng.choice((64, 128, 128, 128, 80, 256)))
     gen = torch.Generator().manual_seed(seed)
     shapes = [

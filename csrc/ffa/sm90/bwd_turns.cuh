@@ -29,7 +29,9 @@
 namespace magi {
 
 // Turns order additions, which all happen in L2, and no other data; a copy has been added there when it is complete. So they
-// need neither acquire nor release, which would cost a tenth of the time.
+// need neither acquire nor release, which would cost a tenth of the time. A store is another matter: the first of a block stores,
+// and where others went on as soon as that was complete, their addition was lost now and then (on two GPUs, one block in some
+// hundred runs). It is released, therefore.
 __device__ __forceinline__ int load_relaxed(const int32_t* address) {
   int v;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -110,7 +112,8 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
   while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
   float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
-  if (seen == 0)
+  const bool is_first = seen == 0;
+  if (is_first)
     store_bytes(to, staged, C::kGroups * C::kDqBytes);  // the first, so that nothing needs to be cleared
   else
     add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
@@ -119,6 +122,7 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   store_wait_read();
   mbar_arrive(staged_is_free);
   store_wait_all();
+  if (is_first) fence_stored_copies();
   add_relaxed(turns + static_cast<uint32_t>(lds_int(words)), 1);
 }
 
