@@ -7,7 +7,9 @@
 #include "../common/host.h"
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
-#include "bwd_rows.cuh"
+#include "bwd_finish.cuh"
+#include "bwd_join_split.cuh"
+#include "bwd_prepare.cuh"
 #include "remote_launch.h"
 
 namespace magi {

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The last kernel of the backward, over the rows of queries: it rounds the sum of dq, or adds it to what is there.
+#pragma once
+
+#include "../common/barrier.cuh"
+#include "../common/copy.cuh"
+#include "../common/scores.cuh"
+#include "bwd_config.h"
+#include "bwd_params.h"
+#include "bwd_plan.cuh"
+#include "bwd_turns.cuh"
+
+namespace magi {
+
+// What a thread of a warpgroup holds of a block of dq: chunks of four values, two pairs each, as the accumulator of the main kernel has
+// them. Its rows are queries, or columns in wide blocks.
+template <int kQueries>
+struct DqChunk {
+  static constexpr bool kWide = kQueries != kQueryBlock;
+  static constexpr int kCount = kQueries / 8;
+  // Place of the first value of pair r of chunk i.
+  static __device__ __forceinline__ int2 query_and_column(int thread, int i, int r) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * r, column = 8 * i + thread % 4 * 2;
+    return kWide ? make_int2(column, row) : make_int2(row, column);
+  }
+};
+
+// Rounded, to rows of 128 bytes in shared memory.
+template <typename T, int kQueries>
+__device__ __forceinline__ void stage_dq(uint32_t tile, const float4 (&x)[DqChunk<kQueries>::kCount], float factor, int thread) {
+  const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
+#pragma unroll
+  for (int i = 0; i < DqChunk<kQueries>::kCount; i += 2) {
+    // Lane 8m + l addresses row l of matrix m: (accumulator's rows 0-7, rows 8-15) x (columns 0-7, columns 8-15).
+    const int across = (matrix & 1) * 8, along = i + (matrix >> 1);
+    const int query = DqChunk<kQueries>::kWide ? 8 * along + lane % 8 : warp * 16 + across + lane % 8;
+    const int chunk = DqChunk<kQueries>::kWide ? 2 * warp + across / 8 : along;
+    const uint32_t at = tile + query * 128 + ((chunk ^ (query & 7)) << 4);
+    const uint32_t values[4] = {pack_pair<T>(x[i].x * factor, x[i].y * factor), pack_pair<T>(x[i].z * factor, x[i].w * factor),
+                                pack_pair<T>(x[i + 1].x * factor, x[i + 1].y * factor),
+                                pack_pair<T>(x[i + 1].z * factor, x[i + 1].w * factor)};
+    if constexpr (DqChunk<kQueries>::kWide)
+      store_matrix_transposed_x4(at, values[0], values[1], values[2], values[3]);
+    else
+      store_matrix_x4(at, values[0], values[1], values[2], values[3]);
+  }
+}
+
+template <int kQueries>
+__device__ __forceinline__ void write_float_dq(const BwdRowParams& p, const float4 (&x)[DqChunk<kQueries>::kCount], float factor,
+                                               int first_query, int head, int first_column, int thread) {
+  const int64_t row_values = static_cast<int64_t>(p.heads_q) * p.head_dim;
+#pragma unroll
+  for (int i = 0; i < DqChunk<kQueries>::kCount; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int2 place = DqChunk<kQueries>::query_and_column(thread, i, r);
+      const int token = first_query + place.x, column = first_column + place.y;
+      if (token >= p.total_q || column >= p.head_dim) continue;
+      float* to = static_cast<float*>(p.dq) + token * row_values + head * p.head_dim + column;
+      float2 value = r ? make_float2(x[i].z * factor, x[i].w * factor) : make_float2(x[i].x * factor, x[i].y * factor);
+      if constexpr (DqChunk<kQueries>::kWide) {
+        *to = p.accumulate ? *to + value.x : value.x;
+        if (token + 1 < p.total_q) to[row_values] = p.accumulate ? to[row_values] + value.y : value.y;
+      } else {
+        float2* pair = reinterpret_cast<float2*>(to);
+        *pair = p.accumulate ? make_float2(pair->x + value.x, pair->y + value.y) : value;
+      }
+    }
+  }
+}
+
+// One CTA per head and block of queries; warpgroup i takes blocks of 64 columns i, i + 2, ...
+template <typename T, int kQueries>
+__global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams p) {
+  __shared__ __align__(128) uint8_t staged[2][kQueries * 128];
+  const int block = blockIdx.x, head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  wait_for_kernel_before();
+  const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
+  for (int d = group; d < p.dim_blocks; d += 2) {
+    const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * dq_block_floats(kQueries)) + thread;
+    // In order the first to add stores, so where nobody did there is nothing. Counters and sums are read in L2: this CTA may have
+    // been there since before they were written, with lines in its first cache that CTAs of the kernels before have left.
+    const bool is_there = p.turn_flags == nullptr || load_relaxed(p.turn_flags + number * p.passes + d / (p.dim_blocks / p.passes)) > 0;
+    float4 x[DqChunk<kQueries>::kCount];
+#pragma unroll
+    for (int i = 0; i < DqChunk<kQueries>::kCount; ++i) x[i] = is_there ? __ldcg(sum + 128 * i) : make_float4(0, 0, 0, 0);
+    if (p.grads_are_float) {
+      write_float_dq<kQueries>(p, x, factor, block * kQueries, head, d * 64, thread);
+      continue;
+    }
+    stage_dq<T, kQueries>(smem_addr(staged[group]), x, factor, thread);
+    named_barrier(1 + group, 128);
+#pragma unroll
+    for (int i = thread; i < kQueries * 8; i += 128) {
+      const int token = block * kQueries + i / 8, column = d * 64 + i % 8 * 8;
+      if (token >= p.total_q || column >= p.head_dim) continue;
+      const uint4 value = *reinterpret_cast<const uint4*>(staged[group] + i / 8 * 128 + ((i % 8 ^ (i / 8 & 7)) << 4));
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.dq) + (static_cast<int64_t>(token) * p.heads_q + head) * p.head_dim +
+                                column) = value;
+    }
+    named_barrier(1 + group, 128);
+  }
+}
+
+}  // namespace magi

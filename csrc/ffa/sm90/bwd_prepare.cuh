@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel before the main one of the backward, over the rows of queries: it computes delta = sum(out * dout) and the offsets of
+// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns. It lists the units where that is
+// asked for.
+#pragma once
+
+#include "../common/barrier.cuh"
+#include "../common/copy.cuh"
+#include "../common/scores.cuh"
+#include "bwd_config.h"
+#include "bwd_params.h"
+#include "bwd_split.cuh"
+#include "bwd_turns.cuh"
+
+namespace magi {
+
+// This lane's share of sum(out * dout) of one row; eight lanes have a row, each takes every eighth 16 bytes.
+template <typename T>
+__device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int head, int lane) {
+  const uint4* out = reinterpret_cast<const uint4*>(static_cast<const T*>(p.out) + token * p.out_stride_token +
+                                                    head * p.out_stride_head);
+  const uint4* dout = reinterpret_cast<const uint4*>(static_cast<const T*>(p.dout) + token * p.dout_stride_token +
+                                                     head * p.dout_stride_head);
+  float sum = 0.f;
+  for (int i = lane; i < p.head_dim_v / 8; i += 8) {
+    const uint4 a = __ldg(out + i), b = __ldg(dout + i);
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
+      // A row that sees nothing has an out of zero, and its dout may be anything.
+      sum += (u.x != 0.f ? u.x * v.x : 0.f) + (u.y != 0.f ? u.y * v.y : 0.f);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  return sum;
+}
+
+// One CTA per head and block of queries.
+template <typename T, int kQueries>
+__global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams p) {
+  const int block = blockIdx.x, head = blockIdx.y;
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  start_next_kernel();
+  if (number == 0)
+    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+  if (p.units != nullptr && number == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
+    __syncthreads();
+    choose_units(p);
+  }
+  if (p.turn_flags != nullptr) {
+    if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
+    if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
+      wait_for_kernel_before();
+      assign_turns<kRowThreads>(p, block);
+    }
+  }
+  float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * dq_block_floats(kQueries));
+  if (p.turn_flags == nullptr)
+    for (int i = threadIdx.x; i < p.dim_blocks * dq_block_floats(kQueries) / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int row = threadIdx.x / 8; row < kQueries; row += kRowThreads / 8) {
+    const int token = block * kQueries + row, lane = threadIdx.x % 8;
+    const int64_t at = static_cast<int64_t>(token) * p.heads_q + head;
+    const bool exists = token < p.total_q;
+    float delta = 0.f, offset = INFINITY;
+    if (p.out != nullptr) {
+      const float own = row_delta<T>(p, exists ? token : 0, head, lane);
+      if (exists) delta = own;
+    } else if (exists) {
+      delta = p.delta[at];
+    }
+    if (exists) {
+      const float lse = p.lse[at];
+      if (lse == -INFINITY)
+        delta = 0.f;  // the row sees nothing and may hold anything
+      else
+        offset = lse * kLog2e;
+    }
+    if (lane != 0) continue;
+    p.stats[number * stat_floats(kQueries) + row] = offset;
+    p.stats[number * stat_floats(kQueries) + kQueries + row] = delta;
+    if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
+  }
+}
+
+}  // namespace magi
