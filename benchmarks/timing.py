@@ -14,6 +14,7 @@ WARM_UP_SECONDS = 1.0
 LEAD_CYCLES = 500_000  # about 0.3 ms of idling on the GPU, in which the host gets its launches queued
 # For calls through autograd, which cost the host more, and for two calls in a row.
 LONG_LEAD_CYCLES = 4 * LEAD_CYCLES
+HOST_ROUND_SECONDS = 0.2  # at most, of the GPU, for one round of host times
 Call = Callable[[], object]
 
 
@@ -63,8 +64,14 @@ def interleaved_us(
 def host_us(call: Call, calls: int = 100, rounds: int = 5) -> float:
     """Microseconds that the host needs for one call, without waiting for the GPU; the best of the rounds.
 
-    Meant for short kernels: a full launch queue would make the host wait.
+    A round has fewer calls where they take long: what is queued would take the GPU minutes, or fill the queue so that the
+    host waits.
     """
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    calls = max(1, min(calls, int(HOST_ROUND_SECONDS / (time.perf_counter() - started))))
     best = float("inf")
     for _ in range(rounds):
         torch.cuda.synchronize()

@@ -175,3 +175,22 @@ def test_summary():
     got = timing.summary([float(x) for x in range(1, 22)])
     assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
     assert timing.summary([5.0]) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}
+
+
+@pytest.mark.parametrize("gpu_seconds, calls_made", [(1e-4, 1 + 5 * 100), (0.05, 1 + 5 * 3), (1.5, 1 + 5)])
+def test_host_times_take_fewer_calls_of_long_kernels(gpu_seconds, calls_made, monkeypatch):
+    """On a time that only launches, 30 us each, and waits for the GPU advance."""
+    now, queued, calls = 0.0, 0, 0
+
+    def launch() -> None:
+        nonlocal now, queued, calls
+        now, queued, calls = now + 3e-5, queued + 1, calls + 1
+
+    def synchronize() -> None:
+        nonlocal now, queued
+        now, queued = now + queued * gpu_seconds, 0
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert timing.host_us(launch) == pytest.approx(30.0)
+    assert calls == calls_made
