@@ -64,8 +64,8 @@ def interleaved_us(
 def host_us(call: Call, calls: int = 100, rounds: int = 5) -> float:
     """Microseconds that the host needs for one call, without waiting for the GPU; the best of the rounds.
 
-    A round has fewer calls where they take long: what is queued would take the GPU minutes, or fill the queue so that the
-    host waits.
+    A round has fewer calls where they take long: what is queued would take the GPU minutes, or fill the queue so that
+    the host waits.
     """
     torch.cuda.synchronize()
     started = time.perf_counter()
