@@ -30,7 +30,9 @@ class Succession:
             return
         if self.end is not None and self._stream != address:
             self.end.wait(stream)
-        yield
-        end = self._make_event()
-        end.record(stream)
-        self._stream, self.end = address, end
+        try:
+            yield
+        finally:  # what was launched before an error is to be followed, too
+            end = self._make_event()
+            end.record(stream)
+            self._stream, self.end = address, end

@@ -64,6 +64,14 @@ def test_whoever_started_it_waits_for_its_own(world) -> None:
     assert first.work.name == "a"  # not for what came after it
 
 
+def test_what_was_launched_before_an_error_is_followed_too(world) -> None:
+    with pytest.raises(RuntimeError), world.turns.next(False):
+        raise RuntimeError
+    with world.turns.next(True):
+        pass
+    assert "9 waits for a" in world.said
+
+
 def test_a_capture_stays_on_its_stream(world) -> None:
     with world.turns.next(True):
         pass
