@@ -103,9 +103,9 @@ struct Wgmma;
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {           \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #O2 ", 0;\n\t"                                     \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" MAGI_ACC_##N           \
-                   "}, %" #O0 ", %" #O1 ", p, 1, 1, %" #O4 ", %" #O3 ";\n\t}"                                   \
+                   "}, %" #O0 ", %" #O1 ", p, 1, 1, %" #O4 ", %" #O3 ";\n\t}"                                  \
                    : MAGI_OUT_##N(d)                                                                           \
-                   : "l"(a), "l"(b), "r"(keep), "n"(kBMajor), "n"(kAMajor));                                                 \
+                   : "l"(a), "l"(b), "r"(keep), "n"(kBMajor), "n"(kAMajor));                                   \
     }                                                                                                          \
     static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int keep) {    \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #O5 ", 0;\n\t"                                     \

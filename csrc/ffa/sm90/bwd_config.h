@@ -28,6 +28,7 @@ struct BwdConfig {
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
   static constexpr bool kWide = kQueries != kQueryBlock;
   static constexpr bool kDirectDq = !kOrdered && !kWide;
+  static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
   static constexpr int kDqValues = kQueries * kDqColumns / 128;  // of them, by one thread
   static constexpr int kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
@@ -41,7 +42,7 @@ struct BwdConfig {
   static constexpr uint32_t kStatBytes = kQueries * 8;        // offsets, then deltas
   static constexpr uint32_t kDsBytes = kQueries * kKeys * 2;
   static constexpr int kDsSlots = kWide ? 1 : 2;
-  // Where dq leaves by way of shared memory. Wide heads have room for it only where dS was.
+  // Where dq leaves by way of shared memory. Head dims above 128 have room for it only where dS was.
   static constexpr uint32_t kDqBytes = kQueries * kDqColumns * 4;  // of one warpgroup
   static constexpr bool kDqOverDs = kOrdered && kD > 128;
   // Offsets from the 1024-byte aligned start.
@@ -53,11 +54,11 @@ struct BwdConfig {
   static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
   static constexpr uint32_t kStatsAt = kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr int kBarriers = (kWide ? 17 : kOrdered ? 14 : 12) + 6 * kStages;
+  static constexpr int kBarriers = 12 + 6 * kStages + 2 * kShares + (kWide ? 1 : 0);
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
-  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; of wide steps, one for each warpgroup
-  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kWide ? 8 : 0);
+  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; or one for each of two shares
+  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kShares == 2 ? 8 : 0);
   static constexpr uint32_t kLeftAt = kUnitTurnsAt + (kOrdered ? 8 : 0);
   static constexpr uint32_t kLayersAt = (kLeftAt + 4 + 15) / 16 * 16;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer

@@ -217,7 +217,7 @@ __device__ __forceinline__ void copy_dout_add_shares(const BwdKernelParams& p, c
     } else {
       free_shares();
 #pragma unroll 1
-      for (uint32_t share = 0; share < C::kGroups; ++share) {
+      for (uint32_t share = 0; share < C::kShares; ++share) {
         mbar_wait(smem.dq_full(share), phase);
         const uint64_t number = static_cast<uint32_t>(lds_int(smem.dq_number(share)));
         add_bulk_float(p.dq_sum + number * dq_block_floats(C::kQueries), smem.dq() + share * C::kDqBytes, C::kDqBytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of one backward variant: workspace, tensor maps, the launches.
+// Host side of one backward variant: tensor maps, parameters of the kernels, the launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,110 +9,11 @@
 #include "bwd_expect.cuh"
 #include "bwd_finish.cuh"
 #include "bwd_join_split.cuh"
+#include "bwd_layout.h"
 #include "bwd_prepare.cuh"
 #include "remote_launch.h"
 
 namespace magi {
-
-// Byte offsets into the workspace.
-struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, units, turn_flags, order, turns, bytes;
-};
-
-inline int64_t bwd_tiles(const magi_ffa_bwd_params& a) { return (static_cast<int64_t>(a.total_k) + kTileKeys - 1) / kTileKeys; }
-
-template <typename C>
-int64_t bwd_tile_units(const magi_ffa_bwd_params& a) {
-  return bwd_tiles(a) * a.heads_kv * C::kPasses;
-}
-
-// Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor. The same
-// on a device whatever is left free, so that sm_margin does not change results.
-template <typename C>
-int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
-  const int group = a.heads_q / a.heads_kv;
-  const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
-  for (int parts = 1; parts <= group; ++parts)
-    if (group % parts == 0 && units * parts >= wanted) return parts;
-  return group;
-}
-
-// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
-inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
-  const int64_t tile_parts = bwd_tiles(a) * head_parts, heads = tile_parts > 0 ? (2ll * sms + tile_parts / 2) / tile_parts : 1;
-  return heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int>(heads) : a.heads_kv;
-}
-
-// Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
-template <typename C>
-bool bwd_may_split(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
-         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
-         bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
-}
-inline int bwd_split_from(const magi_ffa_bwd_params& a) { return static_cast<int>(bwd_tiles(a) / 2); }
-
-// How many units may be split, and into how many parts each.
-struct BwdSplit {
-  int slots = 0, parts = 1;
-  int64_t values(int head_dim) const { return static_cast<int64_t>(slots) * kTileKeys * head_dim; }  // of one part of all
-};
-
-// Like the number of parts of all tiles, it depends on the device and not on what is left free.
-template <typename C>
-BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
-  if (bwd_may_split<C>(a, sms)) return {static_cast<int>(bwd_tiles(a) - bwd_split_from(a)) * a.heads_kv, kSplitParts};
-  const int64_t units = bwd_tile_units<C>(a), last = units % sms;
-  if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
-  const int group = a.heads_q / a.heads_kv;
-  int parts = group < kTailParts ? group : kTailParts;
-  while (group % parts) --parts;
-  // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
-  const int64_t saved = parts - (last * parts + sms - 1) / sms;
-  return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
-}
-
-inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
-
-inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
-  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
-}
-inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
-  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim_v;
-}
-
-template <typename C>
-int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
-  return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
-}
-
-template <typename C>
-BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
-  const int64_t blocks = bwd_query_blocks<C>(a) * a.heads_q;
-  BwdWorkspace w;
-  w.stats = 4 * kBwdCounters;
-  w.dq_sum = w.stats + 4 * stat_floats(C::kQueries) * blocks;
-  w.partials = w.dq_sum + 4ll * dq_block_floats(C::kQueries) * (C::kD / 64) * blocks;
-  w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
-  const bool may_split = bwd_may_split<C>(a, sms);
-  const BwdSplit units_split = bwd_split<C>(a, sms);
-  w.units += 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v);
-  // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
-  w.turn_flags = whole_lines(w.units + (may_split ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
-  w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
-  const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
-  w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.bytes = w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0);
-  return w;
-}
-
-template <typename C>
-magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
-  int sms = 0;
-  MAGI_RETURN(multiprocessors(&sms));
-  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
-  return MAGI_OK;
-}
 
 template <typename C>
 magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, BwdKernelParams* k) {
@@ -156,12 +57,12 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->dv_stride_part = bwd_dv_values(a);
   k->dk = split ? partials : a.dk;
   k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
-  // Beside keys that arrive there is no telling when a tile will be through.
-  const bool may_split = remote == nullptr && bwd_may_split<C>(a, sms);
-  r->units = may_split ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
+  // Beside keys that arrive there is no telling when a tile will be through, so what would be listed stays whole.
+  const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
+  r->units = lists ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
   k->units = r->units;
   r->split_from = bwd_split_from(a);
-  const BwdSplit units_split = may_split || !bwd_may_split<C>(a, sms) ? bwd_split<C>(a, sms) : BwdSplit{};
+  const BwdSplit units_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};
   k->split_slots = units_split.slots;
   k->split_heads = a.heads_q / a.heads_kv / units_split.parts;
   k->whole_units = static_cast<int32_t>(bwd_tile_units<C>(a)) - units_split.slots;

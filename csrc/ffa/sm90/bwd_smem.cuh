@@ -57,11 +57,11 @@ struct BwdSmem {
   // Layers of the unit that are left, of the lane that copies Q, which has no register for it.
   __device__ uint32_t left() const { return base + C::kLeftAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
-  // Of each warpgroup's share in wide steps, of both together in order.
+  // Of a share of dq, see kShares.
   __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 6 * C::kStages + 2 * share); }
   __device__ uint32_t dq_empty(uint32_t share) const { return bar(13 + 6 * C::kStages + 2 * share); }
-  // Of wide steps: dS has been read by both warpgroups; and which block of dq_sum a share is for.
-  __device__ uint32_t ds_empty() const { return bar(16 + 6 * C::kStages); }
+  // Of wide steps: dS has been read by both warpgroups. And where there are two shares, which block of dq_sum one is for.
+  __device__ uint32_t ds_empty() const { return bar(12 + 6 * C::kStages + 2 * C::kShares); }
   __device__ uint32_t dq_number(uint32_t share) const { return base + C::kTurnsAt + 4 * share; }
 
   // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
@@ -76,10 +76,11 @@ struct BwdSmem {
     mbar_init(kv_full(), 1);
     mbar_init(kv_empty(), C::kGroups);
     mbar_init(issued(), 1);
-    for (uint32_t share = 0; share < (C::kWide ? 2 : C::kOrdered ? 1 : 0); ++share) {
-      mbar_init(dq_full(share), C::kWide ? C::kConsumerWarps / 2 : C::kConsumerWarps);
-      mbar_init(dq_empty(share), 1);
-    }
+    if constexpr (!C::kDirectDq)
+      for (uint32_t share = 0; share < C::kShares; ++share) {
+        mbar_init(dq_full(share), C::kConsumerWarps / C::kShares);
+        mbar_init(dq_empty(share), 1);
+      }
     if constexpr (C::kWide) mbar_init(ds_empty(), C::kConsumerWarps);
     for (uint32_t s = 0; s < C::kStages; ++s) {
       mbar_init(q_full(s), clears ? 32 : 1);

@@ -114,7 +114,7 @@ struct StepWorker {
     mask_scores<C::kQueries>(s, first_query, queries, thread % 32);
   }
 
-  // Scores to P, which is packed; what stays in s is the factor of dP - delta. Columns have their own offsets.
+  // Scores to P, which is packed; what stays in s, but in wide steps, is the factor of dP - delta. Columns have their own offsets.
   __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
     if (C::kCapped) {
 #pragma unroll
@@ -131,8 +131,7 @@ struct StepWorker {
       packed[2 * j] = pack_pair<typename C::T>(e[0], e[1]);
       packed[2 * j + 1] = pack_pair<typename C::T>(e[2], e[3]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (C::kWide) continue;
+      for (int i = 0; !C::kWide && i < 4; ++i) {
         // A masked score is -inf and its P zero; so must be the product.
         if (C::kCapped) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
         s[4 * j + i] = e[i];
@@ -198,7 +197,7 @@ struct StepWorker {
 
   // This warpgroup's share of dq to where the feeding side takes it up.
   __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
-    const uint32_t share = C::kWide ? uniform(thread_again() / 128 - 1) : 0;
+    const uint32_t share = C::kShares == 2 ? uniform(thread_again() / 128 - 1) : 0;
     if constexpr (C::kDqOverDs)
       named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
     else
@@ -209,7 +208,7 @@ struct StepWorker {
     fence_async_proxy();
     __syncwarp();
     if (elect_one()) {
-      if constexpr (C::kWide) sts_int(smem.dq_number(share), dq_block());
+      if constexpr (C::kShares == 2) sts_int(smem.dq_number(share), dq_block());
       mbar_arrive(smem.dq_full(share));
     }
   }

@@ -29,9 +29,9 @@
 namespace magi {
 
 // Turns order additions, which all happen in L2, and no other data; a copy has been added there when it is complete. So they
-// need neither acquire nor release, which would cost a tenth of the time. A store is another matter: the first of a block stores,
-// and where others went on as soon as that was complete, their addition was lost now and then (on two GPUs, one block in some
-// hundred runs). It is released, therefore.
+// need neither acquire nor release, which would cost a tenth of the time. A store is another matter: complete means that the
+// thread that waits would see it. The first of a block stores; on two GPUs a stretch of some later addition was missing in one of some
+// hundred runs, as if a store had come after it. So it is released (docs/notes/ffa_backward.md says what is known).
 __device__ __forceinline__ int load_relaxed(const int32_t* address) {
   int v;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");

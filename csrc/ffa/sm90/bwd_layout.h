@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a backward is cut into units, and what its workspace holds. Host side.
+#pragma once
+
+#include "../../include/magi/abi.h"
+#include "../common/host.h"
+#include "bwd_config.h"
+
+namespace magi {
+
+inline int64_t bwd_tiles(const magi_ffa_bwd_params& a) { return (static_cast<int64_t>(a.total_k) + kTileKeys - 1) / kTileKeys; }
+
+template <typename C>
+int64_t bwd_tile_units(const magi_ffa_bwd_params& a) {
+  return bwd_tiles(a) * a.heads_kv * C::kPasses;
+}
+
+// Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor. The same
+// on a device whatever is left free, so that sm_margin does not change results.
+template <typename C>
+int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
+  const int group = a.heads_q / a.heads_kv;
+  const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
+  for (int parts = 1; parts <= group; ++parts)
+    if (group % parts == 0 && units * parts >= wanted) return parts;
+  return group;
+}
+
+// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
+inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+  const int64_t tile_parts = bwd_tiles(a) * head_parts, heads = tile_parts > 0 ? (2ll * sms + tile_parts / 2) / tile_parts : 1;
+  return heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int>(heads) : a.heads_kv;
+}
+
+// Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
+template <typename C>
+bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
+  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
+         bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
+}
+inline int bwd_split_from(const magi_ffa_bwd_params& a) { return static_cast<int>(bwd_tiles(a) / 2); }
+
+// How many units may be split, and into how many parts each.
+struct BwdSplit {
+  int slots = 0, parts = 1;
+  int64_t values(int head_dim) const { return static_cast<int64_t>(slots) * kTileKeys * head_dim; }  // of one part of all
+};
+
+// Like the number of parts of all tiles, it depends on the device and not on what is left free.
+template <typename C>
+BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
+  if (bwd_lists_units<C>(a, sms)) return {static_cast<int>(bwd_tiles(a) - bwd_split_from(a)) * a.heads_kv, kSplitParts};
+  const int64_t units = bwd_tile_units<C>(a), last = units % sms;
+  if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
+  const int group = a.heads_q / a.heads_kv;
+  int parts = group < kTailParts ? group : kTailParts;
+  while (group % parts) --parts;
+  // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
+  const int64_t saved = parts - (last * parts + sms - 1) / sms;
+  return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
+}
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
+}
+inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim_v;
+}
+
+template <typename C>
+int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
+  return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
+}
+
+// Byte offsets into the workspace.
+struct BwdWorkspace {
+  int64_t stats, dq_sum, partials, units, turn_flags, order, turns, bytes;
+};
+
+template <typename C>
+BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
+  const int64_t blocks = bwd_query_blocks<C>(a) * a.heads_q;
+  BwdWorkspace w;
+  w.stats = 4 * kBwdCounters;
+  w.dq_sum = w.stats + 4 * stat_floats(C::kQueries) * blocks;
+  w.partials = w.dq_sum + 4ll * dq_block_floats(C::kQueries) * (C::kD / 64) * blocks;
+  w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  const BwdSplit units_split = bwd_split<C>(a, sms);
+  w.units += 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v);
+  // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
+  w.turn_flags = whole_lines(w.units + (bwd_lists_units<C>(a, sms) ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
+  w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
+  const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
+  w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
+  w.bytes = w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0);
+  return w;
+}
+
+template <typename C>
+magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
+  return MAGI_OK;
+}
+
+}  // namespace magi
