@@ -281,12 +281,6 @@ class SliceTable:
         return int(areas(self.array).sum())
 
     @cached_property
-    def is_band(self) -> bool:
-        """Whether more than half of the allowed pairs are in bi-causal slices, as under a sliding window."""
-        area = areas(self.array)
-        return 2 * int(area[self.array[:, TYPE] == BICAUSAL].sum()) > int(area.sum())
-
-    @cached_property
     def _tensors(self) -> dict:
         return {}
 

@@ -196,7 +196,7 @@ class AttnRuntime:
             _log.log(
                 logging.WARNING if was_asked_for else logging.INFO,
                 "Attention runs stage by stage over the process group, because MAGI_ATTENTION_DETERMINISTIC_MODE=1 "
-                "asks for the same bits on every run, and in one launch dq does not have them.",
+                "asks for the same bits on every run, which has not been shown of dq in one launch.",
             )
             return None
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
 from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
@@ -74,7 +74,6 @@ class _Prepared:
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
     options: AttnOptions  # held, so that its id, which is part of the key, stays taken
-    in_turns: bool
 
 
 class BackwardCalls:
@@ -99,18 +98,12 @@ class BackwardCalls:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
-        in_turns = options.deterministic or _is_faster_in_turns(x, mask)
         remote = mask if isinstance(mask, RemoteKeys) else None
-        if remote is not None and in_turns:
-            raise UnsupportedError(
-                "A deterministic backward over keys that arrive from other ranks gives a dq that is not always right; "
-                "run it in stages."
-            )
-        block = 64 if in_turns else _query_block(x, mask, options)
-        key = _key(x, options, into is None, grad_dtype, in_turns, block, remote)
+        block = _query_block(x, mask, options)
+        key = _key(x, options, into is None, grad_dtype, block, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, in_turns, block, remote)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, block, remote)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -141,15 +134,12 @@ class BackwardCalls:
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
         )  # fmt: skip
         params = call.prefix + tail
-        if call.in_turns:
+        if call.options.deterministic:
             succession = self._in_turns.get(index) or self._in_turns.setdefault(index, Succession(runtime.event))
             with succession.next(stream, runtime.is_capturing()):
-                status = call.library.backward_raw(params)
-        elif remote is None:
-            status = call.library.backward_raw(params)
+                status = _start(call.library, params, remote)
         else:
-            remote.push()
-            status = call.library.backward_remote_raw(params, remote.params)
+            status = _start(call.library, params, remote)
         if status:
             call.library.check(status, "Attention backward")
         if sink is not None:
@@ -159,7 +149,7 @@ class BackwardCalls:
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, in_turns: bool, block: int,
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, block: int,
         remote: RemoteKeys | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
@@ -174,7 +164,7 @@ class BackwardCalls:
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(in_turns), query_block=block,
+            softcap=options.softcap, deterministic=int(options.deterministic), query_block=block,
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -187,19 +177,18 @@ class BackwardCalls:
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
-            bool(odd) or not _is_plain(x), options, in_turns,
+            bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared
 
 
-def _is_faster_in_turns(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys) -> bool:
-    """Masks of bands: few tiles see a query, and the first of them need not find its dq cleared.
-
-    Measured for head dim 128: 0.90 to 0.98 of the time, 4K to 32K tokens. Of range tensors on a GPU nothing is known,
-    and with keys that arrive from other ranks turns are not used (docs/notes/one_launch.md).
-    """
-    return 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 and isinstance(mask, SliceTable) and mask.is_band
+def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None) -> int:
+    """The launches; with keys that arrive, after this rank's own are on their way."""
+    if remote is None:
+        return library.backward_raw(params)
+    remote.push()
+    return library.backward_remote_raw(params, remote.params)
 
 
 def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions) -> int:
@@ -214,12 +203,12 @@ def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, opti
 
 
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, in_turns: bool, block: int,
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, block: int,
     remote: RemoteKeys | None,
 ) -> tuple:  # fmt: skip
     return (
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
-        id(options), is_fresh, grad_dtype, in_turns, block, None if remote is None else remote.mask.total_k,
+        id(options), is_fresh, grad_dtype, block, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 
 

@@ -41,12 +41,14 @@ from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.testing import masks
 
 
+def wide_block(x, mask, options) -> int:
+    """The wide block wherever there is a kernel for it."""
+    return 80 if not options.softcap and 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 else 64
+
+
 @pytest.fixture(autouse=True)
 def wide_steps(monkeypatch):
-    def block(x, mask, options) -> int:
-        return 80 if not options.softcap and 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 else 64
-
-    monkeypatch.setattr(ffa_bwd, "_query_block", block)
+    monkeypatch.setattr(ffa_bwd, "_query_block", wide_block)
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from ffa_simulator import backend, inputs, planner_or_skip
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.errors import UnsupportedError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
+from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 
 
@@ -48,13 +47,25 @@ def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatc
     assert "to" in events[:at] and events[at - 1] == "push" and events.count("push") == 1
 
 
-def test_no_turns_where_keys_arrive() -> None:
-    """Refused before anything is pushed, or other ranks would wait for the rest of it."""
+def test_turns_where_keys_arrive(monkeypatch) -> None:
+    """As elsewhere: this kernel after the last one in turns, and the push right before it."""
     planner_or_skip()
     ffa, _ = backend()
     events: list[str] = []
     q, k, v = inputs(32, 32)
-    args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys(events))
-    with pytest.raises(UnsupportedError, match="in stages"):
+    calls: list[abi.FfaBwdParams] = []
+    library = ffa.library
+
+    def launch(params: bytes, remote: bytes) -> int:
+        events.append("kernel")
+        calls.append(abi.FfaBwdParams.from_buffer_copy(params))
+        return 0
+
+    monkeypatch.setattr(library, "backward_remote_raw", launch, raising=False)
+    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    for stream in (7, 8):
+        ffa.runtime.current_stream = stream
+        args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys(events))
         ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
-    assert events == []
+    assert events == ["push", "kernel"] * 2 and [c.deterministic for c in calls] == [1, 1]
+    assert ("wait", 8) in ffa.runtime.said

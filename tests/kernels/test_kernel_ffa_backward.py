@@ -314,24 +314,6 @@ def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
     assert [c.deterministic for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
 
 
-@pytest.mark.parametrize(
-    "mask, dims, in_turns",
-    [
-        (Mask.sliding_window(32, (3, 0)), (128, 128), True),
-        (Mask.sliding_window(32, (3, 0)), (64, 64), False),
-        (Mask.causal(32), (128, 128), False),
-        (Mask.full(32), (128, 128), False),
-    ],
-    ids=("window", "window of narrow heads", "causal", "full"),
-)
-def test_bands_take_turns(mask, dims, in_turns):
-    """Only where the mask is known on the host: range tensors on a GPU tell nothing."""
-    ffa, simulator = backend()
-    case = Case(mask.slices, 32, 32, dims=dims)
-    compare(ffa.backward(*case.tensors, case.slices, case.options), case.want(), 1e-4)
-    assert [c.deterministic for c in simulator.backward_calls] == [int(in_turns)]
-
-
 def test_kernels_in_turns_follow_one_another_over_streams():
     """Side by side each could hold multiprocessors that the other waits for."""
     ffa, _ = backend()
@@ -355,9 +337,9 @@ def test_kernels_in_turns_follow_one_another_over_streams():
         (Mask.full(32), (64, 64), 0.0, 64),
         (Mask.full(32), (128, 128), 1.0, 64),
         (Mask.varlen(list(range(0, 33, 2))), (128, 128), 0.0, 64),
-        (Mask.sliding_window(32, (12, 0)), (128, 128), 0.0, 64),
+        (Mask.sliding_window(32, (12, 0)), (128, 128), 0.0, 80),
     ],
-    ids=("full", "causal", "narrow heads", "softcap", "short documents", "window, so in turns"),
+    ids=("full", "causal", "narrow heads", "softcap", "short documents", "window"),
 )
 def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
     """By the queries that a key sees on average; here "long" is 4."""

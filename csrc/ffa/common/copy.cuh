@@ -72,11 +72,6 @@ __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.
 
 __device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// What this thread's completed stores of bulk copies wrote is there for whoever sees what it writes next.
-__device__ __forceinline__ void fence_stored_copies() {
-  asm volatile("fence.proxy.async.global;\n\tfence.acq_rel.gpu;" ::: "memory");
-}
-
 // Every thread that wrote shared memory which wgmma or a bulk copy reads next calls this before the barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
       else
         schedule_bwd<C>(p, smem);
     }
-    if (threadIdx.x == 96) copy_keys_and_dout<C>(p, smem);
+    if (threadIdx.x == 96) copy_keys_add_dq<C>(p, smem);
     if (threadIdx.x / 32 == 2) clear_unseen<C>(p, smem, threadIdx.x % 32);
   } else {
     registers_grow<C::kConsumerRegisters>();

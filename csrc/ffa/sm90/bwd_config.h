@@ -32,6 +32,9 @@ struct BwdConfig {
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
   static constexpr int kDqValues = kQueries * kDqColumns / 128;  // of them, by one thread
   static constexpr int kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
+  // dO is copied by the lane that copies Q; where the words of a step have no second place, by the one that adds dq, which then
+  // has read them before they are written anew.
+  static constexpr bool kDoutWithQ = !(kOrdered && kStages == 1);
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kConsumerRegisters = kOrdered && kD == 64 ? 232 : 240;
@@ -64,7 +67,7 @@ struct BwdConfig {
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
-  static_assert(!kWide || (kD == 128 && !kCapped && !kOrdered), "nowhere else are there registers for wide blocks");
+  static_assert(!kWide || (kD == 128 && !kCapped), "nowhere else are there registers for wide blocks");
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 

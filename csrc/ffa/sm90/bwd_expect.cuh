@@ -10,7 +10,7 @@
 namespace magi {
 
 // One CTA of kThreads: the flags of the plan, and when each unit of a section is expected to start, in blocks of one head.
-template <int kThreads>
+template <int kThreads, int kQueries>
 __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   __shared__ int bands, visits_twice;
   start_next_kernel();
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
     int cost = 0, votes = 0;
     bool twice = layers.y > 8;  // or it would take long to tell
     for (int i = 0; i < layers.y; ++i) {
-      const int2 blocks = layer_blocks(p.plan, layers.x + i);
+      const int2 blocks = layer_blocks<kQueries>(p.plan, layers.x + i);
       cost += blocks.y - blocks.x;
       votes += is_band(*reinterpret_cast<const int4*>(layer_record(p.plan, layers.x + i) + 8)) ? 1 : -1;
       for (int j = 0; j < i && !twice; ++j) {
-        const int2 other = layer_blocks(p.plan, layers.x + j);
+        const int2 other = layer_blocks<kQueries>(p.plan, layers.x + j);
         twice = blocks.x < other.y && other.x < blocks.y;
       }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward kernel: three lanes of warpgroup 0, which hand out units, copy Q and say what each step is,
-// and copy the rest and add dq where that leaves by way of shared memory. A fourth warp is in bwd_clear.cuh.
+// The feeding side of the backward kernel: three lanes of warpgroup 0, which hand out units; say what each step is and copy its Q and
+// dO; and copy K and V, and add dq where that leaves by way of shared memory. A fourth warp is in bwd_clear.cuh.
 #pragma once
 
 #include "../common/copy.cuh"
@@ -97,7 +97,18 @@ __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t uni
   return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(word).heads * heads_of_unit<C>(p, word);
 }
 
-// One lane. Says what each step is, and copies its Q and stats.
+// Copies dO of a step. The barrier it arrives at is that of Q as well where rows are cleared before they are handed over.
+template <typename C>
+__device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSmem<C>& smem, const Ring<C::kStages>& ring) {
+  mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
+  const bool clears = has_unseen(p);
+  const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
+  if (!clears) mbar_expect(bar, C::kQueryBytes);
+  const int4 step = lds_int4(smem.step(ring.slot));
+  load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
+}
+
+// One lane. Says what each step is, and copies its Q, stats and dO.
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
@@ -131,6 +142,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * stat_floats(C::kQueries), C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
+            if constexpr (C::kDoutWithQ) copy_dout<C>(p, smem, ring);
             ring.advance();
           } while (!by_head() && ++i < heads());
           if (!by_head()) i = 0;
@@ -145,22 +157,13 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   }
 }
 
-// Copies dO of a step. The barrier it arrives at is that of Q as well where rows are cleared before they are handed over.
+// dq of all steps of a unit, each in its turn. The words of a step may be written anew when its Q has been used, which is before its
+// dq is added; so what that needs is kept elsewhere. They are read in time: two steps are looked at before the dq of the first is
+// added, and until that is done the second cannot hand over its own, and so does not end. Steps count as layers in `turns`.
 template <typename C>
-__device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSmem<C>& smem, const Ring<C::kStages>& ring,
-                                          int first_query, int head, bool clears) {
-  mbar_wait(smem.do_empty(ring.slot), ring.phase ^ 1);
-  const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
-  if (!clears) mbar_expect(bar, C::kQueryBytes);
-  load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, first_query, head, kEvictLast);
-}
-
-// dO of all steps of a unit, and dq of each in its turn. The words of a step may be written anew when its Q has been used, which
-// is before its dq is added; so what that needs is kept elsewhere. Steps count as layers in `turns`.
-template <typename C>
-__device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns& turns,
-                                                 Ring<C::kStages>& ring) {
-  int ahead = 0, seen = -1, turn = 0;  // of the last step copied: it travels behind what is done meanwhile
+__device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns& turns,
+                                                Ring<C::kStages>& ring) {
+  int ahead = 0, seen = -1, turn = 0;  // of the last step looked at: it travels behind what is done meanwhile
   bool ends = lds_int(smem.unit(turns.unit_slot()) + 8) == 0;
   auto words_of = [&](int steps) {  // so many steps back
     const int slot = static_cast<int>(ring.slot) - steps;
@@ -172,11 +175,11 @@ __device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const
       if (ahead > 0) sts_int(words_of(1) + 4, turn);
       mbar_wait(smem.step_full(ring.slot), ring.phase);
       const int4 step = lds_int4(smem.step(ring.slot));
-      copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, has_unseen(p));
+      if constexpr (!C::kDoutWithQ) copy_dout<C>(p, smem, ring);
       const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
       sts_int(smem.turn(ring.slot), step.x * C::kPasses + pass);
       const int unit_at = lds_int(smem.unit_turns(turns.unit_slot()));
-      turn = p.turns[static_cast<int64_t>(step.y / kQueryBlock) * p.turns_per_block + unit_at];
+      turn = p.turns[static_cast<int64_t>(block_of<C::kQueries>(step.y)) * p.turns_per_block + unit_at];
       ends = step.z & kUnitEnds;
       ring.advance();
       ++ahead;
@@ -192,52 +195,31 @@ __device__ __forceinline__ void copy_dout_add_dq(const BwdKernelParams& p, const
 
 // The same in wide steps, whose dq is added at once, each warpgroup's share when it is there. `phase`: of the shares.
 template <typename C>
-__device__ __forceinline__ void copy_dout_add_shares(const BwdKernelParams& p, const BwdSmem<C>& smem, Ring<C::kStages>& ring,
-                                                     uint32_t& phase) {
-  int ahead = 0;
-  bool ends = false, is_adding = false;
-  auto free_shares = [&] {  // when they have been read
-    if (is_adding) {
-      store_wait_read();
-      mbar_arrive(smem.dq_empty(0));
-      mbar_arrive(smem.dq_empty(1));
-    }
-    is_adding = false;
-  };
+__device__ __forceinline__ void add_shares(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t& phase) {
+  uint32_t number;
 #pragma unroll 1
-  while (!ends || ahead > 0) {
-    if (!ends && ahead < C::kStages) {
-      mbar_wait(smem.step_full(ring.slot), ring.phase);
-      const int4 step = lds_int4(smem.step(ring.slot));
-      copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, has_unseen(p));
-      ends = step.z & kUnitEnds;
-      ring.advance();
-      ++ahead;
-      free_shares();
-    } else {
-      free_shares();
+  do {
 #pragma unroll 1
-      for (uint32_t share = 0; share < C::kShares; ++share) {
-        mbar_wait(smem.dq_full(share), phase);
-        const uint64_t number = static_cast<uint32_t>(lds_int(smem.dq_number(share)));
-        add_bulk_float(p.dq_sum + number * dq_block_floats(C::kQueries), smem.dq() + share * C::kDqBytes, C::kDqBytes);
-        store_commit();
-      }
-      phase ^= 1;
-      is_adding = true;
-      --ahead;
+    for (uint32_t share = 0; share < C::kShares; ++share) {
+      mbar_wait(smem.dq_full(share), phase);
+      number = lds_int(smem.dq_number(share));
+      add_bulk_float(p.dq_sum + static_cast<uint64_t>(number & ~kLastShares) * dq_block_floats(C::kQueries),
+                     smem.dq() + share * C::kDqBytes, C::kDqBytes);
+      store_commit();
     }
-  }
-  free_shares();
+    phase ^= 1;
+    store_wait_read();
+    mbar_arrive(smem.dq_empty(0));
+    mbar_arrive(smem.dq_empty(1));
+  } while (!(number & kLastShares));
 }
 
-// One lane. Copies K and V of each unit, and dO of each step.
+// One lane. Copies K and V of each unit, and adds the dq of each step where that leaves by way of shared memory.
 template <typename C>
-__device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+__device__ void copy_keys_add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
   Ring<C::kStages> ring;
   uint32_t dq_phase = 0;
-  const bool clears = has_unseen(p);
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
@@ -259,23 +241,15 @@ __device__ void copy_keys_and_dout(const BwdKernelParams& p, const BwdSmem<C>& s
       }
     }
     if constexpr (C::kOrdered) {
-      copy_dout_add_dq<C>(p, smem, turns, ring);
+      add_dq_in_turns<C>(p, smem, turns, ring);
       mbar_arrive(smem.issued());
     } else if constexpr (C::kWide) {
-      if (unit.z > 0) copy_dout_add_shares<C>(p, smem, ring, dq_phase);
-    } else {
-#pragma unroll 1
-      for (bool more = unit.z > 0; more; ring.advance()) {
-        mbar_wait(smem.step_full(ring.slot), ring.phase);
-        const int4 step = lds_int4(smem.step(ring.slot));
-        more = !(step.z & kUnitEnds);
-        copy_dout<C>(p, smem, ring, step.y, step.w >> kStepHeadBit, clears);
-      }
+      if (unit.z > 0) add_shares<C>(p, smem, dq_phase);
     }
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
-  if constexpr (C::kWide) store_wait_all();
+  if constexpr (!C::kDirectDq) store_wait_all();
 }
 
 }  // namespace magi

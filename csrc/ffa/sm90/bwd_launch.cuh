@@ -171,9 +171,9 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
   using T = typename C::T;
   if constexpr (!C::kWide) {
     if (a.deterministic && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
-    if (a.deterministic) return start_bwd<BwdConfig<T, C::kD, false, true>>(a, k, sms);
     if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
   }
+  if (a.deterministic) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries>>(a, k, sms);
   return start_plain_bwd<C>(a, k, sms);
 }
 
@@ -203,7 +203,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
   const bool beside = remote != nullptr;
   if (a.deterministic) {
-    MAGI_RETURN(launch_first(bwd_expect<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
+    MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
     MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
   } else {
     MAGI_RETURN(launch_first((bwd_prepare<T, C::kQueries>), rows, kRowThreads, beside, a.stream, r, "launching the start of the backward"));
@@ -218,11 +218,10 @@ template <typename T, int kD, typename Run>
 magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
   if (a.query_block == kQueryBlock) return run(BwdConfig<T, kD, false>{});
   if constexpr (kD == 128)
-    if (a.query_block == kWideBlock && !a.deterministic && a.softcap == 0.f)
+    if (a.query_block == kWideBlock && a.softcap == 0.f)
       return run(BwdConfig<T, kD, false, false, false, kWideBlock>{});
   return fail(MAGI_UNSUPPORTED,
-              "query_block is %d; give %d, or %d for head dims of 65 to 128 without softcap that are not deterministic.", a.query_block,
-              kQueryBlock, kWideBlock);
+              "query_block is %d; give %d, or %d for head dims of 65 to 128 without softcap.", a.query_block, kQueryBlock, kWideBlock);
 }
 
 }  // namespace magi

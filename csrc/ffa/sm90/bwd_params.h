@@ -17,7 +17,7 @@ struct BwdKernelParams {
   int32_t* workspace;   // [0] unit counter, [1] CTAs that are done; kSplitWord and on
   float* stats;         // (head, block of queries, stat_floats)
   float* dq_sum;        // (head, block of queries, block of 64 columns, dq_block_floats)
-  // Only where dq is summed in order: whose turn it is, (head, block of 64 queries, pass); the turn of each unit, (block of 64
+  // Only where dq is summed in order: whose turn it is, (head, block of queries, pass); the turn of each unit, (block of
   // queries, tile, kv heads of a section, parts of a unit); and the flags of the plan.
   int32_t* turn_flags;
   const int32_t* turns;

@@ -45,8 +45,9 @@ __device__ __forceinline__ int2 blocks_of(int2 visit) {
   return make_int2(block_of<kQueries>(visit.x), block_of<kQueries>(visit.y + kQueries - 1));
 }
 
+template <int kQueries>
 __device__ __forceinline__ int2 layer_blocks(const int32_t* plan, int layer) {
-  return blocks_of<kQueryBlock>(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
+  return blocks_of<kQueries>(*reinterpret_cast<const int2*>(layer_record(plan, layer)));
 }
 
 // Whether the keys of a tile see a band of queries, both of whose ends move with the key, as under a sliding window; `range` is

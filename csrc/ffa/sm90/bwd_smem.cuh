@@ -60,7 +60,8 @@ struct BwdSmem {
   // Of a share of dq, see kShares.
   __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 6 * C::kStages + 2 * share); }
   __device__ uint32_t dq_empty(uint32_t share) const { return bar(13 + 6 * C::kStages + 2 * share); }
-  // Of wide steps: dS has been read by both warpgroups. And where there are two shares, which block of dq_sum one is for.
+  // Of wide steps: dS has been read by both warpgroups. And where there are two shares, which block of dq_sum one is for, and whether
+  // it is the last of the unit.
   __device__ uint32_t ds_empty() const { return bar(12 + 6 * C::kStages + 2 * C::kShares); }
   __device__ uint32_t dq_number(uint32_t share) const { return base + C::kTurnsAt + 4 * share; }
 
@@ -104,5 +105,8 @@ constexpr int kWayBit = 16, kByHeadBit = 18, kSlotBit = 20;
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
 constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
+
+// In the number of the block that a share of dq is for: the unit has no more.
+constexpr uint32_t kLastShares = 1u << 31;
 
 }  // namespace magi

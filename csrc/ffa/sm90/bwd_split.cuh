@@ -26,7 +26,7 @@ __device__ inline int blocks_of_tile(const int32_t* plan, int tile) {
   }
   int count = 0;
   for (int i = 0; i < layers.y; ++i) {
-    const int2 blocks = layer_blocks(plan, layers.x + i);
+    const int2 blocks = layer_blocks<kQueryBlock>(plan, layers.x + i);
     count += blocks.y - blocks.x;
   }
   return count;

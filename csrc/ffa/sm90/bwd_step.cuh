@@ -46,8 +46,8 @@ struct StepWorker {
   // The first products for dK, of 16 queries each, are asked for before the barrier, so that there is work behind it.
   static constexpr int kEarlyDk = C::kWide ? 1 : 0;
   // dP is asked for when the scores are there, not before: 1 to 2% faster (docs/notes/ffa_backward.md). Not measured for other head
-  // dims, nor in turns.
-  static constexpr bool kScoresFirst = !C::kOrdered && C::kD == 128;
+  // dims, nor for narrow steps in turns.
+  static constexpr bool kScoresFirst = C::kD == 128 && (!C::kOrdered || C::kWide);
   using DqRest = float[kRest > 0 ? kRest : 1];
 
   const BwdKernelParams& p;
@@ -196,7 +196,7 @@ struct StepWorker {
   }
 
   // This warpgroup's share of dq to where the feeding side takes it up.
-  __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
+  __device__ __forceinline__ void hand_over_dq(const Dq& dq, int what) const {
     const uint32_t share = C::kShares == 2 ? uniform(thread_again() / 128 - 1) : 0;
     if constexpr (C::kDqOverDs)
       named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
@@ -208,7 +208,7 @@ struct StepWorker {
     fence_async_proxy();
     __syncwarp();
     if (elect_one()) {
-      if constexpr (C::kShares == 2) sts_int(smem.dq_number(share), dq_block());
+      if constexpr (C::kShares == 2) sts_int(smem.dq_number(share), dq_block() | (what & kUnitEnds ? kLastShares : 0));
       mbar_arrive(smem.dq_full(share));
     }
   }
@@ -277,7 +277,7 @@ struct StepWorker {
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
     if (C::kWide && elect_one()) mbar_arrive(smem.ds_empty());
     if constexpr (!C::kDirectDq) {
-      hand_over_dq(dq);
+      hand_over_dq(dq, what);
     } else {
       float* at = dq_address(rest_of);
 #pragma unroll

@@ -28,21 +28,22 @@
 
 namespace magi {
 
-// Turns order additions, which all happen in L2, and no other data; a copy has been added there when it is complete. So they
-// need neither acquire nor release, which would cost a tenth of the time. A store is another matter: complete means that the
-// thread that waits would see it. The first of a block stores; on two GPUs a stretch of some later addition was missing in one of some
-// hundred runs, as if a store had come after it. So it is released (docs/notes/ffa_backward.md says what is known).
+// What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have got to the place in L2 where the next
+// tile adds. Without a release some additions come before the one that they should follow, and some are lost to the store of the first
+// (docs/notes/ffa_backward.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
+// before the count has been seen.
 __device__ __forceinline__ int load_relaxed(const int32_t* address) {
   int v;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
   return v;
 }
 
-__device__ __forceinline__ void add_relaxed(int32_t* address, int value) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ void add_released(int32_t* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // When the unit of a tile that starts at `start` is expected at a block, from bit 16 on, and how often it visits it.
+template <int kQueries>
 __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, int rank, int start, int block) {
   const int2 layers = layers_of_tile(p.plan, tile);
   const int flags = p.order[0];
@@ -50,7 +51,7 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
   uint64_t time = by_rank ? 0 : start;
   uint32_t count = 0;
   for (int i = 0; i < layers.y; ++i) {
-    const int2 blocks = layer_blocks(p.plan, layers.x + i);
+    const int2 blocks = layer_blocks<kQueries>(p.plan, layers.x + i);
     if (block < blocks.x || block >= blocks.y) {
       time += by_rank ? 0 : flags & kByHead ? 1ull << 36 : blocks.y - blocks.x;
       continue;
@@ -65,7 +66,7 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
 }
 
 // A whole CTA: the turns of all units of a section at one block of queries. Units of the same heads and pass are compared.
-template <int kThreads>
+template <int kThreads, int kQueries>
 __device__ void assign_turns(const BwdRowParams& p, int block) {
   __shared__ uint64_t visits[kMaxTimed];
   __shared__ int before[kMaxTimed];
@@ -82,7 +83,7 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
       const int here = min(ranks, p.num_tiles - first) * width;
       for (int i = threadIdx.x; i < here; i += kThreads) {
         const int rank = first + i / width;
-        visits[i] = visits_of(p, order[rank], rank, starts[rank * per_tile + kind + i % width], block);
+        visits[i] = visits_of<kQueries>(p, order[rank], rank, starts[rank * per_tile + kind + i % width], block);
       }
       __syncthreads();
       for (int i = threadIdx.x; i < here; i += kThreads) {
@@ -112,9 +113,8 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
   while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
   float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
-  const bool is_first = seen == 0;
-  if (is_first)
-    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // the first, so that nothing needs to be cleared
+  if (seen == 0)
+    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
   else
     add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
   store_commit();
@@ -122,8 +122,7 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   store_wait_read();
   mbar_arrive(staged_is_free);
   store_wait_all();
-  if (is_first) fence_stored_copies();
-  add_relaxed(turns + static_cast<uint32_t>(lds_int(words)), 1);
+  add_released(turns + static_cast<uint32_t>(lds_int(words)), 1);
 }
 
 }  // namespace magi

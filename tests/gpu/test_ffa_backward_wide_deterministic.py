@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deterministic=True`` with steps of 80 queries: the tests of the other file once more."""
+
+from __future__ import annotations
+
+import pytest
+from test_ffa_backward import explicit_backend_in_poisoned_memory, pytestmark  # noqa: F401
+from test_ffa_backward_deterministic import (  # noqa: F401
+    short_units_beside_long_kernels,
+    test_in_a_cuda_graph,
+    test_options,
+    test_random_masks,
+    test_right_and_the_same_every_time,
+    test_the_same_beside_other_work,
+    test_with_multiprocessors_left_free,
+    two_in_turns_at_a_time,
+)
+from test_ffa_backward_wide import wide_block, wide_steps  # noqa: F401
+
+from magi_attention.kernels import ffa_bwd
+from magi_attention.testing.spawn import run_processes
+
+
+def wide(rank: int, world: int, work) -> bool:
+    ffa_bwd._query_block = wide_block
+    return work(rank, world)
+
+
+@pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_in_turns_at_a_time), ids=lambda f: f.__name__)
+def test_nobody_waits_for_ever(work):
+    assert run_processes(1, wide, work, timeout_s=100, backend="nccl") == [True]
