@@ -274,7 +274,7 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str
         axis.axis("off")
     for axis, mask in zip(axes.flat, masks):
         for i, name in enumerate(names):
-            points = [(r.seqlen, r.tflops) for r in results if r.mask == mask and r.name == name and r.tflops]
+            points = sorted((r.seqlen, r.tflops) for r in results if r.mask == mask and r.name == name and r.tflops)
             if points:
                 width = 2.4 if name == "magi" else 1.2
                 axis.plot(*zip(*points), marker="o", markersize=3, linewidth=width, label=name, color=f"C{i}")
