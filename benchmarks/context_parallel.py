@@ -34,7 +34,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cp_gather import AllGather, OneGpu  # noqa: E402
-from cp_kernel import Groups, Kernel, Peer, Setting, select_rows  # noqa: E402
+from cp_kernel import Groups, Kernel, Peer, Setting, State, select_rows  # noqa: E402
 from cp_layout import make_cases  # noqa: E402
 from cp_magi import VARIANTS, Magi  # noqa: E402
 from cp_report import DIRECTIONS, Cell, draw, save, tables, tflops, title_of  # noqa: E402
@@ -217,17 +217,40 @@ def measure(bench: Bench, name: str, case: Case) -> dict:
             peer.close()
 
 
+def step_of(peer: Peer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Step:
+    """A layer of ``peer``. The backward of a row gives dq, dk and dv of each layer.
+
+    By autograd each layer has leaves of its own, so that nothing is added up, and a row has one call, as in a model:
+    every call is handed over to a thread and back.
+    """
+    if not peer.uses_autograd:
+
+        def backward(row: list[State]) -> list[torch.Tensor]:
+            grads = [peer.backward(dout, state, q, k, v) for state in reversed(row)]
+            return [x for three in reversed(grads) for x in three]
+
+        return Step(lambda: peer.forward(q, k, v), backward)
+
+    def forward() -> State:
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        return State(peer.forward(*leaves).out, leaves)
+
+    def backward_by_autograd(row: list[State]) -> Sequence[torch.Tensor]:
+        leaves = [x for state in row for x in state.kept]
+        return torch.autograd.grad([state.out for state in row], leaves, [dout] * len(row))
+
+    return Step(forward, backward_by_autograd)
+
+
 def measure_peer(bench: Bench, peer: Peer, case: Case) -> dict:
     tensors = bench.inputs(case)
     wanted = None if bench.options.no_check or not peer.is_whole else bench.wanted(case)
     q, k, v, dout = attempt(lambda: [select_rows(x, peer.positions) for x in tensors])
-    if peer.uses_autograd:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-    step = Step(lambda: peer.forward(q, k, v), lambda state: peer.backward(dout, state, q, k, v))
+    step = step_of(peer, q, k, v, dout)
 
     def first_run() -> dict[str, float]:
         state = step.forward()
-        grads = step.backward(state)
+        grads = step.backward([state])
         return {} if wanted is None else compare(peer, (state.out.detach(), *grads), wanted)
 
     errors = attempt(first_run)

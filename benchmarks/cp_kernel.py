@@ -59,7 +59,7 @@ class Peer(Protocol):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> State: ...
 
     def backward(self, dout: torch.Tensor, state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        """(dq, dk, dv)."""
+        """(dq, dk, dv); only where autograd is not used."""
         ...
 
     def kernel_calls(

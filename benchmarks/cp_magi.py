@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from cp_kernel import Calls, PeerBase, Setting, State, Tensors
+from cp_kernel import Calls, PeerBase, Setting, State
 from peers import Unfit
 
 from magi_attention import api
@@ -76,9 +76,6 @@ class Magi(PeerBase):
 
     def forward(self, q, k, v) -> State:
         return State(api.calc_attn(q, k, v, self._key)[0])
-
-    def backward(self, dout, state: State, q, k, v) -> Tensors:
-        return torch.autograd.grad(state.out, (q, k, v), dout)
 
     def kernel_calls(self, dout, q, k, v) -> tuple[Calls, Calls]:
         part = self._plan.rank(self.setting.rank)

@@ -5,8 +5,9 @@ An iteration is a forward and the backward of what it kept. Before each of the t
 one number, so that both begin together on all ranks; on a GPU the caches are flushed before and the device idles a
 while, so that launches are queued when the clock starts. Nothing in a timed region waits for the device.
 
-By the wall clock it is a row of layers, as in a model: the forward of all, then the backward of all, each row from an
-idle device to an idle device, per layer. So what the host does counts where the device waits for it.
+By the wall clock it is a row of layers, as in a model: the forward of all, then the backward of all in one call of
+autograd, each row from an idle device to an idle device, per layer. So what the host does counts where the device waits
+for it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Milliseconds = dict[str, list[float]]  # one per iteration, for each phase
 
 @dataclass
 class Step:
-    """``forward()`` gives what ``backward(it)`` takes."""
+    """``forward()`` is that of a layer; ``backward`` takes what the layers of a row gave, the first layer first."""
 
     forward: Callable[[], object]
-    backward: Callable[[object], object]
+    backward: Callable[[list], object]
 
 
 class Clock:
@@ -89,14 +90,14 @@ def device_ms(step: Step, clock: Clock, warm_up: int, repeats: int) -> Milliseco
             clock.idle()
             clock.meet()
             first = clock.mark()
-            state = step.forward()
+            row = [step.forward()]
             second = clock.mark()
             clock.idle()
             clock.meet()
             third = clock.mark()
-            step.backward(state)
+            step.backward(row)
             fourth = clock.mark()
-            del state
+            del row
             if iteration >= warm_up:
                 marks.append((first, second, third, fourth))
         clock.synchronise()
@@ -112,17 +113,20 @@ def wall_ms(step: Step, clock: Clock, repeats: int, layers: int) -> tuple[Millis
     host: Milliseconds = {phase: [] for phase in PHASES}
     with no_collection():
         for _ in range(repeats):
-            states: list[object] = [None] * layers
+            row: list = []
             for phase in PHASES:
                 clock.meet()
                 clock.synchronise()
                 started = time.perf_counter()
-                for i in range(layers):
-                    states[i] = step.forward() if phase == "forward" else step.backward(states[i])
+                if phase == "forward":
+                    row.extend(step.forward() for _ in range(layers))
+                else:
+                    grads = step.backward(row)  # held, as a model holds them
                 returned = time.perf_counter()
                 clock.synchronise()
                 wall[phase].append((time.perf_counter() - started) * 1e3 / layers)
                 host[phase].append((returned - started) * 1e3 / layers)
+            del row, grads
     return wall, host
 
 
@@ -153,10 +157,10 @@ def peak_bytes(step: Step, clock: Clock, result_bytes: tuple[int, int]) -> dict[
     gc.collect()
     torch.cuda.reset_peak_memory_stats(clock.device)
     base = torch.cuda.memory_allocated(clock.device)
-    state = step.forward()
+    row = [step.forward()]
     clock.synchronise()
     forward = torch.cuda.max_memory_allocated(clock.device) - base - out_bytes
-    step.backward(state)
+    step.backward(row)
     clock.synchronise()
     both = torch.cuda.max_memory_allocated(clock.device) - base - out_bytes - grad_bytes
     return {"forward": max(forward, 0), "both": max(both, 0)}

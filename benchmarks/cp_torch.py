@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
-from cp_kernel import PeerBase, Setting, State, Tensors
+from cp_kernel import PeerBase, Setting, State
 from peers import Unfit, batched, tokens_first
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,9 +56,6 @@ class TorchContextParallel(PeerBase):
                 q_BHTD, k_BHTD, v_BHTD, is_causal=self._is_causal, enable_gqa=q.shape[1] != k.shape[1]
             )
         return State(tokens_first(out))
-
-    def backward(self, dout, state: State, q, k, v) -> Tensors:
-        return torch.autograd.grad(state.out, (q, k, v), dout)
 
     def kernel_calls(self, dout, q, k, v) -> None:
         """torch's kernels are called inside torch."""

@@ -149,8 +149,9 @@ def peer_errors(rank: int, world: int, total: int, seed: int) -> dict[tuple[str,
                 q, k, v = (x.requires_grad_() for x in (q, k, v))
             calls = peer.kernel_calls(dout, q, k, v)  # one pass of the peer, or two calls of the kernel
             assert all(calls)
-            state = peer.forward(q, k, v)
-            got = [state.out.detach(), *peer.backward(dout, state, q, k, v)]
+            step = context_parallel.step_of(peer, q, k, v, dout)
+            row = [step.forward(), step.forward()]
+            got = [row[0].out.detach(), *step.backward(row)[:3]]
             found[name, mask] = max(
                 float((a - cp_kernel.select_rows(b, peer.positions))[peer.positions >= 0].abs().max())
                 for a, b in zip(got, truth)

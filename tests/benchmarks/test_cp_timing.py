@@ -45,9 +45,10 @@ class FakeClock:
         self.calls.append(("forward", state))
         return state
 
-    def backward(self, state: int) -> None:
-        self.now, self.has_work = self.now + BACKWARD, True
-        self.calls.append(("backward", state))
+    def backward(self, row: list[int]) -> None:
+        for state in row:
+            self.now, self.has_work = self.now + BACKWARD, True
+            self.calls.append(("backward", state))
 
 
 @pytest.fixture
