@@ -119,7 +119,10 @@ class BoxGroup:
 
     def holds(self, box: Box) -> bool:
         """Is this still one of the boxes, and not one that has grown since?"""
-        return any(box is known for known in self._boxes.values())
+        for known in self._boxes.values():  # no generator: asked in every layer
+            if known is box:
+                return True
+        return False
 
     def turn(self, is_beside: bool) -> AbstractContextManager[Turn]:
         """Group collectives use one box each, so they follow one another, on whatever stream they are."""

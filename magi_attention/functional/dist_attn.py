@@ -69,20 +69,26 @@ class _DistAttn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: AttnCall):
         got = run_forward(call, q, k, v, sink)
-        max_logits = q.new_empty(0) if got.max_logits is None else got.max_logits
         ctx.save_for_backward(q, k, v, sink, got.out, got.lse, *got.tail)
         ctx.call = call
-        ctx.mark_non_differentiable(got.lse, max_logits)
+        ctx.mark_non_differentiable(got.lse, *(() if got.max_logits is None else (got.max_logits,)))
         ctx.set_materialize_grads(False)  # those of lse and max_logits would be made and never read
-        return got.out, got.lse, max_logits
+        return got.out, got.lse, got.max_logits
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _dlse, _dmax):
-        q, k, v, sink, out, lse, *tail = ctx.saved_tensors
-        if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
-            dout = torch.zeros_like(out)
-        return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
+        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, dout)
+
+
+def _backward(ctx, dout) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, sink, out, lse, *tail = ctx.saved_tensors
+    if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
+        dout = torch.zeros_like(out)
+    return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
+
+
+# Refuses gradients of gradients. Only where somebody may want them, because it costs several microseconds.
+_backward_once = torch.autograd.function.once_differentiable(_backward)
 
 
 def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:
@@ -103,6 +109,7 @@ def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tupl
     """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
+    is_rounded = True  # gradients have the dtypes of q, k and v already
     with runtime.transport.guard("attention backward"):
         if prepared.one_launch is not None:
             grads = prepared.one_launch.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
@@ -113,10 +120,12 @@ def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tupl
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         else:
+            is_rounded = False
             state = _Backward(call, dout, q, k, v, sink, out, lse)
             grads = state.run_blocking() if runtime.is_blocking and not runtime.is_local else state.run_staged(tail)
     dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
-    return *rounded((grads.dq, grads.dk, grads.dv), q.dtype), dsink
+    three = (grads.dq, grads.dk, grads.dv)
+    return *(three if is_rounded else rounded(three, q.dtype)), dsink
 
 
 def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.comm.boxes import Box, BoxGroup, box_group
+from magi_attention.comm.boxes import BoxGroup, box_group
 from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
 from magi_attention.meta.one_launch import OneLaunchPart, OneLaunchPlan
@@ -49,7 +49,7 @@ class OneLaunch:
         self._transport = transport
         self._wire = torch.float32 if high_precision_reduce else None
         self.part = OneLaunchPlan(plan).part(transport.rank)
-        self._launches: dict[_Shapes, _Launches] = {}
+        self._launches: dict[tuple, _Launches] = {}  # by what of q, k and v they depend on
 
     def forward(self, backend, q, k, v, options, sink):
         """``(out in q's dtype, lse, max_logits)``."""
@@ -63,7 +63,8 @@ class OneLaunch:
                 push()
                 got = backend.forward_final(q, k, v, self.part.slices, options, sink)
             else:
-                got = backend.forward_remote(q, k, v, launches.remote._replace(push=push), options, sink)
+                remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
+                got = backend.forward_remote(q, k, v, remote, options, sink)
             launches.release(stream)
         return got
 
@@ -81,20 +82,20 @@ class OneLaunch:
                 grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
                 grads.dq = grads.dq.to(q.dtype)
             else:
-                remote = launches.remote._replace(push=push)
+                remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
                 grads = backend.backward_remote(dout, q, k, v, out, lse, remote, options, sink)
             dk, dv = torch.empty_like(k), torch.empty_like(v)
             launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)
 
     def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Launches:
-        strides = (k.stride(0), v.stride(0))
-        shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
-        found = self._launches.get(shapes)
-        group = box_group(self._transport, k.device) if found is None else found.group
+        key = (k.device, k.dtype, q.shape[1], k.shape, v.shape[2], k.stride(0), v.stride(0))
+        found = self._launches.get(key)
         if found is None or not found.is_current():
+            shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), key[-2:])
+            group = box_group(self._transport, k.device) if found is None else found.group
             wire = k.dtype if self._wire is None else self._wire
-            found = self._launches[shapes] = _Launches(self.part, shapes, wire, group)
+            found = self._launches[key] = _Launches(self.part, shapes, wire, group)
         return found
 
 
@@ -145,8 +146,7 @@ class _Launches:
 
     def is_current(self) -> bool:
         """Are the boxes still those for which this was prepared?"""
-        boxes: tuple[Box, Box] = (self.keys, self.grads)
-        return all(self.group.box(name, n) is box for name, n, box in zip(("keys", "grads"), self._bytes, boxes))
+        return self.group.holds(self.keys) and self.group.holds(self.grads)
 
 
 def _leads(part: OneLaunchPart, shapes: _Shapes) -> tuple[float, float]:
@@ -163,6 +163,6 @@ def _leads(part: OneLaunchPart, shapes: _Shapes) -> tuple[float, float]:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` with whole rows one after another: (T, H, D) whose heads and dims are dense, at addresses that bulk copies
     take."""
-    x = x.detach()
-    is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and not x.stride(0) % 8 and not x.data_ptr() & 15
-    return x if is_dense else x.contiguous()
+    token, head, dim = x.stride()
+    is_fine = dim == 1 and head == x.shape[2] and not token % 8 and not x.data_ptr() & 15
+    return x if is_fine else x.clone(memory_format=torch.contiguous_format)

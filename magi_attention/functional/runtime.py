@@ -146,7 +146,9 @@ class AttnRuntime:
         ``needs_backward``: by default, whether a tensor requires a gradient.
         """
         if needs_backward is None:
-            needs_backward = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sink))
+            needs_backward = False
+            for x in (q, k, v, sink):  # no generator: this is on the path of every layer
+                needs_backward = needs_backward or (isinstance(x, torch.Tensor) and x.requires_grad)
         key = (*map(_kind, (q, k, v, sink)), needs_backward, softmax_scale, softcap, return_max_logits)
         prepared = self._prepared.get(key)
         if prepared is None:

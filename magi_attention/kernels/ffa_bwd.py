@@ -207,7 +207,7 @@ def _key(
     remote: RemoteKeys | None,
 ) -> tuple:  # fmt: skip
     return (
-        *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x),
+        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
         id(options), is_fresh, grad_dtype, block, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 

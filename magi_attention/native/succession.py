@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,18 +21,33 @@ class Succession:
         self._stream = 0
         self.end: Any = None  # of the last one: an event; None before the first
 
-    @contextmanager
-    def next(self, address: int, is_capturing: bool, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    def next(
+        self, address: int, is_capturing: bool, stream: torch.cuda.Stream | None = None
+    ) -> AbstractContextManager[None]:
         """What is launched inside follows the last one. ``address`` is that of its stream, the current one unless
         ``stream`` is given."""
-        if is_capturing:
-            yield
-            return
+        return nullcontext() if is_capturing else _Next(self, address, stream)
+
+    def begin(self, address: int, stream: torch.cuda.Stream | None) -> None:
+        """Puts the stream behind the last one."""
         if self.end is not None and self._stream != address:
             self.end.wait(stream)
-        try:
-            yield
-        finally:  # what was launched before an error is to be followed, too
-            end = self._make_event()
-            end.record(stream)
-            self._stream, self.end = address, end
+
+    def finish(self, address: int, stream: torch.cuda.Stream | None) -> None:
+        """The stream has been given all of it."""
+        end = self._make_event()
+        end.record(stream)
+        self._stream, self.end = address, end
+
+
+class _Next(AbstractContextManager[None]):
+    """A class, because a generator costs twice as much in every layer of a model."""
+
+    def __init__(self, succession: Succession, address: int, stream: torch.cuda.Stream | None) -> None:
+        self._succession, self._address, self._stream = succession, address, stream
+
+    def __enter__(self) -> None:
+        self._succession.begin(self._address, self._stream)
+
+    def __exit__(self, *_: object) -> None:  # what was launched before an error is to be followed, too
+        self._succession.finish(self._address, self._stream)

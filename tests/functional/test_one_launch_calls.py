@@ -30,9 +30,6 @@ class Spy:
     def __getattr__(self, name: str):
         return self.note(name)
 
-    def _replace(self, push):
-        return SimpleNamespace(push=push)
-
     def in_succession(self, stream: int):
         return self._succession.next(stream, is_capturing=False)
 

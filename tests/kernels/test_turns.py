@@ -13,7 +13,7 @@ from magi_attention.errors import BuildError
 from magi_attention.native import build, loader
 from magi_attention.testing import masks
 
-TILE, BLOCK = 16, 8
+TILE, BLOCK, WIDE_BLOCK = 16, 8, 10  # as 128, 64 and 80
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,13 +25,13 @@ def planner():
     loader._load.cache_clear()
 
 
-def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int) -> tuple[bool, str]:
+def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, block: int = BLOCK) -> tuple[bool, str]:
     """Two runs with different CTAs slow; the mode that was used."""
-    tiles = layers_by_rank(slices, total_q, total_k, TILE, BLOCK)
+    tiles = layers_by_rank(slices, total_q, total_k, TILE, block)
     units = units_of(tiles, schedule)
     first, second = (run(units, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
     assert first == second, "the order depends on who is slow"
-    visits = [(u.head, head, block, u.rank) for u in units for head, block in u.steps]
+    visits = [(u.head, head, at, u.rank) for u in units for head, at in u.steps]
     assert sorted(visits) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
     return mode_of(tiles, schedule)
 
@@ -48,9 +48,10 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int) -> 
         heads=st.integers(1, 3),
         most_timed=st.sampled_from((0, 1024)),
     ),
+    block=st.sampled_from((BLOCK, WIDE_BLOCK)),
 )
-def test_random_masks(seed, sizes, count, schedule):
-    check(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count), *sizes, schedule, seed)
+def test_random_masks(seed, sizes, count, schedule, block):
+    check(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count), *sizes, schedule, seed, block)
 
 
 def test_every_way_to_order_is_met():
@@ -62,7 +63,8 @@ def test_every_way_to_order_is_met():
     }
     for seed, slices in enumerate(families.values()):
         for schedule in (Schedule(7, 1, 2), Schedule(8, 2, 2), Schedule(30, 2, 1), Schedule(5, 1, 1, most_timed=0)):
-            found.add(check(getattr(slices, "array", slices), total, total, schedule, seed))
+            for block in (BLOCK, WIDE_BLOCK):
+                found.add(check(getattr(slices, "array", slices), total, total, schedule, seed, block))
     assert {mode for _, mode in found} == {"timed", "waves", "ranks"} and (True, "waves") in found
 
 
