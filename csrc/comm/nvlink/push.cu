@@ -153,13 +153,6 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
   store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED), use);
 }
 
-__global__ void __launch_bounds__(128) box_release(const __grid_constant__ magi_box_release_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
-  __syncthreads();
-  release_box(p.box, p.rank, p.world);
-}
-
 }  // namespace box_pushing
 }  // namespace magi
 
@@ -184,11 +177,5 @@ magi_status magi_box_push(const magi_box_push_params* params) {
   }));
   magi::box_push<<<p.num_ctas, magi::kPushThreads, magi::kPushSmem, static_cast<cudaStream_t>(p.stream)>>>(p);
   return magi::cuda_status(cudaGetLastError(), "launching the push of rows");
-}
-
-magi_status magi_box_release(const magi_box_release_params* params) {
-  MAGI_RETURN(magi::check_world(params->version, params->rank, params->world, params->box));
-  magi::box_release<<<1, 128, 0, static_cast<cudaStream_t>(params->stream)>>>(*params);
-  return magi::cuda_status(cudaGetLastError(), "launching the release of a box");
 }
 }

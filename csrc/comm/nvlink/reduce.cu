@@ -7,6 +7,7 @@
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 #include "box_launch.h"
+#include "meet.cuh"
 
 namespace magi {
 inline namespace box_summing {  // named, because nvcc puts the path of the file into the names of what has no name
@@ -74,17 +75,6 @@ __device__ __forceinline__ void sum_row(const magi_box_reduce_params& p, int t, 
   store_eight(p.out[t], at, p.out_dtype, sum);
 }
 
-// One CTA: tells the others that what was written into their boxes is there, then waits for theirs. A kernel of its own, because
-// looks from all multiprocessors would be in the way of what still arrives.
-__global__ void __launch_bounds__(128) box_meet(const __grid_constant__ magi_box_reduce_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  for (int peer = threadIdx.x; peer < p.world; peer += blockDim.x)
-    if (peer != p.rank) store_release_system(box_word(p.box.of_rank[peer], MAGI_BOX_ARRIVED(p.world, p.rank)), use);
-  for (int peer = threadIdx.x; peer < p.world; peer += blockDim.x)
-    if (peer != p.rank && p.senders[peer])
-      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, peer)), use, p.timeout_ms, p.failure, peer);
-}
-
 __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_constant__ magi_box_reduce_params p) {
   for (int t = 0; t < p.num_tensors; ++t) {
     const int per_row = p.row_values[t] / 8;
@@ -125,7 +115,7 @@ extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   MAGI_RETURN(magi::multiprocessors(&sms));
   const int64_t wanted = (most + magi::kReduceThreads - 1) / magi::kReduceThreads, room = 8ll * sms;
   const int grid = static_cast<int>(wanted < 1 ? 1 : wanted < room ? wanted : room);
-  magi::box_meet<<<1, 128, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
+  magi::box_meet<<<1, magi::kMeetThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
   MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
   magi::box_reduce<<<grid, magi::kReduceThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
   return magi::cuda_status(cudaGetLastError(), "launching the sum of rows");

@@ -2,6 +2,7 @@
 // Rows out of this rank's box to their places in ordinary tensors, see magi/box.h.
 
 #include "../../ffa/common/host.h"
+#include "await.cuh"
 #include "box.cuh"
 #include "box_launch.h"
 
@@ -49,20 +50,6 @@ __device__ __forceinline__ void copy_piece(const magi_box_take_params& p, int4 p
   }
 }
 
-// One CTA: until all slots of the pieces have arrived. Copying beside what still arrives would slow that down by half.
-__global__ void __launch_bounds__(kTakeThreads) box_await(const __grid_constant__ magi_box_take_params p) {
-  extern __shared__ int is_wanted[];
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  const int slots = MAGI_BOX_GROUPS * p.world;
-  for (int slot = threadIdx.x; slot < slots; slot += kTakeThreads) is_wanted[slot] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.num_pieces; i += kTakeThreads) is_wanted[__ldg(p.pieces + 4 * i)] = 1;
-  __syncthreads();
-  for (int slot = threadIdx.x; slot < slots; slot += kTakeThreads)
-    if (is_wanted[slot])
-      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, slot)), use, p.timeout_ms, p.failure, slot / MAGI_BOX_GROUPS);
-}
-
 __global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
   for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) copy_piece(p, __ldg(reinterpret_cast<const int4*>(p.pieces) + i));
   // The last CTA ends the use. This rank's own rows have left: the push is before this in the stream.
@@ -84,7 +71,7 @@ extern "C" magi_status magi_box_take(const magi_box_take_params* params) {
     if (p.row_bytes[t] % 16 || p.out_stride[t] % 16 || p.data_at[t] % 16 || reinterpret_cast<uintptr_t>(p.out[t]) % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
   const auto stream = static_cast<cudaStream_t>(p.stream);
-  magi::box_await<<<1, magi::kTakeThreads, MAGI_BOX_GROUPS * p.world * sizeof(int), stream>>>(p);
+  magi::box_await<<<1, magi::kAwaitThreads, MAGI_BOX_GROUPS * p.world * sizeof(int), stream>>>(p);
   MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
   magi::box_take<<<p.num_ctas, magi::kTakeThreads, 0, stream>>>(p);
   return magi::cuda_status(cudaGetLastError(), "launching the copy out of a box");

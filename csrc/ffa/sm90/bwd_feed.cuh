@@ -193,7 +193,7 @@ __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const 
   }
 }
 
-// The same in wide steps, whose dq is added at once, each warpgroup's share when it is there. `phase`: of the shares.
+// The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of the shares.
 template <typename C>
 __device__ __forceinline__ void add_shares(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t& phase) {
   uint32_t number;
