@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lanes of ``csrc/ffa/sm90/bwd_feed.cuh`` and the warpgroups of ``bwd_step.cuh``: processes that wait and arrive.
+
+Barriers count phases as mbarriers do, by parity, so a lane that is two phases late waits for ever, as it would. Who
+runs next is drawn, with some slower than others. What a run shows: everything ends, the words of a step are still those
+of the step when they are read, and no dq is written over before it was added. It follows the CUDA code line by line and
+does not show that the code keeps to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Wait = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of ``BwdConfig``: stages of Q and dO; how dq leaves; what goes on into the next step; who copies dO.
+
+    With ``is_prompt`` the lane that adds dq in turns looks at the first step of a unit as soon as that is there. The
+    kernel counts on it: it has just asked for the keys, without which nobody can be one step further.
+    """
+
+    stages: int
+    dq: str  # "direct", "shares" or "turns"
+    is_flying: bool
+    is_wide: bool = False
+    is_dq_over_ds: bool = False
+    has_dout_with_q: bool = True
+    is_prompt: bool = True
+
+
+class Barrier:
+    """An mbarrier for ``count`` arrivals."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.pending, self.phase = count, count, 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        if self.pending == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+
+    def is_over(self, parity: int) -> Wait:
+        return lambda: self.phase % 2 != parity
+
+
+class Machine:
+    """One CTA that works on ``units``, numbers of steps."""
+
+    def __init__(self, config: Config, units: list[int], rng: np.random.Generator) -> None:
+        self.c, self.units, self.rng = config, units, rng
+        n = config.stages
+        self.q_full, self.do_full, self.step_full = ([Barrier(1) for _ in range(n)] for _ in range(3))
+        self.q_empty, self.do_empty = ([Barrier(2) for _ in range(n)] for _ in range(2))
+        shares = 2 if config.dq == "shares" else 1
+        self.dq_full = [Barrier(2 // shares) for _ in range(shares)]
+        self.dq_empty = [Barrier(1) for _ in range(shares)]
+        self.ds_empty, self.both, self.over = Barrier(2), Barrier(2), Barrier(2)
+        self.words: list[int | None] = [None] * n  # which step a slot tells of
+        self.staged: list[tuple[int, bool] | None] = [None] * 2  # dq of a warpgroup: its step; does the unit end?
+        self.added: list[list[int]] = [[], []]
+        self.keys_loaded = self.units_begun = 0
+        self.units_done = [0, 0]
+        self.copies: list[Callable[[], None]] = []  # asynchronous, under way
+        self.is_first_look = False
+
+    def run(self) -> None:
+        """Raises AssertionError if somebody waits for ever or reads what is not meant."""
+        lanes = [self.copy_queries(), self.add_dq(), self.warpgroup(0), self.warpgroup(1)]
+        waits: list[Wait | None] = [lambda: True] * len(lanes)
+        weights = self.rng.choice((0.05, 0.3, 1.0), len(lanes) + 1)
+        while any(wait is not None for wait in waits):
+            ready = [i for i, wait in enumerate(waits) if wait is not None and wait()]
+            if self.copies:
+                ready.append(len(lanes))
+            assert ready, f"all wait: {[n for n, wait in enumerate(waits) if wait is not None]}"
+            share = weights[ready] / weights[ready].sum()
+            is_urgent = self.c.is_prompt and self.is_first_look and 1 in ready
+            i = 1 if is_urgent else int(self.rng.choice(ready, p=share))
+            if i == len(lanes):
+                self.copies.pop(int(self.rng.integers(len(self.copies))))()
+                continue
+            waits[i] = next(lanes[i], None)
+        assert self.added == [list(range(sum(self.units)))] * 2 or self.c.dq == "direct"
+
+    # ---- the feeding side ---------------------------------------------------------------------------
+    def copy_dout(self, slot: int, phase: int) -> Iterator[Wait]:
+        yield self.do_empty[slot].is_over(phase ^ 1)
+        self.copies.append(self.do_full[slot].arrive)
+
+    def copy_queries(self) -> Iterator[Wait]:
+        ring, step = Ring(self.c.stages), 0
+        for unit, steps in enumerate(self.units):
+            # The next unit is handed out when the last one's copies have been asked for, in turns when it is added.
+            if self.c.dq == "turns":
+                yield lambda unit=unit: self.units_begun >= unit
+            for _ in range(steps):
+                yield self.q_empty[ring.slot].is_over(ring.phase ^ 1)
+                self.words[ring.slot] = step
+                self.step_full[ring.slot].arrive()
+                self.copies.append(self.q_full[ring.slot].arrive)
+                if self.c.has_dout_with_q:
+                    yield from self.copy_dout(ring.slot, ring.phase)
+                ring.advance()
+                step += 1
+
+    def add_dq(self) -> Iterator[Wait]:
+        ring, phase, first = Ring(self.c.stages), 0, 0
+        for unit, steps in enumerate(self.units):
+            yield lambda unit=unit: min(self.units_done) >= unit  # room for its keys
+            self.keys_loaded += 1
+            if self.c.dq == "turns":
+                phase = yield from self.add_in_turns(ring, phase, first, steps)
+                self.units_begun += 1
+            elif self.c.dq == "shares":
+                phase = yield from self.add_shares(phase)
+            elif not self.c.has_dout_with_q:
+                for _ in range(steps):
+                    yield self.step_full[ring.slot].is_over(ring.phase)
+                    yield from self.copy_dout(ring.slot, ring.phase)
+                    ring.advance()
+            first += steps
+
+    def add_in_turns(self, ring: Ring, phase: int, first: int, steps: int) -> Generator[Wait, None, int]:
+        ahead, looked_at, at = 0, 0, first
+        while looked_at < steps or ahead > 0:
+            if looked_at < steps and ahead < self.c.stages:
+                self.is_first_look = looked_at == 0
+                yield self.step_full[ring.slot].is_over(ring.phase)
+                self.is_first_look = False
+                assert self.words[ring.slot] == first + looked_at, "the words of another step"
+                if not self.c.has_dout_with_q:
+                    yield from self.copy_dout(ring.slot, ring.phase)
+                ring.advance()
+                ahead, looked_at = ahead + 1, looked_at + 1
+                continue
+            yield self.dq_full[0].is_over(phase)
+            phase ^= 1
+            yield lambda: True  # for its turn
+            for group in (0, 1):
+                assert self.staged[group] is not None and self.staged[group][0] == at
+                self.added[group].append(at)
+                self.staged[group] = None
+            self.dq_empty[0].arrive()
+            yield lambda: True  # until it is complete, and passed on
+            ahead, at = ahead - 1, at + 1
+        return phase
+
+    def add_shares(self, phase: int) -> Generator[Wait, None, int]:
+        ends = False
+        while not ends:
+            for share in (0, 1):
+                yield self.dq_full[share].is_over(phase)
+                found = self.staged[share]
+                assert found is not None
+                self.added[share].append(found[0])
+                ends = found[1]
+            phase ^= 1
+            yield lambda: True  # until it has been read
+            self.staged = [None, None]
+            for share in (0, 1):
+                self.dq_empty[share].arrive()
+        return phase
+
+    # ---- the consumers ------------------------------------------------------------------------------
+    def warpgroup(self, group: int) -> Iterator[Wait]:
+        ring, step = Ring(self.c.stages), 0
+        for unit, steps in enumerate(self.units):
+            yield lambda unit=unit: self.keys_loaded > unit
+            before: int | None = None  # slot whose Q is still being read
+            for i in range(steps):
+                before = yield from self.step(group, ring, step, before, i + 1 == steps)
+                step += 1
+            if before is not None:
+                self.q_empty[before].arrive()
+            yield from self.meet(self.both)
+            self.units_done[group] += 1
+
+    def meet(self, barrier: Barrier) -> Iterator[Wait]:
+        phase = barrier.phase
+        barrier.arrive()
+        yield lambda: barrier.phase > phase
+
+    def step(
+        self, group: int, ring: Ring, step: int, before: int | None, ends: bool
+    ) -> Generator[Wait, None, int | None]:
+        slot, parity = ring.slot, step & 1
+        yield self.q_full[slot].is_over(ring.phase)
+        if before is not None:
+            self.q_empty[before].arrive()
+        yield self.do_full[slot].is_over(ring.phase)
+        assert self.words[slot] == step, "the words of another step"
+        if self.c.is_dq_over_ds:
+            yield self.dq_empty[0].is_over(parity ^ 1)
+        if self.c.is_wide:
+            yield self.ds_empty.is_over(parity ^ 1)
+        yield from self.meet(self.both)
+        self.do_empty[slot].arrive()
+        if self.c.is_wide:
+            self.ds_empty.arrive()
+        if self.c.dq != "direct":
+            yield from self.hand_over(group, step, parity, ends)
+        if not self.c.is_flying:
+            self.q_empty[slot].arrive()
+        ring.advance()
+        return slot if self.c.is_flying else None
+
+    def hand_over(self, group: int, step: int, parity: int, ends: bool) -> Iterator[Wait]:
+        share = group if self.c.dq == "shares" else 0
+        if self.c.is_dq_over_ds:
+            yield from self.meet(self.over)
+        else:
+            yield self.dq_empty[share].is_over(parity ^ 1)
+        assert self.staged[group] is None, "dq was written over"
+        self.staged[group] = (step, ends)
+        self.dq_full[share].arrive()
+
+
+class Ring:
+    """``Ring`` of barrier.cuh."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages, self.slot, self.phase = stages, 0, 0
+
+    def advance(self) -> None:
+        self.slot += 1
+        if self.slot == self.stages:
+            self.slot, self.phase = 0, self.phase ^ 1
