@@ -22,7 +22,8 @@ class Config:
     """Of ``BwdConfig``: stages of Q and dO; how dq leaves; what goes on into the next step; who copies dO.
 
     With ``is_prompt`` the lane that adds dq in turns looks at the first step of a unit as soon as that is there. The
-    kernel counts on it: it has just asked for the keys, without which nobody can be one step further.
+    kernel counts on it: it has just asked for the keys, without which nobody can be one step further. With
+    ``looks_first`` it asks for the keys afterwards, which the kernel does not do yet.
     """
 
     stages: int
@@ -32,6 +33,7 @@ class Config:
     is_dq_over_ds: bool = False
     has_dout_with_q: bool = True
     is_prompt: bool = True
+    looks_first: bool = False
 
 
 class Barrier:
@@ -113,7 +115,7 @@ class Machine:
         ring, phase, first = Ring(self.c.stages), 0, 0
         for unit, steps in enumerate(self.units):
             yield lambda unit=unit: min(self.units_done) >= unit  # room for its keys
-            self.keys_loaded += 1
+            self.keys_loaded += not self.c.looks_first
             if self.c.dq == "turns":
                 phase = yield from self.add_in_turns(ring, phase, first, steps)
                 self.units_begun += 1
@@ -137,6 +139,7 @@ class Machine:
                 if not self.c.has_dout_with_q:
                     yield from self.copy_dout(ring.slot, ring.phase)
                 ring.advance()
+                self.keys_loaded += self.c.looks_first and looked_at == 0
                 ahead, looked_at = ahead + 1, looked_at + 1
                 continue
             yield self.dq_full[0].is_over(phase)
