@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer in one launch costs the host, in calls of functions: these can be counted without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from ffa_simulator import backend, planner_or_skip
+
+from magi_attention.comm.transport import SingleTransport
+from magi_attention.common.slices import SliceTable
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.one_launch import OneLaunch
+from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
+from magi_attention.kernels import AttnOptions, default_registry
+from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
+from magi_attention.meta.planner import build_plan
+from magi_attention.native.ffa import FfaTile
+from magi_attention.native.succession import Succession
+
+ROWS = 32
+# 123 and 164 when this was written; other versions of torch and Python make a few more or fewer.
+MOST = {"forward": 140, "backward": 185}
+
+
+def stand_in() -> SimpleNamespace:
+    """Prepared launches that launch nothing."""
+    base = 2 * TILE
+    slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
+    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
+    succession = Succession(lambda: SimpleNamespace(record=lambda stream: None, wait=lambda stream: None))
+    nothing = lambda *_: None  # noqa: E731
+    return SimpleNamespace(
+        remote=RemoteKeys(mask, b""), group=SimpleNamespace(in_succession=lambda s: succession.next(s, False)),
+        check=nothing, push=nothing, push_again=nothing, release=nothing, reduce=nothing, is_current=lambda: True,
+    )  # fmt: skip
+
+
+def layer_in_one_launch(monkeypatch):
+    """A function of q, k, v that goes the way of a layer on a GPU, up to the launches."""
+    planner_or_skip()
+    ffa, library = backend()
+    for name in ("forward_remote_raw", "backward_remote_raw"):
+        monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
+    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    launches, one = stand_in(), object.__new__(OneLaunch)
+    one.part, one._launches, one._wire, one._transport = None, {}, None, None
+    plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
+    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
+    prepared = Prepared(ffa, ffa, one, *[AttnOptions(0.25)] * 4)
+
+    def prepare(q, k, v, *rest) -> Prepared:
+        one._launches[k.device, k.dtype, q.shape[1], k.shape, v.shape[2], k.stride(0), v.stride(0)] = launches
+        return prepared
+
+    monkeypatch.setattr(runtime, "_prepare", prepare)
+    return lambda q, k, v: dist_attn(q, k, v, runtime)[0]
+
+
+def calls_of(function) -> int:
+    """Calls of functions, by the interpreter's own count."""
+    count = 0
+
+    def profile(frame, event, argument) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_few_calls_for_a_layer(monkeypatch) -> None:
+    layer = layer_in_one_launch(monkeypatch)
+    q, k, v = (torch.zeros(ROWS, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    grad, made = torch.zeros_like(q), []
+    for _ in range(3):  # the first prepares
+        found = {
+            "forward": calls_of(lambda: made.append(layer(q, k, v))),
+            "backward": calls_of(lambda: torch.autograd.grad(made.pop(), (q, k, v), grad)),
+        }
+    print(found)
+    assert all(found[name] <= most for name, most in MOST.items()), found
