@@ -76,4 +76,11 @@ __device__ __forceinline__ void release_box(const magi_box& box, int rank, int w
   if (threadIdx.x == 0) *box_word(box.own, MAGI_BOX_USES) = uses;
 }
 
+// The same for a box into which this rank pushed: when all of that is on its way.
+__device__ __forceinline__ void release_pushed_box(const magi_box& box, int rank, int world, uint32_t timeout_ms, int32_t* failure) {
+  wait_for_word(box_word(box.own, MAGI_BOX_PUSHED), *box_word(box.own, MAGI_BOX_USES) + 1, timeout_ms, failure, rank);
+  __syncthreads();
+  release_box(box, rank, world);
+}
+
 }  // namespace magi

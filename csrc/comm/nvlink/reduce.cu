@@ -88,11 +88,7 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
   if (!is_last_cta(box_word(p.box.own, MAGI_BOX_CTAS))) return;
   __threadfence_system();
   release_box(p.box, p.rank, p.world);
-  if (p.pushed.own == nullptr) return;
-  const uint32_t pushed = *box_word(p.pushed.own, MAGI_BOX_USES) + 1;
-  wait_for_word(box_word(p.pushed.own, MAGI_BOX_PUSHED), pushed, p.timeout_ms, p.failure, p.rank);
-  __syncthreads();
-  release_box(p.pushed, p.rank, p.world);
+  if (p.pushed.own != nullptr) release_pushed_box(p.pushed, p.rank, p.world, p.timeout_ms, p.failure);
 }
 
 }  // namespace box_summing

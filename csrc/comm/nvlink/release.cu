@@ -11,10 +11,7 @@ inline namespace box_releasing {  // named, because nvcc puts the path of the fi
 constexpr int kReleaseThreads = 128;
 
 __global__ void __launch_bounds__(kReleaseThreads) box_release(const __grid_constant__ magi_box_release_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  wait_for_word(box_word(p.box.own, MAGI_BOX_PUSHED), use, p.timeout_ms, p.failure, p.rank);
-  __syncthreads();
-  release_box(p.box, p.rank, p.world);
+  release_pushed_box(p.box, p.rank, p.world, p.timeout_ms, p.failure);
 }
 
 }  // namespace box_releasing
