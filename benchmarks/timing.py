@@ -61,17 +61,18 @@ def interleaved_us(
     return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items() if name in calls}
 
 
-def host_us(call: Call, calls: int = 100, rounds: int = 5) -> float:
+def host_us(call: Call, calls: int = 100, rounds: int = 5, is_alone: bool = True) -> float:
     """Microseconds that the host needs for one call, without waiting for the GPU; the best of the rounds.
 
     A round has fewer calls where they take long: what is queued would take the GPU minutes, or fill the queue so that
-    the host waits.
+    the host waits. Not if other ranks take part (``is_alone`` False): they must make as many.
     """
     torch.cuda.synchronize()
     started = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    calls = max(1, min(calls, int(HOST_ROUND_SECONDS / (time.perf_counter() - started))))
+    if is_alone:
+        calls = max(1, min(calls, int(HOST_ROUND_SECONDS / (time.perf_counter() - started))))
     best = float("inf")
     for _ in range(rounds):
         torch.cuda.synchronize()

@@ -93,7 +93,7 @@ class Layer:
 
     def host_us(self) -> float:
         """Microseconds of the host for one of many layers."""
-        return host_us(self.layers, 3, ROUNDS[1]) / LAYERS
+        return host_us(self.layers, 3, ROUNDS[1], is_alone=False) / LAYERS
 
     def captured(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
         side = torch.cuda.Stream()
