@@ -109,7 +109,6 @@ def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tupl
     """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
-    is_rounded = True  # gradients have the dtypes of q, k and v already
     with runtime.transport.guard("attention backward"):
         if prepared.one_launch is not None:
             grads = prepared.one_launch.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
@@ -120,12 +119,11 @@ def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tupl
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         else:
-            is_rounded = False
             state = _Backward(call, dout, q, k, v, sink, out, lse)
             grads = state.run_blocking() if runtime.is_blocking and not runtime.is_local else state.run_staged(tail)
+            grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
     dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
-    three = (grads.dq, grads.dk, grads.dv)
-    return *(three if is_rounded else rounded(three, q.dtype)), dsink
+    return grads.dq, grads.dk, grads.dv, dsink
 
 
 def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:

@@ -164,5 +164,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` with whole rows one after another: (T, H, D) whose heads and dims are dense, at addresses that bulk copies
     take."""
     token, head, dim = x.stride()
-    is_fine = dim == 1 and head == x.shape[2] and not token % 8 and not x.data_ptr() & 15
+    is_row = dim == 1 and (head == x.shape[2] or x.shape[1] == 1)
+    is_fine = is_row and not token % 8 and not x.data_ptr() & 15
     return x if is_fine else x.clone(memory_format=torch.contiguous_format)

@@ -224,6 +224,19 @@ def test_low_precision_error_is_near_the_reference() -> None:
         assert ours <= 2 * theirs + 1e-6, f"{name}: {ours} against {theirs}"
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """They would be wrong, for autograd does not see what the backward computes; first ones may ask for a graph."""
+    plan = build_plan(SliceTable(np.array([[0, 64, 0, 64, 1]])), 64, 1)
+    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
+    q, k, v, dout = (torch.randn(64, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    out = dist_attn(q, k, v, runtime)[0]
+    plain = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    kept = torch.autograd.grad(out, (q, k, v), dout, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        kept[0].sum().backward()
+
+
 def test_deterministic_mode_goes_stage_by_stage(caplog) -> None:
     """Where one launch is asked for too: said in the log, and no error."""
     slices = SliceTable(np.array([[0, 64, 0, 64, 1]]))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,8 @@ def test_the_stages_are_those_of_the_kernel():
     text = source.read_text()
     assert "kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;" in text
     assert "kDoutWithQ = !(kOrdered && kStages == 1);" in text
-    assert re.search(r"kDqOverDs = kOrdered && kD > 128;", text)
+    assert "kDqOverDs = kOrdered && kD > 128;" in text
+    assert "kFlying = !C::kCapped && !C::kWide && C::kStages > 1;" in (source.parent / "bwd_step.cuh").read_text()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
