@@ -21,9 +21,8 @@ Wait = Callable[[], bool]
 class Config:
     """Of ``BwdConfig``: stages of Q and dO; how dq leaves; what goes on into the next step; who copies dO.
 
-    With ``is_prompt`` the lane that adds dq in turns looks at the first step of a unit as soon as that is there. The
-    kernel counts on it: it has just asked for the keys, without which nobody can be one step further. With
-    ``looks_first`` it asks for the keys afterwards, which the kernel does not do yet.
+    With ``looks_first`` the lane that adds dq in turns looks at the first step of a unit before it asks for the keys,
+    without which nobody gets further than that.
     """
 
     stages: int
@@ -32,8 +31,7 @@ class Config:
     is_wide: bool = False
     is_dq_over_ds: bool = False
     has_dout_with_q: bool = True
-    is_prompt: bool = True
-    looks_first: bool = False
+    looks_first: bool = True
 
 
 class Barrier:
@@ -69,7 +67,6 @@ class Machine:
         self.keys_loaded = self.units_begun = 0
         self.units_done = [0, 0]
         self.copies: list[Callable[[], None]] = []  # asynchronous, under way
-        self.is_first_look = False
 
     def run(self) -> None:
         """Raises AssertionError if somebody waits for ever or reads what is not meant."""
@@ -82,8 +79,7 @@ class Machine:
                 ready.append(len(lanes))
             assert ready, f"all wait: {[n for n, wait in enumerate(waits) if wait is not None]}"
             share = weights[ready] / weights[ready].sum()
-            is_urgent = self.c.is_prompt and self.is_first_look and 1 in ready
-            i = 1 if is_urgent else int(self.rng.choice(ready, p=share))
+            i = int(self.rng.choice(ready, p=share))
             if i == len(lanes):
                 self.copies.pop(int(self.rng.integers(len(self.copies))))()
                 continue
@@ -115,7 +111,8 @@ class Machine:
         ring, phase, first = Ring(self.c.stages), 0, 0
         for unit, steps in enumerate(self.units):
             yield lambda unit=unit: min(self.units_done) >= unit  # room for its keys
-            self.keys_loaded += not self.c.looks_first
+            looks_first = self.c.dq == "turns" and self.c.looks_first
+            self.keys_loaded += not looks_first
             if self.c.dq == "turns":
                 phase = yield from self.add_in_turns(ring, phase, first, steps)
                 self.units_begun += 1
@@ -132,9 +129,7 @@ class Machine:
         ahead, looked_at, at = 0, 0, first
         while looked_at < steps or ahead > 0:
             if looked_at < steps and ahead < self.c.stages:
-                self.is_first_look = looked_at == 0
                 yield self.step_full[ring.slot].is_over(ring.phase)
-                self.is_first_look = False
                 assert self.words[ring.slot] == first + looked_at, "the words of another step"
                 if not self.c.has_dout_with_q:
                     yield from self.copy_dout(ring.slot, ring.phase)

@@ -157,32 +157,55 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   }
 }
 
-// dq of all steps of a unit, each in its turn. The words of a step may be written anew when its Q has been used, which is before its
-// dq is added; so what that needs is kept elsewhere. They are read in time: two steps are looked at before the dq of the first is
-// added, and until that is done the second cannot hand over its own, and so does not end. Steps count as layers in `turns`.
+// K and V of a unit, which has keys to look at.
+template <typename C>
+__device__ __forceinline__ void load_keys(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t unit_at) {
+  const int2 unit = lds_int2(unit_at);  // its tile and its head
+  mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
+  if (unit.x * C::kKeys < p.remote.base) {
+    load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+    load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
+  } else {
+    wait_for_tile(p.remote, unit.x - p.remote.base / kRemoteTile);
+    const int tile = lds_int(unit_at);
+    const int head = lds_int(unit_at + 4);
+    load_rows<C>(smem.k(), C::kKeys, &p.remote.k_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
+    load_rows<C>(smem.v(), C::kKeys, &p.remote.v_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
+  }
+}
+
+// Copies K and V of a unit, and adds dq of all its steps, each in its turn. The words of a step may be written anew when its Q has
+// been used, which is before its dq is added; so what that needs is kept elsewhere. They are read in time: the first step is looked
+// at before the keys are asked for, without which it does not end, and later ones while an earlier one has not been added,
+// until when they cannot hand over their own. Steps count as layers in `turns`.
 template <typename C>
 __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns& turns,
                                                 Ring<C::kStages>& ring) {
   int ahead = 0, seen = -1, turn = 0;  // of the last step looked at: it travels behind what is done meanwhile
-  bool ends = lds_int(smem.unit(turns.unit_slot()) + 8) == 0;
+  bool ends = false;
   auto words_of = [&](int steps) {  // so many steps back
     const int slot = static_cast<int>(ring.slot) - steps;
     return smem.turn(slot < 0 ? slot + C::kStages : slot);
   };
+  auto look = [&] {
+    mbar_wait(smem.step_full(ring.slot), ring.phase);
+    const int4 step = lds_int4(smem.step(ring.slot));
+    if constexpr (!C::kDoutWithQ) copy_dout<C>(p, smem, ring);
+    const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
+    sts_int(smem.turn(ring.slot), step.x * C::kPasses + pass);
+    const int unit_at = lds_int(smem.unit_turns(turns.unit_slot()));
+    turn = p.turns[static_cast<int64_t>(block_of<C::kQueries>(step.y)) * p.turns_per_block + unit_at];
+    ends = step.z & kUnitEnds;
+    ring.advance();
+    ++ahead;
+  };
+  look();
+  load_keys<C>(p, smem, smem.unit(turns.unit_slot()));
 #pragma unroll 1
   while (!ends || ahead > 0) {
     if (!ends && ahead < C::kStages) {
       if (ahead > 0) sts_int(words_of(1) + 4, turn);
-      mbar_wait(smem.step_full(ring.slot), ring.phase);
-      const int4 step = lds_int4(smem.step(ring.slot));
-      if constexpr (!C::kDoutWithQ) copy_dout<C>(p, smem, ring);
-      const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
-      sts_int(smem.turn(ring.slot), step.x * C::kPasses + pass);
-      const int unit_at = lds_int(smem.unit_turns(turns.unit_slot()));
-      turn = p.turns[static_cast<int64_t>(block_of<C::kQueries>(step.y)) * p.turns_per_block + unit_at];
-      ends = step.z & kUnitEnds;
-      ring.advance();
-      ++ahead;
+      look();
     } else {
       mbar_wait(smem.dq_full(0), turns.layer_slot());
       turns.next_layer();
@@ -225,27 +248,15 @@ __device__ void copy_keys_add_dq(const BwdKernelParams& p, const BwdSmem<C>& sme
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
     if (unit.x < 0) break;
     mbar_wait(smem.kv_empty(), turns.kv_phase() ^ 1);
-    if (unit.z == 0) {  // nothing to load, but dk and dv are staged there
-      mbar_arrive(smem.kv_raw());
-    } else {
-      mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
-      if (unit.x * C::kKeys < p.remote.base) {
-        load_rows<C>(smem.k(), C::kKeys, &p.k_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
-        load_rows<C>(smem.v(), C::kKeys, &p.v_map, smem.kv_raw(), unit.x * C::kKeys, unit.y, kEvictFirst);
-      } else {
-        wait_for_tile(p.remote, unit.x - p.remote.base / kRemoteTile);
-        const int tile = lds_int(smem.unit(turns.unit_slot()));
-        const int head = lds_int(smem.unit(turns.unit_slot()) + 4);
-        load_rows<C>(smem.k(), C::kKeys, &p.remote.k_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
-        load_rows<C>(smem.v(), C::kKeys, &p.remote.v_map, smem.kv_raw(), tile * C::kKeys - p.remote.base, head, kEvictFirst);
-      }
-    }
-    if constexpr (C::kOrdered) {
+    if (unit.z == 0) {
+      mbar_arrive(smem.kv_raw());  // nothing to load, but dk and dv are staged there
+    } else if constexpr (C::kOrdered) {
       add_dq_in_turns<C>(p, smem, turns, ring);
-      mbar_arrive(smem.issued());
-    } else if constexpr (C::kWide) {
-      if (unit.z > 0) add_shares<C>(p, smem, dq_phase);
+    } else {
+      load_keys<C>(p, smem, smem.unit(turns.unit_slot()));
+      if constexpr (C::kWide) add_shares<C>(p, smem, dq_phase);
     }
+    if constexpr (C::kOrdered) mbar_arrive(smem.issued());
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
