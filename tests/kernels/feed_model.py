@@ -118,11 +118,6 @@ class Machine:
                 self.units_begun += 1
             elif self.c.dq == "shares":
                 phase = yield from self.add_shares(phase)
-            elif not self.c.has_dout_with_q:
-                for _ in range(steps):
-                    yield self.step_full[ring.slot].is_over(ring.phase)
-                    yield from self.copy_dout(ring.slot, ring.phase)
-                    ring.advance()
             first += steps
 
     def add_in_turns(self, ring: Ring, phase: int, first: int, steps: int) -> Generator[Wait, None, int]:

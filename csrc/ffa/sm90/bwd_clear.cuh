@@ -84,8 +84,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
       const int blocks = BlockOrder<C::kQueries>(smem.layer(turns.layer_slot()), Way::kForwards).left();
 #pragma unroll 1
       for (int i = clears ? heads_of_unit<C>(p, unit.w) * blocks : 0; i > 0; --i) {
-        mbar_wait(smem.step_full(ring.slot), ring.phase);
-        mbar_wait(smem.q_raw(ring.slot), ring.phase);
+        mbar_wait(smem.q_raw(ring.slot), ring.phase);  // and what the step is was said before that was asked for
 #pragma unroll 1
         for (int row = lane; row < C::kQueries; row += 32) {
           const int query = lds_int(smem.step(ring.slot) + 4) + row;

@@ -137,7 +137,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
-            mbar_arrive(smem.step_full(ring.slot));
+            if constexpr (C::kOrdered) mbar_arrive(smem.step_full(ring.slot));
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
             mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * stat_floats(C::kQueries), C::kStatBytes, bar);

@@ -44,7 +44,7 @@ struct BwdSmem {
   __device__ uint32_t do_full(uint32_t s) const { return bar(12 + 2 * C::kStages + s); }
   __device__ uint32_t do_empty(uint32_t s) const { return bar(12 + 3 * C::kStages + s); }
   __device__ uint32_t q_raw(uint32_t s) const { return bar(12 + 4 * C::kStages + s); }  // of Q, stats and dO together
-  __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // its four words are there
+  __device__ uint32_t step_full(uint32_t s) const { return bar(12 + 5 * C::kStages + s); }  // in order: its four words are there
   // A unit as four words: tile (-1: no more work), kv head, number of layers, part of the heads and pass.
   __device__ uint32_t unit(uint32_t s) const { return base + C::kUnitsAt + 16 * s; }
   // A step as four words: number of its head and block, first query, and what each warpgroup needs to know (of one bit more
@@ -89,7 +89,7 @@ struct BwdSmem {
       mbar_init(do_full(s), clears ? 32 : 1);
       mbar_init(do_empty(s), C::kConsumerWarps);
       mbar_init(q_raw(s), 1);
-      mbar_init(step_full(s), 1);
+      if constexpr (C::kOrdered) mbar_init(step_full(s), 1);
     }
     mbar_init_fence();
   }
