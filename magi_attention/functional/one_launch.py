@@ -4,7 +4,7 @@
 Forward: a few CTAs push this rank's rows into the boxes of the ranks that read them; the attention kernel starts
 beside them and waits, tile by tile, for what it reads. Backward: the same, and the gradients of remote keys are
 written to their owners as each tile is done; a last kernel adds them up, in the order of the ranks, in float32. So
-results are the same bits on every run, all but dq, which is summed in no fixed order.
+results are the same bits on every run, all but dq, which is summed in no fixed order unless that is asked for.
 """
 
 from __future__ import annotations

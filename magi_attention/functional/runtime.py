@@ -194,13 +194,6 @@ class AttnRuntime:
 
     def _decide(self) -> OneLaunch | None:
         was_asked_for = self.policy.stage_mode == "fused"
-        if self.policy.deterministic:
-            _log.log(
-                logging.WARNING if was_asked_for else logging.INFO,
-                "Attention runs stage by stage over the process group, because MAGI_ATTENTION_DETERMINISTIC_MODE=1 "
-                "asks for the same bits on every run, which has not been shown of dq in one launch.",
-            )
-            return None
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
         reason = reason or why_no_boxes(self.transport)
         if reason is None:

@@ -135,7 +135,10 @@ class BackwardCalls:
         )  # fmt: skip
         params = call.prefix + tail
         if call.options.deterministic:
-            succession = self._in_turns.get(index) or self._in_turns.setdefault(index, Succession(runtime.event))
+            succession = self._in_turns.get(index)
+            if succession is None:
+                made = Succession(runtime.event, runtime.stream_object)
+                succession = self._in_turns.setdefault(index, made)
             with succession.next(stream, runtime.is_capturing()):
                 status = _start(call.library, params, remote)
         else:

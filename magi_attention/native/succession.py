@@ -16,9 +16,13 @@ class Succession:
     Those captured in a CUDA graph are in the order of the capture; a replay does not look at those outside.
     """
 
-    def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
-        self._make_event = make_event
-        self._stream = 0
+    def __init__(
+        self,
+        make_event: Callable[[], Any] = torch.cuda.Event,
+        current: Callable[[], Any] = torch.cuda.current_stream,
+    ) -> None:
+        self._make_event, self._current = make_event, current
+        self._address, self._stream = 0, None  # of the last one
         self.end: Any = None  # of the last one: an event; None before the first
 
     def next(
@@ -30,14 +34,17 @@ class Succession:
 
     def begin(self, address: int, stream: torch.cuda.Stream | None) -> None:
         """Puts the stream behind the last one."""
-        if self.end is not None and self._stream != address:
-            self.end.wait(stream)
+        if self._stream is None or self._address != address:
+            # Asked for here alone: that takes as long as a launch, and every layer of a model passes by.
+            stream = self._current() if stream is None else stream
+            if self.end is not None:
+                self.end.wait(stream)
+            self._address, self._stream = address, stream
 
-    def finish(self, address: int, stream: torch.cuda.Stream | None) -> None:
+    def finish(self) -> None:
         """The stream has been given all of it."""
-        end = self._make_event()
-        end.record(stream)
-        self._stream, self.end = address, end
+        self.end = self._make_event()
+        self.end.record(self._stream)
 
 
 class _Next(AbstractContextManager[None]):
@@ -50,4 +57,4 @@ class _Next(AbstractContextManager[None]):
         self._succession.begin(self._address, self._stream)
 
     def __exit__(self, *_: object) -> None:  # what was launched before an error is to be followed, too
-        self._succession.finish(self._address, self._stream)
+        self._succession.finish()

@@ -237,16 +237,6 @@ def test_gradients_of_gradients_are_refused() -> None:
         kept[0].sum().backward()
 
 
-def test_deterministic_mode_goes_stage_by_stage(caplog) -> None:
-    """Where one launch is asked for too: said in the log, and no error."""
-    slices = SliceTable(np.array([[0, 64, 0, 64, 1]]))
-    policy = AttnPolicy(deterministic=True, stage_mode="fused")
-    plan = build_plan(slices, 64, 1, config=DistAttnConfig(DispatchConfig(chunk_size=16)))
-    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), policy)
-    assert runtime._decide() is None
-    assert "stage by stage" in caplog.text and "DETERMINISTIC" in caplog.text
-
-
 def decision(rank: FakeTransport, plan: Plan, stage_mode: str) -> bool:
     """Does the runtime go stage by stage without an error, with a backend and tensors that could do otherwise?"""
     runtime = AttnRuntime(plan, rank, default_registry(), AttnPolicy(stage_mode=stage_mode))

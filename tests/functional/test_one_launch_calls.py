@@ -22,7 +22,9 @@ class Spy:
         self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
         self.remote = self if has_remote_keys else None
         self.group = self
-        self._succession = Succession(lambda: SimpleNamespace(record=self.note("record"), wait=self.note("wait")))
+        self._succession = Succession(
+            lambda: SimpleNamespace(record=self.note("record"), wait=self.note("wait")), lambda: self.stream_now
+        )
 
     def note(self, what: str):
         return lambda *args: self.said.append(f"{what} {self.stream_now}")

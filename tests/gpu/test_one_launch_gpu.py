@@ -14,8 +14,6 @@ import torch.distributed as dist
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.functional.one_launch import OneLaunch
-from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.kernels import ffa_bwd
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
@@ -161,15 +159,13 @@ def differs(name: str, a: torch.Tensor, b: torch.Tensor, is_deterministic: bool 
     return not torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-3 * float(a.abs().max()))
 
 
-def repeated(rank: int, world: int, is_deterministic: bool, is_refused: bool) -> list[str]:
-    """The same case many times beside other work. Without ``is_refused`` in one launch, whatever the runtime says."""
-    if not is_refused:
-        AttnRuntime._decide = lambda self: OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
+def repeated(rank: int, world: int, is_deterministic: bool, fused: bool) -> list[str]:
+    """The same cases many times beside other work. Without a release of turns, a fifth of them fail on two GPUs."""
     faults = []
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
-    for seed in (1, 3, 4, 5, 7):
-        q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=True)
+    for seed in SEEDS_IN_TURNS if is_deterministic and fused else (1, 3, 4, 5, 7):
+        q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=fused)
         first = run(q, k, v, dout, sink, key)
         for i in range(100 // 5):
             with torch.cuda.stream(side):
@@ -184,17 +180,14 @@ def repeated(rank: int, world: int, is_deterministic: bool, is_refused: bool) ->
     return faults
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("is_deterministic", [False, True], ids=["one launch", "deterministic, so in stages"])
-def test_results_are_the_same_under_load(is_deterministic: bool, world: int) -> None:
-    for faults in run_processes(world, repeated, is_deterministic, True, timeout_s=240, backend="nccl"):
-        assert not faults, faults[:5]
+SEEDS_IN_TURNS = range(24)
+MODES = {"one launch": (False, True), "one launch, deterministic": (True, True), "stages, deterministic": (True, False)}
 
 
-@pytest.mark.skip(reason="the runtime refuses turns in one launch; take this mark away to see whether it must")
 @pytest.mark.parametrize("world", WORLDS)
-def test_turns_in_one_launch(world: int) -> None:
-    for faults in run_processes(world, repeated, True, False, timeout_s=240, backend="nccl"):
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_the_same_under_load(mode: str, world: int) -> None:
+    for faults in run_processes(world, repeated, *MODES[mode], timeout_s=240, backend="nccl"):
         assert not faults, faults[:5]
 
 
@@ -243,27 +236,33 @@ def test_captured_in_a_graph(world: int) -> None:
 LAYERS, HOST_LIMIT_US = 16, 300  # wanted are 200; a limit that a slow host passes
 
 
-def host_cost(rank: int, world: int) -> float:
-    """Microseconds of the host for forward and backward of a layer, of a row that has one call of autograd."""
+def host_cost(rank: int, world: int) -> list[float]:
+    """Microseconds of the host for the forward and the backward of a layer with keys of its own, one call of autograd
+    for all."""
     q, k, v, dout, _, _, key = one_case(1, torch.bfloat16, fused=True)
-    leaves, grad = [api.dispatch(x, key).requires_grad_() for x in (q, k, v)], api.dispatch(dout, key)
-    best = float("inf")
-    for _ in range(20):
+    q, grad = api.dispatch(q, key).requires_grad_(), api.dispatch(dout, key)
+    keys = [[api.dispatch(x, key).requires_grad_() for x in (k, v)] for _ in range(LAYERS)]
+    leaves = [q, *(x for pair in keys for x in pair)]
+    best = [float("inf")] * 2
+    for _ in range(30):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        x = leaves[0]
-        for _ in range(LAYERS):
-            x = api.calc_attn(x, *leaves[1:], key)[0]
+        times = [time.perf_counter()]
+        x = q
+        for pair in keys:
+            x = api.calc_attn(x, *pair, key)[0]
+        times.append(time.perf_counter())
         torch.autograd.grad(x, leaves, grad)
-        best = min(best, time.perf_counter() - started)
+        times.append(time.perf_counter())
+        best = [min(b, times[i + 1] - times[i]) for i, b in enumerate(best)]
     torch.cuda.synchronize()
-    return best / LAYERS * 1e6
+    return [b / LAYERS * 1e6 for b in best]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_host_cost_of_a_layer(world: int) -> None:
     costs = run_processes(world, host_cost, timeout_s=120, backend="nccl")
-    print(f"{world} ranks, host us a layer of {LAYERS}, forward and backward: {[f'{c:.0f}' for c in costs]}")
-    assert max(costs) < HOST_LIMIT_US
+    text = ", ".join(f"{forward:.0f} + {backward:.0f}" for forward, backward in costs)
+    print(f"{world} ranks, host us a layer of {LAYERS}, forward + backward: {text}")
+    assert max(map(sum, costs)) < HOST_LIMIT_US

@@ -7,6 +7,7 @@ The mask comes from the tile plan alone, so what is tested is everything between
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -281,10 +282,13 @@ class CpuRuntime:
         return self.current_stream
 
     def event(self) -> SimpleNamespace:
-        def say(what: str) -> None:
-            self.said.append((what, self.current_stream))
+        def say(what: str, stream: int) -> None:
+            self.said.append((what, stream))
 
-        return SimpleNamespace(record=lambda stream: say("record"), wait=lambda stream: say("wait"))
+        return SimpleNamespace(record=partial(say, "record"), wait=partial(say, "wait"))
+
+    def stream_object(self) -> int:
+        return self.current_stream
 
     def current_device(self) -> int:
         return -1

@@ -31,7 +31,9 @@ def stand_in() -> SimpleNamespace:
     base = 2 * TILE
     slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
     mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
-    succession = Succession(lambda: SimpleNamespace(record=lambda stream: None, wait=lambda stream: None))
+    succession = Succession(
+        lambda: SimpleNamespace(record=lambda stream: None, wait=lambda stream: None), object
+    )
     nothing = lambda *_: None  # noqa: E731
     return SimpleNamespace(
         remote=RemoteKeys(mask, b""), group=SimpleNamespace(in_succession=lambda s: succession.next(s, False)),
