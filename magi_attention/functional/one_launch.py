@@ -59,12 +59,8 @@ class OneLaunch:
         launches.check("attention forward")
         push = partial(launches.push, (k.data_ptr(), v.data_ptr()), stream)
         with launches.group.in_succession(stream):
-            if launches.remote is None:
-                push()
-                got = backend.forward_final(q, k, v, self.part.slices, options, sink)
-            else:
-                remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
-                got = backend.forward_remote(q, k, v, remote, options, sink)
+            remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
+            got = backend.forward_remote(q, k, v, remote, options, sink)
             launches.release(stream)
         return got
 
@@ -76,14 +72,8 @@ class OneLaunch:
         launches.check("attention backward")
         push = partial(launches.push_again, (k.data_ptr(), v.data_ptr()), stream)
         with launches.group.in_succession(stream):
-            if launches.remote is None:
-                push()
-                init = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
-                grads = backend.backward(dout, q, k, v, out, lse, self.part.slices, options, sink, init=init)
-                grads.dq = grads.dq.to(q.dtype)
-            else:
-                remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
-                grads = backend.backward_remote(dout, q, k, v, out, lse, remote, options, sink)
+            remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
+            grads = backend.backward_remote(dout, q, k, v, out, lse, remote, options, sink)
             dk, dv = torch.empty_like(k), torch.empty_like(v)
             launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)
@@ -128,16 +118,14 @@ class _Launches:
             self.grads, self.keys, wire, shapes.dtype, rows=part.local_rows, num_tensors=2, row_values=[row_k, row_v],
             places=at["places"], senders=at["senders"], data_at=[start, dv_at],
         )  # fmt: skip
-        self.remote = None
-        if part.rows:
-            self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
-            mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _leads(part, shapes))
-            self.remote = RemoteKeys.of(
-                mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
-                box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
-                owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
-                dv_targets=self._targets[1].data_ptr(),
-            )  # fmt: skip
+        self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
+        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _leads(part, shapes))
+        self.remote = RemoteKeys.of(  # also where nothing arrives, because dk and dv are to be in float32 and dq is not
+            mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
+            box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
+            owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
+            dv_targets=self._targets[1].data_ptr(),
+        )  # fmt: skip
 
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""

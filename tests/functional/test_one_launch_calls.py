@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from magi_attention.functional.one_launch import OneLaunch
@@ -16,11 +15,11 @@ from magi_attention.native.succession import Succession
 class Spy:
     """Backend, boxes and launches in one: writes down what is asked of it, and on which stream."""
 
-    def __init__(self, has_remote_keys: bool) -> None:
+    def __init__(self) -> None:
         self.said: list[str] = []
         self.stream_now = 7
         self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
-        self.remote = self if has_remote_keys else None
+        self.remote = self
         self.group = self
         self._succession = Succession(
             lambda: SimpleNamespace(record=self.note("record"), wait=self.note("wait")), lambda: self.stream_now
@@ -44,18 +43,10 @@ class Spy:
         self.said.append(f"kernel {self.stream_now}")
         return Grads(q, k, v)
 
-    def forward_final(self, *args):
-        self.said.append(f"kernel {self.stream_now}")
 
-    def backward(self, *args, init):
-        self.said.append(f"kernel {self.stream_now}")
-        return init
-
-
-@pytest.mark.parametrize("has_remote_keys", [True, False])
-def test_calls_on_several_streams_follow_one_another(has_remote_keys, monkeypatch) -> None:
+def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
     """All calls of a group use the same boxes, in the same order on every rank."""
-    spy = Spy(has_remote_keys)
+    spy = Spy()
     one = object.__new__(OneLaunch)
     one.part = SimpleNamespace(slices=None)
     monkeypatch.setattr(one, "_of", lambda q, k, v: spy, raising=False)

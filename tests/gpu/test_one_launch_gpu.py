@@ -79,6 +79,7 @@ def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
 
     Odd seeds take wide steps in the backward, however short the mask is. Two of eight have so many heads that there is
     a last round to be shared out, for most numbers of tiles (with 132 multiprocessors, all but multiples of three).
+    Of ten seeds the last has a causal mask whose first rank reads no keys but its own.
     """
     ffa_bwd._LONG = 0 if seed % 2 else 1 << 30
     rng = np.random.default_rng(seed)
@@ -99,8 +100,12 @@ def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
     ]
     q, k, v, dout = (torch.randn(*s, generator=gen).to(dtype).cuda() for s in shapes)
     sink = torch.randn(2, heads_kv * share, generator=gen).cuda() if rng.random() < 0.3 else None
+    gives = seed % 10 == 9
+    if gives:
+        slices = SliceTable(np.array([[0, total, 0, total, 1]]))
+    alg = api.SequentialDispatchAlg() if gives else api.MinHeapDispatchAlg()
     config = api.DistAttnConfig(
-        api.DispatchConfig(chunk_size=int(rng.choice((32, 64, 128)))),
+        api.DispatchConfig(chunk_size=int(rng.choice((32, 64, 128))), alg=alg),
         api.OverlapConfig(degree=degree, min_chunk_size=64),
     )
     os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "1" if fused else "0"
@@ -237,25 +242,25 @@ LAYERS, HOST_LIMIT_US = 16, 300  # wanted are 200; a limit that a slow host pass
 
 
 def host_cost(rank: int, world: int) -> list[float]:
-    """Microseconds of the host for the forward and the backward of a layer with keys of its own, one call of autograd
-    for all."""
+    """Microseconds of the host for a layer with keys of its own, one call of autograd for all: by the wall clock
+    forward and backward, and of processors for both, which does not count what other programs take meanwhile."""
     q, k, v, dout, _, _, key = one_case(1, torch.bfloat16, fused=True)
     q, grad = api.dispatch(q, key).requires_grad_(), api.dispatch(dout, key)
     keys = [[api.dispatch(x, key).requires_grad_() for x in (k, v)] for _ in range(LAYERS)]
     leaves = [q, *(x for pair in keys for x in pair)]
-    best = [float("inf")] * 2
+    best = [float("inf")] * 3
     for _ in range(30):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-        times = [time.perf_counter()]
+        used, start = time.process_time(), time.perf_counter()
         x = q
         for pair in keys:
             x = api.calc_attn(x, *pair, key)[0]
-        times.append(time.perf_counter())
+        between = time.perf_counter()
         torch.autograd.grad(x, leaves, grad)
-        times.append(time.perf_counter())
-        best = [min(b, times[i + 1] - times[i]) for i, b in enumerate(best)]
+        end, used = time.perf_counter(), time.process_time() - used
+        best = [min(pair) for pair in zip(best, (between - start, end - between, used))]
     torch.cuda.synchronize()
     return [b / LAYERS * 1e6 for b in best]
 
@@ -263,6 +268,6 @@ def host_cost(rank: int, world: int) -> list[float]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_host_cost_of_a_layer(world: int) -> None:
     costs = run_processes(world, host_cost, timeout_s=120, backend="nccl")
-    text = ", ".join(f"{forward:.0f} + {backward:.0f}" for forward, backward in costs)
-    print(f"{world} ranks, host us a layer of {LAYERS}, forward + backward: {text}")
-    assert max(map(sum, costs)) < HOST_LIMIT_US
+    text = ", ".join(f"{forward:.0f} + {backward:.0f} ({used:.0f})" for forward, backward, used in costs)
+    print(f"{world} ranks, host us a layer of {LAYERS}, forward + backward (of processors): {text}")
+    assert max(used for *_, used in costs) < HOST_LIMIT_US

@@ -9,9 +9,11 @@ from ffa_simulator import backend, inputs, planner_or_skip
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
+from magi_attention.native.tile_plan import TilePlan, transposed
 
 
 def remote_keys(events: list[str]) -> RemoteKeys:
@@ -20,6 +22,26 @@ def remote_keys(events: list[str]) -> RemoteKeys:
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
     mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
     return RemoteKeys(mask, b"", lambda: events.append("push"))
+
+
+def test_a_rank_that_reads_only_its_own() -> None:
+    """Its plans are those without other ranks, but for the gap behind its keys."""
+    planner_or_skip()
+    rows, base = 300, 512
+    slices = SliceTable(np.array([[0, rows, 0, rows, 1]]))
+    mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), (1.0, 1.0))
+    assert (mask.rows, mask.num_slots, mask.total_k) == (0, 0, base)
+    for is_transposed in (False, True):
+        shape = PlanShape(rows, base, FfaTile(TILE, 2, 1), is_transposed=is_transposed)
+        words = mask.plan(shape, torch.device("cpu"))[0].numpy()
+        of = transposed(slices, rows, base) if is_transposed else slices
+        total = (base, rows) if is_transposed else (rows, base)
+        plain = TilePlan.build(of, *total, TILE, 2)
+        plan = TilePlan(words.copy())
+        assert np.array_equal(plan.tiles, plain.tiles) and np.array_equal(plan.order, plain.order)
+        assert np.array_equal(plan.records[:, :2], plain.records[:, :2])
+        first = words[abi.TilePlanHeader.from_buffer(words).words_first_order :][: len(plan.tiles)]
+        assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))  # every tile once
 
 
 def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatch) -> None:

@@ -92,7 +92,7 @@ magi_status check_remote(const magi_ffa_remote& r, int32_t total_k, int32_t dtyp
   if (r.version != MAGI_ABI_VERSION)
     return fail(MAGI_INVALID_ARGUMENT, "remote has ABI version %d and this library %d; rebuild the kernels.", r.version,
                 MAGI_ABI_VERSION);
-  if (r.base % 128 || r.rows % 128 || r.rows < 128 || r.local_keys < 1 || r.base < r.local_keys + 128 || total_k != r.base + r.rows)
+  if (r.base % 128 || r.rows % 128 || r.rows < 0 || r.local_keys < 1 || r.base < r.local_keys + 128 || total_k != r.base + r.rows)
     return fail(MAGI_INVALID_ARGUMENT,
                 "%d local and %d remote keys from %d on do not make up total_k = %d: remote keys come in tiles of 128 and begin at "
                 "a multiple of 128, at least 128 beyond the local ones.", r.local_keys, r.rows, r.base, total_k);

@@ -16,7 +16,7 @@ inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, C
   to->base = INT_MAX;
   to->local_keys = total_k;
   if (remote == nullptr) return MAGI_OK;
-  const uint64_t rows = remote->rows;
+  const uint64_t rows = remote->rows > 0 ? remote->rows : kRemoteTile;  // no map is of no rows; nothing is read by this one then
   const int64_t row_k = 2ll * d, row_v = 2ll * dv, h = static_cast<int64_t>(heads);
   MAGI_RETURN(encode_map(&to->k_map, type, remote->k, {d, rows, heads}, {row_k * h, row_k}, {64, block, 1}, "remote k"));
   MAGI_RETURN(encode_map(&to->v_map, type, remote->v, {dv, rows, heads}, {row_v * h, row_v}, {64, block, 1}, "remote v"));

@@ -121,7 +121,7 @@ typedef struct {
   int32_t world;
   int32_t local_keys; /* rows of k and v */
   int32_t base;       /* a multiple of 128, at least local_keys + 128 */
-  int32_t rows;       /* a multiple of 128; total_k is base + rows */
+  int32_t rows;       /* a multiple of 128, or 0 for a rank that reads only its own; total_k is base + rows */
   int32_t wire_dtype; /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
   uint32_t timeout_ms; /* as in box.h */
   int32_t num_slots;
