@@ -11,21 +11,26 @@ namespace magi {
 
 // Tile and kv head of the unit whose parts are in a slot.
 __device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
+  if (p.units != nullptr) {  // the first parts are listed by slot
+    const int4 row = p.units[p.workspace[kFirstSplitWord] + slot];
+    return make_int2(row.x, row.y);
+  }
   const int unit = p.first + slot;
-  if (p.units != nullptr) return make_int2(p.units[unit].x, p.units[unit].y);  // the first parts are listed by slot
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   int rank, head;
   unit_coords(p, unit, &rank, &head);
   return make_int2(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head);
 }
 
-// The gradient of split units. Their parts have room for whole tiles; those of remote keys go to their owners.
+// The gradient of split units. Their parts have room for whole tiles, and are `count` values apart; those of remote keys go to
+// their owners.
 template <typename T>
 __device__ __forceinline__ void join_slots(const float* values, void* grad, const int64_t* targets, int64_t count, int head_dim,
                                            const BwdSplitJoinParams& p) {
-  const int64_t step = 4ll * gridDim.x * kRowThreads;
-  for (int64_t at = 4ll * (blockIdx.x * kRowThreads + threadIdx.x); at < count; at += step) {
-    const uint32_t row = static_cast<uint32_t>(at) / head_dim, column = static_cast<uint32_t>(at) % head_dim;  // of few slots
+  const uint32_t step = 4 * gridDim.x * kRowThreads;  // slots are few, so 32 bits do
+  const uint32_t end = p.units != nullptr ? p.workspace[kSplitWord] * kTileKeys * head_dim : static_cast<uint32_t>(count);
+  for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x); at < end; at += step) {
+    const uint32_t row = at / head_dim, column = at % head_dim;
     const int2 unit = unit_of_slot(p, row / kTileKeys);
     const int key = unit.x * kTileKeys + row % kTileKeys;
     auto place = [&](int64_t of_row) { return (of_row * p.heads_kv + unit.y) * head_dim + column; };
@@ -43,7 +48,6 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 4) bwd_join_split(const __grid_constant__ BwdSplitJoinParams p) {
   wait_for_kernel_before();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
-  if (p.units != nullptr && p.workspace[kSplitWord] == 0) return;
   join_slots<T>(p.join.dk_parts, p.join.dk, p.remote.dk_targets, p.join.dk_count, p.head_dim, p);
   join_slots<T>(p.join.dv_parts, p.join.dv, p.remote.dv_targets, p.join.dv_count, p.head_dim_v, p);
 }

@@ -61,7 +61,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
   r->units = lists ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
   k->units = r->units;
-  r->split_from = bwd_split_from(a);
+  r->split_tiles = bwd_split_tiles(a);
   const BwdSplit units_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};
   k->split_slots = units_split.slots;
   k->split_heads = a.heads_q / a.heads_kv / units_split.parts;
@@ -141,8 +141,7 @@ magi_status join_split(const magi_ffa_bwd_params& a, const BwdKernelParams& k, i
   const BwdSplit split{k.split_slots, k.heads_per_part / k.split_heads};
   const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, split.values(a.head_dim), split.values(a.head_dim_v), split.parts,
                            k.grads_are_float, a.accumulate};
-  const int first = k.units != nullptr ? bwd_split_from(a) * a.heads_kv : k.whole_units;
-  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, first, a.heads_kv, a.head_dim, a.head_dim_v,
+  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.whole_units, a.heads_kv, a.head_dim, a.head_dim_v,
                              k.num_tiles, k.heads_per_section, k.head_units, k.remote};
   const dim3 grid(8 * sms);  // few, because there may be nothing to do
   return launch_behind(bwd_join_split<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the parts of split units");

@@ -39,7 +39,8 @@ bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
          bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
          bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
 }
-inline int bwd_split_from(const magi_ffa_bwd_params& a) { return static_cast<int>(bwd_tiles(a) / 2); }
+// Tiles of which there may be parts then.
+inline int bwd_split_tiles(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 1) / 2); }
 
 // How many units may be split, and into how many parts each.
 struct BwdSplit {
@@ -50,7 +51,7 @@ struct BwdSplit {
 // Like the number of parts of all tiles, it depends on the device and not on what is left free.
 template <typename C>
 BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
-  if (bwd_lists_units<C>(a, sms)) return {static_cast<int>(bwd_tiles(a) - bwd_split_from(a)) * a.heads_kv, kSplitParts};
+  if (bwd_lists_units<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kSplitParts};
   const int64_t units = bwd_tile_units<C>(a), last = units % sms;
   if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
   const int group = a.heads_q / a.heads_kv;

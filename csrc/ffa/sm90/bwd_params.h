@@ -68,7 +68,7 @@ struct BwdRowParams {
   int32_t units_per_tile;  // in a section
   int32_t places;          // CTAs of the main kernel, as far as they are counted
   int4* units;             // as in BwdKernelParams
-  int32_t split_from, heads_kv;
+  int32_t split_tiles, heads_kv;  // tiles that may be split, where units are listed
   int32_t processors;      // of the device, as far as they are counted; splitting depends on them and not on what is left free
   int32_t grads_are_float, accumulate;
   float grad_scale;
@@ -87,7 +87,7 @@ struct BwdSplitJoinParams {
   const int32_t *plan, *workspace;
   const int4* units;
   BwdJoinParams join;
-  int32_t total_q, total_k, first, heads_kv, head_dim, head_dim_v;  // `first`: number of the unit of slot 0
+  int32_t total_q, total_k, first, heads_kv, head_dim, head_dim_v;  // `first`: number of the unit of slot 0, if not listed
   int32_t num_tiles, heads_per_section, head_units;                 // see unit_coords
   RemoteKeys remote;
 };
