@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_seen(uint32_t layer, int query) {
 template <typename C>
 __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int layers, int lane) {
   const magi_tile_plan_header& header = *reinterpret_cast<const magi_tile_plan_header*>(plan);
-  const int first = plan[header.words_tiles + 8 * tile + offsetof(magi_tile_desc, layer_begin) / 4];
+  const int first = layers_of_tile(plan, tile).x;
   const int32_t* record = plan + header.words_records + first * header.layer_words + C::kLayerHeader / 4 + 2 * lane;
   uint32_t seen = 0;
 #pragma unroll 1
@@ -81,7 +81,8 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
-      const int blocks = BlockOrder<C::kQueries>(smem.layer(turns.layer_slot()), Way::kForwards).left();
+      const int2 range = blocks_of_unit<C>(smem.layer(turns.layer_slot()), unit.w);
+      const int blocks = range.y - range.x;
 #pragma unroll 1
       for (int i = clears ? heads_of_unit<C>(p, unit.w) * blocks : 0; i > 0; --i) {
         mbar_wait(smem.q_raw(ring.slot), ring.phase);  // and what the step is was said before that was asked for

@@ -80,8 +80,7 @@ constexpr int kSplitParts = 4;     // of a tile that is split, see bwd_split.cuh
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
-// Of them, where units are listed: how many are split, how many rows the list has, and the first row of a part.
-constexpr int kSplitWord = 2, kUnitsWord = 3, kFirstSplitWord = 4;
+constexpr int kSplitWord = 2, kUnitsWord = 3;  // of them, where units are listed: how many are split, and how many rows the list has
 constexpr int kRowThreads = 256;
 constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 

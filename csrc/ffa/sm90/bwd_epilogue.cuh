@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
   if (C::kSplit && split_slot(word) > 0) {
-    const int64_t row = (part.heads * p.split_slots + split_slot(word) - 1) * static_cast<int64_t>(C::kKeys);
+    const int64_t row = (part_of_unit<C>(word) * p.split_slots + split_slot(word) - 1) * static_cast<int64_t>(C::kKeys);
     write_float_grad<C>(p.dv_split + row * p.head_dim_v, C::kKeys, p.head_dim_v, p.head_dim_v, dv, 1.f, pass, false);
     write_float_grad<C>(p.dk_split + row * p.head_dim, C::kKeys, p.head_dim, p.head_dim, dk, p.grad_scale, pass, false);
     if (leads) mbar_arrive(smem.kv_empty());

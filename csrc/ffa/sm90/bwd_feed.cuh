@@ -94,6 +94,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t unit) {
   const int word = lds_int(unit + 12);
+  if (C::kSplit && is_cut(word)) return lds_int(unit + 4) * p.group;
   return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(word).heads * heads_of_unit<C>(p, word);
 }
 
@@ -125,9 +126,10 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       auto heads = [&] { return C::kSplit ? heads_of_unit<C>(p, lds_int(smem.unit(turns.unit_slot()) + 12)) : p.heads_per_part; };
       int i = 0;
       do {
-        BlockOrder<C::kQueries> order(smem.layer(turns.layer_slot()), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
+        auto blocks = [&] { return blocks_of_unit<C>(smem.layer(turns.layer_slot()), lds_int(smem.unit(turns.unit_slot()) + 12)); };
+        BlockOrder order(blocks(), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
 #pragma unroll 1
-        for (; order.left() > 0; order.step(smem.layer(turns.layer_slot()))) {
+        for (; order.left() > 0; order.step(blocks)) {
           do {
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
             const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;

@@ -9,17 +9,17 @@
 
 namespace magi {
 
-// Tile and kv head of the unit whose parts are in a slot.
-__device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
-  if (p.units != nullptr) {  // the first parts are listed by slot
-    const int4 row = p.units[p.workspace[kFirstSplitWord] + slot];
-    return make_int2(row.x, row.y);
+// Tile and kv head of the unit whose parts are in a slot, and how many those are.
+__device__ __forceinline__ int3 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
+  if (p.units != nullptr) {  // told behind the list
+    const int4 row = p.units[p.workspace[kUnitsWord] + slot];
+    return make_int3(row.x, row.y, row.z);
   }
   const int unit = p.first + slot;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   int rank, head;
   unit_coords(p, unit, &rank, &head);
-  return make_int2(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head);
+  return make_int3(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head, p.join.parts);
 }
 
 // The gradient of split units. Their parts have room for whole tiles, and are `count` values apart; those of remote keys go to
@@ -31,15 +31,15 @@ __device__ __forceinline__ void join_slots(const float* values, void* grad, cons
   const uint32_t end = p.units != nullptr ? p.workspace[kSplitWord] * kTileKeys * head_dim : static_cast<uint32_t>(count);
   for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x); at < end; at += step) {
     const uint32_t row = at / head_dim, column = at % head_dim;
-    const int2 unit = unit_of_slot(p, row / kTileKeys);
+    const int3 unit = unit_of_slot(p, row / kTileKeys);
     const int key = unit.x * kTileKeys + row % kTileKeys;
     auto place = [&](int64_t of_row) { return (of_row * p.heads_kv + unit.y) * head_dim + column; };
     if (key >= p.remote.base) {
       const int remote = unit.x - p.remote.base / kRemoteTile;
-      join_four<T>(values, p.join.parts, at, count, reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
+      join_four<T>(values, unit.z, at, count, reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
                    place(p.remote.target_rows[remote] + row % kTileKeys), p.remote.wire_is_float, false);
     } else if (key < p.remote.local_keys) {
-      join_four<T>(values, p.join.parts, at, count, grad, place(key), p.join.grads_are_float, p.join.accumulate);
+      join_four<T>(values, unit.z, at, count, grad, place(key), p.join.grads_are_float, p.join.accumulate);
     }
   }
 }

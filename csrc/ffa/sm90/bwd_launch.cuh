@@ -10,6 +10,7 @@
 #include "bwd_finish.cuh"
 #include "bwd_join_split.cuh"
 #include "bwd_layout.h"
+#include "bwd_list.cuh"
 #include "bwd_prepare.cuh"
 #include "remote_launch.h"
 
@@ -201,7 +202,10 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   const dim3 rows(k.query_blocks, k.heads_q);
   // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
   const bool beside = remote != nullptr;
-  if (a.deterministic) {
+  if (r.units != nullptr) {
+    MAGI_RETURN(launch_first(bwd_list<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
+    MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
+  } else if (a.deterministic) {
     MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
     MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
   } else {

@@ -76,27 +76,27 @@ __device__ __forceinline__ Way ordered_way(int flags, bool late) {
   return late || flags & kByHead ? Way::kForwards : Way::kEarly;
 }
 
-// The blocks of a layer, given by its address in shared memory, in that way.
-template <int kQueries>
+// Blocks in that way.
 struct BlockOrder {
   int block;
   uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
 
-  __device__ __forceinline__ BlockOrder(uint32_t layer, Way way) {
-    const int2 blocks = blocks_of<kQueries>(lds_int2(layer));
+  __device__ __forceinline__ BlockOrder(int2 blocks, Way way) {
     const int backwards = blocks_backwards(blocks, way);
     count = blocks.y - blocks.x | backwards << 16;
     block = backwards > 0 ? blocks.y - 1 : blocks.x;
   }
   __device__ __forceinline__ int left() const { return count & 0xffff; }
-  __device__ __forceinline__ void step(uint32_t layer) {
+  // `blocks()` are those of the constructor, looked up again rather than kept.
+  template <typename Blocks>
+  __device__ __forceinline__ void step(Blocks blocks) {
     --count;
     if (count >> 16 == 0) {
       ++block;
       return;
     }
     count -= 1 << 16;
-    block = count >> 16 ? block - 1 : block_of<kQueries>(lds_int(layer));
+    block = count >> 16 ? block - 1 : blocks().x;
   }
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel before the main one of the backward, over the rows of queries: it computes delta = sum(out * dout) and the offsets of
-// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns. It lists the units where that is
-// asked for.
+// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns.
 #pragma once
 
 #include "../common/barrier.cuh"
@@ -9,7 +8,6 @@
 #include "../common/scores.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
-#include "bwd_split.cuh"
 #include "bwd_turns.cuh"
 
 namespace magi {
@@ -43,12 +41,10 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
   const int block = blockIdx.x, head = blockIdx.y;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   start_next_kernel();
-  if (number == 0)
+  if (number == 0 && p.units == nullptr)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
-  if (p.units != nullptr && number == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
-    __syncthreads();
-    choose_units(p);
-  }
+  // The next kernel waits for this one alone, and needs the list of units.
+  if (p.units != nullptr && number + 1 == static_cast<int64_t>(gridDim.x) * gridDim.y) wait_for_kernel_before();
   if (p.turn_flags != nullptr) {
     if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
     if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {

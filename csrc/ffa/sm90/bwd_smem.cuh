@@ -95,13 +95,13 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a unit: which query heads, which columns, and how it walks its layers.
+// Fourth word of a unit: which query heads and which columns, or a cut (bwd_split.cuh); how it walks its layers; and its slot.
 template <typename C>
 struct BwdPart {
   int32_t heads, pass;
   __device__ static BwdPart of_word(int32_t word) { return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses}; }
 };
-constexpr int kWayBit = 16, kByHeadBit = 18, kSlotBit = 20;
+constexpr int kWayBit = 16, kByHeadBit = 18, kCutBit = 19, kSlotBit = 20;
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
 constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
