@@ -142,6 +142,8 @@ def _leads(part: OneLaunchPart, shapes: _Shapes) -> tuple[float, float]:
     row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
     seconds = 1.2 * part.rows_received * row_bytes / _PUSH_BYTES_PER_S + 2e-5
     flops = 2 * part.slices.area * shapes.heads_q * sum(shapes.head_dims)
+    if not flops:  # this rank's queries see nothing
+        return 0.0, 0.0
     kept_heads = max(1, _KEPT_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
     forward = seconds / (flops / _FLOPS) * -(-shapes.heads // kept_heads)
     backward = seconds / (2.5 * flops / _FLOPS) * shapes.heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units whose query heads are shared out (csrc/ffa/sm90/bwd_split.cuh): short documents, and a last round of few.
+"""Units that are split (csrc/ffa/sm90/bwd_split.cuh): short documents, and a last round of few.
 
 Whether they are depends on lengths and on the number of multiprocessors; the workspace tells.
 """
@@ -26,7 +26,7 @@ from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 
-SPLIT_WORD = 2  # of the workspace: kSplitWord
+SPLIT_WORD, UNITS_WORD = 2, 3  # of the workspace: kSplitWord, kUnitsWord
 TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
 # 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
 LONG = 1300
@@ -48,9 +48,15 @@ def workspaces(monkeypatch) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def was_split(workspaces):
+def listed(workspaces):
+    """How many tiles of how many heads the last backward split, and how many units it listed: a function."""
+    return lambda: tuple(workspaces[0][:16].view(torch.int32)[[SPLIT_WORD, UNITS_WORD]].tolist())
+
+
+@pytest.fixture
+def was_split(listed):
     """Whether the last backward split its tiles: a function."""
-    return lambda: bool(workspaces[0][: 4 * (SPLIT_WORD + 1)].view(torch.int32)[SPLIT_WORD])
+    return lambda: listed()[0] > 0
 
 
 @pytest.fixture
@@ -86,6 +92,43 @@ def test_right_and_the_same_every_time(was_split, dims, dtype):
         assert_grads(x, got, truth(x, dout), (seed, dims))
         assert_same(differentiate(x, dout), got, dtype, seed)
     assert splits[0] and splits[2]
+
+
+# With 132 multiprocessors: documents, causal or not, heads; tiles that are split, and units for each kv head.
+WAYS = {
+    "a tile cut": ((37, 841, 96, 1074), 0, (64, 16), 1, 17),
+    "two tiles cut": ((810, 338, 32, 640, 35, 193), 0, (64, 16), 2, 18),
+    "the longest by heads": ((309, 2539, 291, 149, 808), 1, (32, 8), 3, 41),
+    "the shorter half by heads": ((656, 621, 154, 418, 104, 58, 37), 1, (64, 16), 8, 40),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_to_split(listed, name):
+    lengths, kind, heads, tiles, units = WAYS[name]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
+    x = make_inputs(1, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    dout = make_dout(x, 1)
+    got = differentiate(x, dout)
+    if torch.cuda.get_device_properties(DEVICE).multi_processor_count == 132:
+        assert listed() == (tiles * heads[1], units * heads[1])
+    assert_grads(x, got, truth(x, dout), name)
+    assert_same(differentiate(x, dout), got, torch.bfloat16, name)
+    assert_grads(x, differentiate(x, dout, sm_margin=20), truth(x, dout), (name, "fewer multiprocessors"))
+
+
+def test_a_cut_tile_beside_unseen_rows(listed):
+    lengths, kind, heads, *_ = WAYS["a tile cut"]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array[1:]
+    x = make_inputs(2, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    dout = make_dout(x, 2)
+    want = differentiate(x, dout)
+    assert_grads(x, want, truth(x, dout))
+    assert listed()[0] == heads[1]
+    sees, is_seen = seen(x)
+    for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
+        t[rows] = float("nan")
+    assert_same(differentiate(x, dout), want, x.q.dtype)
 
 
 def test_even_tiles_stay_whole(was_split):
