@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lists of ``csrc/ffa/sm90/bwd_list.cuh``: which row is which unit, and which list is chosen.
+
+It follows the CUDA code, but for what lanes of a warp share out, and does not show that the code keeps to it; that is
+for ``tests/gpu/test_ffa_backward_split.py``, which asks for the same choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+PARTS, LOOKED, UNIT_TIME, SLOT_TIME = 4, 8, 21, 1
+BLOCK, KEYS = 64, 128
+
+
+class Tile(NamedTuple):
+    """Blocks of queries [first, end), where its first document ends as a block or 0, and its time for all heads."""
+
+    first: int
+    end: int
+    cut: int
+    time: int
+
+
+class Unit(NamedTuple):
+    """``part`` of the heads, or side of a cut; ``slot`` from one, 0 for a whole tile."""
+
+    tile: int
+    head: int
+    part: int
+    slot: int
+    time: int
+
+
+@dataclass
+class Problem:
+    """``tiles`` with the longest first."""
+
+    tiles: list[Tile]
+    heads: int
+    group: int
+    processors: int = 132
+
+    @property
+    def room(self) -> int:
+        return (len(self.tiles) + 1) // 2
+
+    def cut_times(self, tile: Tile) -> tuple[int, int]:
+        return tuple(9 * n * self.group for n in (tile.cut - tile.first, tile.end - tile.cut))
+
+
+class HeadsList:
+    def __init__(self, p: Problem, start: int, count: int) -> None:
+        self.p, self.start, self.count = p, start, count if count <= p.room else 0
+        behind = p.tiles[start + count :] if self.count else []
+        self.ahead = start + sum(PARTS * t.time >= p.tiles[start].time for t in behind)
+
+    def __len__(self) -> int:
+        return (len(self.p.tiles) + self.count * (PARTS - 1)) * self.p.heads
+
+    def unit(self, number: int) -> Unit:
+        heads, slots = self.p.heads, self.count * self.p.heads
+        at = number - self.ahead * heads
+        if 0 <= at < slots * PARTS:
+            tile = self.start + at % slots // heads
+            return Unit(tile, at % heads, at // slots, at % slots + 1, self.p.tiles[tile].time // PARTS + UNIT_TIME)
+        rank = (number if at < 0 else number - slots * PARTS) // heads
+        tile = rank if rank < self.start else rank + self.count
+        return Unit(tile, number % heads, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
+
+
+class CutsList:
+    def __init__(self, p: Problem, wanted: int) -> None:
+        self.p = p
+        looked = range(min(LOOKED, len(p.tiles)))
+        self.split = [i for i in looked if p.tiles[i].cut][: min(wanted, p.room)]
+        self.count = len(self.split)
+        self.times = [time for i in self.split for time in p.cut_times(p.tiles[i])]
+        whole = [t.time for i, t in enumerate(p.tiles) if i not in self.split]
+        self.places = [
+            sum(w >= mine for w in whole) + sum(t > mine or (t == mine and j < i) for j, t in enumerate(self.times))
+            for i, mine in enumerate(self.times)
+        ]
+
+    def __len__(self) -> int:
+        return (len(self.p.tiles) + self.count) * self.p.heads
+
+    def unit(self, number: int) -> Unit:
+        mine, head = divmod(number, self.p.heads)
+        if mine in self.places:
+            part = self.places.index(mine)
+            slot = part // 2 * self.p.heads + head + 1
+            return Unit(self.split[part // 2], head, part % 2, slot, self.times[part] + UNIT_TIME)
+        tile = mine - sum(place < mine for place in self.places)
+        for split in self.split:  # in rising order
+            tile += tile >= split
+        return Unit(tile, head, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
+
+
+def end_of(units: HeadsList | CutsList) -> tuple[int, int]:
+    """When the last unit ends, parts added up; and what all take."""
+    times = [units.unit(i).time for i in range(len(units))]
+    places = min(units.p.processors, len(times))
+    ends = times[:places]
+    heapify(ends)
+    for time in times[places:]:
+        heapreplace(ends, ends[0] + time)
+    return max(ends) + SLOT_TIME * units.count * units.p.heads, sum(times)
+
+
+def choose(p: Problem) -> HeadsList | CutsList:
+    ways = [CutsList(p, 0), CutsList(p, 1), CutsList(p, 2), *(HeadsList(p, 0, n) for n in (1, 2, 3, 4))]
+    ends = [end_of(way) for way in ways]
+    whole, total = ends[0]
+    shorter = max(1.08 * total / p.processors, p.tiles[0].time + UNIT_TIME)
+    best, chosen = whole, 0
+    if whole > 1.06 * shorter and 1.03 * shorter < whole:
+        best, chosen = 1.03 * shorter, len(ways)
+    for i in range(1, len(ways)):
+        end = (1.02 if i < 3 else 1.06 if chosen == len(ways) else 1.2) * ends[i][0]
+        if end < best:
+            best, chosen = end, i
+    n = len(p.tiles)
+    return ways[chosen] if chosen < len(ways) else HeadsList(p, n // 2, n - n // 2)
+
+
+def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int) -> Problem:
+    """Packed documents, by the transposed plan: tiles of keys with the queries that see them."""
+    starts = np.cumsum((0, *lengths))
+    low = np.concatenate([np.arange(a, b) if is_causal else np.full(b - a, a) for a, b in zip(starts, starts[1:])])
+    high = np.repeat(starts[1:], lengths)
+    tiles = []
+    for at in range(0, starts[-1], KEYS):
+        lo, hi = low[at : at + KEYS], high[at : at + KEYS]
+        first, end = int(lo.min()) // BLOCK, -(-int(hi.max()) // BLOCK)
+        # A block needs no mask if all keys of the tile see all of it; keys that do not exist see nothing.
+        plain = 0 if len(lo) < KEYS else max(int(hi.min()) // BLOCK - -(-int(lo.max()) // BLOCK), 0)
+        cut = int(hi.min()) // BLOCK
+        time = (8 * (end - first) + (end - first - plain)) * group
+        tiles.append(Tile(first, end, cut if first < cut < end else 0, time))
+    return Problem(sorted(tiles, key=lambda t: -t.time), heads, group)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of units of short documents: each has every tile once, for all heads, whichever tiles are split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from list_model import PARTS, CutsList, HeadsList, Problem, Tile, choose, documents
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+
+
+def test_the_constants_are_those_of_the_kernel():
+    config, text = (CSRC / "bwd_config.h").read_text(), (CSRC / "bwd_list.cuh").read_text()
+    assert f"kSplitParts = {PARTS};" in config
+    for line in ("kStepTime = 8, kMaskedStepTime = 9;", "kUnitTime = 21;", "kSlotTime = 1;", "kLooked = 8;"):
+        assert line in text, line
+    assert "(i < 3 ? 1.02f : way == kWays ? 1.06f : 1.2f)" in text
+
+
+def random_problem(rng: np.random.Generator) -> Problem:
+    heads = int(rng.integers(1, 45))
+    tiles = []
+    for _ in range(int(rng.integers(1, 395 // heads + 1))):
+        first, count = int(rng.integers(0, 30)), int(rng.integers(0, 40))
+        cut = first + int(rng.integers(1, count)) if count > 1 and rng.random() < 0.4 else 0
+        tiles.append(Tile(first, first + count, cut, int(rng.integers(8, 10)) * count * 4))
+    return Problem(sorted(tiles, key=lambda t: -t.time), heads, 4)
+
+
+def check(found: HeadsList | CutsList) -> None:
+    """Every tile and kv head once, whole or in all its parts; parts of a slot are of the same; no slot is left out."""
+    p, units = found.p, [found.unit(i) for i in range(len(found))]
+    parts = 2 if isinstance(found, CutsList) else PARTS
+    wanted = Counter((tile, head) for tile in range(len(p.tiles)) for head in range(p.heads))
+    assert Counter((u.tile, u.head) for u in units if not u.slot or u.part == 0) == wanted
+    split: dict[int, set] = {}
+    for u in units:
+        if u.slot:
+            split.setdefault(u.slot, set()).add((u.tile, u.head, u.part))
+    assert sorted(split) == list(range(1, found.count * p.heads + 1))
+    for of_slot in split.values():
+        assert sorted(part for *_, part in of_slot) == list(range(parts))
+        assert len({(tile, head) for tile, head, _ in of_slot}) == 1
+    whole = [u.time for u in units if not u.slot]
+    assert whole == sorted(whole, reverse=True)
+    if isinstance(found, CutsList):
+        assert [u.time for u in units] == sorted((u.time for u in units), reverse=True)
+
+
+def test_every_list_has_every_tile_once():
+    for seed in range(150):
+        print("seed", seed)
+        p = random_problem(np.random.default_rng(seed))
+        n = len(p.tiles)
+        for found in (*(CutsList(p, k) for k in range(3)), *(HeadsList(p, 0, k) for k in range(1, min(n, 4) + 1))):
+            check(found)
+        check(HeadsList(p, n // 2, n - n // 2))
+        check(choose(p))
+
+
+# As in tests/gpu/test_ffa_backward_split.py, where the kernel is asked, and two of benchmarks/masks.py, where it was.
+@pytest.mark.parametrize(
+    "lengths, is_causal, heads, group, tiles, units",
+    [
+        ((37, 841, 96, 1074), False, 16, 4, 1, 17),
+        ((810, 338, 32, 640, 35, 193), False, 16, 4, 2, 18),
+        ((309, 2539, 291, 149, 808), True, 8, 4, 3, 41),
+        ((656, 621, 154, 418, 104, 58, 37), True, 16, 4, 8, 40),
+        ((323, 1011, 1604, 1158), False, 8, 8, 2, 34),
+        ((309, 2539, 291, 149, 808), True, 8, 8, 4, 44),
+    ],
+    ids=str,
+)
+def test_what_is_split(lengths, is_causal, heads, group, tiles, units):
+    found = choose(documents(lengths, is_causal, heads, group))
+    assert (found.count, len(found)) == (tiles, units * heads)
