@@ -165,7 +165,7 @@ def differs(name: str, a: torch.Tensor, b: torch.Tensor, is_deterministic: bool 
 
 
 def repeated(rank: int, world: int, is_deterministic: bool, fused: bool) -> list[str]:
-    """The same cases many times beside other work. Without a release of turns, a fifth of them fail on two GPUs."""
+    """The same cases many times beside other work. Turns that are not released show in a quarter of the masks."""
     faults = []
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"

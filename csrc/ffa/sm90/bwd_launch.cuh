@@ -177,6 +177,21 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
   return start_plain_bwd<C>(a, k, sms);
 }
 
+// What comes before the main kernel: the rows of queries, and beside them a CTA that plans the turns or lists the units.
+template <typename C>
+magi_status start_rows(const magi_ffa_bwd_params& a, const BwdRowParams& r, dim3 rows, bool beside) {
+  const auto prepare = bwd_prepare<typename C::T, C::kQueries>;
+  const char* doing = "launching the start of the backward";
+  if constexpr (C::kD == 128 && !C::kWide)
+    if (r.units != nullptr) {
+      MAGI_RETURN(launch_first(bwd_list<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
+      return launch_behind(prepare, rows, kRowThreads, 0, a.stream, r, doing);
+    }
+  if (!a.deterministic) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
+  MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
+  return launch_behind(prepare, rows, kRowThreads, 0, a.stream, r, doing);
+}
+
 template <typename C>
 magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote) {
   using T = typename C::T;
@@ -202,15 +217,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   const dim3 rows(k.query_blocks, k.heads_q);
   // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
   const bool beside = remote != nullptr;
-  if (r.units != nullptr) {
-    MAGI_RETURN(launch_first(bwd_list<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
-    MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
-  } else if (a.deterministic) {
-    MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
-    MAGI_RETURN(launch_behind((bwd_prepare<T, C::kQueries>), rows, kRowThreads, 0, a.stream, r, "launching the start of the backward"));
-  } else {
-    MAGI_RETURN(launch_first((bwd_prepare<T, C::kQueries>), rows, kRowThreads, beside, a.stream, r, "launching the start of the backward"));
-  }
+  MAGI_RETURN(start_rows<C>(a, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
