@@ -73,7 +73,7 @@ class Turns:
     """Operations of one device that must not overlap, on the stream that is current or beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side, self._succession = device, SideStream(), Succession()
+        self._device, self._side, self._succession = device, SideStream(), Succession(keeps_ends=True)
 
     @contextmanager
     def next(self, is_beside: bool) -> Iterator[Turn]:

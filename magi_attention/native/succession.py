@@ -11,7 +11,8 @@ import torch
 
 
 class Succession:
-    """Such launches of one device, with events from ``make_event()``.
+    """Such launches of one device, with events from ``make_event()``: one for all, or with ``keeps_ends`` a new one for
+    each, because somebody may wait for ``end`` later.
 
     Those captured in a CUDA graph are in the order of the capture; a replay does not look at those outside.
     """
@@ -20,8 +21,9 @@ class Succession:
         self,
         make_event: Callable[[], Any] = torch.cuda.Event,
         current: Callable[[], Any] = torch.cuda.current_stream,
+        keeps_ends: bool = False,
     ) -> None:
-        self._make_event, self._current = make_event, current
+        self._make_event, self._current, self._keeps_ends = make_event, current, keeps_ends
         self._address, self._stream = 0, None  # of the last one
         self.end: Any = None  # of the last one: an event; None before the first
 
@@ -43,7 +45,8 @@ class Succession:
 
     def finish(self) -> None:
         """The stream has been given all of it."""
-        self.end = self._make_event()
+        if self.end is None or self._keeps_ends:
+            self.end = self._make_event()
         self.end.record(self._stream)
 
 

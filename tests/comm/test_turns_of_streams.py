@@ -38,7 +38,7 @@ def world(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: world.is_capturing)
     monkeypatch.setattr(streams, "behind_current", behind_current)
     world.turns = Turns(torch.device("cuda"))
-    world.turns._succession = Succession(make_event)
+    world.turns._succession = Succession(make_event, keeps_ends=True)
     world.turns._side = SimpleNamespace(on=lambda device: world.side)
     return world
 

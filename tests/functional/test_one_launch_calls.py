@@ -21,9 +21,12 @@ class Spy:
         self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
         self.remote = self
         self.group = self
-        self._succession = Succession(
-            lambda: SimpleNamespace(record=self.note("record"), wait=self.note("wait")), lambda: self.stream_now
-        )
+        self.events_made = 0
+        self._succession = Succession(self.make_event, lambda: self.stream_now)
+
+    def make_event(self) -> SimpleNamespace:
+        self.events_made += 1
+        return SimpleNamespace(record=self.note("record"), wait=self.note("wait"))
 
     def note(self, what: str):
         return lambda *args: self.said.append(f"{what} {self.stream_now}")
@@ -65,4 +68,4 @@ def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
         for call in calls:
             first_here = ["wait 8"] if stream == 8 and call is calls[0] else []
             wanted += [f"check {stream}", *first_here, *call, f"record {stream}"]
-    assert spy.said == wanted
+    assert spy.said == wanted and spy.events_made == 1  # recorded anew, which does not change what waits already
