@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
-from magi_attention.functional.one_launch import OneLaunch
+from magi_attention.common.slices import SliceTable
+from magi_attention.functional.one_launch import OneLaunch, _leads, _Shapes
 from magi_attention.kernels import Grads
 from magi_attention.native.succession import Succession
 
@@ -69,3 +71,11 @@ def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
             first_here = ["wait 8"] if stream == 8 and call is calls[0] else []
             wanted += [f"check {stream}", *first_here, *call, f"record {stream}"]
     assert spy.said == wanted and spy.events_made == 1  # recorded anew, which does not change what waits already
+
+
+def test_a_rank_whose_queries_see_nothing_leads_with_nothing() -> None:
+    shapes = _Shapes(torch.device("cpu"), torch.bfloat16, 8, 2, (64, 64), (128, 128))
+    part = SimpleNamespace(rows_received=0, total_keys=512, slices=SliceTable(np.zeros((0, 5), dtype=np.int64)))
+    assert _leads(part, shapes) == (0.0, 0.0)
+    part.rows_received, part.slices = 128, SliceTable(np.array([[0, 64, 384, 512, 0]]))
+    assert _leads(part, shapes) == (1.0, 1.0)  # there is less to do than to wait for
