@@ -103,6 +103,10 @@ WAYS = {
 }
 
 
+def has_132_multiprocessors() -> bool:
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count == 132
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_to_split(listed, name):
     lengths, kind, heads, tiles, units = WAYS[name]
@@ -110,7 +114,7 @@ def test_each_way_to_split(listed, name):
     x = make_inputs(1, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     dout = make_dout(x, 1)
     got = differentiate(x, dout)
-    if torch.cuda.get_device_properties(DEVICE).multi_processor_count == 132:
+    if has_132_multiprocessors():
         assert listed() == (tiles * heads[1], units * heads[1])
     assert_grads(x, got, truth(x, dout), name)
     assert_same(differentiate(x, dout), got, torch.bfloat16, name)
@@ -124,7 +128,8 @@ def test_a_cut_tile_beside_unseen_rows(listed):
     dout = make_dout(x, 2)
     want = differentiate(x, dout)
     assert_grads(x, want, truth(x, dout))
-    assert listed()[0] == heads[1]
+    if has_132_multiprocessors():
+        assert listed()[0] == heads[1]
     sees, is_seen = seen(x)
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = float("nan")

@@ -17,7 +17,7 @@ struct BwdConfig {
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
   // dq is summed in an order that does not depend on time: see bwd_turns.cuh.
   static constexpr bool kOrdered = kOrdered_;
-  // The query heads of short tiles may be shared out: see bwd_split.cuh.
+  // Units may be split: see bwd_split.cuh.
   static constexpr bool kSplit = kSplit_;
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
@@ -76,7 +76,7 @@ struct BwdConfig {
 constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
 constexpr int kMaxTimed = 1024;    // tiles
-constexpr int kSplitParts = 4;     // of a tile that is split, see bwd_split.cuh
+constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_list.cuh
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace

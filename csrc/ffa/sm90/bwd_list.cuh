@@ -230,6 +230,7 @@ __device__ void write_list(const BwdRowParams& p, const List& list, const Sorted
 // One CTA of kRowThreads, beside the kernel that prepares the rest. A warp tries each way: nothing split; a tile or two cut; one
 // to four of the longest by heads. Of the shorter half by heads it is known that those end about 8% after all multiprocessors would
 // if they shared the work evenly, and not before the longest tile. The choice depends on the device, and not on what is left free.
+// A template, because several translation units have it.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   constexpr int kWays = 7;

@@ -46,7 +46,7 @@ struct BwdKernelParams {
   float *dk_split, *dv_split;
   int32_t split_slots, split_heads;  // query heads of a part
   int32_t whole_units;               // the units from here on are split; where they are not listed
-  const int4* units;                 // see list_units; NULL: units are not listed
+  const int4* units;                 // see write_list; NULL: units are not listed
 };
 
 // The kernels before and after the main one.

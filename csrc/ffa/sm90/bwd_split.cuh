@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units whose query heads are shared out, so that all multiprocessors end together. Each part leaves its dk and dv in the
+// Units that are split, so that all multiprocessors end together. Each part leaves its dk and dv in the
 // workspace, and a kernel adds them in the order of the parts. Two cases:
 //
 // Where there are about two units for each multiprocessor, documents of different lengths leave some idle at the end. There the
