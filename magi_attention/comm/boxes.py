@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class BoxGroup:
         self.timeout_ms = min(int(transport.timeout_s * 1000), 2**31 - 1)
         self._boxes: dict[str, Box] = {}
         self._turns = Turns(device)
-        self._one_launches = Succession()
+        self._one_launches = Succession(current=partial(torch.cuda.current_stream, device))
         # Host memory that kernels write: what they find out must be known without waiting for them.
         self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._failure_view = self._failure.numpy()
