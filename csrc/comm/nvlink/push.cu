@@ -17,13 +17,17 @@ constexpr int kStageBytes = 32768;
 constexpr int kSignalDelay = 3;  // chunks between the last of a slot and its signal: how long stores are on their way
 constexpr int kPushSmem = (kStages + 1) * kStageBytes + 8 * kStages;
 
-// Where a lane is in the chunks of its CTA: whole rows of one tensor of a piece that fit into a stage, or a part of a row.
+constexpr int kPiecesAhead = 8;
+static_assert(kPiecesAhead > kStages, "every piece has a chunk, and loads are less than all stages ahead");
+
+// Where a lane is in the chunks of a piece: whole rows of one tensor that fit into a stage, or a part of a row.
 struct PushCursor {
   int index, tensor = 0, row = 0, column = 0;
   int4 piece, slot;
 
-  __device__ PushCursor(const magi_box_push_params& p) : index(blockIdx.x) { read(p); }
-  __device__ void read(const magi_box_push_params& p) {
+  __device__ PushCursor(const magi_box_push_params& p) { begin(p, blockIdx.x); }
+  __device__ void begin(const magi_box_push_params& p, int i) {
+    index = i;
     if (!valid(p)) return;
     piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + index);
     slot = __ldg(reinterpret_cast<const int4*>(p.slots) + piece.x);
@@ -43,7 +47,7 @@ struct PushCursor {
     return reinterpret_cast<char*>(p.box.of_rank[slot.x]) + p.data_at[tensor] +
            static_cast<int64_t>(piece.z + row) * p.row_bytes[tensor] + column;
   }
-  // To the next chunk; true if that was the last one of a piece.
+  // To the next chunk; true if that was the last one of the piece.
   __device__ bool advance(const magi_box_push_params& p) {
     column += bytes(p);
     if (column < row_bytes(p)) return false;
@@ -53,8 +57,6 @@ struct PushCursor {
     row = 0;
     if (++tensor < p.num_tensors) return false;
     tensor = 0;
-    index += gridDim.x;
-    read(p);
     return true;
   }
 };
@@ -81,8 +83,13 @@ __device__ __forceinline__ void count_pieces(const magi_box_push_params& p, int 
   store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
 }
 
-// One lane: loads run ahead of stores by some stages, and signals follow when the stores have arrived.
+// One lane: loads run ahead of stores by some stages, and signals follow when the stores have arrived. Pieces are taken from a
+// counter: beside attention some CTAs are half as fast as others.
 __device__ void push_pieces(const magi_box_push_params& p, uint32_t smem, uint32_t use) {
+  __shared__ int ahead[kPiecesAhead];  // pieces that loads have begun and stores have not
+  uint32_t* counter = box_word(p.box.own, MAGI_BOX_NEXT(p.world));
+  auto take = [&] { return static_cast<int>(gridDim.x + atomicAdd(counter, 1)); };
+  int next = take(), loads_begun = 0, stores_begun = 0;  // the next piece is asked for before it is needed
   const uint32_t zeros = smem + kStages * kStageBytes, bars = zeros + kStageBytes;
   PushCursor loads(p), stores(p);
   int loaded = 0, stored = 0, done = 0;
@@ -96,8 +103,11 @@ __device__ void push_pieces(const magi_box_push_params& p, uint32_t smem, uint32
     while (loads.valid(p) && loaded - stored < kStages - 1) {
       asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
       load_chunk(p, loads, smem + loaded % kStages * kStageBytes, bars + 8 * (loaded % kStages));
-      loads.advance(p);
       ++loaded;
+      if (!loads.advance(p)) continue;
+      ahead[loads_begun++ % kPiecesAhead] = next;
+      loads.begin(p, next);
+      if (loads.valid(p)) next = take();
     }
     mbar_wait(bars + 8 * (stored % kStages), stored / kStages & 1);
     store_bytes(stores.to(p), stores.piece.y < 0 ? zeros : smem + stored % kStages * kStageBytes, stores.rows(p) * stores.bytes(p));
@@ -110,6 +120,7 @@ __device__ void push_pieces(const magi_box_push_params& p, uint32_t smem, uint32
     const int own_slot = stores.piece.x;
     const int4 slot = stores.slot;
     if (!stores.advance(p)) continue;
+    stores.begin(p, ahead[stores_begun++ % kPiecesAhead]);
     ++done;
     if (stores.valid(p) && stores.piece.x == own_slot) continue;
     if (waiting > 0) {
@@ -149,6 +160,7 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
   __threadfence();
   if (atomicAdd(ctas, 1) + 1 != gridDim.x) return;
   *ctas = 0;
+  *box_word(p.box.own, MAGI_BOX_NEXT(p.world)) = 0;
   __threadfence();
   store_release_system(box_word(p.box.own, MAGI_BOX_PUSHED), use);
 }
@@ -159,7 +171,7 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
 extern "C" {
 
 int64_t magi_box_control_bytes(int32_t world) {
-  return ((MAGI_BOX_TAKEN(world) + 1) * static_cast<int64_t>(MAGI_BOX_WORD_BYTES) + 1023) / 1024 * 1024;
+  return ((MAGI_BOX_NEXT(world) + 1) * static_cast<int64_t>(MAGI_BOX_WORD_BYTES) + 1023) / 1024 * 1024;
 }
 
 magi_status magi_box_push(const magi_box_push_params* params) {

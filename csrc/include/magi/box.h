@@ -11,6 +11,7 @@
  *   left[i]     pieces of this rank's own slot i that are done; 0 between uses
  *   ctas        CTAs that are done; 0 between uses
  *   taken       the same of magi_box_take
+ *   next        pieces that CTAs have asked for beyond their first; 0 between uses
  * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
  * graph and replayed. Every rank makes the same sequence of uses.
  *
@@ -41,6 +42,7 @@ extern "C" {
 #define MAGI_BOX_ARRIVED(world, slot) (3 + (world) + (slot))
 #define MAGI_BOX_LEFT(world, slot) (3 + (world) + MAGI_BOX_GROUPS * (world) + (slot))
 #define MAGI_BOX_TAKEN(world) (3 + (world) + 2 * MAGI_BOX_GROUPS * (world))
+#define MAGI_BOX_NEXT(world) (4 + (world) + 2 * MAGI_BOX_GROUPS * (world))
 
 MAGI_EXPORT int64_t magi_box_control_bytes(int32_t world);
 
@@ -62,8 +64,8 @@ typedef struct {
   int32_t reserved;
   magi_box box;
   magi_box also_free;    /* own may be NULL; else its uses too must be over everywhere before the next kernel starts */
-  const int32_t* pieces; /* device: (num_pieces, 4): own slot, first row here (-1: zeros), first row there, rows; slot after
-                            slot, in the order of sending */
+  const int32_t* pieces; /* device: (num_pieces, 4): own slot, first row here (-1: zeros), first row there, rows; in the
+                            order of sending. Where the slot changes a CTA waits for pieces of less than three chunks */
   const int32_t* slots;  /* device: (.., 4) of own slots: rank, slot in its box, pieces, 0 */
   int64_t source_stride[MAGI_BOX_TENSORS]; /* bytes from row to row, a multiple of 16 */
   int64_t data_at[MAGI_BOX_TENSORS];       /* byte offset of row 0 in a box, a multiple of 16 */
