@@ -17,13 +17,15 @@ import torch
 
 from magi_attention.comm.boxes import BoxGroup, box_group
 from magi_attention.kernels import Grads
+from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
 from magi_attention.meta.one_launch import OneLaunchPart, OneLaunchPlan
 from magi_attention.meta.plan import Plan
 
 PUSH_CTAS = 16
-# Rough speeds, which decide in which order tiles are taken and nothing else.
-_PUSH_BYTES_PER_S, _FLOPS, _KEPT_BYTES = 3e11, 6e14, 2**25
+# Rough speeds: of one rank's push, and of one multiprocessor at work, forward and backward.
+_PUSH_BYTES_PER_S, _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 2.2e11, 1e-5, 5e12, 4.3e12
+_KEPT_BYTES = 2**25  # of keys and values of the heads that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Launches:
             places=at["places"], senders=at["senders"], data_at=[start, dv_at],
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
-        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _leads(part, shapes))
+        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _pace(part, shapes))
         self.remote = RemoteKeys.of(  # also where nothing arrives, because dk and dv are to be in float32 and dq is not
             mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
             box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
@@ -137,17 +139,14 @@ class _Launches:
         return self.group.holds(self.keys) and self.group.holds(self.grads)
 
 
-def _leads(part: OneLaunchPart, shapes: _Shapes) -> tuple[float, float]:
-    """Shares of the tiles of the first section of heads that are worked on while rows arrive, forward and backward."""
+def _pace(part: OneLaunchPart, shapes: _Shapes) -> Pace:
     row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
-    seconds = 1.2 * part.rows_received * row_bytes / _PUSH_BYTES_PER_S + 2e-5
-    flops = 2 * part.slices.area * shapes.heads_q * sum(shapes.head_dims)
-    if not flops:  # this rank's queries see nothing
-        return 0.0, 0.0
-    kept_heads = max(1, _KEPT_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
-    forward = seconds / (flops / _FLOPS) * -(-shapes.heads // kept_heads)
-    backward = seconds / (2.5 * flops / _FLOPS) * shapes.heads
-    return min(1.0, forward), min(1.0, backward)
+    pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
+    kept = max(1, _KEPT_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
+    return Pace(
+        _START_SECONDS + part.slot_rows * row_bytes / _PUSH_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
+        heads=group, section_heads=min(kept, shapes.heads) * group,
+    )  # fmt: skip
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

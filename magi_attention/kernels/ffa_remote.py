@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.arrival_order import Pace, backward_order, forward_order
 from magi_attention.kernels.ffa_operands import DTYPES
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.native import abi
@@ -22,17 +23,14 @@ class RemoteMask:
     """Slices over ``local_keys`` local keys and remote ones, which begin at ``base``; made once per plan and shapes.
 
     ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; slots arrive in this
-    order. ``leads`` are the parts of the tiles of queries, and of keys in the backward, that should be taken in the
-    order of arrival rather than by cost, by the heads that come first: as much work as there is while rows arrive.
+    order, at a ``pace`` that decides in which order tiles are taken.
 
     Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
     they need no clearing: the plans are told so.
     """
 
-    def __init__(
-        self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, leads: tuple[float, float] = (0, 0)
-    ) -> None:
-        self.slices, self.local_keys, self.base, self.arrivals, self.leads = slices, local_keys, base, arrivals, leads
+    def __init__(self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, pace: Pace) -> None:
+        self.slices, self.local_keys, self.base, self.arrivals, self.pace = slices, local_keys, base, arrivals, pace
         self._plans: dict[tuple, tuple[torch.Tensor, int]] = {}
 
     @property
@@ -66,34 +64,12 @@ class RemoteMask:
         low = np.clip(records[:, 0] - (TILE - 1), 0, self.local_keys)
         high = np.clip(records[:, 1], 0, self.local_keys)
         records[:, _HAS_UNSEEN] = unseen[np.maximum(high, low)] > unseen[low]
-        ready = np.array([self._last_arrival(first, last) for first, last in records[:, 0:2].tolist()], dtype=np.int64)
-        tiles = plan.tiles
-        when = [ready[first : first + n].max(initial=-1) for first, n in tiles[:, 2:4].tolist()]
-        return _with_first_order(words, np.array(when), self.leads[0])
-
-    def _last_arrival(self, low: int, high: int) -> int:
-        """The last slot that keys [low, high) wait for; -1 for local keys."""
-        first, last = max(low - self.base, 0) // TILE, -(-max(high - self.base, 0) // TILE)
-        return int(self.arrivals[first:last].max(initial=-1))
+        return forward_order(words, self.pace, self.arrivals, self.base, TILE)
 
     def _transposed(self, shape: PlanShape) -> np.ndarray:
         rows = transposed(self.slices, shape.total_q, shape.total_k)
         words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
-        return _with_first_order(words, np.concatenate([np.full(self.base // TILE, -1), self.arrivals]), self.leads[1])
-
-
-def _with_first_order(words: np.ndarray, when: np.ndarray, lead: float) -> np.ndarray:
-    """The plan with a second order: tiles with the share ``lead`` of the cost by arrival, earlier ones first, then the
-    rest by cost, as in the plan's own order."""
-    plan = TilePlan(words)
-    cost, order = plan.tiles[:, 4].astype(np.int64), plan.order
-    early = np.lexsort((-cost, when))
-    early = early[np.cumsum(cost[early]) - cost[early] < lead * cost.sum()]
-    is_early = np.zeros(len(cost), dtype=bool)
-    is_early[early] = True
-    first = np.concatenate([early, order[~is_early[order]]]).astype(np.int32)
-    abi.TilePlanHeader.from_buffer(words).words_first_order = len(words)
-    return np.concatenate([words, first, np.zeros(-len(first) % 4, dtype=np.int32)])
+        return backward_order(words, self.pace, self.arrivals, self.base)
 
 
 class RemoteKeys(NamedTuple):

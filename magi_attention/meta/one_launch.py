@@ -2,10 +2,11 @@
 """One rank's part of a plan for attention in one launch: local keys and those of all stages in one coordinate space.
 
 Keys in the kernel's coordinates: local ones from 0, then a gap that nobody sees, then from ``base`` on the *box*, the
-memory into which other ranks push their rows, in the order of the sequence. The box is made of tiles of 128 rows with
-one owner each; where the owner changes, the last tile is padded with zeros. Tiles form groups, and all ranks send the
-last group first, because the forward kernel walks from the right; within a group each rank serves the next rank first,
-then the one after. What one rank sends of one group is a *slot*; slots of a box are numbered in the order of arrival.
+memory into which other ranks push their rows, in the order of the sequence, beginning behind the longest run of the
+rank's own rows: so ranks that all read everything do not all want the rows of one rank first. The box is made of tiles
+of 128 rows with one owner each; where the owner changes, the last tile is padded with zeros. Tiles form groups, and all
+ranks send the last group first, because the forward kernel walks from the right; within a group they serve all readers
+at the same time. What one rank sends one reader of one group is a *slot*; slots of a box are numbered group by group.
 
 Gradients of remote keys travel back the same way: every owner has a second box with tiles for each rank that got its
 rows.
@@ -23,7 +24,7 @@ from magi_attention.common.slices import SliceTable, merge
 from magi_attention.meta.plan import Plan, local_slices
 
 TILE = 128
-MAX_GROUPS = 3  # with more, signals cost more than is won by beginning sooner: docs/notes/one_launch.md
+MAX_GROUPS = 6  # to 8 (MAGI_BOX_GROUPS): with 3 a causal forward waits longer, more than 5 win nothing
 _GROUP_TILES = 4  # smaller groups are not worth a slot
 _MAX_PIECE_ROWS = 32
 
@@ -56,7 +57,7 @@ class OneLaunchPart:
     senders: np.ndarray
     box_rows: int
     grad_rows: int
-    rows_received: int
+    slot_rows: np.ndarray
 
     @property
     def rank_of_slot(self) -> dict[int, int]:
@@ -127,15 +128,15 @@ class OneLaunchPlan:
             rank, self.world, host.length, base, TILE * len(box.owners), self._slices(rank, host, base), box.arrivals,
             box.owners, pieces, slots, targets, places, (places >= 0).any(axis=1).astype(np.int32),
             TILE * max(len(b.owners) for b in self.boxes), int(self.grad_starts[:, -1].max()),
-            sum(run.rows for run in box.runs),
+            self._slot_rows(rank),
         )  # fmt: skip
 
     def _box(self, rank: int) -> _Box:
         plan = self.plan
         wanted = merge_intervals(np.concatenate([np.zeros((0, 2), dtype=np.int64), *plan.stage_ranges[rank]]))
-        cut = split_at(wanted, plan.chunk_ranges[:, 0])
+        cut = _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
         owner = plan.owner_of(cut[:, 0]) if len(cut) else np.zeros(0, dtype=np.int64)
-        edges = np.flatnonzero(np.diff(owner)) + 1
+        edges = np.flatnonzero((np.diff(owner) != 0) | (np.diff(cut[:, 0]) < 0)) + 1
         runs, at = [], 0
         for ranges in np.split(cut, edges) if len(cut) else []:
             runs.append(_Run(int(plan.owner_of(ranges[:1, 0])[0]), at, Packing(ranges)))
@@ -169,15 +170,37 @@ class OneLaunchPlan:
         pieces: list[tuple[int, int, int, int]] = []
         slots: list[tuple[int, int, int, int]] = []
         for group in range(MAX_GROUPS):
-            for step in range(1, self.world):
-                r = (rank + step) % self.world
-                slot = self.boxes[r].slot_of.get((group, rank))
-                if slot is None:
-                    continue
-                before = len(pieces)
-                pieces += [(len(slots), *piece) for piece in self._of_group(r, rank, group, host)]
-                slots.append((r, slot, len(pieces) - before, 0))
+            queues = []
+            for r, slot in self._readers(rank, group):
+                mine = self._of_group(r, rank, group, host)
+                queues.append([(len(slots), *piece) for piece in mine])
+                slots.append((r, slot, len(mine), 0))
+            pieces += _in_turns(queues)
         return _table(pieces), _table(slots)
+
+    def _readers(self, rank: int, group: int) -> list[tuple[int, int]]:
+        """(reader, slot in its box) of what ``rank`` sends of one group."""
+        others = [(rank + step) % self.world for step in range(1, self.world)]
+        found = ((r, self.boxes[r].slot_of.get((group, rank))) for r in others)
+        return [(r, slot) for r, slot in found if slot is not None]
+
+    @cached_property
+    def _sent_rows(self) -> list[np.ndarray]:
+        """For each box (S,) rows that the sender of a slot has sent when that is complete, to all ranks."""
+        sent = [np.zeros(box.num_slots, dtype=np.int64) for box in self.boxes]
+        for rank in range(self.world):
+            rows = 0
+            for group in range(MAX_GROUPS):
+                readers = self._readers(rank, group)
+                rows += sum(TILE * int((self.boxes[r].arrivals == slot).sum()) for r, slot in readers)
+                for r, slot in readers:  # they end together
+                    sent[r][slot] = rows
+        return sent
+
+    def _slot_rows(self, rank: int) -> np.ndarray:
+        box = self.boxes[rank]
+        received = TILE * np.cumsum(np.bincount(box.arrivals, minlength=box.num_slots))
+        return np.maximum.accumulate(np.maximum(received, self._sent_rows[rank]))
 
     def _of_group(self, to: int, rank: int, group: int, host: Packing) -> list[tuple[int, int, int]]:
         """What ``rank`` sends of one group: (first local row or -1, first row in the box of ``to``, rows)."""
@@ -205,6 +228,21 @@ def group_of_tile(num_tiles: int) -> np.ndarray:
     """(num_tiles,): the last tiles are in group 0, which is sent first."""
     groups = int(np.clip(num_tiles // _GROUP_TILES, 1, MAX_GROUPS))
     return groups - 1 - np.arange(num_tiles) * groups // max(num_tiles, 1)
+
+
+def _in_turns(queues: list[list]) -> list:
+    """Those of all queues, each evenly spread: readers are served at the same time, so that no two ranks that have much
+    for one reader get into each other's way while links to others are idle."""
+    spread = [((i + 0.5) / len(queue), n, item) for n, queue in enumerate(queues) for i, item in enumerate(queue)]
+    return [item for _, _, item in sorted(spread)]
+
+
+def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Ranges in the order of the sequence, but those from the longest of ``own`` on come first."""
+    if not len(own):
+        return cut
+    pivot = own[np.argmax(own[:, 1] - own[:, 0]), 0]
+    return np.roll(cut, -int(np.searchsorted(cut[:, 0], pivot)), axis=0)
 
 
 def padded(rows: int) -> int:

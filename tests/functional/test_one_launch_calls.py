@@ -6,10 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
-from magi_attention.common.slices import SliceTable
-from magi_attention.functional.one_launch import OneLaunch, _leads, _Shapes
+from magi_attention.functional.one_launch import OneLaunch, _pace, _Shapes
 from magi_attention.kernels import Grads
 from magi_attention.native.succession import Succession
 
@@ -73,9 +73,13 @@ def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
     assert spy.said == wanted and spy.events_made == 1  # recorded anew, which does not change what waits already
 
 
-def test_a_rank_whose_queries_see_nothing_leads_with_nothing() -> None:
-    shapes = _Shapes(torch.device("cpu"), torch.bfloat16, 8, 2, (64, 64), (128, 128))
-    part = SimpleNamespace(rows_received=0, total_keys=512, slices=SliceTable(np.zeros((0, 5), dtype=np.int64)))
-    assert _leads(part, shapes) == (0.0, 0.0)
-    part.rows_received, part.slices = 128, SliceTable(np.array([[0, 64, 384, 512, 0]]))
-    assert _leads(part, shapes) == (1.0, 1.0)  # there is less to do than to wait for
+def test_pace() -> None:
+    """Rows at the speed of a push, flops of a pair, and heads as many as the kernel works on at a time."""
+    shapes = _Shapes(torch.device("cpu"), torch.bfloat16, 16, 2, (64, 64), (128, 128))
+    part = SimpleNamespace(slot_rows=np.array([128, 512]), total_keys=2**18)
+    pace = _pace(part, shapes)
+    assert pace.slots.tolist() == pytest.approx([1e-5 + rows * 512 / 2.2e11 for rows in (128, 512)])
+    assert pace.pair == 256 / 5e12 and pace.pair_backward == 640 / 4.3e12
+    assert (pace.heads, pace.section_heads) == (8, 8)  # keys and values of one kv head are 64 MiB
+    part.total_keys = 0
+    assert _pace(part, shapes).section_heads == 16

@@ -9,6 +9,7 @@ from ffa_simulator import backend, inputs, planner_or_skip
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.native import abi
@@ -20,7 +21,7 @@ def remote_keys(events: list[str]) -> RemoteKeys:
     """32 local keys and one tile of remote ones, for 32 queries."""
     base = 2 * TILE
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
-    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
+    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
     return RemoteKeys(mask, b"", lambda: events.append("push"))
 
 
@@ -29,7 +30,7 @@ def test_a_rank_that_reads_only_its_own() -> None:
     planner_or_skip()
     rows, base = 300, 512
     slices = SliceTable(np.array([[0, rows, 0, rows, 1]]))
-    mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), (1.0, 1.0))
+    mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), Pace(np.zeros(0)))
     assert (mask.rows, mask.num_slots, mask.total_k) == (0, 0, base)
     for is_transposed in (False, True):
         shape = PlanShape(rows, base, FfaTile(TILE, 2, 1), is_transposed=is_transposed)

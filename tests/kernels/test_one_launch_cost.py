@@ -16,6 +16,7 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.one_launch import OneLaunch
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
+from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
@@ -30,7 +31,7 @@ def stand_in() -> SimpleNamespace:
     """Prepared launches that launch nothing."""
     base = 2 * TILE
     slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
-    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), (1.0, 1.0))
+    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
     succession = Succession(
         lambda: SimpleNamespace(record=lambda stream: None, wait=lambda stream: None), object
     )

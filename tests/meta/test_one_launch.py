@@ -9,7 +9,7 @@ import pytest
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
-from magi_attention.meta.one_launch import TILE, OneLaunchPlan
+from magi_attention.meta.one_launch import TILE, OneLaunchPlan, group_of_tile
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 
@@ -20,12 +20,31 @@ def positions(plan, rank: int) -> np.ndarray:
     return Packing(plan.host_ranges(rank)).positions()
 
 
+def check_turns(parts, part) -> None:
+    """Groups are sent one after another, and within a group every reader gets its share all the time."""
+    slots, turns = part.slots, part.pieces[:, 0]
+    of_slot = np.array([group_of_slot(parts[rank], slot) for rank, slot, _, _ in slots.tolist()], dtype=int)
+    assert (np.diff(of_slot) >= 0).all() and (np.diff(of_slot[turns]) >= 0).all()
+    for group in np.unique(of_slot):
+        mine = turns[of_slot[turns] == group]
+        for slot in np.flatnonzero(of_slot == group):
+            sent = np.cumsum(mine == slot)
+            even = sent[-1] * np.arange(1, len(mine) + 1) / len(mine)
+            assert (abs(sent - even) <= len(parts)).all()
+
+
+def group_of_slot(part, slot: int) -> int:
+    groups = set(group_of_tile(len(part.arrivals))[part.arrivals == slot].tolist())
+    assert len(groups) == 1
+    return groups.pop()
+
+
 def pushed_boxes(plan, parts) -> list[np.ndarray]:
     """The global positions that arrive in each rank's box."""
     boxes = [np.full(part.box_rows, EMPTY) for part in parts]
     for part in parts:
         mine = positions(plan, part.rank)
-        assert (np.diff(part.pieces[:, 0]) >= 0).all(), "slots are sent one after another"
+        check_turns(parts, part)
         for own, first, there, count in part.pieces.tolist():
             rank, slot, _, _ = part.slots[own]
             assert rank != part.rank and count > 0
@@ -40,6 +59,20 @@ def pushed_boxes(plan, parts) -> list[np.ndarray]:
         assert sorted(slot for _, slot in senders) == list(range(len(senders))) and len(senders) <= 8 * plan.cp_size
         assert set(part.arrivals.tolist()) == set(range(len(senders)))
     return boxes
+
+
+def slot_rows(parts, part) -> list[int]:
+    """Rows that have gone from a sender, or come to ``part``, with each slot of its box."""
+    slots = len(set(part.arrivals.tolist()))
+    sent, received = np.zeros(slots, dtype=int), np.zeros(slots, dtype=int)
+    for sender in parts:
+        rows = np.bincount(sender.pieces[:, 0], sender.pieces[:, 3], minlength=len(sender.slots)).astype(int)
+        groups = np.array([group_of_slot(parts[to], slot) for to, slot, _, _ in sender.slots.tolist()], dtype=int)
+        for own, (to, slot, _, _) in enumerate(sender.slots.tolist()):
+            if to == part.rank:
+                sent[slot], received[slot] = rows[groups <= groups[own]].sum(), rows[own]
+    most = [max(sent[slot], total) for slot, total in enumerate(np.cumsum(received).tolist())]
+    return [max(most[: i + 1]) for i in range(len(most))]
 
 
 def check(plan) -> None:
@@ -60,7 +93,8 @@ def check(plan) -> None:
         rebuilt = np.zeros((part.local_rows, plan.padded_tokens), dtype=int)
         np.add.at(rebuilt, (slice(None), where[where >= 0]), seen[:, where >= 0].astype(int))
         assert (rebuilt == dense[mine]).all()
-        assert part.rows_received == (used >= 0).sum()
+        assert (used >= 0).sum() == sum(stage.recv_rows for stage in plan.rank(part.rank).stages)
+        assert part.slot_rows.tolist() == slot_rows(parts, part)
     check_return(plan, parts, boxes)
 
 
@@ -97,3 +131,18 @@ def test_random_plans(batch: int) -> None:
     for seed in range(10 * batch, 10 * batch + 10):
         print("seed", seed)
         check(random_plan(seed))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_ranks_that_all_read_everything_begin_with_different_owners(world: int) -> None:
+    """Else one rank would send what all wait for, and the others what nobody wants yet."""
+    rows = 3 * TILE
+    plan = build_plan(
+        SliceTable(np.array([[0, world * rows, 0, world * rows, 0]])), world * rows, world,
+        config=DistAttnConfig(DispatchConfig(chunk_size=rows)),
+    )  # fmt: skip
+    check(plan)
+    parts = [OneLaunchPlan(plan).part(r) for r in range(world)]
+    first = [part.owners[np.argmin(part.arrivals)] for part in parts]
+    assert sorted(first) == list(range(world))
+    assert all(part.slot_rows[-1] == part.rows for part in parts)  # nobody sends more than others receive

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order tiles are taken while keys of other ranks arrive: first those that will wait least.
+
+A tile waits where its walk comes to keys that are not there yet, and holds its multiprocessor meanwhile. Its *slack* is
+how late everything that it needs is there, less the work that it finds before that: started then or later, it does not
+wait. So tiles go by slack until all rows have arrived, and by cost from there on, the costliest first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_attention.native import abi
+from magi_attention.native.tile_plan import TilePlan
+
+_BEYOND = 1.2  # rows may be later than thought, and to go by slack for longer costs little
+_CTAS = 116  # of the attention kernel, while others push
+
+
+class Pace(NamedTuple):
+    """Rough times in seconds, which decide the order of tiles and nothing else.
+
+    ``slots`` (S,): until the rows of each slot are there, not falling. ``pair`` and ``pair_backward``: of one query
+    head and key in a CTA. ``heads`` query heads share a kv head; the forward works on ``section_heads`` query heads at
+    a time, the backward on one kv head.
+    """
+
+    slots: np.ndarray
+    pair: float = 0.0
+    pair_backward: float = 0.0
+    heads: int = 1
+    section_heads: int = 1
+
+    @property
+    def until(self) -> float:
+        """When tiles are taken by cost."""
+        return _BEYOND * float(self.slots.max(initial=0.0))
+
+
+def forward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int, tile: int) -> np.ndarray:
+    """``words`` of a plan with its second order. A layer is walked from the right; box tiles of ``tile`` keys begin at
+    ``base``, and ``arrivals`` has the slot of each."""
+    plan = TilePlan(words)
+    layers = plan.records[:, 0:2].astype(np.int64)
+    rows = plan.header.num_groups * 64
+    key = pace.pair * rows  # seconds of a CTA
+    ends = base + tile * (1 + np.arange(len(arrivals)))
+    late = pace.slots[arrivals] + key * ends  # less what is before it in the walk: the slack of each tile of the box
+    slack, work = np.full(len(plan.tiles), -np.inf), np.zeros(len(plan.tiles))
+    for i, (first, count) in enumerate(plan.tiles[:, 2:4].tolist()):
+        done = 0
+        for low, high in layers[first : first + count].tolist():
+            if high > base:
+                box = late[max(low - base, 0) // tile : -(-(high - base) // tile)]
+                slack[i] = max(slack[i], box.max() - key * (done + high))
+            done += high - low
+        work[i] = done
+    at_a_time = _CTAS * (rows // plan.header.tile_tokens) / pace.section_heads
+    return _with_first_order(words, slack, work * key / at_a_time, pace.until)
+
+
+def backward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int) -> np.ndarray:
+    """The same of a transposed plan, whose tiles of keys are local or of the box, and wait before they begin."""
+    plan = TilePlan(words)
+    size = plan.header.tile_tokens
+    slack = np.concatenate([np.full(base // size, -np.inf), pace.slots[arrivals]])
+    lengths = np.diff(plan.records[:, 0:2].astype(np.int64))[:, 0]
+    layers = np.concatenate([[0], np.cumsum(lengths)])
+    first = plan.tiles[:, 2]
+    queries = layers[first + plan.tiles[:, 3]] - layers[first]
+    return _with_first_order(words, slack, queries * size * pace.heads * pace.pair_backward / _CTAS, pace.until)
+
+
+def _with_first_order(words: np.ndarray, slack: np.ndarray, seconds: np.ndarray, until: float) -> np.ndarray:
+    """The plan with a second order: tiles of the first ``until`` seconds by slack, then the rest as in its own order.
+
+    ``seconds`` (tiles,) are those until the next tile can be taken.
+    """
+    plan = TilePlan(words)
+    order = plan.order
+    early = order[np.argsort(slack[order], kind="stable")]  # of equal ones the costliest first
+    early = early[np.cumsum(seconds[early]) - seconds[early] < until]
+    is_early = np.zeros(len(slack), dtype=bool)
+    is_early[early] = True
+    first = np.concatenate([early, order[~is_early[order]]]).astype(np.int32)
+    abi.TilePlanHeader.from_buffer(words).words_first_order = len(words)
+    return np.concatenate([words, first, np.zeros(-len(first) % 4, dtype=np.int32)])

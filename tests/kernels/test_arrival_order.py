@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order tiles are taken while rows arrive, against a walk of every tile block by block."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+import torch
+from ffa_simulator import planner_or_skip
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.ffa_plans import PlanShape
+from magi_attention.kernels.ffa_remote import TILE, RemoteMask
+from magi_attention.native import abi
+from magi_attention.native.ffa import FfaTile
+from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing.masks import random_slices
+
+ROWS, PACK, HEADS = 1024, 8, 64  # tokens of a rank, query heads of a kv head, query heads
+PAIR = 1e-8  # so that keys of one tile take about as long as a slot
+
+
+def random_mask(seed: int, late: float = 1.0) -> RemoteMask:
+    rng = np.random.default_rng(seed)
+    base, tiles = ROWS + TILE, int(rng.integers(1, 17))
+    local, remote = (random_slices(rng, ROWS, keys, max_slices=6) for keys in (ROWS, TILE * tiles))
+    remote[:, 2:4] += base
+    slots = int(rng.integers(1, tiles + 1))
+    arrivals = np.sort(np.concatenate([np.arange(slots), rng.integers(0, slots, tiles - slots)]))[::-1]
+    if rng.random() < 0.5:
+        arrivals = rng.permutation(arrivals)
+    when = late * np.cumsum(rng.uniform(0, 1e-3, slots))
+    pace = Pace(when, PAIR, 2.5 * PAIR, heads=PACK, section_heads=HEADS)
+    table = SliceTable(np.concatenate([local, remote]))
+    return RemoteMask(table, ROWS, base, arrivals.astype(np.int32), pace)
+
+
+def plan_of(mask: RemoteMask, is_transposed: bool) -> tuple[TilePlan, np.ndarray]:
+    """The plan and its second order."""
+    tile = FfaTile(TILE if is_transposed else 128 // PACK, 2, 1)
+    words = mask.plan(PlanShape(ROWS, mask.total_k, tile, is_transposed), torch.device("cpu"))[0].numpy().copy()
+    plan = TilePlan(words)
+    return plan, words[abi.TilePlanHeader.from_buffer(words).words_first_order :][: len(plan.tiles)]
+
+
+def waits(mask: RemoteMask, plan: TilePlan, tile: int) -> list[tuple[float, float]]:
+    """(seconds of work before it, when its rows are there) of each block of keys that a tile of queries comes to."""
+    first, count = plan.tiles[tile, 2:4].tolist()
+    found, done = [], 0
+    for low, high in plan.records[first : first + count, 0:2].tolist():
+        for key in range(high - 1, low - 1, -1):
+            if key >= mask.base and (key == high - 1 or (key - mask.base) % TILE == TILE - 1):
+                slot = mask.arrivals[(key - mask.base) // TILE]
+                found.append((done * 128 * mask.pace.pair, mask.pace.slots[slot]))
+            done += 1
+    return [*found, (done * 128 * mask.pace.pair, 0.0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_go_by_slack_until_all_rows_are_there(seed: int) -> None:
+    planner_or_skip()
+    print("seed", seed)
+    mask = random_mask(seed)
+    plan, first = plan_of(mask, is_transposed=False)
+    assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))
+    walks = [waits(mask, plan, tile) for tile in range(len(plan.tiles))]
+    slack = np.array([max([there - before for before, there in walk[:-1]], default=-np.inf) for walk in walks])
+    tiles_at_a_time = 116 * PACK / HEADS
+    began, ends = 0.0, 1.2 * mask.pace.slots.max()
+    by_cost = {tile: i for i, tile in enumerate(plan.order.tolist())}
+    step = TILE * 128 * PAIR  # blocks and tiles of the box do not begin together
+    for before, after in zip(first[:-1], first[1:]):
+        was, began = began, began + walks[before][-1][0] / tiles_at_a_time
+        if began < ends - 1e-9:
+            assert slack[before] <= slack[after] + step
+        elif was > ends + 1e-9:
+            assert by_cost[before] < by_cost[after]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_of_keys_go_as_they_arrive(seed: int) -> None:
+    planner_or_skip()
+    print("seed", seed)
+    mask = random_mask(seed, late=10.0)  # all of them
+    plan, first = plan_of(mask, is_transposed=True)
+    assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))
+    when = np.concatenate([np.full(mask.base // TILE, -1.0), mask.pace.slots[mask.arrivals]])[first]
+    cost = plan.tiles[first, 4]
+    assert (np.diff(when) >= 0).all() and (np.diff(cost)[np.diff(when) == 0] <= 0).all()
+
+
+def idle(mask: RemoteMask, plan: TilePlan, order: np.ndarray) -> float:
+    """Seconds that multiprocessors wait, if tiles are taken in this order, each for all heads."""
+    free, lost = [0.0] * 116, 0.0
+    for tile in np.repeat(order, HEADS // PACK).tolist():
+        begin = now = heapq.heappop(free)
+        walk = waits(mask, plan, tile)
+        for before, there in walk:
+            now = max(now, there - before)
+        lost += now - begin
+        heapq.heappush(free, now + walk[-1][0])
+    return lost
+
+
+@pytest.mark.parametrize("late", [0.5e-3, 1e-3, 2e-3])
+def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
+    """Under a causal mask the costliest tiles find most of what they need in time: shorter ones have less to do before
+    they come to what arrives last. Under one of documents those that need nothing go first."""
+    planner_or_skip()
+    base, box = ROWS + TILE, 4096
+    causal = [[0, ROWS, 0, ROWS, 1]]
+    causal += [[q, q + 128, base, base + box * (q + 128) // ROWS, 0] for q in range(0, ROWS, 128)]
+    documents = [[0, 512, 0, 512, 0], [512, 1024, 512, 768, 0], [512, 768, base, base + box // 2, 0]]
+    documents += [[768, 1024, base + box // 2, base + box, 0]]
+    arrivals = (np.arange(box // TILE) < 16).astype(np.int32)  # the second half of the keys first
+    pace = Pace(np.array([late, 2 * late]), PAIR / 4, 0.0, PACK, HEADS)
+    for rows in (causal, documents):
+        mask = RemoteMask(SliceTable(np.array(rows)), ROWS, base, arrivals, pace)
+        plan, first = plan_of(mask, is_transposed=False)
+        last = np.array([max(there for _, there in waits(mask, plan, t)) for t in range(len(plan.tiles))])
+        by_arrival = np.lexsort((-plan.tiles[:, 4], last))
+        found = {n: idle(mask, plan, o) for n, o in (("slack", first), ("cost", plan.order), ("last", by_arrival))}
+        print(late, found)
+        assert found["slack"] <= min(found["cost"], found["last"]) * 1.001 and found["slack"] < max(found.values())
