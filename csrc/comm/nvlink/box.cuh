@@ -34,13 +34,13 @@ __device__ __forceinline__ uint32_t* box_word(const void* box, int word) {
 __device__ __forceinline__ uint32_t* box_word(int64_t box, int word) { return box_word(reinterpret_cast<void*>(box), word); }
 
 // Until *word is at least `target`, counting modulo 2^32. `culprit` is who is waited for. Looks seldom, because many looks at one
-// word slow down who writes it and whoever writes near it. The failure word is in host memory, so it is looked at once a
-// millisecond.
+// word slow down who writes it and whoever writes near it. The failure word is in host memory: it is looked at once a millisecond,
+// and never in a shorter wait. Read by a hundred CTAs that begin to wait, it stopped whatever the ranks sent for 100 us each time.
 __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t target, uint32_t timeout_ms, int32_t* failure,
                                               int culprit) {
   if (static_cast<int32_t>(load_acquire_system(word) - target) >= 0) return;
-  const uint32_t end = milliseconds() + timeout_ms;
-  uint32_t last = end;
+  const uint32_t begun = milliseconds();
+  uint32_t last = begun;
 #pragma unroll 1
   while (static_cast<int32_t>(load_acquire_system(word) - target) < 0) {
     __nanosleep(kLookEveryNs);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
     if (now == last) continue;
     last = now;
     if (*reinterpret_cast<volatile int32_t*>(failure) != 0) return;
-    if (static_cast<int32_t>(now - end) < 0) continue;
+    if (now - begun < timeout_ms) continue;
     *reinterpret_cast<volatile int32_t*>(failure) = culprit + 1;
     return;
   }
