@@ -17,6 +17,7 @@ from magi_attention.comm.layout import A2AVLayout
 
 SLOTS_PER_SENDER = 8  # MAGI_BOX_GROUPS
 _PUSHED_ROWS, _TAKEN_ROWS = 32, 16  # of a piece at most
+_SLOT_ROWS = 512  # a cast has a slot for as many, so that rows are copied out while the next ones arrive
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +67,30 @@ class BoxTables:
 def _cast_pushes(layout: A2AVLayout, starts: np.ndarray) -> PushTable:
     """Those for the next rank first, so that at any time every rank receives from one other."""
     parts = np.split(layout.send.index, np.cumsum(layout.send_counts)[:-1])
-    owners = [(layout.rank + step) % layout.world for step in range(1, layout.world)]
-    slot = SLOTS_PER_SENDER * layout.rank
-    return _push_table([(to, slot, parts[to], int(starts[to, layout.rank])) for to in owners if len(parts[to])])
+    pushes = []
+    for step in range(1, layout.world):
+        to = (layout.rank + step) % layout.world
+        for slot, first, rows in _slots(parts[to], layout.rank):
+            pushes.append((to, slot, rows, int(starts[to, layout.rank]) + first))
+    return _push_table(pushes)
+
+
+def _slots(rows: np.ndarray, sender: int) -> list[tuple[int, int, np.ndarray]]:
+    """(slot, first of its rows, rows) of what travels from ``sender`` to one rank; the same on both sides."""
+    count = int(np.clip(len(rows) // _SLOT_ROWS, min(len(rows), 1), SLOTS_PER_SENDER))
+    edges = [len(rows) * i // max(count, 1) for i in range(count + 1)]
+    return [(SLOTS_PER_SENDER * sender + i, a, rows[a:b]) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
 
 
 def _takes(layout: A2AVLayout, starts: np.ndarray) -> np.ndarray:
+    """In the order of arrival."""
     parts = np.split(layout.recv.index, np.cumsum(layout.recv_counts)[:-1])
     found = [np.zeros((0, 4), dtype=np.int32)]
-    for sender, rows in enumerate(parts):
-        if sender == layout.rank or not len(rows):
-            continue
-        pieces = _runs(rows, int(starts[layout.rank, sender]), _TAKEN_ROWS)
-        slot = np.full(len(pieces), SLOTS_PER_SENDER * sender)
-        found.append(np.stack([slot, pieces[:, 1], pieces[:, 0], pieces[:, 2]], axis=1))
+    for step in range(1, layout.world):
+        sender = (layout.rank - step) % layout.world
+        for slot, first, rows in _slots(parts[sender], sender):
+            pieces = _runs(rows, int(starts[layout.rank, sender]) + first, _TAKEN_ROWS)
+            found.append(np.stack([np.full(len(pieces), slot), pieces[:, 1], pieces[:, 0], pieces[:, 2]], axis=1))
     return np.concatenate(found).astype(np.int32)
 
 

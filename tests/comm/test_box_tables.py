@@ -123,3 +123,19 @@ def test_worked_example() -> None:
         specs.append(GroupSpec.make(rank, 4, splits, dst, out_splits, src))
         routes.append([home[value] for value in want])
     check(WorldPlan(specs, routes))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_rows_arrive_in_several_slots(seed: int) -> None:
+    """So that rows are copied out while the next ones arrive, in that order."""
+    plan = random_plan(seed, world=2 + seed % 3, max_splits=6, max_size=3000)
+    layouts, tables = tables_of(plan)
+    check_cast(plan, layouts, tables)
+    most = max(int(c) for layout in layouts for r, c in enumerate(layout.send_counts) if r != layout.rank)
+    assert max(len(set(t.take[:, 0].tolist())) for t in tables) > len(tables) - 1 and most > 1024
+    for rank, table in enumerate(tables):
+        order = [slot for i, slot in enumerate(table.take[:, 0].tolist()) if i == 0 or slot != table.take[i - 1, 0]]
+        assert len(order) == len(set(order)), "a slot is waited for once"
+        for sender, other in enumerate(tables):  # of each sender in the order of sending
+            sent = [slot for to, slot, _, _ in other.cast.slots.tolist() if to == rank]
+            assert [slot for slot in order if slot // SLOTS_PER_SENDER == sender] == sent

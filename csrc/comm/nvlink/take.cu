@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows out of this rank's box to their places in ordinary tensors, see magi/box.h.
+// Rows out of this rank's box to their places in ordinary tensors, as they arrive, see magi/box.h.
 
 #include "../../ffa/common/host.h"
-#include "await.cuh"
 #include "box.cuh"
 #include "box_launch.h"
 
 namespace magi {
 inline namespace box_taking {  // named, because nvcc puts the path of the file into the names of what has no name
 
-constexpr int kTakeThreads = 256;
+constexpr int kTakeThreads = 512;
 constexpr int kUnroll = 4;
 
 // By a CTA, 16 bytes a lane. Past the first cache: its lines are of no use, and other GPUs wrote what is read.
@@ -50,12 +49,24 @@ __device__ __forceinline__ void copy_piece(const magi_box_take_params& p, int4 p
   }
 }
 
+// Starts beside this rank's push, in few CTAs: each waits for the slot of its next piece and holds its place meanwhile.
 __global__ void __launch_bounds__(kTakeThreads) box_take(const __grid_constant__ magi_box_take_params p) {
-  for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) copy_piece(p, __ldg(reinterpret_cast<const int4*>(p.pieces) + i));
-  // The last CTA ends the use. This rank's own rows have left: the push is before this in the stream.
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  int there = -1;  // the last slot that has been waited for
+  for (int i = blockIdx.x; i < p.num_pieces; i += gridDim.x) {
+    const int4 piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + i);
+    if (piece.x != there) {
+      there = piece.x;
+      if (threadIdx.x == 0)
+        wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, there)), use, p.timeout_ms, p.failure, there / MAGI_BOX_GROUPS);
+      __syncthreads();
+    }
+    copy_piece(p, piece);
+  }
+  // The last CTA ends the use.
   if (!is_last_cta(box_word(p.box.own, MAGI_BOX_TAKEN(p.world)))) return;
   __threadfence_system();
-  release_box(p.box, p.rank, p.world);
+  release_pushed_box(p.box, p.rank, p.world, p.timeout_ms, p.failure);
 }
 
 }  // namespace box_taking
@@ -70,9 +81,5 @@ extern "C" magi_status magi_box_take(const magi_box_take_params* params) {
   for (int t = 0; t < p.num_tensors; ++t)
     if (p.row_bytes[t] % 16 || p.out_stride[t] % 16 || p.data_at[t] % 16 || reinterpret_cast<uintptr_t>(p.out[t]) % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
-  const auto stream = static_cast<cudaStream_t>(p.stream);
-  magi::box_await<<<1, magi::kAwaitThreads, MAGI_BOX_GROUPS * p.world * sizeof(int), stream>>>(p);
-  MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
-  magi::box_take<<<p.num_ctas, magi::kTakeThreads, 0, stream>>>(p);
-  return magi::cuda_status(cudaGetLastError(), "launching the copy out of a box");
+  return magi::launch_behind(magi::box_take, dim3(p.num_ctas), magi::kTakeThreads, 0, p.stream, p, "launching the copy out of a box");
 }

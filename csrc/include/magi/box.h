@@ -88,8 +88,8 @@ typedef struct {
 } magi_box_release_params;
 MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
 
-/* Copies rows that other ranks pushed out of this rank's box when all have arrived, then ends the use. Put into the stream
- * behind the push of this use. Here slot s belongs to rank s / MAGI_BOX_GROUPS. */
+/* Copies rows that other ranks push out of this rank's box as they arrive, then ends the use. Put into the stream right behind
+ * the push of this use, beside which it starts. Here slot s belongs to rank s / MAGI_BOX_GROUPS. */
 typedef struct {
   int32_t version;
   int32_t rank, world;
@@ -99,7 +99,8 @@ typedef struct {
   uint32_t timeout_ms;
   int32_t reserved;
   magi_box box;
-  const int32_t* pieces; /* device: (num_pieces, 4): slot, first row in the box, first row of the result, rows */
+  const int32_t* pieces; /* device: (num_pieces, 4), in the order of arrival: slot, first row in the box, first row of the
+                            result, rows */
   int64_t data_at[MAGI_BOX_TENSORS];    /* byte offset of row 0 in the box, a multiple of 16 */
   int64_t row_bytes[MAGI_BOX_TENSORS];  /* multiples of 16 */
   int64_t out_stride[MAGI_BOX_TENSORS]; /* bytes from row to row of the result, a multiple of 16 */
