@@ -44,6 +44,7 @@ from cp_timing import (  # noqa: E402
     Clock,
     Step,
     device_ms,
+    heat_up,
     kernel_ms,
     mean_and_max,
     outside_bytes,
@@ -89,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=42, help="of the documents and of the inputs (42)")
     add("--chunk-size", type=parse_size, help="of our dispatch; by default as small as balance within 2%% needs")
     add("--warm-up", type=int, default=2, help="iterations that are not timed (2)")
+    add("--heat-up", type=float, default=0.0, help="seconds of work before an implementation is timed (0)")
     add("--repeats", type=int, default=20, help="iterations timed by events (20)")
     add("--wall-repeats", type=int, default=5, help="rows of layers timed by the wall clock (5)")
     add("--wall-layers", type=int, default=8, help="layers in a row (8)")
@@ -151,10 +153,8 @@ class Bench:
 
     def is_late(self) -> bool:
         """Time is up, by the clock of rank 0."""
-        seconds = torch.tensor([time.perf_counter() - self.started], dtype=torch.float64, device=self.device)
-        dist.broadcast(seconds, 0)
-        limit = self.options.time_limit
-        return limit is not None and seconds.item() > limit
+        seconds, limit = self.clock.agreed(time.perf_counter() - self.started), self.options.time_limit
+        return limit is not None and seconds > limit
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
         """Global q, k, v, dout, the same on all ranks; those of the last case are kept."""
@@ -254,6 +254,7 @@ def measure_peer(bench: Bench, peer: Peer, case: Case) -> dict:
         return {} if wanted is None else compare(peer, (state.out.detach(), *grads), wanted)
 
     errors = attempt(first_run)
+    attempt(lambda: heat_up(step, bench.clock, bench.options.heat_up))
     alone = attempt(lambda: kernels_alone(bench, peer, (dout, q, k, v)))
     area = getattr(peer, "area", case.mask.area)
     times = attempt(lambda: times_of(bench, step, area, alone, is_mean=not peer.is_whole))

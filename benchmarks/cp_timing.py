@@ -59,6 +59,12 @@ class Clock:
         """Ordered on the device: what is launched afterwards begins when all ranks have come here."""
         dist.all_reduce(self._ticket)
 
+    def agreed(self, value: float) -> float:
+        """The value of rank 0, on all ranks."""
+        told = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.broadcast(told, 0)
+        return told.item()
+
     def mark(self) -> torch.cuda.Event | float:
         if not self.is_cuda:
             return time.perf_counter()
@@ -80,6 +86,19 @@ def no_collection():
         yield
     finally:
         gc.enable()
+
+
+def heat_up(step: Step, clock: Clock, seconds: float) -> int:
+    """Iterations for ``seconds`` by the clock of rank 0, and how many those were. What is timed then begins as hot as
+    what was timed before it: GPUs at work grow slower by some percent."""
+    iterations, started = 0, time.perf_counter()
+    while seconds > 0:
+        step.backward([step.forward()])
+        clock.synchronise()
+        iterations += 1
+        if clock.agreed(seconds - (time.perf_counter() - started)) <= 0:
+            break
+    return iterations
 
 
 def device_ms(step: Step, clock: Clock, warm_up: int, repeats: int) -> Milliseconds:

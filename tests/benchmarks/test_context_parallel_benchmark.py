@@ -239,7 +239,7 @@ def benchmark(rank: int, world: int, arguments: str, has_broken: bool) -> list[c
 
 
 SMALL = (
-    "--heads 4 2 --head-dim 8 --dtype fp32 --repeats 3 --warm-up 1 "
+    "--heads 4 2 --head-dim 8 --dtype fp32 --repeats 3 --warm-up 1 --heat-up 0.01 "
     "--wall-repeats 2 --wall-layers 3 --kernel-repeats 1"
 )
 

@@ -31,6 +31,10 @@ class FakeClock:
         self.now += DRAIN if self.has_work else 0.0
         self.has_work = False
 
+    def agreed(self, value: float) -> float:
+        self.calls.append("agreed")
+        return value
+
     def mark(self) -> float:
         return self.now
 
@@ -72,6 +76,14 @@ def test_wall_clock_is_per_layer_of_a_row_and_each_backward_has_its_own_forward(
         call for row in rows for phase in cp_timing.PHASES for call in ["meet", *((phase, state) for state in row)]
     ]
     assert clock.calls == expected
+
+
+@pytest.mark.parametrize("seconds, iterations", [(0.0, 0), (1.0, 1), (13.0, 1), (14.0, 2), (39.0, 3)])
+def test_heating_up_lasts_as_long_as_is_asked_for(clock, seconds, iterations):
+    """13 s an iteration; ranks agree after each whether to go on."""
+    assert cp_timing.heat_up(cp_timing.Step(clock.forward, clock.backward), clock, seconds) == iterations
+    assert clock.calls == [call for i in range(iterations) for call in (("forward", i), ("backward", i), "agreed")]
+    assert clock.now == iterations * (FORWARD + BACKWARD + DRAIN)
 
 
 def test_device_time_leaves_out_warm_up_and_what_is_between_the_phases(clock):
