@@ -25,7 +25,7 @@ from magi_attention.meta.plan import Plan
 PUSH_CTAS = 16
 # Rough speeds: of one rank's push, and of one multiprocessor at work, forward and backward.
 _PUSH_BYTES_PER_S, _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 2.2e11, 1e-5, 5e12, 4.3e12
-_KEPT_BYTES = 2**25  # of keys and values of the heads that are worked on at a time
+_SECTION_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd_launch.cuh
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Launches:
 def _pace(part: OneLaunchPart, shapes: _Shapes) -> Pace:
     row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
     pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
-    kept = max(1, _KEPT_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
+    kept = max(1, _SECTION_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
     return Pace(
         _START_SECONDS + part.slot_rows * row_bytes / _PUSH_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
         heads=group, section_heads=min(kept, shapes.heads) * group,
