@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group cast and group reduce over boxes: rows go straight from the sender's tensors into the receiver's memory.
 
-A cast is a push and a copy of what has arrived to its place in the outputs; a reduce is a push and a sum in
-float32 in the order of the ranks, so it gives the same bits on every run. No host waits for anything. While rows
-travel, multiprocessors are used by the few CTAs of the push alone. Launches are prepared once per layout and shapes.
+A cast is a push and, beside it, a copy of what has arrived to its place in the outputs; a reduce is a push and then a
+sum in float32 in the order of the ranks, so it gives the same bits on every run. No host waits for anything. While rows
+travel, multiprocessors are used by the few CTAs of the push, and in a cast by as few that copy. Launches are prepared
+once per layout and shapes.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class BoxGroup:
         return Release(**self._common, box=box.struct)
 
     def take(self, box: Box, **fields) -> Take:
-        """What others push into ``box``, copied out when all of it has arrived; ends its use."""
+        """What others push into ``box``, copied out as it arrives; ends its use. Right behind the push."""
         return Take(**self._common, box=box.struct, **fields)
 
     def reduce(

@@ -22,7 +22,7 @@ _CTAS = 116  # of the attention kernel, while others push
 class Pace(NamedTuple):
     """Rough times in seconds, which decide the order of tiles and nothing else.
 
-    ``slots`` (S,): until the rows of each slot are there, not falling. ``pair`` and ``pair_backward``: of one query
+    ``slots`` (R,): until the rows of each slot are there, not falling. ``pair`` and ``pair_backward``: of one query
     head and key in a CTA. ``heads`` query heads share a kv head; the forward works on ``section_heads`` query heads at
     a time, the backward on one kv head.
     """

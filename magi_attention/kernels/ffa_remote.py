@@ -22,8 +22,8 @@ TILE = 128  # remote keys come in tiles that have one owner
 class RemoteMask:
     """Slices over ``local_keys`` local keys and remote ones, which begin at ``base``; made once per plan and shapes.
 
-    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; slots arrive in this
-    order, at a ``pace`` that decides in which order tiles are taken.
+    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; the forward waits
+    for slots in this order. The ``pace`` at which they arrive decides in which order tiles are taken.
 
     Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
     they need no clearing: the plans are told so.

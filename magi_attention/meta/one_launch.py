@@ -31,15 +31,16 @@ _MAX_PIECE_ROWS = 32
 
 @dataclass(frozen=True, eq=False)
 class OneLaunchPart:
-    """All arrays are int32; W ranks, T tiles in this rank's box.
+    """All arrays are int32 but ``slot_rows``; W ranks, T tiles and R slots in this rank's box.
 
     ``slices``: local query rows, keys in the kernel's coordinates. ``arrivals`` (T,): slot of each tile, ``owners``
     (T,) its rank. ``pieces`` (N, 4): rows that this rank pushes, in the order of sending: (own slot, first local row
     or -1 for zeros, first row in the box there, rows); ``slots`` (S, 4): (rank, slot in its box, pieces, 0) of each
     own slot. ``target_rows`` (T,): first row of each tile in its owner's box of gradients. ``places`` (W, local rows):
     row in this rank's box of gradients of what a rank adds to a local row, -1 if nothing; ``senders`` (W,) 1 for ranks
-    that add anything. ``box_rows`` and ``grad_rows``: rows that the boxes of all ranks need. ``rows_received`` without
-    padding.
+    that add anything. ``box_rows`` and ``grad_rows``: rows that the boxes of all ranks need. ``slot_rows`` (R,):
+    rows that its sender has sent to all, or this rank has received, when a slot of the box is complete, whichever is
+    more: how late it is.
     """
 
     rank: int
@@ -175,7 +176,7 @@ class OneLaunchPlan:
                 mine = self._of_group(r, rank, group, host)
                 queues.append([(len(slots), *piece) for piece in mine])
                 slots.append((r, slot, len(mine), 0))
-            pieces += _in_turns(queues)
+            pieces += _interleaved(queues)
         return _table(pieces), _table(slots)
 
     def _readers(self, rank: int, group: int) -> list[tuple[int, int]]:
@@ -186,7 +187,7 @@ class OneLaunchPlan:
 
     @cached_property
     def _sent_rows(self) -> list[np.ndarray]:
-        """For each box (S,) rows that the sender of a slot has sent when that is complete, to all ranks."""
+        """For each box (R,) rows that the sender of a slot has sent when that is complete, to all ranks."""
         sent = [np.zeros(box.num_slots, dtype=np.int64) for box in self.boxes]
         for rank in range(self.world):
             rows = 0
@@ -230,7 +231,7 @@ def group_of_tile(num_tiles: int) -> np.ndarray:
     return groups - 1 - np.arange(num_tiles) * groups // max(num_tiles, 1)
 
 
-def _in_turns(queues: list[list]) -> list:
+def _interleaved(queues: list[list]) -> list:
     """Those of all queues, each evenly spread: readers are served at the same time, so that no two ranks that have much
     for one reader get into each other's way while links to others are idle."""
     spread = [((i + 0.5) / len(queue), n, item) for n, queue in enumerate(queues) for i, item in enumerate(queue)]

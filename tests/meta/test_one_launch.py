@@ -20,7 +20,7 @@ def positions(plan, rank: int) -> np.ndarray:
     return Packing(plan.host_ranges(rank)).positions()
 
 
-def check_turns(parts, part) -> None:
+def check_interleaving(parts, part) -> None:
     """Groups are sent one after another, and within a group every reader gets its share all the time."""
     slots, turns = part.slots, part.pieces[:, 0]
     of_slot = np.array([group_of_slot(parts[rank], slot) for rank, slot, _, _ in slots.tolist()], dtype=int)
@@ -44,7 +44,7 @@ def pushed_boxes(plan, parts) -> list[np.ndarray]:
     boxes = [np.full(part.box_rows, EMPTY) for part in parts]
     for part in parts:
         mine = positions(plan, part.rank)
-        check_turns(parts, part)
+        check_interleaving(parts, part)
         for own, first, there, count in part.pieces.tolist():
             rank, slot, _, _ = part.slots[own]
             assert rank != part.rank and count > 0

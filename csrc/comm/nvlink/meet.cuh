@@ -10,7 +10,7 @@ inline namespace box_meeting {  // named, because nvcc puts the path of the file
 constexpr int kMeetThreads = 128;
 
 // One CTA: tells the others that what was written into their boxes is there, then waits for theirs. A kernel of its own, because
-// looks from all multiprocessors would be in the way of what still arrives.
+// looks from all multiprocessors were in the way of what still arrived (when each wait began with a look at host memory).
 __global__ void __launch_bounds__(kMeetThreads) box_meet(const __grid_constant__ magi_box_reduce_params p) {
   const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
   for (int peer = threadIdx.x; peer < p.world; peer += blockDim.x)

@@ -127,7 +127,7 @@ typedef struct {
   int32_t num_slots;
   const void* box;    /* whose control words tell what has arrived */
   const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
-  const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; slots are numbered in the order of arrival */
+  const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; the forward waits for those before it, too */
   int32_t* failure;   /* as in box.h */
   /* Backward: dk and dv of remote tiles are written to their owners, of local keys to dk and dv in float32. */
   const int32_t* owners;      /* device: (rows / 128,) rank of each tile */

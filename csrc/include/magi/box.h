@@ -16,8 +16,8 @@
  * graph and replayed. Every rank makes the same sequence of uses.
  *
  * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failure, if that is 0, and goes on; so does
- * every wait of a millisecond while *failure is not 0. An attention kernel that waits for a slot of the box stores 1 + MAGI_BOX_SLOT_CULPRIT +
- * slot. *failure is in host memory that the GPU can write; results are then void.
+ * every wait of a millisecond while *failure is not 0. An attention kernel that waits for a slot of the box stores
+ * 1 + MAGI_BOX_SLOT_CULPRIT + slot. *failure is in host memory that the GPU can write; results are then void.
  */
 #ifndef MAGI_BOX_H
 #define MAGI_BOX_H
