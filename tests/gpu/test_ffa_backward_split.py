@@ -121,6 +121,24 @@ def test_each_way_to_split(listed, name):
     assert_grads(x, differentiate(x, dout, sm_margin=20), truth(x, dout), (name, "fewer multiprocessors"))
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_the_last_kernel_waits_for_what_is_missing(name):
+    """It begins before the main one has ended, here long before: that has few multiprocessors, and others are busy."""
+    lengths, kind, heads, *_ = WAYS[name]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
+    x = make_inputs(3, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    dout = make_dout(x, 3)
+    want = differentiate(x, dout)
+    assert_grads(x, want, truth(x, dout), name)
+    other, beside = torch.randn(2048, 2048, device=DEVICE), torch.cuda.Stream()
+    for margin in (0, 1, 60, 120):
+        for _ in range(10):
+            with torch.cuda.stream(beside):
+                torch.mm(other, other)
+            assert_same(differentiate(x, dout, sm_margin=margin), want, torch.bfloat16, (name, margin))
+    torch.cuda.synchronize()
+
+
 def test_a_cut_tile_beside_unseen_rows(listed):
     lengths, kind, heads, *_ = WAYS["a tile cut"]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array[1:]

@@ -35,10 +35,15 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
     const int4 again = lds_int4(smem.unit(worker.turns().unit_slot()));
-    __syncwarp();
-    if (elect_one()) mbar_arrive(smem.unit_empty(worker.turns().unit_slot()));
+    // Where units may be listed, this also says that what was split has been written.
+    auto release_unit = [&] {
+      __syncwarp();
+      if (elect_one()) mbar_arrive(smem.unit_empty(worker.turns().unit_slot()));
+    };
+    if constexpr (!C::kListed) release_unit();
     named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
     write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), uniform(again.w));
+    if constexpr (C::kListed) release_unit();
     worker.next_unit();
   }
   if (thread_again() % 128 == 0) store_wait_all();
@@ -63,7 +68,9 @@ __device__ void write_nan_grads(const BwdKernelParams& p) {
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant__ BwdKernelParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  start_next_kernel();
+  // The last kernel may not even read what is listed before it is.
+  const bool is_listed = C::kListed && p.units != nullptr;
+  if (!is_listed) start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
@@ -81,11 +88,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   }
   __syncthreads();
   wait_for_kernel_before();
+  if (is_listed) start_next_kernel();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);
     if (threadIdx.x == 32) {
-      if (C::kSplit && p.units != nullptr)
+      if (C::kListed && p.units != nullptr)
         schedule_listed<C>(p, smem);
       else
         schedule_bwd<C>(p, smem);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/copy.cuh"
+#include "bwd_complete.cuh"
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
 #include "bwd_split.cuh"
@@ -55,11 +56,17 @@ __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int
 
 // One warp. Keys that no query sees and queries that see nothing may hold NaN or Inf, and zero times those is not zero: it
 // clears the rows of such keys in every unit and, where the mask has such queries, all that no key of the tile sees. Not by
-// lse: with sinks a query that sees nothing has one.
+// lse: with sinks a query that sees nothing has one. It also tells when a listed unit is through, as the warp with the least to do.
 template <typename C>
 __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
   Turns turns;
   Ring<C::kStages> ring;
+  if (lane == 0) sts_int(smem.through(), -1);
+  auto tell_before = [&] {
+    if (!C::kListed || p.units == nullptr || lds_int(smem.through()) < 0) return;
+    mbar_wait(smem.unit_empty(turns.unit_slot() ^ 1), turns.unit_phase() ^ turns.unit_slot() ^ 1);
+    if (lane == 0) tell_complete(p, lds_int(smem.through()));
+  };
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
@@ -77,6 +84,8 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.kv_full());
+    tell_before();
+    if (lane == 0) sts_int(smem.through(), unit.x * p.heads_kv + unit.y);
     const bool clears = has_unseen(p);
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {
@@ -108,6 +117,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     if (lane == 0) mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
+  tell_before();
 }
 
 }  // namespace magi

@@ -27,6 +27,7 @@ struct BwdConfig {
   static constexpr int kQueries = kQueries_;  // of a step: kQueryBlock or kWideBlock
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
   static constexpr bool kWide = kQueries != kQueryBlock;
+  static constexpr bool kListed = kSplit && !kWide;  // units may be listed: see bwd_list.cuh
   static constexpr bool kDirectDq = !kOrdered && !kWide;
   static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
@@ -63,7 +64,8 @@ struct BwdConfig {
   static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; or one for each of two shares
   static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kShares == 2 ? 8 : 0);
   static constexpr uint32_t kLeftAt = kUnitTurnsAt + (kOrdered ? 8 : 0);
-  static constexpr uint32_t kLayersAt = (kLeftAt + 4 + 15) / 16 * 16;
+  static constexpr uint32_t kThroughAt = kLeftAt + 4;
+  static constexpr uint32_t kLayersAt = (kThroughAt + 4 + 15) / 16 * 16;
   static constexpr uint32_t kLayerHeader = 128;             // bytes of magi_layer
   static constexpr uint32_t kLayerBytes = kLayerHeader + kKeys * 8;
   static constexpr uint32_t kSmemBytes = kLayersAt + 2 * kLayerBytes;
@@ -80,7 +82,9 @@ constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, s
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
-constexpr int kSplitWord = 2, kUnitsWord = 3;  // of them, where units are listed: how many are split, and how many rows the list has
+// Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken, and whether
+// their order is known (bwd_complete.cuh).
+constexpr int kSplitWord = 2, kUnitsWord = 3, kPlaceWord = 4, kOrderedWord = 5;
 constexpr int kRowThreads = 256;
 constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 

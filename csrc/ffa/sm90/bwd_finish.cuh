@@ -70,14 +70,13 @@ __device__ __forceinline__ void write_float_dq(const BwdRowParams& p, const floa
   }
 }
 
-// One CTA per head and block of queries; warpgroup i takes blocks of 64 columns i, i + 2, ...
-template <typename T, int kQueries>
-__global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams p) {
+// A block of one head, by a CTA; warpgroup i takes blocks of 64 columns i, i + 2, ... All threads do `meanwhile` once, when the
+// first of them are on their way.
+template <typename T, int kQueries, typename Meanwhile>
+__device__ __forceinline__ void finish_block(const BwdRowParams& p, int block, int head, float factor, Meanwhile meanwhile) {
   __shared__ __align__(128) uint8_t staged[2][kQueries * 128];
-  const int block = blockIdx.x, head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
-  wait_for_kernel_before();
-  const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
   for (int d = group; d < p.dim_blocks; d += 2) {
     const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * dq_block_floats(kQueries)) + thread;
     // In order the first to add stores, so where nobody did there is nothing. Counters and sums are read in L2: this CTA may have
@@ -86,6 +85,7 @@ __global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams 
     float4 x[DqChunk<kQueries>::kCount];
 #pragma unroll
     for (int i = 0; i < DqChunk<kQueries>::kCount; ++i) x[i] = is_there ? __ldcg(sum + 128 * i) : make_float4(0, 0, 0, 0);
+    if (d == group) meanwhile();
     if (p.grads_are_float) {
       write_float_dq<kQueries>(p, x, factor, block * kQueries, head, d * 64, thread);
       continue;
@@ -102,6 +102,14 @@ __global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams 
     }
     named_barrier(1 + group, 128);
   }
+}
+
+// One CTA per head and block of queries.
+template <typename T, int kQueries>
+__global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams p) {
+  wait_for_kernel_before();
+  const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
+  finish_block<T, kQueries>(p, blockIdx.x, blockIdx.y, factor, [] {});
 }
 
 }  // namespace magi

@@ -13,9 +13,9 @@ namespace magi {
 template <typename T>
 __device__ __forceinline__ void join_four(const float* values, int parts, int64_t at, int64_t count, void* grad, int64_t to_at,
                                           bool is_float, bool adds) {
-  float4 sum = *reinterpret_cast<const float4*>(values + at);
+  float4 sum = __ldcg(reinterpret_cast<const float4*>(values + at));
   for (int i = 1; i < parts; ++i) {
-    const float4 x = *reinterpret_cast<const float4*>(values + i * count + at);
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(values + i * count + at));
     sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
   }
   if (!is_float) {

@@ -9,37 +9,49 @@
 
 namespace magi {
 
-// Tile and kv head of the unit whose parts are in a slot, and how many those are.
-__device__ __forceinline__ int3 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
-  if (p.units != nullptr) {  // told behind the list
-    const int4 row = p.units[p.workspace[kUnitsWord] + slot];
-    return make_int3(row.x, row.y, row.z);
+// Tile, kv head and number of parts of the unit in a slot, where units are listed: told behind the list.
+__device__ __forceinline__ int4 listed_slot(const BwdSplitJoinParams& p, int slot) { return __ldcg(p.units + __ldcg(p.workspace + kUnitsWord) + slot); }
+
+// Share i of n of the rows of such a slot, by a CTA. Parts have room for whole tiles, and are `count` values apart.
+template <typename T>
+__device__ __forceinline__ void join_rows(const float* values, void* grad, int64_t count, int head_dim, const BwdSplitJoinParams& p, int slot,
+                                          int share, int shares) {
+  const int4 unit = listed_slot(p, slot);
+  const uint32_t per_slot = kTileKeys * head_dim, quads = per_slot / 4;
+  for (uint32_t i = quads * share / shares + threadIdx.x; i < quads * (share + 1) / shares; i += kRowThreads) {
+    const uint32_t row = 4 * i / head_dim, column = 4 * i % head_dim;
+    const int64_t key = unit.x * kTileKeys + row;
+    if (key < p.remote.local_keys)
+      join_four<T>(values, unit.z, slot * per_slot + 4 * i, count, grad, (key * p.heads_kv + unit.y) * head_dim + column,
+                   p.join.grads_are_float, p.join.accumulate);
   }
+}
+
+// Tile and kv head of the unit in a slot, where they are not listed.
+__device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
   const int unit = p.first + slot;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   int rank, head;
   unit_coords(p, unit, &rank, &head);
-  return make_int3(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head, p.join.parts);
+  return make_int2(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head);
 }
 
-// The gradient of split units. Their parts have room for whole tiles, and are `count` values apart; those of remote keys go to
-// their owners.
+// The gradient of all such slots, by all CTAs; that of remote keys goes to their owners.
 template <typename T>
 __device__ __forceinline__ void join_slots(const float* values, void* grad, const int64_t* targets, int64_t count, int head_dim,
                                            const BwdSplitJoinParams& p) {
   const uint32_t step = 4 * gridDim.x * kRowThreads;  // slots are few, so 32 bits do
-  const uint32_t end = p.units != nullptr ? p.workspace[kSplitWord] * kTileKeys * head_dim : static_cast<uint32_t>(count);
-  for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x); at < end; at += step) {
+  for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x); at < static_cast<uint32_t>(count); at += step) {
     const uint32_t row = at / head_dim, column = at % head_dim;
-    const int3 unit = unit_of_slot(p, row / kTileKeys);
+    const int2 unit = unit_of_slot(p, row / kTileKeys);
     const int key = unit.x * kTileKeys + row % kTileKeys;
     auto place = [&](int64_t of_row) { return (of_row * p.heads_kv + unit.y) * head_dim + column; };
     if (key >= p.remote.base) {
       const int remote = unit.x - p.remote.base / kRemoteTile;
-      join_four<T>(values, unit.z, at, count, reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
+      join_four<T>(values, p.join.parts, at, count, reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
                    place(p.remote.target_rows[remote] + row % kTileKeys), p.remote.wire_is_float, false);
     } else if (key < p.remote.local_keys) {
-      join_four<T>(values, unit.z, at, count, grad, place(key), p.join.grads_are_float, p.join.accumulate);
+      join_four<T>(values, p.join.parts, at, count, grad, place(key), p.join.grads_are_float, p.join.accumulate);
     }
   }
 }

@@ -7,7 +7,7 @@
 #include "../common/host.h"
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
-#include "bwd_finish.cuh"
+#include "bwd_finish_listed.cuh"
 #include "bwd_join_split.cuh"
 #include "bwd_layout.h"
 #include "bwd_list.cuh"
@@ -62,6 +62,14 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
   r->units = lists ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
   k->units = r->units;
+  if (lists) {
+    const int entries = static_cast<int>(bwd_entries<C>(a)), words = bwd_tile_words(a);
+    int32_t* left = reinterpret_cast<int32_t*>(workspace + w.completion);
+    int32_t* tiles = left + bwd_tiles(a) * a.heads_kv;
+    int32_t* expected = tiles + bwd_query_blocks<C>(a) * words;
+    k->completion = {left, tiles, expected, expected + entries, words, entries};
+  }
+  r->completion = k->completion;
   r->split_tiles = bwd_split_tiles(a);
   const BwdSplit units_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};
   k->split_slots = units_split.slots;
@@ -137,15 +145,12 @@ magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   return launch_behind(bwd_join<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the heads' parts");
 }
 
-template <typename T>
-magi_status join_split(const magi_ffa_bwd_params& a, const BwdKernelParams& k, int sms) {
+inline BwdSplitJoinParams split_join_params(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   const BwdSplit split{k.split_slots, k.heads_per_part / k.split_heads};
   const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, split.values(a.head_dim), split.values(a.head_dim_v), split.parts,
                            k.grads_are_float, a.accumulate};
-  const BwdSplitJoinParams j{a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.whole_units, a.heads_kv, a.head_dim, a.head_dim_v,
-                             k.num_tiles, k.heads_per_section, k.head_units, k.remote};
-  const dim3 grid(8 * sms);  // few, because there may be nothing to do
-  return launch_behind(bwd_join_split<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the parts of split units");
+  return {a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.whole_units, a.heads_kv, a.head_dim, a.head_dim_v,
+          k.num_tiles, k.heads_per_section, k.head_units, k.remote};
 }
 
 template <typename C>
@@ -153,7 +158,9 @@ magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, in
   if constexpr (C::kD == 128)
     if (k.split_slots > 0) {
       MAGI_RETURN((start_bwd<BwdConfig<typename C::T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
-      return join_split<typename C::T>(a, k, sms);
+      if (k.units != nullptr) return MAGI_OK;
+      return launch_behind(bwd_join_split<typename C::T>, dim3(8 * sms), kRowThreads, 0, a.stream, split_join_params(a, k),
+                           "launching the sum of the parts of split units");
     }
   return start_bwd<C>(a, k, sms);
 }
@@ -220,7 +227,12 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   MAGI_RETURN(start_rows<C>(a, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
-  return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, "launching the end of the backward");
+  const char* doing = "launching the end of the backward";
+  if constexpr (C::kD == 128 && !C::kWide)
+    if (r.units != nullptr) {
+      return launch_behind(bwd_finish_listed<T>, dim3(kFinishListedCtas * sms), kRowThreads, 0, a.stream, BwdFinishParams{r, split_join_params(a, k)}, doing);
+    }
+  return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, doing);
 }
 
 // Calls `run` with the configuration for a call.

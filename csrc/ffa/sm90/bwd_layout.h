@@ -76,9 +76,20 @@ int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
   return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
 }
 
+// Blocks of dq and split tiles, of which the last kernel is told when they are complete.
+template <typename C>
+int64_t bwd_entries(const magi_ffa_bwd_params& a) {
+  return bwd_query_blocks<C>(a) + bwd_split_tiles(a);
+}
+inline int bwd_tile_words(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 31) / 32); }
+template <typename C>
+int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
+  return 4 * (bwd_tiles(a) * a.heads_kv + bwd_query_blocks<C>(a) * bwd_tile_words(a) + 2 * bwd_entries<C>(a));
+}
+
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, units, turn_flags, order, turns, bytes;
+  int64_t stats, dq_sum, partials, units, completion, turn_flags, order, turns, bytes;
 };
 
 template <typename C>
@@ -92,7 +103,9 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   const BwdSplit units_split = bwd_split<C>(a, sms);
   w.units += 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v);
   // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
-  w.turn_flags = whole_lines(w.units + (bwd_lists_units<C>(a, sms) ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
+  const bool lists = bwd_lists_units<C>(a, sms);
+  w.completion = whole_lines(w.units + (lists ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
+  w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
   w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));

@@ -208,7 +208,8 @@ __device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const Sor
   return make_uint2(last, __reduce_add_sync(0xffffffff, sum));
 }
 
-// Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot.
+// Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot. And how many units
+// there are of each tile.
 template <typename List>
 __device__ void write_list(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
   const int units = list.units(p), slots = list.count * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -216,15 +217,19 @@ __device__ void write_list(const BwdRowParams& p, const List& list, const Sorted
     const ListedUnit u = list.unit(p, base + lane, sorted);
     const int walk = static_cast<int>(base + lane < p.places ? Way::kEarly : Way::kForwards) << kWayBit;
     const int word = u.part | walk | u.slot << kSlotBit;
-    if (base + lane < units) p.units[base + lane] = make_int4(sorted[u.tile].x, u.head, word, 0);
+    if (base + lane >= units) continue;
+    const int tile = sorted[u.tile].x;
+    p.units[base + lane] = make_int4(tile, u.head, word, 0);
+    p.completion.left[tile * p.heads_kv + u.head] = u.slot > 0 ? list.split_tile(p, (u.slot - 1) / p.heads_kv, sorted).y : 1;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRowThreads) {
     const int2 tile = list.split_tile(p, slot / p.heads_kv, sorted);
     p.units[units + slot] = make_int4(sorted[tile.x].x, slot % p.heads_kv, tile.y, 0);
   }
-  if (threadIdx.x > 0) return;
-  p.workspace[kSplitWord] = slots;
-  p.workspace[kUnitsWord] = units;
+  if (threadIdx.x == 0) {
+    p.workspace[kSplitWord] = slots;
+    p.workspace[kUnitsWord] = units;
+  }
 }
 
 // One CTA of kRowThreads, beside the kernel that prepares the rest. A warp tries each way: nothing split; a tile or two cut; one

@@ -10,6 +10,15 @@
 
 namespace magi {
 
+// Where units are listed: what is through, so that the last kernel can begin with what is complete. See bwd_complete.cuh.
+struct BwdCompletion {
+  int32_t* left;      // (tile, kv head): units that are not through
+  int32_t* tiles;     // (block of queries, tile_words): a bit for each tile that adds to it
+  int32_t* expected;  // (entry): the last unit in the list that a block, or behind those a split tile, waits for
+  int32_t* order;     // (entry): their numbers in the order of that, -1 for none
+  int32_t tile_words, entries;
+};
+
 struct BwdKernelParams {
   // All (d, token, head).
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
@@ -47,6 +56,7 @@ struct BwdKernelParams {
   int32_t split_slots, split_heads;  // query heads of a part
   int32_t whole_units;               // the units from here on are split; where they are not listed
   const int4* units;                 // see write_list; NULL: units are not listed
+  BwdCompletion completion;          // only if they are
 };
 
 // The kernels before and after the main one.
@@ -68,6 +78,7 @@ struct BwdRowParams {
   int32_t units_per_tile;  // in a section
   int32_t places;          // CTAs of the main kernel, as far as they are counted
   int4* units;             // as in BwdKernelParams
+  BwdCompletion completion;
   int32_t split_tiles, heads_kv;  // tiles that may be split, where units are listed
   int32_t processors;      // of the device, as far as they are counted; splitting depends on them and not on what is left free
   int32_t grads_are_float, accumulate;

@@ -56,6 +56,8 @@ struct BwdSmem {
   __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
   // Layers of the unit that are left, of the lane that copies Q, which has no register for it.
   __device__ uint32_t left() const { return base + C::kLeftAt; }
+  // Where the unit before is counted off, -1 if there is none; of the warp that does.
+  __device__ uint32_t through() const { return base + C::kThroughAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   // Of a share of dq, see kShares.
   __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 6 * C::kStages + 2 * share); }

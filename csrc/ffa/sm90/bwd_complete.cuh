@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lets the last kernel of the backward begin before the main one has ended, where units are listed (bwd_list.cuh). Documents of
+// different lengths leave multiprocessors idle at the end, and then most blocks of dq are complete.
+//
+// The list says of how many units each tile consists, and units count off. The first CTA of the last kernel finds out which tiles add
+// to a block of dq and what is complete by then, and puts the rest into the order in which it was handed out. CTAs take places in
+// that order one after the other, and wait for what is there. It can: none of them starts before all CTAs of the main kernel have their
+// places, and those wait for nobody.
+#pragma once
+
+#include "../common/barrier.cuh"
+#include "../common/shared.cuh"
+#include "bwd_params.h"
+#include "bwd_plan.cuh"
+#include "bwd_split.cuh"
+
+namespace magi {
+
+// One lane of the main kernel, when a unit is through: all warps have arrived behind their last additions to dq and, if it is split,
+// behind what they wrote of dk and dv.
+__device__ __forceinline__ void tell_complete(const BwdKernelParams& p, int counter) {
+  __threadfence();  // orders what other threads wrote, too: this one has waited for them
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(p.completion.left + counter) : "memory");
+}
+
+__device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head) {
+  int left;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(left) : "l"(p.completion.left + tile * p.heads_kv + head) : "memory");
+  return left <= 0;
+}
+
+// This thread's share of whether all tiles that add to a block are complete, for one kv head.
+__device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int block, int head) {
+  bool all = true;
+  for (int tile = threadIdx.x; tile < p.num_tiles; tile += kRowThreads) {
+    const int word = __ldcg(p.completion.tiles + block * p.completion.tile_words + tile / 32);
+    if (word >> tile % 32 & 1) all &= is_complete(p, tile, head);
+  }
+  return all;
+}
+
+// The tiles that add to each block, and the last unit in the list of those that are not complete; by one CTA. What is read here
+// only helps to guess.
+__device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
+  __shared__ int last[kMaxListed];
+  const BwdCompletion& c = p.completion;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < p.num_tiles; i += kRowThreads) last[i] = 0;
+  for (int i = threadIdx.x; i < p.query_blocks * c.tile_words + c.entries; i += kRowThreads) c.tiles[i] = 0;  // and what lies behind
+  __syncthreads();
+  for (int i = threadIdx.x; i < units; i += kRowThreads) {
+    const int4 unit = __ldcg(p.units + i);
+    if (__ldcg(c.left + unit.x * p.heads_kv + unit.y) > 0) atomicMax(last + unit.x, i);
+  }
+  __syncthreads();
+  for (int tile = warp; tile < p.num_tiles; tile += kRowThreads / 32) {
+    const int2 layers = layers_of_tile(p.plan, tile);
+    for (int layer = layers.x; layer < layers.x + layers.y; ++layer) {
+      const int2 blocks = layer_blocks<kQueryBlock>(p.plan, layer);
+      for (int block = blocks.x + lane; block < blocks.y; block += 32) {
+        atomicOr(c.tiles + block * c.tile_words + tile / 32, 1 << tile % 32);
+        atomicMax(c.expected + block, last[tile]);
+      }
+    }
+  }
+  for (int i = threadIdx.x; i < p.workspace[kSplitWord] / p.heads_kv; i += kRowThreads)
+    c.expected[p.query_blocks + i] = last[__ldcg(p.units + units + i * p.heads_kv).x];
+  __syncthreads();
+}
+
+// The order, in steps of a 256th of the list.
+__device__ __noinline__ inline void order_entries(const BwdRowParams& p, int units) {
+  constexpr int kSteps = kRowThreads;
+  __shared__ int first[kSteps], sums[kSteps / 32];
+  const BwdCompletion& c = p.completion;
+  const int entries = p.query_blocks + p.workspace[kSplitWord] / p.heads_kv, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto step_of = [&](int entry) { return __ldcg(c.expected + entry) * kSteps / max(units, 1); };
+  first[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += kRowThreads) atomicAdd(first + step_of(i), 1);
+  __syncthreads();
+  const int mine = first[threadIdx.x];
+  int sum = mine;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) sum += sums[i];
+  first[threadIdx.x] = sum - mine;
+  __syncthreads();
+  for (int i = threadIdx.x; i < c.entries; i += kRowThreads) c.order[i < entries ? atomicAdd(first + step_of(i), 1) : i] = i < entries ? i : -1;
+}
+
+// The first place, when the order is known.
+__device__ __forceinline__ int first_place(const BwdRowParams& p) {
+  __shared__ int place;
+  if (threadIdx.x == 0) place = atomicAdd(p.workspace + kPlaceWord, 1);
+  __syncthreads();
+  if (place == 0) {
+    const int units = p.workspace[kUnitsWord];
+    look_for_incomplete(p, units);
+    order_entries(p, units);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.workspace + kOrderedWord) : "memory");
+  } else if (threadIdx.x == 0) {
+    int ordered = 0;
+    while (ordered == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(ordered) : "l"(p.workspace + kOrderedWord) : "memory");
+  }
+  __syncthreads();
+  return place;
+}
+
+}  // namespace magi

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// The last kernel of the backward where units are listed: it rounds the sum of dq, and adds up dk and dv of split units, each
+// when it is complete (bwd_complete.cuh).
+#pragma once
+
+#include "bwd_complete.cuh"
+#include "bwd_finish.cuh"
+#include "bwd_join_split.cuh"
+
+namespace magi {
+
+constexpr int kFinishListedCtas = 4;  // of a multiprocessor
+
+struct BwdFinishParams {
+  BwdRowParams rows;
+  BwdSplitJoinParams join;
+};
+
+// For a plan that did not fit.
+template <typename T>
+__device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
+  const int64_t count = static_cast<int64_t>(p.total_q) * p.heads_q * p.head_dim;
+  for (int64_t i = blockIdx.x * kRowThreads + threadIdx.x; i < count; i += static_cast<int64_t>(gridDim.x) * kRowThreads) {
+    if (p.grads_are_float)
+      static_cast<float*>(p.dq)[i] = __int_as_float(0x7fffffff);
+    else
+      static_cast<T*>(p.dq)[i] = T(__int_as_float(0x7fffffff));
+  }
+}
+
+// CTAs take places until there are no more. A place is for a query head of a block of dq; or of a split tile, for one of as many shares of
+// its rows as there are query heads for its kv head. While a block is on its way, it is looked up whether the next is there, and what
+// comes behind that.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_listed(const __grid_constant__ BwdFinishParams p) {
+  const BwdRowParams& rows = p.rows;
+  if (!bwd_plan_fits(rows.plan, rows.total_q, rows.total_k)) {
+    wait_for_kernel_before();
+    write_nan_dq<T>(rows);
+    return;
+  }
+  __shared__ int2 places[3];  // of this round and the next two: query head, entry
+  const int group = rows.heads_q / rows.heads_kv;
+  auto look_up = [&](int2& to, int place) {
+    to = make_int2(place % rows.heads_q, place < rows.completion.entries * rows.heads_q ? __ldcg(rows.completion.order + place / rows.heads_q) : -1);
+  };
+  // This thread's share of the answer.
+  auto is_there = [&](int2 place) {
+    if (place.y < 0) return true;
+    if (place.y < rows.query_blocks) return is_block_complete(rows, place.y, place.x / group);
+    const int slot = (place.y - rows.query_blocks) * rows.heads_kv + place.x / group;
+    return threadIdx.x > 0 || is_complete(rows, listed_slot(p.join, slot).x, place.x / group);
+  };
+  const int first = first_place(rows);
+  if (threadIdx.x == 0) {
+    look_up(places[0], first);
+    look_up(places[1], atomicAdd(rows.workspace + kPlaceWord, 1));
+  }
+  __syncthreads();
+  bool mine = is_there(places[0]);
+  for (int round = 0;; round = round == 2 ? 0 : round + 1) {
+    while (!__syncthreads_and(mine)) {
+      __nanosleep(200);
+      mine = is_there(places[round]);
+    }
+    const int2 place = places[round];
+    if (place.y < 0) break;
+    auto look_ahead = [&] {
+      if (threadIdx.x == 0) look_up(places[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
+      mine = is_there(places[round == 2 ? 0 : round + 1]);
+    };
+    if (place.y < rows.query_blocks) {
+      finish_block<T, kQueryBlock>(rows, place.y, place.x, rows.grad_scale, look_ahead);
+    } else {
+      look_ahead();
+      const int slot = (place.y - rows.query_blocks) * rows.heads_kv + place.x / group, share = place.x % group;
+      join_rows<T>(p.join.join.dk_parts, p.join.join.dk, p.join.join.dk_count, p.join.head_dim, p.join, slot, share, group);
+      join_rows<T>(p.join.join.dv_parts, p.join.join.dv, p.join.join.dv_count, p.join.head_dim_v, p.join, slot, share, group);
+    }
+  }
+  // What comes after this kernel is behind the main one, too.
+  if (blockIdx.x == 0) wait_for_kernel_before();
+}
+
+}  // namespace magi
