@@ -115,24 +115,41 @@ __device__ inline int cut_of_tile(const BwdRowParams& p, int tile) {
   return cut > blocks.x && cut < blocks.y && cut < kBehindCut ? cut : 0;
 }
 
+// Where each of the longest tiles is cut, or 0, and its blocks.
+struct Cut {
+  int at, first, end;
+};
+constexpr int kLooked = 8;  // tiles
+using Cuts = Cut[kLooked];
+
+// A warp looks at each.
+__device__ inline void find_cuts(const BwdRowParams& p, const SortedTiles& sorted, Cuts& cuts) {
+  static_assert(kLooked == kRowThreads / 32, "a warp for each");
+  const int mine = threadIdx.x / 32;
+  if (mine < p.num_tiles) {
+    const int at = cut_of_tile(p, sorted[mine].x);
+    const int2 blocks = at > 0 ? layer_blocks<kQueryBlock>(p.plan, layers_of_tile(p.plan, sorted[mine].x).x) : make_int2(0, 0);
+    cuts[mine] = {at, blocks.x, blocks.y};
+  }
+  __syncthreads();
+}
+
 // The list with one or two of the longest tiles cut, the parts where their time puts them.
 struct CutsList {
-  static constexpr int kLooked = 8;  // tiles
   int count = 0;              // that are cut
   int first = 0, second = 0;  // which of the sorted those are
   // Of part l, in lane l: its place among tiles and parts, where its tile is cut, its time. Two parts a tile.
   int place = -1, cut = 0, time = 0;
 
-  __device__ CutsList(const BwdRowParams& p, int wanted, const SortedTiles& sorted) {
+  __device__ CutsList(const BwdRowParams& p, int wanted, const SortedTiles& sorted, const Cuts& cuts) {
     const int lane = threadIdx.x % 32;
     for (int i = 0; i < min(p.num_tiles, kLooked) && count < min(wanted, p.split_tiles); ++i) {
-      const int at = cut_of_tile(p, sorted[i].x);
-      if (at == 0) continue;
+      const Cut found = cuts[i];
+      if (found.at == 0) continue;
       (count == 0 ? first : second) = i;
-      const int2 blocks = layer_blocks<kQueryBlock>(p.plan, layers_of_tile(p.plan, sorted[i].x).x);
-      const int mine = lane & 1 ? blocks.y - at : at - blocks.x;
+      const int mine = lane & 1 ? found.end - found.at : found.at - found.first;
       if (lane / 2 == count) {
-        cut = at;
+        cut = found.at;
         time = time_of_steps(p, mine, mine);
       }
       ++count;
@@ -172,9 +189,8 @@ struct CutsList {
 
 // When the last unit of a list ends, where each goes to the multiprocessor that is free first, and the parts are added up; and what
 // all of them take. Lane l keeps when multiprocessors l, l + 32, ... will be free.
-template <typename List>
-__device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
-  constexpr int kPlaces = kMaxWave / 32;
+template <int kPlaces, typename List>
+__device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
   const int lane = threadIdx.x % 32, units = list.units(p), places = min(p.processors, units);
   unsigned ends[kPlaces], last = 0, sum = 0;
 #pragma unroll
@@ -206,6 +222,12 @@ __device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const Sor
   }
   last = __reduce_max_sync(0xffffffff, last) + kSlotTime * list.count * p.heads_kv;
   return make_uint2(last, __reduce_add_sync(0xffffffff, sum));
+}
+
+template <typename List>
+__device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
+  constexpr int kFew = 5;  // each more takes longer
+  return p.processors <= 32 * kFew ? end_on_places<kFew>(p, list, sorted) : end_on_places<kMaxWave / 32>(p, list, sorted);
 }
 
 // Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot. And how many units
@@ -246,9 +268,11 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
   sort_tiles(p, sorted);
+  __shared__ Cuts cuts;
+  find_cuts(p, sorted, cuts);
   const int warp = threadIdx.x / 32;
   if (warp < kWays) {
-    const uint2 end = warp < 3 ? end_of_units(p, CutsList(p, warp, sorted), sorted) : end_of_units(p, HeadsList(p, 0, warp - 2, sorted), sorted);
+    const uint2 end = warp < 3 ? end_of_units(p, CutsList(p, warp, sorted, cuts), sorted) : end_of_units(p, HeadsList(p, 0, warp - 2, sorted), sorted);
     if (threadIdx.x % 32 == 0) found[warp] = end;
   }
   __syncthreads();
@@ -263,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
     way = i;
   }
   if (way < 3)
-    write_list(p, CutsList(p, way, sorted), sorted);
+    write_list(p, CutsList(p, way, sorted, cuts), sorted);
   else
     write_list(p, way < kWays ? HeadsList(p, 0, way - 2, sorted) : HeadsList(p, p.num_tiles / 2, p.num_tiles - p.num_tiles / 2, sorted), sorted);
 }
