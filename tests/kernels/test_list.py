@@ -14,7 +14,8 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
 
 
 def test_the_constants_are_those_of_the_kernel():
-    config, text = (CSRC / "bwd_config.h").read_text(), (CSRC / "bwd_list.cuh").read_text()
+    config, *lists = ((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_list.cuh", "bwd_lists.cuh"))
+    text = "".join(lists)
     assert f"kSplitParts = {PARTS};" in config
     for line in ("kStepTime = 8, kMaskedStepTime = 9;", "kUnitTime = 21;", "kSlotTime = 1;", "kLooked = 8;"):
         assert line in text, line
