@@ -33,11 +33,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from cp_attempt import CellEnds, attempt  # noqa: E402
 from cp_gather import AllGather, OneGpu  # noqa: E402
 from cp_kernel import Groups, Kernel, Peer, Setting, State, select_rows  # noqa: E402
 from cp_layout import make_cases  # noqa: E402
 from cp_magi import VARIANTS, Magi  # noqa: E402
-from cp_report import DIRECTIONS, Cell, draw, save, tables, tflops, title_of  # noqa: E402
+from cp_report import DIRECTIONS, Cell, draw, median_of_rounds, save, tables, tflops, title_of  # noqa: E402
 from cp_ring import Ring  # noqa: E402
 from cp_timing import (  # noqa: E402
     PHASES,
@@ -57,11 +58,7 @@ from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
 from kernel import environment, list_of, make_inputs, parse_size  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
-from peers import Unfit  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
-from timing import reason_of  # noqa: E402
-
-from magi_attention.errors import UnsupportedError  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 PEERS: dict[str, Callable[[Setting], Peer]] = {
@@ -75,6 +72,13 @@ PEERS: dict[str, Callable[[Setting], Peer]] = {
     "torch_flash": partial(TorchContextParallel, kernel="flash"),
 }
 DEFAULT_PEERS = [name for name in PEERS if name != "torch_flash"]  # slower than cuDNN's on Hopper
+
+
+def odd(text: str) -> int:
+    """A number of rounds. Odd, so that the median of times and that of rates are those of the same round."""
+    if not text.isdecimal() or int(text) % 2 == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no odd number; give 1, 3, 5, ...")
+    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-size", type=parse_size, help="of our dispatch; by default as small as balance within 2%% needs")
     add("--warm-up", type=int, default=2, help="iterations that are not timed (2)")
     add("--heat-up", type=float, default=0.0, help="seconds of work before an implementation is timed (0)")
+    add("--rounds", type=odd, default=1, help="turns of the implementations, so that all are as hot; an odd number (1)")
     add("--repeats", type=int, default=20, help="iterations timed by events (20)")
     add("--wall-repeats", type=int, default=5, help="rows of layers timed by the wall clock (5)")
     add("--wall-layers", type=int, default=8, help="layers in a row (8)")
@@ -101,32 +106,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--time-limit", type=float, help="seconds after which no further cell is begun; it is recorded as such")
     add("--out", type=Path, help="write OUT.json and OUT.png")
     return parser
-
-
-class CellEnds(Exception):
-    """Some rank cannot go on; the text is the same on all ranks. ``is_failure`` unless this was to be expected."""
-
-    def __init__(self, reason: str, is_failure: bool) -> None:
-        super().__init__(reason)
-        self.is_failure = is_failure
-
-
-def attempt(work: Callable):
-    """``work()``, unless it fails on some rank: then ``CellEnds`` on all. Collective."""
-    result, mine = None, None
-    try:
-        result = work()
-    except (Unfit, UnsupportedError) as unfit:
-        mine = (False, str(unfit))
-    except Exception as failure:  # a peer's own failure is a finding, not the end of the run
-        mine = (True, reason_of(failure))
-    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = [(*reason, rank) for rank, reason in enumerate(everyone) if reason]
-    if not found:
-        return result
-    is_failure, text, rank = max(found, key=lambda f: (f[0], -f[2]))  # a failure tells more than what was expected
-    raise CellEnds(text if len(found) == len(everyone) else f"rank {rank}: {text}", is_failure)
 
 
 class Bench:
@@ -201,13 +180,16 @@ def compare(peer: Peer, got: Sequence[torch.Tensor], wanted: Sequence[torch.Tens
     return errors
 
 
-def measure(bench: Bench, name: str, case: Case) -> dict:
-    """What there is to know of one implementation on one case. Collective; ``CellEnds`` if it cannot be had."""
+def measure(bench: Bench, name: str, case: Case, compares: bool) -> dict:
+    """What there is to know of one implementation on one case. Collective; ``CellEnds`` if it cannot be had.
+
+    ``compares`` results before they are timed, if there is a whole to compare with.
+    """
     made: list[Peer] = []
     before = outside_bytes(bench.clock)
     try:
         attempt(lambda: made.append(PEERS[name](bench.setting(case))))
-        found = measure_peer(bench, made[0], case)
+        found = measure_peer(bench, made[0], case, compares)
         if found["memory"] is not None:
             grown = mean_and_max(outside_bytes(bench.clock) - before, bench.device)[1]
             found["memory"]["outside"] = max(int(grown), 0)
@@ -242,9 +224,9 @@ def step_of(peer: Peer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout:
     return Step(forward, backward_by_autograd)
 
 
-def measure_peer(bench: Bench, peer: Peer, case: Case) -> dict:
+def measure_peer(bench: Bench, peer: Peer, case: Case, compares: bool) -> dict:
     tensors = bench.inputs(case)
-    wanted = None if bench.options.no_check or not peer.is_whole else bench.wanted(case)
+    wanted = bench.wanted(case) if compares and peer.is_whole else None
     q, k, v, dout = attempt(lambda: [select_rows(x, peer.positions) for x in tensors])
     step = step_of(peer, q, k, v, dout)
 
@@ -311,16 +293,22 @@ def run_size(bench: Bench, mask: str, tokens: int, names: Sequence[str]) -> list
     options = bench.options
     cells = [Cell(mask, tokens, name) for name in names]
     for case in make_cases(mask, tokens * bench.world, options.packs, options.seed):
+        found: dict[str, list[dict]] = {name: [] for name in names}
+        for turn in range(options.rounds):
+            for cell in cells:
+                if cell.reason is None and bench.is_late():
+                    cell.reason = f"not begun within the time limit of {options.time_limit:g} s"
+                if cell.reason is not None:
+                    continue
+                try:
+                    compares = turn == 0 and not options.no_check
+                    found[cell.name].append(measure(bench, cell.name, case, compares))
+                except CellEnds as end:
+                    cell.reason, cell.is_failure = str(end), end.is_failure
+                bench.release()
         for cell in cells:
-            if cell.reason is None and bench.is_late():
-                cell.reason = f"not begun within the time limit of {options.time_limit:g} s"
-            if cell.reason is not None:
-                continue
-            try:
-                cell.packs.append(measure(bench, cell.name, case))
-            except CellEnds as end:
-                cell.reason, cell.is_failure = str(end), end.is_failure
-            bench.release()
+            if cell.reason is None:
+                cell.packs.append(median_of_rounds(found[cell.name]))
     for cell in cells:
         cell.summarise()
     return cells

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from kernel import FLOPS_PER_PAIR
 
@@ -40,6 +40,21 @@ class Cell:
             found = [pack["times"][direction] for pack in self.packs]
             names = [n for n in found[0] if all(f[n] is not None for f in found)]
             setattr(self, direction, {n: fmean(f[n] for f in found) for n in names})
+
+
+def median_of_rounds(rounds: Sequence[dict]) -> dict:
+    """What was measured of one pack in turns with others: medians of its times and rates, the most memory.
+
+    A time that one round could not tell is None. Errors, where results were compared, are those of the first round.
+    """
+    first = rounds[0]
+    times: dict[str, dict[str, float | None]] = {}
+    for direction, values in first["times"].items():
+        found = {name: [r["times"][direction][name] for r in rounds] for name in values}
+        times[direction] = {n: None if None in of else median(of) for n, of in found.items()}
+    known = [r["memory"] for r in rounds if r["memory"]]
+    memory = {n: max(m[n] for m in known) for n in known[0]} if known else None
+    return {**first, "times": times, "memory": memory}
 
 
 def tflops(direction: str, area: int, heads: int, head_dim: int, world: int, milliseconds: float) -> float:

@@ -246,7 +246,7 @@ SMALL = (
 
 def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
     out = tmp_path / "results" / "run"
-    arguments = f"{SMALL} --masks full,varlen_causal --tokens 64 --packs 2 --out {out}"
+    arguments = f"{SMALL} --masks full,varlen_causal --tokens 64 --packs 2 --rounds 3 --out {out}"
     everyone = run_processes(2, benchmark, arguments, False, timeout_s=240)
     data = json.loads(out.with_suffix(".json").read_text())
     assert {"commit", "torch", "host"} <= set(data["environment"])
@@ -310,8 +310,23 @@ def test_command_line(capsys, monkeypatch):
     assert context_parallel.main([]) == 2 and "torchrun" in capsys.readouterr().err
     options = context_parallel.make_parser().parse_args("--tokens 8K,64 --only ring,magi_fused".split())
     assert options.tokens == [8192, 64] and options.only == ["ring", "magi_fused"]
-    with pytest.raises(SystemExit):
-        context_parallel.make_parser().parse_args(["--only", "star"])
+    for wrong in (["--only", "star"], ["--rounds", "2"], ["--rounds", "-1"], ["--rounds", "some"]):
+        with pytest.raises(SystemExit):
+            context_parallel.make_parser().parse_args(wrong)
+
+
+def test_rounds_give_medians_and_the_most_memory():
+    def measured(ms: float, exposed: float | None, memory: dict | None) -> dict:
+        times = {d: {"ms": ms, "exposed_ms_max": exposed} for d in cp_report.DIRECTIONS}
+        return {"area": 5, "errors": {"out": ms}, "times": times, "memory": memory}
+
+    rounds = [measured(2.0, 0.5, {"both": 3}), measured(9.0, 0.1, {"both": 7}), measured(3.0, 0.3, None)]
+    found = cp_report.median_of_rounds(rounds)
+    assert found["times"]["both"] == {"ms": 3.0, "exposed_ms_max": 0.3}
+    assert found["memory"] == {"both": 7} and found["area"] == 5 and found["errors"] == {"out": 2.0}
+    untold = cp_report.median_of_rounds([*rounds[:2], measured(1.0, None, None)])
+    assert untold["times"]["forward"] == {"ms": 2.0, "exposed_ms_max": None}
+    assert cp_report.median_of_rounds([rounds[2]])["memory"] is None
 
 
 def test_cells_without_all_packs_have_no_mean():
