@@ -21,8 +21,10 @@ import cp_layout  # noqa: E402
 import cp_magi  # noqa: E402
 import cp_report  # noqa: E402
 import masks  # noqa: E402
+from peers import Unfit  # noqa: E402
 
 from magi_attention.common.slices import to_dense  # noqa: E402
+from magi_attention.errors import UnsupportedError  # noqa: E402
 from magi_attention.testing.spawn import run_processes  # noqa: E402
 
 WINDOW, BLOCK = 24, 16
@@ -141,7 +143,7 @@ def peer_errors(rank: int, world: int, total: int, seed: int) -> dict[tuple[str,
                 continue
             try:
                 peer = make(setting)
-            except (context_parallel.Unfit, context_parallel.UnsupportedError) as reason:
+            except (Unfit, UnsupportedError) as reason:
                 found[name, mask] = str(reason)
                 continue
             q, k, v, dout = (cp_kernel.select_rows(x, peer.positions) for x in tensors)
@@ -183,10 +185,10 @@ def test_peers_equal_dense_float64_attention(world, total):
 def test_peers_that_do_not_fit_say_why():
     case = masks.Case("causal", 30, (30,))
     setting = cp_kernel.Setting(case, 0, 4, (8, 2), 8, torch.float32, torch.device("cpu"), None, None)
-    with pytest.raises(context_parallel.Unfit, match="do not divide over 4 ranks"):
+    with pytest.raises(Unfit, match="do not divide over 4 ranks"):
         context_parallel.Ulysses(setting)
     setting = cp_kernel.Setting(case, 0, 4, (8, 4), 8, torch.float32, torch.device("cpu"), None, None)
-    with pytest.raises(context_parallel.Unfit, match="30 tokens do not divide"):
+    with pytest.raises(Unfit, match="30 tokens do not divide"):
         context_parallel.Ulysses(setting)
 
 
