@@ -23,10 +23,14 @@ __device__ __forceinline__ void tell_complete(const BwdKernelParams& p, int coun
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(p.completion.left + counter) : "memory");
 }
 
+__device__ __forceinline__ int load_acquire(const int32_t* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head) {
-  int left;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(left) : "l"(p.completion.left + tile * p.heads_kv + head) : "memory");
-  return left <= 0;
+  return load_acquire(p.completion.left + tile * p.heads_kv + head) <= 0;
 }
 
 // This thread's share of whether all tiles that add to a block are complete, for one kv head.
@@ -106,8 +110,8 @@ __device__ __forceinline__ int first_place(const BwdRowParams& p) {
     __syncthreads();
     if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.workspace + kOrderedWord) : "memory");
   } else if (threadIdx.x == 0) {
-    int ordered = 0;
-    while (ordered == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(ordered) : "l"(p.workspace + kOrderedWord) : "memory");
+    while (load_acquire(p.workspace + kOrderedWord) == 0) {
+    }
   }
   __syncthreads();
   return place;

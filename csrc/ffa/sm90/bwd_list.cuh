@@ -7,11 +7,11 @@
 // at work when all others are through. Heads of the shorter tiles fill the gaps.
 #pragma once
 
-#include "bwd_lists.cuh"
+#include "bwd_ways.cuh"
 
 namespace magi {
 
-constexpr int kSlotTime = 1;  // to add up the parts of a split unit, in the units of bwd_lists.cuh
+constexpr int kSlotTime = 1;  // to add up the parts of a split unit, in the units of bwd_ways.cuh
 
 // When the last unit of a list ends, where each goes to the multiprocessor that is free first, and the parts are added up; and what
 // all of them take. Lane l keeps when multiprocessors l, l + 32, ... will be free.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long the tiles of short documents take, and the lists of units among which bwd_list.cuh chooses: which row is which unit.
+// How long the tiles of short documents take, and the ways to list their units among which bwd_list.cuh chooses: which row of a list is
+// which unit.
 #pragma once
 
 #include <climits>
