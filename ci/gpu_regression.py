@@ -120,8 +120,8 @@ def _several_command(settings: dict, out: Path) -> list[str]:
         line += [f"--{key}", ",".join(map(str, settings[key]))]
     line += ["--heads", *map(str, settings["heads"])]
     given = (
-        "head_dim", "dtype", "packs", "seed", "chunk_size", "warm_up", "heat_up", "repeats", "wall_repeats",
-        "wall_layers", "kernel_repeats", "timeout", "time_limit",
+        "head_dim", "dtype", "packs", "seed", "chunk_size", "warm_up", "heat_up", "rounds", "repeats",
+        "wall_repeats", "wall_layers", "kernel_repeats", "timeout", "time_limit",
     )  # fmt: skip
     for key in given:
         if settings.get(key) is not None:

@@ -256,6 +256,22 @@ def test_committed_results_of_several_gpus_are_baselines_of_themselves():
         }
 
 
+def test_every_option_of_several_gpus_is_given_again():
+    import context_parallel
+
+    parse = context_parallel.make_parser().parse_args
+    usual = {k: v for k, v in vars(parse([])).items() if k != "out"}
+    chosen = {
+        "masks": ["causal"], "tokens": [64], "only": ["ring"], "heads": [8, 2], "dtype": "fp16", "chunk_size": 512,
+        "time_limit": 7.0,
+    }  # fmt: skip
+    for key in usual.keys() - chosen.keys():
+        chosen[key] = True if usual[key] is False else usual[key] + 2
+    assert set(chosen) == set(usual) and all(chosen[key] != usual[key] for key in usual)
+    given = vars(parse(gr._several_command({**chosen, "world": 4}, Path("x"))[7:]))
+    assert {k: v for k, v in given.items() if k != "out"} == chosen
+
+
 def several(factor: float = 1.0, world: int = 4, **others: float) -> dict:
     """A file as benchmarks/context_parallel.py writes it; ``others`` are factors of other implementations."""
     speeds = {"magi_fused": 600.0 * factor, "magi_a2av_1": 500.0, "all_gather": 550.0, "ring": 0.0}

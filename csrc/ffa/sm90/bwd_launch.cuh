@@ -62,6 +62,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
   r->units = lists ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
   k->units = r->units;
+  k->completion = {};
   if (lists) {
     const int entries = static_cast<int>(bwd_entries<C>(a)), words = bwd_tile_words(a);
     int32_t* left = reinterpret_cast<int32_t*>(workspace + w.completion);
@@ -229,9 +230,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   const char* doing = "launching the end of the backward";
   if constexpr (C::kD == 128 && !C::kWide)
-    if (r.units != nullptr) {
-      return launch_behind(bwd_finish_listed<T>, dim3(kFinishListedCtas * sms), kRowThreads, 0, a.stream, BwdFinishParams{r, split_join_params(a, k)}, doing);
-    }
+    if (r.units != nullptr)
+      return launch_behind(bwd_finish_listed<T>, dim3(kFinishListedCtas * sms), kRowThreads, 0, a.stream,
+                           BwdFinishParams{r, split_join_params(a, k)}, doing);
   return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, doing);
 }
 
