@@ -65,7 +65,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
   auto tell_before = [&] {
     if (!C::kListed || p.units == nullptr || lds_int(smem.through()) < 0) return;
     mbar_wait(smem.unit_empty(turns.unit_slot() ^ 1), turns.unit_phase() ^ turns.unit_slot() ^ 1);
-    if (lane == 0) tell_complete(p, lds_int(smem.through()));
+    if (lane == 0) tell_complete(p, smem.through());
   };
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
@@ -85,7 +85,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.kv_full());
     tell_before();
-    if (lane == 0) sts_int(smem.through(), unit.x * p.heads_kv + unit.y);
+    if (lane == 0) sts_int(smem.through(), parts_of_unit(p, unit.x, unit.y, unit.w));
     const bool clears = has_unseen(p);
 #pragma unroll 1
     for (int left = unit.z; left > 0; --left) {

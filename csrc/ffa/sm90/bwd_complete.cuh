@@ -16,11 +16,20 @@
 
 namespace magi {
 
+// Where a unit is counted off: its tile and kv head, and a bit for each part that it counts for.
+__device__ __forceinline__ int parts_of_unit(const BwdKernelParams& p, int tile, int head, int word) {
+  constexpr int kAll = (1 << kSplitParts) - 1;
+  return (tile * p.heads_kv + head) << kSplitParts | (split_slot(word) > 0 && !is_cut(word) ? 1 << (word & 0xffff) : kAll);
+}
+
 // One lane of the main kernel, when a unit is through: all warps have arrived behind their last additions to dq and, if it is split,
 // behind what they wrote of dk and dv.
-__device__ __forceinline__ void tell_complete(const BwdKernelParams& p, int counter) {
+__device__ __forceinline__ void tell_complete(const BwdKernelParams& p, uint32_t parts_at) {
   __threadfence();  // orders what other threads wrote, too: this one has waited for them
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(p.completion.left + counter) : "memory");
+#pragma unroll 1
+  for (int part = 0; part < kSplitParts; ++part)
+    if (lds_int(parts_at) >> part & 1)
+      asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(p.completion.left + (lds_int(parts_at) >> kSplitParts) * kSplitParts + part) : "memory");
 }
 
 __device__ __forceinline__ int load_acquire(const int32_t* address) {
@@ -29,16 +38,16 @@ __device__ __forceinline__ int load_acquire(const int32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head) {
-  return load_acquire(p.completion.left + tile * p.heads_kv + head) <= 0;
+__device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head, int part) {
+  return load_acquire(p.completion.left + (tile * p.heads_kv + head) * kSplitParts + part) <= 0;
 }
 
-// This thread's share of whether all tiles that add to a block are complete, for one kv head.
-__device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int block, int head) {
+// This thread's share of whether all tiles that add to a block are complete, for a part of the query heads of one kv head.
+__device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int block, int head, int part) {
   bool all = true;
   for (int tile = threadIdx.x; tile < p.num_tiles; tile += kRowThreads) {
     const int word = __ldcg(p.completion.tiles + block * p.completion.tile_words + tile / 32);
-    if (word >> tile % 32 & 1) all &= is_complete(p, tile, head);
+    if (word >> tile % 32 & 1) all &= is_complete(p, tile, head, part);
   }
   return all;
 }
@@ -46,15 +55,17 @@ __device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int blo
 // The tiles that add to each block, and the last unit in the list of those that are not complete; by one CTA. What is read here
 // only helps to guess.
 __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
-  __shared__ int last[kMaxListed];
+  __shared__ int last[kSplitParts * kMaxListed];
   const BwdCompletion& c = p.completion;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < p.num_tiles; i += kRowThreads) last[i] = 0;
+  for (int i = threadIdx.x; i < kSplitParts * p.num_tiles; i += kRowThreads) last[i] = 0;
   for (int i = threadIdx.x; i < p.query_blocks * c.tile_words + c.entries; i += kRowThreads) c.tiles[i] = 0;  // and what lies behind
   __syncthreads();
   for (int i = threadIdx.x; i < units; i += kRowThreads) {
     const int4 unit = __ldcg(p.units + i);
-    if (__ldcg(c.left + unit.x * p.heads_kv + unit.y) > 0) atomicMax(last + unit.x, i);
+    const bool is_part = split_slot(unit.z) > 0 && !is_cut(unit.z);
+    for (int part = is_part ? unit.z & 0xffff : 0; part < (is_part ? (unit.z & 0xffff) + 1 : kSplitParts); ++part)
+      if (__ldcg(c.left + (unit.x * p.heads_kv + unit.y) * kSplitParts + part) > 0) atomicMax(last + unit.x * kSplitParts + part, i);
   }
   __syncthreads();
   for (int tile = warp; tile < p.num_tiles; tile += kRowThreads / 32) {
@@ -63,12 +74,14 @@ __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, i
       const int2 blocks = layer_blocks<kQueryBlock>(p.plan, layer);
       for (int block = blocks.x + lane; block < blocks.y; block += 32) {
         atomicOr(c.tiles + block * c.tile_words + tile / 32, 1 << tile % 32);
-        atomicMax(c.expected + block, last[tile]);
+        for (int part = 0; part < kSplitParts; ++part) atomicMax(c.expected + block * kSplitParts + part, last[tile * kSplitParts + part]);
       }
     }
   }
-  for (int i = threadIdx.x; i < p.workspace[kSplitWord] / p.heads_kv; i += kRowThreads)
-    c.expected[p.query_blocks + i] = last[__ldcg(p.units + units + i * p.heads_kv).x];
+  for (int i = threadIdx.x; i < kSplitParts * (p.workspace[kSplitWord] / p.heads_kv); i += kRowThreads) {
+    const int* of_tile = last + kSplitParts * __ldcg(p.units + units + i / kSplitParts * p.heads_kv).x;
+    c.expected[kSplitParts * p.query_blocks + i] = max(max(of_tile[0], of_tile[1]), max(of_tile[2], of_tile[3]));
+  }
   __syncthreads();
 }
 
@@ -77,7 +90,7 @@ __device__ __noinline__ inline void order_entries(const BwdRowParams& p, int uni
   constexpr int kSteps = kRowThreads;
   __shared__ int first[kSteps], sums[kSteps / 32];
   const BwdCompletion& c = p.completion;
-  const int entries = p.query_blocks + p.workspace[kSplitWord] / p.heads_kv, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int entries = kSplitParts * (p.query_blocks + p.workspace[kSplitWord] / p.heads_kv), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   auto step_of = [&](int entry) { return __ldcg(c.expected + entry) * kSteps / max(units, 1); };
   first[threadIdx.x] = 0;
   __syncthreads();

@@ -29,8 +29,8 @@ __device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
 }
 
 // CTAs take places until there are no more. A place is for a query head of a block of dq; or of a split tile, for one of as many shares of
-// its rows as there are query heads for its kv head. While a block is on its way, it is looked up whether the next is there, and what
-// comes behind that.
+// its rows as there are query heads for its kv head. An entry of the order has those of one part of the query heads of each kv head. While a block
+// is on its way, it is looked up whether the next is there, and what comes behind that.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_listed(const __grid_constant__ BwdFinishParams p) {
   const BwdRowParams& rows = p.rows;
@@ -40,16 +40,19 @@ __global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_lis
     return;
   }
   __shared__ int2 places[3];  // of this round and the next two: query head, entry
-  const int group = rows.heads_q / rows.heads_kv;
+  const int group = rows.heads_q / rows.heads_kv, in_part = group / kSplitParts;
   auto look_up = [&](int2& to, int place) {
-    to = make_int2(place % rows.heads_q, place < rows.completion.entries * rows.heads_q ? __ldcg(rows.completion.order + place / rows.heads_q) : -1);
+    // Entry; head within its part, of all kv heads.
+    const int members = rows.heads_q / kSplitParts, at = place / members;
+    to = make_int2(place % members, at < rows.completion.entries ? __ldcg(rows.completion.order + at) : -1);
   };
   // This thread's share of the answer.
   auto is_there = [&](int2 place) {
     if (place.y < 0) return true;
-    if (place.y < rows.query_blocks) return is_block_complete(rows, place.y, place.x / group);
-    const int slot = (place.y - rows.query_blocks) * rows.heads_kv + place.x / group;
-    return threadIdx.x > 0 || is_complete(rows, listed_slot(p.join, slot).x, place.x / group);
+    const uint32_t entry = static_cast<uint32_t>(place.y) / kSplitParts, head = place.x / in_part;
+    if (entry < rows.query_blocks) return is_block_complete(rows, entry, head, (place.y & kSplitParts - 1));
+    const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;
+    return threadIdx.x >= kSplitParts || is_complete(rows, listed_slot(p.join, slot).x, head, threadIdx.x);
   };
   const int first = first_place(rows);
   if (threadIdx.x == 0) {
@@ -69,11 +72,12 @@ __global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_lis
       if (threadIdx.x == 0) look_up(places[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
       mine = is_there(places[round == 2 ? 0 : round + 1]);
     };
-    if (place.y < rows.query_blocks) {
-      finish_block<T, kQueryBlock>(rows, place.y, place.x, rows.grad_scale, look_ahead);
+    const uint32_t entry = static_cast<uint32_t>(place.y) / kSplitParts, head = place.x / in_part, share = (place.y & kSplitParts - 1) * in_part + place.x % in_part;
+    if (entry < rows.query_blocks) {
+      finish_block<T, kQueryBlock>(rows, entry, head * group + share, rows.grad_scale, look_ahead);
     } else {
       look_ahead();
-      const int slot = (place.y - rows.query_blocks) * rows.heads_kv + place.x / group, share = place.x % group;
+      const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;
       join_rows<T>(p.join.join.dk_parts, p.join.join.dk, p.join.join.dk_count, p.join.head_dim, p.join, slot, share, group);
       join_rows<T>(p.join.join.dv_parts, p.join.join.dv, p.join.join.dv_count, p.join.head_dim_v, p.join, slot, share, group);
     }

@@ -66,7 +66,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   if (lists) {
     const int entries = static_cast<int>(bwd_entries<C>(a)), words = bwd_tile_words(a);
     int32_t* left = reinterpret_cast<int32_t*>(workspace + w.completion);
-    int32_t* tiles = left + bwd_tiles(a) * a.heads_kv;
+    int32_t* tiles = left + kSplitParts * bwd_tiles(a) * a.heads_kv;
     int32_t* expected = tiles + bwd_query_blocks<C>(a) * words;
     k->completion = {left, tiles, expected, expected + entries, words, entries};
   }

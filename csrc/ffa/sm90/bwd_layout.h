@@ -76,15 +76,15 @@ int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
   return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
 }
 
-// Blocks of dq and split tiles, of which the last kernel is told when they are complete.
+// Parts of the heads of blocks of dq and of split tiles, which the last kernel takes up when they are complete.
 template <typename C>
 int64_t bwd_entries(const magi_ffa_bwd_params& a) {
-  return bwd_query_blocks<C>(a) + bwd_split_tiles(a);
+  return kSplitParts * (bwd_query_blocks<C>(a) + bwd_split_tiles(a));
 }
 inline int bwd_tile_words(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 31) / 32); }
 template <typename C>
 int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
-  return 4 * (bwd_tiles(a) * a.heads_kv + bwd_query_blocks<C>(a) * bwd_tile_words(a) + 2 * bwd_entries<C>(a));
+  return 4 * (kSplitParts * bwd_tiles(a) * a.heads_kv + bwd_query_blocks<C>(a) * bwd_tile_words(a) + 2 * bwd_entries<C>(a));
 }
 
 // Byte offsets into the workspace.

@@ -57,7 +57,7 @@ __device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const Sor
 }
 
 // Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot. And how many units
-// there are of each tile.
+// there are of each part of a tile.
 template <typename List>
 __device__ void write_list(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
   const int units = list.units(p), slots = list.count * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,7 +68,7 @@ __device__ void write_list(const BwdRowParams& p, const List& list, const Sorted
     if (base + lane >= units) continue;
     const int tile = sorted[u.tile].x;
     p.units[base + lane] = make_int4(tile, u.head, word, 0);
-    p.completion.left[tile * p.heads_kv + u.head] = u.slot > 0 ? list.split_tile(p, (u.slot - 1) / p.heads_kv, sorted).y : 1;
+    for (int part = 0; part < kSplitParts; ++part) p.completion.left[(tile * p.heads_kv + u.head) * kSplitParts + part] = is_cut(word) ? 2 : 1;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRowThreads) {
     const int2 tile = list.split_tile(p, slot / p.heads_kv, sorted);

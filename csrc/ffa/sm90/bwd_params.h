@@ -12,9 +12,9 @@ namespace magi {
 
 // Where units are listed: what is through, so that the last kernel can begin with what is complete. See bwd_complete.cuh.
 struct BwdCompletion {
-  int32_t* left;      // (tile, kv head): units that are not through
+  int32_t* left;      // (tile, kv head, part): units that are not through; whole ones and sides of a cut count for all parts
   int32_t* tiles;     // (block of queries, tile_words): a bit for each tile that adds to it
-  int32_t* expected;  // (entry): the last unit in the list that a block, or behind those a split tile, waits for
+  int32_t* expected;  // (entry): the last unit in the list that a part of a block, or behind those a split tile, waits for
   int32_t* order;     // (entry): their numbers in the order of that, -1 for none
   int32_t tile_words, entries;
 };
