@@ -271,8 +271,8 @@ class FfaBackend:
             q, k, v = (dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        plan, plan_at = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
-        return self._launch(call, addresses, sink, into, plan_at, index, stream, capturing, remote)
+        plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
+        return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, remote)
 
     def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, remote) -> Final:
         if into is None:

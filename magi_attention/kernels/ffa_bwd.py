@@ -70,6 +70,8 @@ class _Prepared:
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
+    list_bytes: int  # 0: units are not listed
+    list_key: tuple[int, ...]  # what a list depends on besides the plan
     device: torch.device
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
@@ -120,7 +122,9 @@ class BackwardCalls:
         self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index, remote, keeps_delta
     ) -> Grads:  # fmt: skip
         stream = runtime.stream(index)
-        plan, plan_at = self._plans.plan(mask, call.plan, call.device, stream, runtime.is_capturing())  # held
+        capturing = runtime.is_capturing()
+        plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the list
+        units = plan.list_of((call.list_key, stream), call.list_bytes, capturing)
         if into is None:
             grads = Grads(*map(_empty_like, call.grads_like))
         else:
@@ -131,7 +135,8 @@ class BackwardCalls:
         work = _empty_like(call.workspace_like)
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
-            grads.dk.data_ptr(), grads.dv.data_ptr(), plan_at, work.data_ptr(), stream,
+            grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
+            0 if units is None else units.data_ptr(), stream,
         )  # fmt: skip
         params = call.prefix + tail
         if call.options.deterministic:
@@ -139,7 +144,7 @@ class BackwardCalls:
             if succession is None:
                 made = Succession(runtime.event, runtime.stream_object)
                 succession = self._in_turns.setdefault(index, made)
-            with succession.next(stream, runtime.is_capturing()):
+            with succession.next(stream, capturing):
                 status = _start(call.library, params, remote)
         else:
             status = _start(call.library, params, remote)
@@ -163,7 +168,7 @@ class BackwardCalls:
             tk = remote.mask.total_k
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
-        prefix, workspace_bytes = library.backward_prefix(
+        prefix, workspace_bytes, list_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
@@ -179,8 +184,9 @@ class BackwardCalls:
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), q.device, is_empty,
-            bool(odd) or not _is_plain(x), options,
+            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
+            (heads, heads_kv, options.sm_margin),
+            q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared

@@ -48,10 +48,32 @@ class PlanShape(NamedTuple):
         return self.total_k if self.is_transposed else self.total_q
 
 
+class Kept(NamedTuple):
+    """A plan, its address, and lists of the units of backwards that follow it (``magi_ffa_bwd_params.list``); None if
+    it is for one call."""
+
+    plan: torch.Tensor
+    address: int
+    lists: dict[tuple, torch.Tensor] | None
+
+    def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> torch.Tensor | None:
+        """The list for calls of ``key``, to be held until the launch; None if none is kept.
+
+        The first call fills it and the others read it, in stream order: the stream is part of the key. While a CUDA
+        graph is captured none is made, because its memory would be the graph's.
+        """
+        if not num_bytes or self.lists is None:
+            return None
+        units = self.lists.get(key)
+        if units is None and not capturing:
+            units = self.lists[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
+        return units
+
+
 class _Entry(NamedTuple):
     refs: tuple[weakref.ref | None, ...]
     state: tuple
-    plan: torch.Tensor
+    kept: Kept
 
     def is_true(self, mask: RangeTensors) -> bool:
         is_same = all(ref is None or ref() is x for ref, x in zip(self.refs, mask))  # the key tells a missing one
@@ -73,43 +95,45 @@ class RangePlans:
 
     def plan(
         self, mask: SliceTable | RangeTensors, shape: PlanShape, device: torch.device, stream: int, capturing: bool
-    ) -> tuple[torch.Tensor, int]:
-        """The plan tensor, to be held until the launch, and its address."""
+    ) -> Kept:
+        """The plan, to be held until the launch."""
         if isinstance(mask, SliceTable):
             cache = mask.__dict__.setdefault("_ffa_plans", {})
             key = (shape, device)
             kept = cache.get(key)
             if kept is None:
                 plan = table_plan(mask, shape, device)
-                kept = cache[key] = (plan, plan.data_ptr())
+                kept = cache[key] = Kept(plan, plan.data_ptr(), {})
             return kept
         if not isinstance(mask, RangeTensors):
-            return mask.mask.plan(shape, device)
-        plan = self.get(mask, shape, stream, capturing)
-        return plan, plan.data_ptr()
+            return Kept(*mask.mask.plan(shape, device), None)
+        return self.get(mask, shape, stream, capturing)
 
     def find(self, mask: RangeTensors, shape: PlanShape, stream: int) -> torch.Tensor | None:
         """A remembered plan that is still true, or None."""
         if any(x is not None and x.is_inference() for x in mask):
             return None
         entry = self._entries.get(_key(mask, shape, stream))
-        return entry.plan if entry is not None and entry.is_true(mask) else None
+        return entry.kept.plan if entry is not None and entry.is_true(mask) else None
 
-    def get(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
+    def get(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> Kept:
         """The plan, int32 on the device of the ranges; remembered unless in a graph or of an inference tensor."""
         if capturing or any(x is not None and x.is_inference() for x in mask):
-            return self._produce(mask, shape, stream, capturing)
-        kept = self.find(mask, shape, stream)
-        if kept is not None:
-            return kept
+            plan = self._produce(mask, shape, stream, capturing)
+            return Kept(plan, plan.data_ptr(), None)
+        key, entries = _key(mask, shape, stream), self._entries
+        entry = entries.get(key)
+        if entry is not None and entry.is_true(mask):
+            return entry.kept
         # The state is taken first: an edit while the plan is being made must not be missed.
-        key, state, entries = _key(mask, shape, stream), _state(mask), self._entries
+        state = _state(mask)
         plan = self._produce(mask, shape, stream, capturing)
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
         refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
-        entries[key] = _Entry(refs, state, plan)
-        return plan
+        kept = Kept(plan, plan.data_ptr(), {})
+        entries[key] = _Entry(refs, state, kept)
+        return kept
 
     def _produce(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
         num_slices = mask.q_ranges.shape[0]

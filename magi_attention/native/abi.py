@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -86,7 +86,7 @@ _BWD_INTS = (
 _BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
 _BWD_POINTERS = (
     *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
-    *("plan", "workspace", "stream"),
+    *("plan", "workspace", "list", "stream"),
 )
 
 

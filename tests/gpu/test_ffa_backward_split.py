@@ -23,6 +23,7 @@ from test_ffa_backward import (  # noqa: F401
 
 from magi_attention.kernels import ffa_bwd
 from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa_plans import Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 
@@ -137,6 +138,71 @@ def test_the_last_kernel_waits_for_what_is_missing(name):
                 torch.mm(other, other)
             assert_same(differentiate(x, dout, sm_margin=margin), want, torch.bfloat16, (name, margin))
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_lists_are_kept_with_the_plan(name):
+    """The first call on a stream makes the list, and others begin early by it; so do graphs, with a list or without."""
+    lengths, kind, heads, *_ = WAYS[name]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
+    x = make_inputs(5, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    ffa, dout = FfaBackend(), make_dout(x, 5)
+    out, lse = forward(x, ffa)
+
+    def run() -> Grads:
+        return ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+
+    want = run()
+    assert_grads(x, want, truth(x, dout), name)
+    (lists,) = (kept.lists for kept in x.slices.__dict__["_ffa_plans"].values() if kept.lists)
+    ((kept),) = lists.values()
+    assert kept[:4].view(torch.int32).item() == 1, "made"
+    before = kept.clone()
+    for _ in range(20):
+        assert_same(run(), want, torch.bfloat16, name)
+    assert torch.equal(kept, before)
+    beside = torch.cuda.Stream()
+    for has_list in (False, True):
+        if has_list:
+            with torch.cuda.stream(beside):
+                assert_same(run(), want, torch.bfloat16, name)
+        torch.cuda.synchronize()
+        assert len(lists) == 1 + has_list
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=beside):
+            got = run()
+        assert len(lists) == 1 + has_list
+        for _ in range(5):
+            got.dq.fill_(float("nan"))
+            graph.replay()
+            assert_same(got, want, torch.bfloat16, (name, "graph", has_list))
+
+
+def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
+    x, ffa = inputs(2, documents(2)), FfaBackend()
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+    shape = PlanShape(328, 328, ffa.library.backward_tile(128, 128), is_transposed=True)
+    wrong = table_plan(masks.causal(328), shape, x.q.device)
+    kept = Kept(wrong, wrong.data_ptr(), {})
+    monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
+    for _ in range(2):
+        got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+        assert kept.lists, "units are listed"
+        for name in ("dq", "dk", "dv"):
+            assert getattr(got, name).isnan().all(), name
+
+
+def test_rows_with_delta_given_and_without_out():
+    """What a call of the runtime gives: delta in place of out, and gradients in float32."""
+    lengths, kind, heads, *_ = WAYS["two tiles cut"]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
+    x = make_inputs(6, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    ffa, dout = FfaBackend(), make_dout(x, 6)
+    out, lse = forward(x, ffa)
+    delta = (out.float() * dout.float()).sum(-1)
+    for _ in range(3):
+        got = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta)
+        assert_grads(x, got, truth(x, dout))
 
 
 def test_a_cut_tile_beside_unseen_rows(listed):

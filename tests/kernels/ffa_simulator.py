@@ -112,6 +112,7 @@ class Simulator:
     """The interface of ``FfaLibrary``."""
 
     workspace_bytes = 4096
+    list_bytes = 64
 
     def __init__(self, tile_rows: int = 16) -> None:
         self.tile_rows = tile_rows
@@ -164,9 +165,9 @@ class Simulator:
     def backward_tile(self, head_dim: int, head_dim_v: int) -> FfaTile:
         return FfaTile(self.tile_rows, 2, 1)
 
-    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int]:
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int, int]:
         params = abi.FfaBwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)
-        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes
+        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes, self.list_bytes
 
     def transpose_on_device(
         self, q_ranges, k_ranges, types, num_slices, total_q, total_k, row_ranges, column_ranges, new_types, stream
@@ -194,6 +195,8 @@ class Simulator:
         names = [name for name, _ in p._fields_ if name.endswith(("_stride_token", "_stride_head"))]
         assert not any(getattr(p, name) % 8 for name in names) and len(names) == 10
         memory(p.workspace, (p.workspace_bytes // 4,), (1,), np.int32)[:] = -7  # it is memory, and ours
+        if p.list:
+            self._fill(p.list, p)
         assert p.grad_dtype == (abi.FP32 if p.accumulate else p.grad_dtype)
         plan = plan_at(p.plan)
         assert (plan.header.total_q, plan.header.total_k) == (p.total_k, p.total_q), "the plan is not transposed"
@@ -203,6 +206,14 @@ class Simulator:
         if p.out and p.delta:
             memory(p.delta, delta.shape, (p.heads_q, 1), np.float32)[:] = delta
         return abi.OK
+
+    def _fill(self, address: int, p: abi.FfaBwdParams) -> None:
+        """Zero before its first call, and then as that call left it: for the same plan, stream and sizes."""
+        assert self.list_bytes, "a list that was not asked for"
+        owner = (p.plan, p.stream, p.total_q, p.total_k, p.heads_q, p.heads_kv, p.sm_margin)
+        words = memory(address, (self.list_bytes // 8,), (1,), np.int64)
+        assert set(words.tolist()) == ({hash(owner)} if words[0] else {0})
+        words[:] = hash(owner)
 
     @staticmethod
     def _store(address: int, grad: np.ndarray, p: abi.FfaBwdParams) -> None:

@@ -249,6 +249,38 @@ def test_plans_are_kept_and_follow_every_edit():
     assert died() is None and not entries
 
 
+def test_lists_of_units_are_kept_with_the_plan():
+    """One for each stream and each number of heads; none while a graph is captured or where nothing is listed."""
+    ffa, simulator = backend()
+    case = Case(Mask.causal(32).slices, 32, 32)
+    table, ranges = SliceTable(case.slices.array), tensors(case.slices)
+
+    def listed(mask, given=case, **options) -> int | None:
+        ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
+        return simulator.backward_calls[-1].list
+
+    for mask in (table, ranges):
+        first = listed(mask)
+        assert first and listed(mask) == first
+        assert listed(mask, sm_margin=3) not in (None, first)
+        assert listed(mask, Case(case.slices, 32, 32, heads=(2, 2))) not in (None, first)
+        ffa.runtime.capturing = True
+        assert listed(mask) == (first if mask is table else None), "the planner is part of the graph"
+        assert listed(mask, sm_margin=4) is None
+        ffa.runtime.capturing = False
+        assert listed(mask, sm_margin=4)
+    assert listed(table) != listed(ranges)
+    (kept,) = (kept for kept in table.__dict__["_ffa_plans"].values() if kept.lists)
+    died = [weakref.ref(units) for units in kept.lists.values()]
+    del kept, table
+    gc.collect()
+    assert len(died) == 4 and not any(ref() for ref in died)
+    other, other_simulator = backend()
+    other_simulator.list_bytes = 0
+    other.backward_final(*case.tensors, ranges, case.options)
+    assert other_simulator.backward_calls[-1].list is None
+
+
 def test_many_slices_and_wrong_ones_go_by_way_of_the_host():
     starts = torch.arange(2048, dtype=torch.int64)
     mask = RangeTensors(torch.stack([starts, starts + 1], 1), torch.stack([starts, starts + 1], 1), None)

@@ -59,6 +59,11 @@ __device__ __forceinline__ void store_bytes(void* dst, uint32_t src, uint32_t by
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void store_bytes(void* dst, uint32_t src, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst), "r"(src), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 // Adds float32 values.
 __device__ __forceinline__ void add_bulk_float(float* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -71,6 +76,9 @@ __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.com
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// The same but for the last that was committed.
+__device__ __forceinline__ void store_wait_but_one() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
 
 // Every thread that wrote shared memory which wgmma or a bulk copy reads next calls this before the barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -15,6 +15,22 @@ __device__ __forceinline__ int4 lds_int4(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void sts_release(uint32_t address, int a) {
+  asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+// Another thread of the CTA has released it.
+__device__ __forceinline__ int lds_acquire(uint32_t address) {
+  int v;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 lds_uint4(uint32_t address) {
+  const int4 v = lds_int4(address);
+  return make_uint4(v.x, v.y, v.z, v.w);
+}
+
 __device__ __forceinline__ void sts_int(uint32_t address, int a) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }

@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
     prefetch_tensor_map(&p.do_map);
   }
   __syncthreads();
-  wait_for_kernel_before();
-  if (is_listed) start_next_kernel();
+  // Where units are listed, rows and list are waited for one by one.
+  if (!is_listed) wait_for_kernel_before();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);

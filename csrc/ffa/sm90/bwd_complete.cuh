@@ -5,7 +5,7 @@
 // The list says of how many units each tile consists, and units count off. The first CTA of the last kernel finds out which tiles add
 // to a block of dq and what is complete by then, and puts the rest into the order in which it was handed out. CTAs take places in
 // that order one after the other, and wait for what is there. It can: none of them starts before all CTAs of the main kernel have their
-// places, and those wait for nobody.
+// places, and those wait for nobody but the kernels before, which have theirs.
 #pragma once
 
 #include "../common/barrier.cuh"
@@ -38,6 +38,10 @@ __device__ __forceinline__ int load_acquire(const int32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_release(int32_t* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head, int part) {
   return load_acquire(p.completion.left + (tile * p.heads_kv + head) * kSplitParts + part) <= 0;
 }
@@ -58,6 +62,10 @@ __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, i
   __shared__ int last[kSplitParts * kMaxListed];
   const BwdCompletion& c = p.completion;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Rows that nobody sees may not be prepared yet.
+  if (threadIdx.x == 0)
+    while (load_acquire(p.workspace + kPreparedWord) < p.prepare_groups) {
+    }
   for (int i = threadIdx.x; i < kSplitParts * p.num_tiles; i += kRowThreads) last[i] = 0;
   for (int i = threadIdx.x; i < p.query_blocks * c.tile_words + c.entries; i += kRowThreads) c.tiles[i] = 0;  // and what lies behind
   __syncthreads();
@@ -121,7 +129,7 @@ __device__ __forceinline__ int first_place(const BwdRowParams& p) {
     order_entries(p, units);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.workspace + kOrderedWord) : "memory");
+    if (threadIdx.x == 0) store_release(p.workspace + kOrderedWord, 1);
   } else if (threadIdx.x == 0) {
     while (load_acquire(p.workspace + kOrderedWord) == 0) {
     }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../common/copy.cuh"
+#include "bwd_complete.cuh"
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
 #include "bwd_split.cuh"
@@ -71,8 +72,11 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 template <typename C>
 __device__ void schedule_listed(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
+  while (load_acquire(p.workspace + kListedWord) == 0) {
+  }
+  start_next_kernel();  // which may not even read what is listed before it is
 #pragma unroll 1
-  for (int unit = first_unit<C>(p); unit < p.workspace[kUnitsWord]; unit = next_unit<C>(p)) {
+  for (int unit = atomicAdd(p.workspace, 1); unit < p.workspace[kUnitsWord]; unit = atomicAdd(p.workspace, 1)) {
     mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
     const int4 row = p.units[unit];
     const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
@@ -80,6 +84,7 @@ __device__ void schedule_listed(const BwdKernelParams& p, const BwdSmem<C>& smem
     mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // as above
   }
   publish_end(p, smem, turns);
+  wait_for_kernel_before();  // so that what comes behind this kernel is behind that, too
 }
 
 // A tile of `rows` rows from the first on, in column tiles of 64.
@@ -109,11 +114,22 @@ __device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSme
   load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
 }
 
+// Until the rows of a block are prepared, for the heads of the unit; where units are listed.
+template <typename C>
+__device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p, const BwdSmem<C>& smem, int block, uint32_t unit) {
+  if (lds_int(smem.prepared())) return;
+  while (load_acquire(p.completion.prepared + block * p.heads_kv + lds_int(unit + 4)) < p.group) {
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");
+  if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
+}
+
 // One lane. Says what each step is, and copies its Q, stats and dO.
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
   Ring<C::kStages> ring;
+  if constexpr (C::kListed) sts_int(smem.prepared(), 0);
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
@@ -132,6 +148,8 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
         for (; order.left() > 0; order.step(blocks)) {
           do {
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
+            if constexpr (C::kListed)
+              if ((i == 0 || is_banded) && p.units != nullptr) wait_until_prepared(p, smem, order.block, smem.unit(turns.unit_slot()));
             const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
             const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;

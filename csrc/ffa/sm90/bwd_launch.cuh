@@ -11,7 +11,7 @@
 #include "bwd_join_split.cuh"
 #include "bwd_layout.h"
 #include "bwd_list.cuh"
-#include "bwd_prepare.cuh"
+#include "bwd_prepare_listed.cuh"
 #include "remote_launch.h"
 
 namespace magi {
@@ -60,16 +60,26 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
   // Beside keys that arrive there is no telling when a tile will be through, so what would be listed stays whole.
   const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
-  r->units = lists ? reinterpret_cast<int4*>(workspace + w.units) : nullptr;
-  k->units = r->units;
+  r->units = nullptr;
   k->completion = {};
   if (lists) {
     const int entries = static_cast<int>(bwd_entries<C>(a)), words = bwd_tile_words(a);
     int32_t* left = reinterpret_cast<int32_t*>(workspace + w.completion);
     int32_t* tiles = left + kSplitParts * bwd_tiles(a) * a.heads_kv;
     int32_t* expected = tiles + bwd_query_blocks<C>(a) * words;
-    k->completion = {left, tiles, expected, expected + entries, words, entries};
+    int32_t* order = expected + entries;
+    k->completion = {left, tiles, expected, order, order + entries, words, entries};
+    const BwdList l = bwd_list_layout<C>(a);
+    uint8_t* list = a.list != nullptr ? static_cast<uint8_t*>(a.list) : workspace + w.list;
+    r->keeps_list = a.list != nullptr;
+    r->list = reinterpret_cast<int32_t*>(list);
+    r->units = reinterpret_cast<int4*>(list + l.units);
+    r->first_left = reinterpret_cast<int32_t*>(list + l.first_left);
+    r->first_blocks = reinterpret_cast<int32_t*>(list + l.first_blocks);
   }
+  k->units = r->units;
+  k->prepare_groups = r->prepare_groups = kPrepareGroups * bwd_grid(a, sms);
+  r->late = late_ctas(bwd_grid(a, sms));
   r->completion = k->completion;
   r->split_tiles = bwd_split_tiles(a);
   const BwdSplit units_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};
@@ -185,15 +195,28 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
   return start_plain_bwd<C>(a, k, sms);
 }
 
+template <typename C>
+magi_status start_listed_rows(const magi_ffa_bwd_params& a, const BwdRowParams& r, const CUtensorMap& do_map, const char* doing) {
+  static DeviceOnce configured;
+  const auto prepare = bwd_prepare_listed<typename C::T>;
+  MAGI_RETURN(configured.run([&] { return cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, kPrepareSmem); }));
+  BwdPrepareParams p{r, do_map, do_map};
+  if (a.out != nullptr)
+    MAGI_RETURN(encode_map(&p.out_map, a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, a.out,
+                           {static_cast<uint64_t>(a.head_dim_v), static_cast<uint64_t>(a.total_q), static_cast<uint64_t>(a.heads_q)},
+                           {2 * a.out_stride_token, 2 * a.out_stride_head}, {64, kQueryBlock, 1}, "out"));
+  return launch_behind(prepare, dim3(r.prepare_groups / kPrepareGroups), kPrepareThreads, kPrepareSmem, a.stream, p, doing);
+}
+
 // What comes before the main kernel: the rows of queries, and beside them a CTA that plans the turns or lists the units.
 template <typename C>
-magi_status start_rows(const magi_ffa_bwd_params& a, const BwdRowParams& r, dim3 rows, bool beside) {
+magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, const BwdRowParams& r, dim3 rows, bool beside) {
   const auto prepare = bwd_prepare<typename C::T, C::kQueries>;
   const char* doing = "launching the start of the backward";
   if constexpr (C::kD == 128 && !C::kWide)
     if (r.units != nullptr) {
       MAGI_RETURN(launch_first(bwd_list<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
-      return launch_behind(prepare, rows, kRowThreads, 0, a.stream, r, doing);
+      return start_listed_rows<C>(a, r, k.do_map, doing);
     }
   if (!a.deterministic) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
   MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
@@ -208,8 +231,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if (a.total_q > kMaxQueries || a.heads_q > 32767)
     return fail(MAGI_UNSUPPORTED, "%d queries of %d heads are more than the %d of 32767 that one call takes; give them in stages.",
                 a.total_q, a.heads_q, kMaxQueries);
-  int64_t need = 0;
-  MAGI_RETURN(bwd_workspace<C>(a, &need));
+  int64_t needs[2];
+  MAGI_RETURN(bwd_workspace<C>(a, needs));
+  const int64_t need = needs[0];
   if (a.workspace_bytes < need)
     return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
                 static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
@@ -225,7 +249,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   const dim3 rows(k.query_blocks, k.heads_q);
   // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
   const bool beside = remote != nullptr;
-  MAGI_RETURN(start_rows<C>(a, r, rows, beside));
+  MAGI_RETURN(start_rows<C>(a, k, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   const char* doing = "launching the end of the backward";

@@ -84,12 +84,27 @@ int64_t bwd_entries(const magi_ffa_bwd_params& a) {
 inline int bwd_tile_words(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 31) / 32); }
 template <typename C>
 int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
-  return 4 * (kSplitParts * bwd_tiles(a) * a.heads_kv + bwd_query_blocks<C>(a) * bwd_tile_words(a) + 2 * bwd_entries<C>(a));
+  return 4 * (kSplitParts * bwd_tiles(a) * a.heads_kv + bwd_query_blocks<C>(a) * (bwd_tile_words(a) + a.heads_kv) + 2 * bwd_entries<C>(a));
+}
+
+// A list of units, in bytes from its start.
+struct BwdList {
+  int64_t units, first_left, first_blocks, bytes;
+};
+
+template <typename C>
+BwdList bwd_list_layout(const magi_ffa_bwd_params& a) {
+  BwdList l;
+  l.units = 4 * kListHeader;
+  l.first_left = l.units + 16 * kSplitParts * bwd_tile_units<C>(a);
+  l.first_blocks = l.first_left + 4 * kSplitParts * bwd_tiles(a) * a.heads_kv;
+  l.bytes = whole_lines(l.first_blocks + 4 * bwd_query_blocks<C>(a));
+  return l;
 }
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, units, completion, turn_flags, order, turns, bytes;
+  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, bytes;
 };
 
 template <typename C>
@@ -99,12 +114,12 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.stats = 4 * kBwdCounters;
   w.dq_sum = w.stats + 4 * stat_floats(C::kQueries) * blocks;
   w.partials = w.dq_sum + 4ll * dq_block_floats(C::kQueries) * (C::kD / 64) * blocks;
-  w.units = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  w.list = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
   const BwdSplit units_split = bwd_split<C>(a, sms);
-  w.units += 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v);
+  w.list = whole_lines(w.list + 4 * units_split.parts * units_split.values(a.head_dim + a.head_dim_v));
   // Each from a line of the cache on: they are written by one kernel and read by the next at different times.
   const bool lists = bwd_lists_units<C>(a, sms);
-  w.completion = whole_lines(w.units + (lists ? 16 * kSplitParts * bwd_tile_units<C>(a) : 0));
+  w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
@@ -117,7 +132,8 @@ template <typename C>
 magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  *bytes = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
+  bytes[0] = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
+  bytes[1] = bwd_lists_units<C>(a, sms) ? bwd_list_layout<C>(a).bytes : 0;
   return MAGI_OK;
 }
 

@@ -7,6 +7,7 @@
 // at work when all others are through. Heads of the shorter tiles fill the gaps.
 #pragma once
 
+#include "bwd_complete.cuh"
 #include "bwd_ways.cuh"
 
 namespace magi {
@@ -68,19 +69,82 @@ __device__ void write_list(const BwdRowParams& p, const List& list, const Sorted
     if (base + lane >= units) continue;
     const int tile = sorted[u.tile].x;
     p.units[base + lane] = make_int4(tile, u.head, word, 0);
-    for (int part = 0; part < kSplitParts; ++part) p.completion.left[(tile * p.heads_kv + u.head) * kSplitParts + part] = is_cut(word) ? 2 : 1;
+    for (int part = 0; part < kSplitParts; ++part) p.first_left[(tile * p.heads_kv + u.head) * kSplitParts + part] = is_cut(word) ? 2 : 1;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRowThreads) {
     const int2 tile = list.split_tile(p, slot / p.heads_kv, sorted);
     p.units[units + slot] = make_int4(sorted[tile.x].x, slot % p.heads_kv, tile.y, 0);
   }
   if (threadIdx.x == 0) {
-    p.workspace[kSplitWord] = slots;
-    p.workspace[kUnitsWord] = units;
+    p.list[kSplitWord] = slots;
+    p.list[kUnitsWord] = units;
   }
+  __syncthreads();
 }
 
-// One CTA of kRowThreads, beside the kernel that prepares the rest. A warp tries each way: nothing split; a tile or two cut; one
+constexpr int kAtOnce = 1;  // blocks of a unit whose rows are prepared before the main kernel begins
+
+// When each block is first needed, in steps from the start, by the units that are taken up first.
+__device__ inline void find_needed(const BwdRowParams& p, int units, int32_t* needed) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < p.query_blocks; i += kRowThreads) needed[i] = INT_MAX;
+  __syncthreads();
+  for (int i = warp; i < min(units, p.places); i += kRowThreads / 32) {
+    const int4 unit = p.units[i];
+    const int2 layers = layers_of_tile(p.plan, unit.x);
+    const bool is_part = split_slot(unit.z) > 0 && !is_cut(unit.z);
+    int steps = 0;
+    for (int layer = layers.x; layer < layers.x + layers.y; ++layer) {
+      int2 blocks = layer_blocks<kQueryBlock>(p.plan, layer);
+      if (is_cut(unit.z)) (unit.z & kBehindCut ? blocks.x : blocks.y) = unit.z & (kBehindCut - 1);
+      const int backwards = blocks_backwards(blocks, Way(unit.z >> kWayBit & 3));
+      for (int block = blocks.x + lane; block < blocks.y; block += 32) {
+        const int before = block >= blocks.y - backwards ? blocks.y - 1 - block : backwards + block - blocks.x;
+        atomicMin(needed + block, is_part ? (steps + before) / kSplitParts : steps + before);
+      }
+      steps += max(blocks.y - blocks.x, 0);
+    }
+  }
+  __syncthreads();
+}
+
+// Blocks in the order in which they are needed, in kRowThreads classes.
+__device__ inline void order_blocks(const BwdRowParams& p, const int32_t* needed) {
+  __shared__ int first[kRowThreads];
+  first[threadIdx.x] = 0;
+  auto class_of = [&](int block) { return min(__ldcg(needed + block), kRowThreads - 1); };
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.query_blocks; i += kRowThreads) atomicAdd(first + class_of(i), 1);
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int i = 0, sum = 0; i < kRowThreads; ++i) {
+      if (i == kAtOnce) p.list[kAtOnceWord] = sum;
+      const int count = first[i];
+      first[i] = sum;
+      sum += count;
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.query_blocks; i += kRowThreads) p.first_blocks[atomicAdd(first + class_of(i), 1)] = i;
+}
+
+__device__ inline void begin_counts(const BwdRowParams& p) {
+  for (int i = threadIdx.x; i < kSplitParts * p.num_tiles * p.heads_kv; i += kRowThreads) p.completion.left[i] = p.first_left[i];
+}
+
+// Counters and flags of a call as they are at the start; whether the list is there.
+__device__ inline bool begin_call(const BwdRowParams& p) {
+  const bool is_made = p.keeps_list && load_acquire(p.list + kMadeWord) != 0;
+  for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads)
+    p.workspace[i] = !is_made ? 0 : i == kSplitWord || i == kUnitsWord ? p.list[i] : i == kListedWord || i == kInOrderWord;
+  for (int i = threadIdx.x; i < p.query_blocks * p.heads_kv; i += kRowThreads) p.completion.prepared[i] = 0;
+  if (is_made) begin_counts(p);
+  __threadfence();
+  __syncthreads();
+  return is_made;
+}
+
+// One CTA of kRowThreads, beside the kernel that prepares the rest. If the caller keeps lists, only the first call of its kind makes one.
+// A warp tries each way: nothing split; a tile or two cut; one
 // to four of the longest by heads. Of the shorter half by heads it is known that those end about 8% after all multiprocessors would
 // if they shared the work evenly, and not before the longest tile. The choice depends on the device, and not on what is left free.
 // A template, because several translation units have it.
@@ -90,9 +154,9 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   static_assert(kThreads == kRowThreads && kWays <= kThreads / 32, "a warp for each");
   __shared__ int2 sorted[kMaxListed];
   __shared__ uint2 found[kWays];
+  const bool is_made = begin_call(p);
   start_next_kernel();
-  for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
-  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
+  if (is_made || !bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
   sort_tiles(p, sorted);
   __shared__ Cuts cuts;
   find_cuts(p, sorted, cuts);
@@ -116,6 +180,17 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
     write_list(p, CutsList(p, way, sorted, cuts), sorted);
   else
     write_list(p, way < kWays ? HeadsList(p, 0, way - 2, sorted) : HeadsList(p, p.num_tiles / 2, p.num_tiles - p.num_tiles / 2, sorted), sorted);
+  begin_counts(p);
+  if (threadIdx.x == kSplitWord || threadIdx.x == kUnitsWord) p.workspace[threadIdx.x] = p.list[threadIdx.x];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(p.workspace + kListedWord, 1);
+  if (!p.keeps_list) return;
+  find_needed(p, p.list[kUnitsWord], p.completion.expected);
+  order_blocks(p, p.completion.expected);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(p.list + kMadeWord, 1);
 }
 
 }  // namespace magi

@@ -16,6 +16,7 @@ struct BwdCompletion {
   int32_t* tiles;     // (block of queries, tile_words): a bit for each tile that adds to it
   int32_t* expected;  // (entry): the last unit in the list that a part of a block, or behind those a split tile, waits for
   int32_t* order;     // (entry): their numbers in the order of that, -1 for none
+  int32_t* prepared;  // (block of queries, kv head): query heads that are prepared
   int32_t tile_words, entries;
 };
 
@@ -56,6 +57,7 @@ struct BwdKernelParams {
   int32_t split_slots, split_heads;  // query heads of a part
   int32_t whole_units;               // the units from here on are split; where they are not listed
   const int4* units;                 // see write_list; NULL: units are not listed
+  int32_t prepare_groups;            // warpgroups that prepare the rows, if they are
   BwdCompletion completion;          // only if they are
 };
 
@@ -77,7 +79,13 @@ struct BwdRowParams {
   int32_t wave, heads_per_part, passes, num_tiles;
   int32_t units_per_tile;  // in a section
   int32_t places;          // CTAs of the main kernel, as far as they are counted
-  int4* units;             // as in BwdKernelParams
+  // As in BwdKernelParams, and what is listed with them: the header, what `left` is at the start, blocks of queries in the order in
+  // which they are first needed.
+  int4* units;
+  int32_t *list, *first_left, *first_blocks;
+  int32_t keeps_list;      // the list is the caller's, and may be made
+  int32_t prepare_groups;  // groups of warps that prepare rows
+  int32_t late;            // CTAs that do so while the main kernel begins, so that as many of that begin late
   BwdCompletion completion;
   int32_t split_tiles, heads_kv;  // tiles that may be split, where units are listed
   int32_t processors;      // of the device, as far as they are counted; splitting depends on them and not on what is left free

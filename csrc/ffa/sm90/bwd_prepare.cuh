@@ -12,6 +12,27 @@
 
 namespace magi {
 
+// Of 16 bytes of out and of dout.
+template <typename T>
+__device__ __forceinline__ float chunk_delta(uint4 out, uint4 dout) {
+  const uint32_t x[4] = {out.x, out.y, out.z, out.w}, y[4] = {dout.x, dout.y, dout.z, dout.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
+    // A row that sees nothing has an out of zero, and its dout may be anything.
+    sum += (u.x != 0.f ? u.x * v.x : 0.f) + (u.y != 0.f ? u.y * v.y : 0.f);
+  }
+  return sum;
+}
+
+// Of the eight lanes that have a row.
+__device__ __forceinline__ float sum_of_lanes(float sum) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  return sum;
+}
+
 // This lane's share of sum(out * dout) of one row; eight lanes have a row, each takes every eighth 16 bytes.
 template <typename T>
 __device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int head, int lane) {
@@ -22,17 +43,19 @@ __device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int
   float sum = 0.f;
   for (int i = lane; i < p.head_dim_v / 8; i += 8) {
     const uint4 a = __ldg(out + i), b = __ldg(dout + i);
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
-      // A row that sees nothing has an out of zero, and its dout may be anything.
-      sum += (u.x != 0.f ? u.x * v.x : 0.f) + (u.y != 0.f ? u.y * v.y : 0.f);
-    }
+    sum += chunk_delta<T>(a, b);
   }
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-  return sum;
+  return sum_of_lanes(sum);
+}
+
+// What the main kernel reads of a row of a block, the `number`-th of all heads; and delta for the caller. `at` is where its lse lies.
+template <int kQueries>
+__device__ __forceinline__ void write_row(const BwdRowParams& p, int64_t number, int row, int64_t at, bool exists, float delta, float lse) {
+  const bool is_seen = exists && lse != -INFINITY;  // a row that sees nothing may hold anything
+  delta = is_seen ? delta : 0.f;
+  p.stats[number * stat_floats(kQueries) + row] = is_seen ? lse * kLog2e : INFINITY;
+  p.stats[number * stat_floats(kQueries) + kQueries + row] = delta;
+  if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
 }
 
 // One CTA per head and block of queries.
@@ -41,10 +64,8 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
   const int block = blockIdx.x, head = blockIdx.y;
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   start_next_kernel();
-  if (number == 0 && p.units == nullptr)
+  if (number == 0)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
-  // The next kernel waits for this one alone, and needs the list of units.
-  if (p.units != nullptr && number + 1 == static_cast<int64_t>(gridDim.x) * gridDim.y) wait_for_kernel_before();
   if (p.turn_flags != nullptr) {
     if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
     if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
@@ -60,24 +81,13 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
     const int token = block * kQueries + row, lane = threadIdx.x % 8;
     const int64_t at = static_cast<int64_t>(token) * p.heads_q + head;
     const bool exists = token < p.total_q;
-    float delta = 0.f, offset = INFINITY;
-    if (p.out != nullptr) {
-      const float own = row_delta<T>(p, exists ? token : 0, head, lane);
-      if (exists) delta = own;
-    } else if (exists) {
+    float delta = 0.f;
+    if (p.out != nullptr)
+      delta = row_delta<T>(p, exists ? token : 0, head, lane);
+    else if (exists)
       delta = p.delta[at];
-    }
-    if (exists) {
-      const float lse = p.lse[at];
-      if (lse == -INFINITY)
-        delta = 0.f;  // the row sees nothing and may hold anything
-      else
-        offset = lse * kLog2e;
-    }
-    if (lane != 0) continue;
-    p.stats[number * stat_floats(kQueries) + row] = offset;
-    p.stats[number * stat_floats(kQueries) + kQueries + row] = delta;
-    if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
+    const float lse = exists ? p.lse[at] : -INFINITY;
+    if (lane == 0) write_row<kQueries>(p, number, row, at, exists, delta, lse);
   }
 }
 

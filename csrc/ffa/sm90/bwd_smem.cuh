@@ -58,6 +58,8 @@ struct BwdSmem {
   __device__ uint32_t left() const { return base + C::kLeftAt; }
   // Where the unit before is counted off, -1 if there is none; of the warp that does.
   __device__ uint32_t through() const { return base + C::kThroughAt; }
+  // Whether all rows are known to be prepared; of the lane that copies.
+  __device__ uint32_t prepared() const { return base + C::kPreparedAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   // Of a share of dq, see kShares.
   __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 6 * C::kStages + 2 * share); }

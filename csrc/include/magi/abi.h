@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 7
+#define MAGI_ABI_VERSION 8
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -211,13 +211,15 @@ typedef struct {
   void *dq, *dk, *dv;
   const int32_t* plan;     /* device memory, 16-byte aligned */
   void* workspace;         /* workspace_bytes, 128-byte aligned; need not be initialised */
+  void* list;              /* or NULL: kept by the caller for calls of one plan, one stream and equal sizes and sm_margin, of as many
+                              bytes as magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
   void* stream;            /* cudaStream_t */
 } magi_ffa_bwd_params;
 
 /* Tile the kernel wants: *tile_tokens keys in *num_groups groups, for the planner. */
 MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens,
                                           int32_t* num_groups);
-/* Bytes of workspace that a call with these shapes needs; pointers are not looked at. */
+/* Bytes of workspace that a call with these shapes needs, and of its list, 0 if it takes none; pointers are not looked at. */
 MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
 /* grad_dtype is that of dq; dk and dv are float32, (local_keys, heads_kv, d), and not accumulated. */
