@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CTA of ``csrc/ffa/sm90/bwd_prepare_listed.cuh`` prepares which block of queries, and when ``bwd_list.cuh``
+takes a block to be needed.
+
+The models follow the CUDA code and do not show that it keeps to them; that is for
+``tests/gpu/test_ffa_backward_split.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+GROUPS = 3  # of a CTA
+
+
+def test_the_constants_are_those_of_the_kernel():
+    assert f"kPrepareGroups = {GROUPS};" in (CSRC / "bwd_prepare_listed.cuh").read_text()
+    assert "late_ctas(int sms) { return sms < 8 ? 1 : sms / 8; }" in (CSRC / "bwd_config.h").read_text()
+
+
+def late_ctas(sms: int) -> int:
+    return 1 if sms < 8 else sms // 8
+
+
+def items_of_group(cta: int, group: int, ctas: int, at_once: int, items: int) -> list[int]:
+    """``RowGroup``: shares of what is needed at once, then in the first CTAs of the rest."""
+    late = late_ctas(ctas)
+
+    def first_of_others() -> int:
+        return at_once + cta * GROUPS + group if cta < late else items
+
+    def after(item: int) -> int:
+        if item >= at_once:
+            return item + late * GROUPS
+        step = ctas * GROUPS
+        return item + step if item + step < at_once else first_of_others()
+
+    item, mine = cta * GROUPS + group, []
+    if item >= at_once:
+        item = first_of_others()
+    while item < items:
+        mine.append(item)
+        item = after(item)
+    return mine
+
+
+def test_every_block_of_every_head_is_prepared_once():
+    for seed in range(200):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        ctas, heads, blocks = int(rng.integers(1, 140)), int(rng.integers(1, 65)), int(rng.integers(1, 80))
+        items = heads * blocks
+        for at_once in {0, heads * int(rng.integers(0, blocks + 1)), items}:
+            shares = [items_of_group(cta, g, ctas, at_once, items) for cta in range(ctas) for g in range(GROUPS)]
+            assert Counter(item for share in shares for item in share) == Counter(range(items))
+            # What is needed at once comes first, and leaves the CTAs behind the first few.
+            assert all(share == sorted(share) for share in shares)
+            early = shares[late_ctas(ctas) * GROUPS :]
+            assert all(item < at_once for share in early for item in share)
+
+
+def walk(first: int, end: int, backwards: int) -> list[int]:
+    """``BlockOrder``: so many from the end, backwards, and the rest forwards."""
+    return [*range(end - 1, end - 1 - backwards, -1), *range(first, end - backwards)]
+
+
+def test_a_block_is_needed_when_the_walk_comes_to_it():
+    for first in range(6):
+        for end in range(first + 1, first + 9):
+            for backwards in {0, min(first, end - first), end - first}:
+                order = walk(first, end, backwards)
+                assert sorted(order) == list(range(first, end))
+                for block in range(first, end):  # as find_needed counts
+                    before = end - 1 - block if block >= end - backwards else backwards + block - first
+                    assert order[before] == block
