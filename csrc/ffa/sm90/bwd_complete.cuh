@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../common/barrier.cuh"
+#include "../common/flags.cuh"
 #include "../common/shared.cuh"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
@@ -28,18 +29,7 @@ __device__ __forceinline__ void tell_complete(const BwdKernelParams& p, uint32_t
   __threadfence();  // orders what other threads wrote, too: this one has waited for them
 #pragma unroll 1
   for (int part = 0; part < kSplitParts; ++part)
-    if (lds_int(parts_at) >> part & 1)
-      asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(p.completion.left + (lds_int(parts_at) >> kSplitParts) * kSplitParts + part) : "memory");
-}
-
-__device__ __forceinline__ int load_acquire(const int32_t* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(int32_t* address, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+    if (lds_int(parts_at) >> part & 1) add_relaxed(p.completion.left + (lds_int(parts_at) >> kSplitParts) * kSplitParts + part, -1);
 }
 
 __device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head, int part) {
@@ -56,13 +46,13 @@ __device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int blo
   return all;
 }
 
-// The tiles that add to each block, and the last unit in the list of those that are not complete; by one CTA. What is read here
-// only helps to guess.
+// The tiles that add to each block, and the last unit in the list of those that are not complete; by one CTA. Which are complete only
+// helps to guess. Nobody has a place before this is through, so here, once for all, it waits until all rows are prepared: those of
+// blocks that no tile adds to need not be by now.
 __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
   __shared__ int last[kSplitParts * kMaxListed];
   const BwdCompletion& c = p.completion;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Rows that nobody sees may not be prepared yet.
   if (threadIdx.x == 0)
     while (load_acquire(p.workspace + kPreparedWord) < p.prepare_groups) {
     }

@@ -86,14 +86,13 @@ constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 // Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken, and whether
 // their order is known (bwd_complete.cuh).
 constexpr int kSplitWord = 2, kUnitsWord = 3, kPlaceWord = 4, kOrderedWord = 5;
-// Whether units are listed; whether they were from the start, and with them the order of the blocks; and how many warpgroups of the
-// kernel that prepares the rows are through (bwd_prepare_listed.cuh).
+// Whether units are listed; whether they were from the start, and with them the order of the blocks; and how many groups of warps of
+// the kernel that prepares the rows are through (bwd_prepare_listed.cuh).
 constexpr int kListedWord = 6, kInOrderWord = 7, kPreparedWord = 8;
-// A list: words ahead of it, among them whether it is made and how many blocks are needed at once; then rows of units, the counts of what completes, blocks in order.
+// A list: words ahead of it, among them whether it is made and how many blocks are needed at once; then rows of units, how many units
+// each part of a tile has, and blocks in the order in which they are needed.
 constexpr int kListHeader = 32, kMadeWord = 0, kAtOnceWord = 1;  // kSplitWord, kUnitsWord as in the workspace
 constexpr int kRowThreads = 256;
-// How many of `sms` multiprocessors prepare rows when those that are needed at once are prepared, see bwd_prepare_listed.cuh.
-constexpr int late_ctas(int sms) { return sms < 8 ? 1 : sms / 8; }
 constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 
 }  // namespace magi

@@ -120,7 +120,7 @@ __device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p, co
   if (lds_int(smem.prepared())) return;
   while (load_acquire(p.completion.prepared + block * p.heads_kv + lds_int(unit + 4)) < p.group) {
   }
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_proxies();
   if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
 }
 

@@ -237,8 +237,8 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if (a.workspace_bytes < need)
     return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
                 static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
-  if (reinterpret_cast<uintptr_t>(a.workspace) % 128)
-    return fail(MAGI_INVALID_ARGUMENT, "The workspace must lie at a multiple of 128 bytes.");
+  if (reinterpret_cast<uintptr_t>(a.workspace) % 128 || reinterpret_cast<uintptr_t>(a.list) % 128)
+    return fail(MAGI_INVALID_ARGUMENT, "The workspace and the list must lie at multiples of 128 bytes.");
   if (a.total_q == 0 || a.total_k == 0) return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));

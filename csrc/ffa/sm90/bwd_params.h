@@ -57,7 +57,7 @@ struct BwdKernelParams {
   int32_t split_slots, split_heads;  // query heads of a part
   int32_t whole_units;               // the units from here on are split; where they are not listed
   const int4* units;                 // see write_list; NULL: units are not listed
-  int32_t prepare_groups;            // warpgroups that prepare the rows, if they are
+  int32_t prepare_groups;            // of warps that prepare the rows, if they are
   BwdCompletion completion;          // only if they are
 };
 

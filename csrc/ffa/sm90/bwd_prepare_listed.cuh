@@ -6,13 +6,14 @@
 #pragma once
 
 #include "../common/copy.cuh"
+#include "../common/flags.cuh"
 #include "bwd_complete.cuh"
 #include "bwd_prepare.cuh"
 
 namespace magi {
 
-constexpr int kPrepareGroups = 3;   // of a CTA, of which there is one on a multiprocessor; each takes a block of a head at a time
-constexpr int kPrepareWarps = 8;    // of a group that compute; two more copy and clear
+constexpr int kPrepareGroups = 3;  // of a CTA, of which there is one on a multiprocessor; each takes a block of a head at a time
+constexpr int kPrepareWarps = 8;   // of a group that compute; two more copy and clear
 constexpr int kPrepareThreads = kPrepareGroups * (kPrepareWarps + 2) * 32;
 constexpr int kPrepareStages = 2;
 constexpr int kPrepareBatch = 2;  // blocks that a group says are prepared at a time
@@ -24,6 +25,9 @@ constexpr uint32_t kPrepareCountsAt = kPrepareBarriersAt + kPrepareGroups * kPre
 constexpr uint32_t kPrepareSmem = kPrepareCountsAt + kPrepareGroups * 4;
 
 static_assert(kPrepareSmem <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
+
+// How many of `sms` multiprocessors go on with what is not needed at once.
+inline int late_ctas(int sms) { return sms < 8 ? 1 : sms / 8; }
 
 struct BwdPrepareParams {
   BwdRowParams rows;
@@ -41,8 +45,8 @@ struct RowGroup {
 
   __device__ __forceinline__ RowGroup(const BwdPrepareParams& params, uint32_t base, int group)
       : p(params), zeros(base), staged(base + kPrepareZeros + group * kPrepareStages * 4 * kPrepareHalf),
-        bars(base + kPrepareBarriersAt + group * kPrepareStages * 16), counts(base + kPrepareCountsAt + 4 * group), item(blockIdx.x * kPrepareGroups + group),
-        items(p.rows.query_blocks * p.rows.heads_q) {
+        bars(base + kPrepareBarriersAt + group * kPrepareStages * 16), counts(base + kPrepareCountsAt + 4 * group),
+        item(blockIdx.x * kPrepareGroups + group), items(p.rows.query_blocks * p.rows.heads_q) {
     const bool is_ordered = __ldcg(p.rows.workspace + kInOrderWord) != 0;
     blocks = is_ordered ? p.rows.first_blocks : nullptr;
     at_once = is_ordered ? __ldcg(p.rows.list + kAtOnceWord) * p.rows.heads_q : items;
@@ -115,7 +119,7 @@ __device__ inline void clear_rows(RowGroup g) {
     __threadfence();
     for (; blocks > 0; --blocks, behind.advance()) {
       int32_t* count = p.completion.prepared + behind.block * p.heads_kv + behind.head() / p.heads_per_part;
-      asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+      add_relaxed(count, 1);
     }
   };
   for (int before = 0, blocks = -1; blocks != 0; before = blocks) {
@@ -127,7 +131,7 @@ __device__ inline void clear_rows(RowGroup g) {
     store_wait_but_one();
     if (before > 0) say_prepared(before);
   }
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.workspace + kPreparedWord) : "memory");
+  add_released(p.workspace + kPreparedWord, 1);
 }
 
 // The other warps compute, eight lanes for a row: out and dout lie in the same swizzle, so in which order columns come does not

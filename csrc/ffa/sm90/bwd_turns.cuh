@@ -23,24 +23,11 @@
 #pragma once
 
 #include "../common/copy.cuh"
+#include "../common/flags.cuh"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
 
 namespace magi {
-
-// What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have got to the place in L2 where the next
-// tile adds. Without a release some additions come before the one that they should follow, and some are lost to the store of the first
-// (docs/notes/ffa_backward.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
-// before the count has been seen.
-__device__ __forceinline__ int load_relaxed(const int32_t* address) {
-  int v;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void add_released(int32_t* address, int value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
 
 // When the unit of a tile that starts at `start` is expected at a block, from bit 16 on, and how often it visits it.
 template <int kQueries>
@@ -105,6 +92,11 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
 // The sum of the two warpgroups' shares of a step's dq, when its turn has come. One lane, beside the next step. `words`: which part
 // of dq_sum, in blocks of all columns of a pass, and the turn; `next_words` those of the next step, or 0; `seen` what its counter
 // was when last looked at, or -1.
+//
+// What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have got to the place in L2 where the next
+// tile adds. Without a release some additions come before the one that they should follow, and some are lost to the store of the first
+// (docs/notes/ffa_backward.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
+// before the count has been seen.
 template <typename C>
 __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
                                             uint32_t next_words, int& seen) {

@@ -7,6 +7,7 @@
 #include "../../comm/nvlink/box.cuh"
 #include "../../include/magi/abi.h"
 #include "../common/barrier.cuh"
+#include "../common/copy.cuh"
 
 namespace magi {
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ void wait_for_slot(const RemoteKeys& r, int slot) {
 // Until the tile's rows are there, for bulk copies of this thread too.
 __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile) {
   wait_for_slot(r, __ldg(r.arrivals + tile));
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_proxies();
 }
 
 // The same. The slots before `next` are known to have arrived; those up to the tile's are waited for in order.
@@ -44,7 +45,7 @@ __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile, int
   const int slot = __ldg(r.arrivals + tile);
   if (slot < next) return;
   while (next <= slot) wait_for_slot(r, next++);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_proxies();
 }
 
 }  // namespace magi

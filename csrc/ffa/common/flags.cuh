@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Words in device memory by which CTAs of one GPU tell each other how far they are: thin wrappers over PTX. What waits for other GPUs
+// is in comm/nvlink/box.cuh.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+__device__ __forceinline__ int load_relaxed(const int32_t* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int load_acquire(const int32_t* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int32_t* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// For several words behind one fence.
+__device__ __forceinline__ void add_relaxed(int32_t* address, int value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_released(int32_t* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+}  // namespace magi
