@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CTA of ``csrc/ffa/sm90/bwd_prepare_listed.cuh`` prepares which block of queries, and when ``bwd_list.cuh``
+"""Which CTA of ``csrc/ffa/sm90/bwd_prepare_listed.cuh`` prepares which block of queries, and when ``bwd_needed.cuh``
 takes a block to be needed.
 
 The models follow the CUDA code and do not show that it keeps to them; that is for
