@@ -97,7 +97,8 @@ def test_right_and_the_same_every_time(was_split, dims, dtype):
 
 # With 132 multiprocessors: documents, causal or not, heads; tiles that are split, and units for each kv head.
 WAYS = {
-    "a tile cut": ((37, 841, 96, 1074), 0, (64, 16), 1, 17),
+    "a tile cut": ((789, 92, 725, 268, 174), 0, (64, 16), 1, 17),
+    "two tiles cut, and the two shortest by heads": ((37, 841, 96, 1074), 0, (64, 16), 4, 24),
     "two tiles cut": ((810, 338, 32, 640, 35, 193), 0, (64, 16), 2, 18),
     "the longest by heads": ((309, 2539, 291, 149, 808), 1, (32, 8), 3, 41),
     "the shorter half by heads": ((656, 621, 154, 418, 104, 58, 37), 1, (64, 16), 8, 40),
@@ -206,14 +207,14 @@ def test_rows_with_delta_given_and_without_out():
 
 
 def test_a_cut_tile_beside_unseen_rows(listed):
-    lengths, kind, heads, *_ = WAYS["a tile cut"]
+    lengths, kind, heads, tiles, _ = WAYS["two tiles cut, and the two shortest by heads"]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array[1:]
     x = make_inputs(2, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     dout = make_dout(x, 2)
     want = differentiate(x, dout)
     assert_grads(x, want, truth(x, dout))
     if has_132_multiprocessors():
-        assert listed()[0] == heads[1]
+        assert listed()[0] == tiles * heads[1]
     sees, is_seen = seen(x)
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = float("nan")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 PARTS, LOOKED, UNIT_TIME, SLOT_TIME = 4, 8, 21, 1
+CUT, SHORTEST, BLOCK_TIME = 2, 2, 4
 BLOCK, KEYS = 64, 128
 
 
@@ -38,16 +39,23 @@ class Unit(NamedTuple):
 
 @dataclass
 class Problem:
-    """``tiles`` with the longest first."""
+    """``tiles`` with the longest first; how many ``blocks`` of queries there are."""
 
     tiles: list[Tile]
     heads: int
     group: int
+    blocks: int
     processors: int = 132
 
     @property
     def room(self) -> int:
         return (len(self.tiles) + 1) // 2
+
+    @property
+    def late(self) -> tuple[int, int]:
+        """How many multiprocessors begin late, and when."""
+        count = max(self.processors // 8, 1)
+        return count, min(BLOCK_TIME * self.blocks * self.heads * self.group // count, 1 << 24)
 
     def cut_times(self, tile: Tile) -> tuple[int, int]:
         return tuple(9 * n * self.group for n in (tile.cut - tile.first, tile.end - tile.cut))
@@ -74,42 +82,54 @@ class HeadsList:
 
 
 class CutsList:
-    def __init__(self, p: Problem, wanted: int) -> None:
+    """``wanted`` of the longest tiles cut; the ``shortest`` split by heads, behind all others."""
+
+    def __init__(self, p: Problem, wanted: int, shortest: int = 0) -> None:
         self.p = p
+        has_room = len(p.tiles) - shortest >= LOOKED and wanted + shortest <= p.room
+        self.shortest = shortest if has_room else 0
+        self.start = len(p.tiles) - self.shortest
         looked = range(min(LOOKED, len(p.tiles)))
-        self.split = [i for i in looked if p.tiles[i].cut][: min(wanted, p.room)]
-        self.count = len(self.split)
-        self.times = [time for i in self.split for time in p.cut_times(p.tiles[i])]
-        whole = [t.time for i, t in enumerate(p.tiles) if i not in self.split]
+        self.cut = [i for i in looked if p.tiles[i].cut][: min(wanted, p.room)]
+        self.count = len(self.cut) + self.shortest
+        self.times = [time for i in self.cut for time in p.cut_times(p.tiles[i])]
+        whole = [t.time for i, t in enumerate(p.tiles[: self.start]) if i not in self.cut]
         self.places = [
             sum(w >= mine for w in whole) + sum(t > mine or (t == mine and j < i) for j, t in enumerate(self.times))
             for i, mine in enumerate(self.times)
         ]
 
     def __len__(self) -> int:
-        return (len(self.p.tiles) + self.count) * self.p.heads
+        return (len(self.p.tiles) + len(self.cut) + self.shortest * (PARTS - 1)) * self.p.heads
 
     def unit(self, number: int) -> Unit:
         mine, head = divmod(number, self.p.heads)
+        at, slots = number - (self.start + len(self.cut)) * self.p.heads, self.shortest * self.p.heads
+        if at >= 0:
+            tile, slot = self.start + at % slots // self.p.heads, len(self.cut) * self.p.heads + at % slots + 1
+            return Unit(tile, head, at // slots, slot, self.p.tiles[tile].time // PARTS + UNIT_TIME)
         if mine in self.places:
             part = self.places.index(mine)
             slot = part // 2 * self.p.heads + head + 1
-            return Unit(self.split[part // 2], head, part % 2, slot, self.times[part] + UNIT_TIME)
+            return Unit(self.cut[part // 2], head, part % 2, slot, self.times[part] + UNIT_TIME)
         tile = mine - sum(place < mine for place in self.places)
-        for split in self.split:  # in rising order
-            tile += tile >= split
+        for cut in self.cut:  # in rising order
+            tile += tile >= cut
         return Unit(tile, head, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
 
 
-def end_of(units: HeadsList | CutsList) -> tuple[int, int]:
-    """When the last unit ends, parts added up; and what all take."""
+def end_of(units: HeadsList | CutsList, late: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """When the last unit ends, parts added up, if as many multiprocessors begin late; and what all take."""
     times = [units.unit(i).time for i in range(len(units))]
     places = min(units.p.processors, len(times))
-    ends = times[:places]
+    at_once = max(places - late[0], 0)
+    ends = times[:at_once] + [late[1]] * (places - at_once)
+    last = max(times[:at_once], default=0)
     heapify(ends)
-    for time in times[places:]:
+    for time in times[at_once:]:
+        last = max(last, ends[0] + time)
         heapreplace(ends, ends[0] + time)
-    return max(ends) + SLOT_TIME * units.count * units.p.heads, sum(times)
+    return last + SLOT_TIME * units.count * units.p.heads, sum(times)
 
 
 def choose(p: Problem) -> HeadsList | CutsList:
@@ -124,6 +144,9 @@ def choose(p: Problem) -> HeadsList | CutsList:
         end = (1.02 if i < 3 else 1.06 if chosen == len(ways) else 1.2) * ends[i][0]
         if end < best:
             best, chosen = end, i
+    if chosen < 3:
+        filled = CutsList(p, CUT, SHORTEST)
+        return filled if 1.02 * end_of(filled, p.late)[0] < end_of(ways[chosen], p.late)[0] else ways[chosen]
     n = len(p.tiles)
     return ways[chosen] if chosen < len(ways) else HeadsList(p, n // 2, n - n // 2)
 
@@ -142,4 +165,4 @@ def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int)
         cut = int(hi.min()) // BLOCK
         time = (8 * (end - first) + (end - first - plain)) * group
         tiles.append(Tile(first, end, cut if first < cut < end else 0, time))
-    return Problem(sorted(tiles, key=lambda t: -t.time), heads, group)
+    return Problem(sorted(tiles, key=lambda t: -t.time), heads, group, -(-int(starts[-1]) // BLOCK))

@@ -17,8 +17,12 @@ def test_the_constants_are_those_of_the_kernel():
     config, *lists = ((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_list.cuh", "bwd_ways.cuh"))
     text = "".join(lists)
     assert f"kSplitParts = {PARTS};" in config
-    for line in ("kStepTime = 8, kMaskedStepTime = 9;", "kUnitTime = 21;", "kSlotTime = 1;", "kLooked = 8;"):
+    for line in (
+        "kStepTime = 8, kMaskedStepTime = 9;", "kUnitTime = 21;", "kSlotTime = 1;", "kLooked = 8;",
+        "kCut = 2, kShortest = 2;", "kBlockTime = 4, kLongTime = 1 << 24;", "1.02f * static_cast<float>(ends[1]) <",
+    ):  # fmt: skip
         assert line in text, line
+    assert "return processors < 8 ? 1 : processors / 8;" in config
     assert "(i < 3 ? 1.02f : way == kWays ? 1.06f : 1.2f)" in text
 
 
@@ -29,13 +33,13 @@ def random_problem(rng: np.random.Generator) -> Problem:
         first, count = int(rng.integers(0, 30)), int(rng.integers(0, 40))
         cut = first + int(rng.integers(1, count)) if count > 1 and rng.random() < 0.4 else 0
         tiles.append(Tile(first, first + count, cut, int(rng.integers(8, 10)) * count * 4))
-    return Problem(sorted(tiles, key=lambda t: -t.time), heads, 4)
+    return Problem(sorted(tiles, key=lambda t: -t.time), heads, 4, int(rng.integers(1, 70)))
 
 
 def check(found: HeadsList | CutsList) -> None:
     """Every tile and kv head once, whole or in all its parts; parts of a slot are of the same; no slot is left out."""
     p, units = found.p, [found.unit(i) for i in range(len(found))]
-    parts = 2 if isinstance(found, CutsList) else PARTS
+    cut = found.cut if isinstance(found, CutsList) else []
     wanted = Counter((tile, head) for tile in range(len(p.tiles)) for head in range(p.heads))
     assert Counter((u.tile, u.head) for u in units if not u.slot or u.part == 0) == wanted
     split: dict[int, set] = {}
@@ -44,12 +48,14 @@ def check(found: HeadsList | CutsList) -> None:
             split.setdefault(u.slot, set()).add((u.tile, u.head, u.part))
     assert sorted(split) == list(range(1, found.count * p.heads + 1))
     for of_slot in split.values():
-        assert sorted(part for *_, part in of_slot) == list(range(parts))
-        assert len({(tile, head) for tile, head, _ in of_slot}) == 1
+        ((tile, _),) = {(tile, head) for tile, head, _ in of_slot}
+        assert sorted(part for *_, part in of_slot) == list(range(2 if tile in cut else PARTS))
     whole = [u.time for u in units if not u.slot]
     assert whole == sorted(whole, reverse=True)
     if isinstance(found, CutsList):
-        assert [u.time for u in units] == sorted((u.time for u in units), reverse=True)
+        ahead = [u.time for u in units if not u.slot or u.tile in cut]
+        assert ahead == sorted(ahead, reverse=True)
+        assert all(u.slot and u.tile not in cut for u in units[len(ahead) :])
 
 
 def test_every_list_has_every_tile_once():
@@ -57,7 +63,8 @@ def test_every_list_has_every_tile_once():
         print("seed", seed)
         p = random_problem(np.random.default_rng(seed))
         n = len(p.tiles)
-        for found in (*(CutsList(p, k) for k in range(3)), *(HeadsList(p, 0, k) for k in range(1, min(n, 4) + 1))):
+        cuts = [CutsList(p, cut, shortest) for cut in range(3) for shortest in (0, 2)]
+        for found in (*cuts, *(HeadsList(p, 0, k) for k in range(1, min(n, 4) + 1))):
             check(found)
         check(HeadsList(p, n // 2, n - n // 2))
         check(choose(p))
@@ -67,7 +74,8 @@ def test_every_list_has_every_tile_once():
 @pytest.mark.parametrize(
     "lengths, is_causal, heads, group, tiles, units",
     [
-        ((37, 841, 96, 1074), False, 16, 4, 1, 17),
+        ((789, 92, 725, 268, 174), False, 16, 4, 1, 17),
+        ((37, 841, 96, 1074), False, 16, 4, 4, 24),
         ((810, 338, 32, 640, 35, 193), False, 16, 4, 2, 18),
         ((309, 2539, 291, 149, 808), True, 8, 4, 3, 41),
         ((656, 621, 154, 418, 104, 58, 37), True, 16, 4, 8, 40),

@@ -18,18 +18,18 @@ GROUPS = 3  # of a CTA
 
 
 def test_the_constants_are_those_of_the_kernel():
-    text = (CSRC / "bwd_prepare_listed.cuh").read_text()
+    text = "".join((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_prepare_listed.cuh"))
     assert f"kPrepareGroups = {GROUPS};" in text
-    assert "late_ctas(int sms) { return sms < 8 ? 1 : sms / 8; }" in text
+    assert "late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }" in text
 
 
-def late_ctas(sms: int) -> int:
-    return 1 if sms < 8 else sms // 8
+def late_processors(processors: int) -> int:
+    return 1 if processors < 8 else processors // 8
 
 
 def items_of_group(cta: int, group: int, ctas: int, at_once: int, items: int) -> list[int]:
     """``RowGroup``: shares of what is needed at once, then in the first CTAs of the rest."""
-    late = late_ctas(ctas)
+    late = late_processors(ctas)
 
     def first_of_others() -> int:
         return at_once + cta * GROUPS + group if cta < late else items
@@ -60,7 +60,7 @@ def test_every_block_of_every_head_is_prepared_once():
             assert Counter(item for share in shares for item in share) == Counter(range(items))
             # What is needed at once comes first, and leaves the CTAs behind the first few.
             assert all(share == sorted(share) for share in shares)
-            early = shares[late_ctas(ctas) * GROUPS :]
+            early = shares[late_processors(ctas) * GROUPS :]
             assert all(item < at_once for share in early for item in share)
 
 

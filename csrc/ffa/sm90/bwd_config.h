@@ -93,6 +93,8 @@ constexpr int kListedWord = 6, kInOrderWord = 7, kPreparedWord = 8;
 // each part of a tile has, and blocks in the order in which they are needed.
 constexpr int kListHeader = 32, kMadeWord = 0, kAtOnceWord = 1;  // kSplitWord, kUnitsWord as in the workspace
 constexpr int kRowThreads = 256;
+// How many of so many multiprocessors go on preparing rows while the others begin with the main kernel (bwd_prepare_listed.cuh).
+constexpr int late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }
 constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 
 }  // namespace magi

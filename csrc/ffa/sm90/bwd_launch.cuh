@@ -79,7 +79,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   }
   k->units = r->units;
   k->prepare_groups = r->prepare_groups = kPrepareGroups * bwd_grid(a, sms);
-  r->late = late_ctas(bwd_grid(a, sms));
+  r->late = late_processors(bwd_grid(a, sms));
   r->completion = k->completion;
   r->split_tiles = bwd_split_tiles(a);
   const BwdSplit units_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};

@@ -14,22 +14,37 @@
 namespace magi {
 
 constexpr int kSlotTime = 1;  // to add up the parts of a split unit, in the units of bwd_ways.cuh
+// Where each multiprocessor has two long units, what those that begin late leave to others would be whole units. So as many tiles are cut
+// and of the shortest split by heads, if that is to gain 2%.
+constexpr int kCut = 2, kShortest = 2;
+
+// How many multiprocessors begin late, as they prepare rows until then (bwd_prepare_listed.cuh), and when.
+struct Late {
+  int processors = 0;
+  unsigned time = 0;
+
+  __device__ static Late of(const BwdRowParams& p) {
+    const int processors = late_processors(p.processors);
+    return {processors, static_cast<unsigned>(min(kBlockTime * p.query_blocks * p.heads_q / processors, kLongTime))};
+  }
+  static constexpr int64_t kBlockTime = 4, kLongTime = 1 << 24;  // of a block of a head
+};
 
 // When the last unit of a list ends, where each goes to the multiprocessor that is free first, and the parts are added up; and what
-// all of them take. Lane l keeps when multiprocessors l, l + 32, ... will be free.
+// all of them take. Some multiprocessors may begin late. Lane l keeps when multiprocessors l, l + 32, ... will be free.
 template <int kPlaces, typename List>
-__device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
-  const int lane = threadIdx.x % 32, units = list.units(p), places = min(p.processors, units);
+__device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const SortedTiles& sorted, Late late) {
+  const int lane = threadIdx.x % 32, units = list.units(p), places = min(p.processors, units), at_once = max(places - late.processors, 0);
   unsigned ends[kPlaces], last = 0, sum = 0;
 #pragma unroll
   for (int i = 0; i < kPlaces; ++i) {
     const unsigned time = list.unit(p, lane + 32 * i, sorted).time;
-    ends[i] = lane + 32 * i < places ? time : ~0u;
-    if (lane + 32 * i >= places) continue;
+    ends[i] = lane + 32 * i < at_once ? time : lane + 32 * i < places ? late.time : ~0u;
+    if (lane + 32 * i >= at_once) continue;
     last = max(last, time);
     sum += time;
   }
-  for (int base = places; base < units; base += 32) {
+  for (int base = at_once; base < units; base += 32) {
     const unsigned found = list.unit(p, base + lane, sorted).time, time = base + lane < units ? found : 0;
     sum += time;
     const int left = min(32, units - base);
@@ -48,21 +63,21 @@ __device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const So
       last = max(last, end);
     }
   }
-  last = __reduce_max_sync(0xffffffff, last) + kSlotTime * list.count * p.heads_kv;
+  last = __reduce_max_sync(0xffffffff, last) + kSlotTime * list.splits() * p.heads_kv;
   return make_uint2(last, __reduce_add_sync(0xffffffff, sum));
 }
 
 template <typename List>
-__device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
+__device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const SortedTiles& sorted, Late late = {}) {
   constexpr int kFew = 5;  // each more takes longer
-  return p.processors <= 32 * kFew ? end_on_places<kFew>(p, list, sorted) : end_on_places<kMaxWave / 32>(p, list, sorted);
+  return p.processors <= 32 * kFew ? end_on_places<kFew>(p, list, sorted, late) : end_on_places<kMaxWave / 32>(p, list, sorted, late);
 }
 
 // Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot. And how many units
 // there are of each part of a tile.
 template <typename List>
 __device__ void write_list(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
-  const int units = list.units(p), slots = list.count * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int units = list.units(p), slots = list.splits() * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int base = 32 * warp; base < units; base += kRowThreads) {
     const ListedUnit u = list.unit(p, base + lane, sorted);
     const int walk = static_cast<int>(base + lane < p.places ? Way::kEarly : Way::kForwards) << kWayBit;
@@ -73,7 +88,7 @@ __device__ void write_list(const BwdRowParams& p, const List& list, const Sorted
     for (int part = 0; part < kSplitParts; ++part) p.first_left[(tile * p.heads_kv + u.head) * kSplitParts + part] = is_cut(word) ? 2 : 1;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRowThreads) {
-    const int2 tile = list.split_tile(p, slot / p.heads_kv, sorted);
+    const int2 tile = list.split_tile(slot / p.heads_kv);
     p.units[units + slot] = make_int4(sorted[tile.x].x, slot % p.heads_kv, tile.y, 0);
   }
   if (threadIdx.x == 0) {
@@ -110,6 +125,7 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   static_assert(kThreads == kRowThreads && kWays <= kThreads / 32, "a warp for each");
   __shared__ int2 sorted[kMaxListed];
   __shared__ uint2 found[kWays];
+  __shared__ unsigned ends[2];
   const bool is_made = begin_call(p);
   start_next_kernel();
   if (is_made || !bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
@@ -118,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   find_cuts(p, sorted, cuts);
   const int warp = threadIdx.x / 32;
   if (warp < kWays) {
-    const uint2 end = warp < 3 ? end_of_units(p, CutsList(p, warp, sorted, cuts), sorted) : end_of_units(p, HeadsList(p, 0, warp - 2, sorted), sorted);
+    const uint2 end = warp < 3 ? end_of_units(p, CutsList(p, warp, 0, sorted, cuts), sorted) : end_of_units(p, HeadsList(p, 0, warp - 2, sorted), sorted);
     if (threadIdx.x % 32 == 0) found[warp] = end;
   }
   __syncthreads();
@@ -132,10 +148,18 @@ __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
     best = end;
     way = i;
   }
-  if (way < 3)
-    write_list(p, CutsList(p, way, sorted, cuts), sorted);
-  else
+  if (way < 3) {
+    const int cut[2] = {way, kCut}, shortest[2] = {0, kShortest};
+    if (warp < 2) {
+      const uint2 end = end_of_units(p, CutsList(p, cut[warp], shortest[warp], sorted, cuts), sorted, Late::of(p));
+      if (threadIdx.x % 32 == 0) ends[warp] = end.x;
+    }
+    __syncthreads();
+    const bool fills = 1.02f * static_cast<float>(ends[1]) < static_cast<float>(ends[0]);
+    write_list(p, CutsList(p, cut[fills], shortest[fills], sorted, cuts), sorted);
+  } else {
     write_list(p, way < kWays ? HeadsList(p, 0, way - 2, sorted) : HeadsList(p, p.num_tiles / 2, p.num_tiles - p.num_tiles / 2, sorted), sorted);
+  }
   begin_counts(p);
   if (threadIdx.x == kSplitWord || threadIdx.x == kUnitsWord) p.workspace[threadIdx.x] = p.list[threadIdx.x];
   __threadfence();

@@ -26,9 +26,6 @@ constexpr uint32_t kPrepareSmem = kPrepareCountsAt + kPrepareGroups * 4;
 
 static_assert(kPrepareSmem <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 
-// How many of `sms` multiprocessors go on with what is not needed at once.
-inline int late_ctas(int sms) { return sms < 8 ? 1 : sms / 8; }
-
 struct BwdPrepareParams {
   BwdRowParams rows;
   CUtensorMap out_map, do_map;  // boxes of 64 columns, kQueryBlock rows

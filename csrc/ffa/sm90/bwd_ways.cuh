@@ -93,8 +93,9 @@ struct HeadsList {
     const int time = sorted[tile].y / (is_part ? kSplitParts : 1) + kUnitTime;
     return {tile, is_part ? in_split % heads : number % heads, is_part ? in_split / slots : 0, is_part ? in_split % slots + 1 : 0, time};
   }
+  __device__ int splits() const { return count; }
   // Of the split tile with that number: which of the sorted, and how many parts.
-  __device__ int2 split_tile(const BwdRowParams& p, int number, const SortedTiles& sorted) const { return make_int2(from + number, kSplitParts); }
+  __device__ int2 split_tile(int number) const { return make_int2(from + number, kSplitParts); }
 };
 
 // Where the queries of the first document of a tile end, if those of others follow: as a block, or 0. For tiles of one layer.
@@ -131,15 +132,24 @@ __device__ inline void find_cuts(const BwdRowParams& p, const SortedTiles& sorte
   __syncthreads();
 }
 
-// The list with one or two of the longest tiles cut, the parts where their time puts them.
+// The list with one or two of the longest tiles cut, the parts where their time puts them; and some of the shortest split by heads,
+// a part of all of them before the next part, behind all others.
 struct CutsList {
   int count = 0;              // that are cut
   int first = 0, second = 0;  // which of the sorted those are
+  int from;                   // the first of the sorted that is split by heads
+  int shortest;               // how many are
   // Of part l, in lane l: its place among tiles and parts, where its tile is cut, its time. Two parts a tile.
   int place = -1, cut = 0, time = 0;
 
-  __device__ CutsList(const BwdRowParams& p, int wanted, const SortedTiles& sorted, const Cuts& cuts) {
+  // None is split by heads if there is no room.
+  __device__ CutsList(const BwdRowParams& p, int wanted, int shortest_, const SortedTiles& sorted, const Cuts& cuts)
+      : from(p.num_tiles - shortest_), shortest(shortest_) {
     const int lane = threadIdx.x % 32;
+    if (from < kLooked || wanted + shortest > p.split_tiles) {
+      from = p.num_tiles;
+      shortest = 0;
+    }
     for (int i = 0; i < min(p.num_tiles, kLooked) && count < min(wanted, p.split_tiles); ++i) {
       const Cut found = cuts[i];
       if (found.at == 0) continue;
@@ -154,15 +164,15 @@ struct CutsList {
     for (int i = 0; i < 2 * count; ++i) {
       const int other = __shfl_sync(0xffffffff, time, i);
       int before = __popc(__ballot_sync(0xffffffff, lane < 2 * count && (time > other || (time == other && lane < i))));
-      for (int base = 0; base < p.num_tiles; base += 32) {
+      for (int base = 0; base < from; base += 32) {
         const int tile = base + lane;
-        before += __popc(__ballot_sync(0xffffffff, tile < p.num_tiles && !is_split(tile) && sorted[tile].y >= other));
+        before += __popc(__ballot_sync(0xffffffff, tile < from && !cuts_tile(tile) && sorted[tile].y >= other));
       }
       if (lane == i) place = before;
     }
   }
-  __device__ bool is_split(int tile) const { return (count > 0 && tile == first) || (count > 1 && tile == second); }
-  __device__ int units(const BwdRowParams& p) const { return (p.num_tiles + count) * p.heads_kv; }
+  __device__ bool cuts_tile(int tile) const { return (count > 0 && tile == first) || (count > 1 && tile == second); }
+  __device__ int units(const BwdRowParams& p) const { return (p.num_tiles + count + shortest * (kSplitParts - 1)) * p.heads_kv; }
   __device__ ListedUnit unit(const BwdRowParams& p, int number, const SortedTiles& sorted) const {
     const int mine = number / p.heads_kv, head = number % p.heads_kv;
     int tile = mine, part = -1;
@@ -172,6 +182,11 @@ struct CutsList {
       if (other == mine) part = i;
     }
     const int its_cut = __shfl_sync(0xffffffff, cut, max(part, 0)), its_time = __shfl_sync(0xffffffff, time, max(part, 0));
+    const int in_split = number - (from + count) * p.heads_kv, slots = shortest * p.heads_kv;
+    if (in_split >= 0 && in_split < slots * kSplitParts) {
+      tile = from + in_split % slots / p.heads_kv;
+      return {tile, head, in_split / slots, count * p.heads_kv + in_split % slots + 1, sorted[tile].y / kSplitParts + kUnitTime};
+    }
     if (part >= 0) {
       const int word = 1 << kCutBit | (part & 1 ? kBehindCut : 0) | its_cut;
       return {part < 2 ? first : second, head, word, part / 2 * p.heads_kv + head + 1, its_time + kUnitTime};
@@ -181,7 +196,10 @@ struct CutsList {
     tile = min(tile, p.num_tiles - 1);
     return {tile, head, 0, 0, sorted[tile].y + kUnitTime};
   }
-  __device__ int2 split_tile(const BwdRowParams& p, int number, const SortedTiles& sorted) const { return make_int2(number == 0 ? first : second, 2); }
+  __device__ int splits() const { return count + shortest; }
+  __device__ int2 split_tile(int number) const {
+    return number < count ? make_int2(number == 0 ? first : second, 2) : make_int2(from + number - count, kSplitParts);
+  }
 };
 
 }  // namespace magi
