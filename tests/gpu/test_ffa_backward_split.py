@@ -101,7 +101,10 @@ WAYS = {
     "two tiles cut, and the two shortest by heads": ((37, 841, 96, 1074), 0, (64, 16), 4, 24),
     "two tiles cut": ((810, 338, 32, 640, 35, 193), 0, (64, 16), 2, 18),
     "the longest by heads": ((309, 2539, 291, 149, 808), 1, (32, 8), 3, 41),
-    "the shorter half by heads": ((656, 621, 154, 418, 104, 58, 37), 1, (64, 16), 8, 40),
+    "the shorter half by heads": ((1543, 172, 333), 0, (64, 16), 8, 40),
+    "a tile cut, and half of the tiles by heads": ((950, 477, 20, 32, 514, 55), 0, (64, 16), 8, 38),
+    "two tiles cut, and the second quarter by heads": ((474, 471, 30, 155, 413, 505), 0, (64, 16), 6, 30),
+    "two tiles cut, and others in the middle by heads": ((184, 47, 16, 1245, 556), 0, (64, 16), 8, 36),
 }
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 PARTS, LOOKED, UNIT_TIME, SLOT_TIME = 4, 8, 21, 1
-CUT, SHORTEST, BLOCK_TIME = 2, 2, 4
+SHORTEST, BLOCK_TIME, FEW_PARTS = 2, 4, 4
+WHOLE, LONGEST_BY_HEADS, SHORTER_HALF, CUT_FILLED, MIDDLE_HALF, SECOND_QUARTER, MIDDLE = 0, 3, 7, 8, 9, 10, 11
 BLOCK, KEYS = 64, 128
 
 
@@ -61,64 +62,64 @@ class Problem:
         return tuple(9 * n * self.group for n in (tile.cut - tile.first, tile.end - tile.cut))
 
 
-class HeadsList:
-    def __init__(self, p: Problem, start: int, count: int) -> None:
-        self.p, self.start, self.count = p, start, count if count <= p.room else 0
-        behind = p.tiles[start + count :] if self.count else []
-        self.ahead = start + sum(PARTS * t.time >= p.tiles[start].time for t in behind)
+class UnitList:
+    """Up to ``wanted`` of the longest tiles cut, tiles [start, start + count) split by heads, as there is room.
+
+    Rows of whole tiles and sides of cuts come where their time puts them, parts by heads behind those that take longer.
+    """
+
+    def __init__(self, p: Problem, wanted: int, start: int, count: int) -> None:
+        self.p, self.start, n = p, start, len(p.tiles)
+        self.cut = [i for i in range(min(n, start, LOOKED)) if p.tiles[i].cut][: min(wanted, p.room)]
+        self.count = min(count, n - start, p.room - len(self.cut))
+        self.times = [time for i in self.cut for time in p.cut_times(p.tiles[i])]
+        parts = range(start, start + self.count)
+        self.whole = [i for i in range(n) if i not in self.cut and i not in parts]
+        self.places = [
+            sum(p.tiles[i].time >= mine for i in self.whole)
+            + sum(t > mine or (t == mine and j < i) for j, t in enumerate(self.times))
+            for i, mine in enumerate(self.times)
+        ]
+        rows = [*(p.tiles[i].time for i in self.whole), *self.times]
+        self.ahead = sum(PARTS * time >= p.tiles[start].time for time in rows) if self.count else 0
+
+    @property
+    def splits(self) -> int:
+        return len(self.cut) + self.count
 
     def __len__(self) -> int:
-        return (len(self.p.tiles) + self.count * (PARTS - 1)) * self.p.heads
+        return (len(self.p.tiles) + len(self.cut) + self.count * (PARTS - 1)) * self.p.heads
 
     def unit(self, number: int) -> Unit:
         heads, slots = self.p.heads, self.count * self.p.heads
         at = number - self.ahead * heads
         if 0 <= at < slots * PARTS:
-            tile = self.start + at % slots // heads
-            return Unit(tile, at % heads, at // slots, at % slots + 1, self.p.tiles[tile].time // PARTS + UNIT_TIME)
-        rank = (number if at < 0 else number - slots * PARTS) // heads
-        tile = rank if rank < self.start else rank + self.count
-        return Unit(tile, number % heads, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
-
-
-class CutsList:
-    """``wanted`` of the longest tiles cut; the ``shortest`` split by heads, behind all others."""
-
-    def __init__(self, p: Problem, wanted: int, shortest: int = 0) -> None:
-        self.p = p
-        has_room = len(p.tiles) - shortest >= LOOKED and wanted + shortest <= p.room
-        self.shortest = shortest if has_room else 0
-        self.start = len(p.tiles) - self.shortest
-        looked = range(min(LOOKED, len(p.tiles)))
-        self.cut = [i for i in looked if p.tiles[i].cut][: min(wanted, p.room)]
-        self.count = len(self.cut) + self.shortest
-        self.times = [time for i in self.cut for time in p.cut_times(p.tiles[i])]
-        whole = [t.time for i, t in enumerate(p.tiles[: self.start]) if i not in self.cut]
-        self.places = [
-            sum(w >= mine for w in whole) + sum(t > mine or (t == mine and j < i) for j, t in enumerate(self.times))
-            for i, mine in enumerate(self.times)
-        ]
-
-    def __len__(self) -> int:
-        return (len(self.p.tiles) + len(self.cut) + self.shortest * (PARTS - 1)) * self.p.heads
-
-    def unit(self, number: int) -> Unit:
-        mine, head = divmod(number, self.p.heads)
-        at, slots = number - (self.start + len(self.cut)) * self.p.heads, self.shortest * self.p.heads
-        if at >= 0:
-            tile, slot = self.start + at % slots // self.p.heads, len(self.cut) * self.p.heads + at % slots + 1
-            return Unit(tile, head, at // slots, slot, self.p.tiles[tile].time // PARTS + UNIT_TIME)
-        if mine in self.places:
-            part = self.places.index(mine)
-            slot = part // 2 * self.p.heads + head + 1
-            return Unit(self.cut[part // 2], head, part % 2, slot, self.times[part] + UNIT_TIME)
-        tile = mine - sum(place < mine for place in self.places)
-        for cut in self.cut:  # in rising order
-            tile += tile >= cut
+            tile, slot = self.start + at % slots // heads, len(self.cut) * heads + at % slots + 1
+            return Unit(tile, at % heads, at // slots, slot, self.p.tiles[tile].time // PARTS + UNIT_TIME)
+        row, head = divmod(number if at < 0 else number - slots * PARTS, heads)
+        if row in self.places:
+            side = self.places.index(row)
+            slot = side // 2 * heads + head + 1
+            return Unit(self.cut[side // 2], head, side % 2, slot, self.times[side] + UNIT_TIME)
+        tile = self.whole[row - sum(place < row for place in self.places)]
         return Unit(tile, head, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
 
 
-def end_of(units: HeadsList | CutsList, late: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+def list_of(p: Problem, way: int) -> UnitList:
+    n = len(p.tiles)
+    if way < LONGEST_BY_HEADS:
+        return UnitList(p, way, n, 0)
+    if way < SHORTER_HALF:
+        return UnitList(p, 0, 0, way - LONGEST_BY_HEADS + 1)
+    if way == SHORTER_HALF:
+        return UnitList(p, 0, n // 2, n - n // 2)
+    if way == CUT_FILLED:
+        return UnitList(p, 2, max(n - SHORTEST, 0), SHORTEST)
+    cuts, start, count = {MIDDLE_HALF: (1, 7, 8), SECOND_QUARTER: (2, 4, 4), MIDDLE: (2, 6, 6)}[way]
+    return UnitList(p, cuts, n * start // 16, n * count // 16)
+
+
+def end_of(units: UnitList, late: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """When the last unit ends, parts added up, if as many multiprocessors begin late; and what all take."""
     times = [units.unit(i).time for i in range(len(units))]
     places = min(units.p.processors, len(times))
@@ -129,26 +130,29 @@ def end_of(units: HeadsList | CutsList, late: tuple[int, int] = (0, 0)) -> tuple
     for time in times[at_once:]:
         last = max(last, ends[0] + time)
         heapreplace(ends, ends[0] + time)
-    return last + SLOT_TIME * units.count * units.p.heads, sum(times)
+    return last + SLOT_TIME * units.splits * units.p.heads, sum(times)
 
 
-def choose(p: Problem) -> HeadsList | CutsList:
-    ways = [CutsList(p, 0), CutsList(p, 1), CutsList(p, 2), *(HeadsList(p, 0, n) for n in (1, 2, 3, 4))]
-    ends = [end_of(way) for way in ways]
+def choose(p: Problem) -> UnitList:
+    ends = [end_of(list_of(p, way)) for way in range(SHORTER_HALF)]
     whole, total = ends[0]
     shorter = max(1.08 * total / p.processors, p.tiles[0].time + UNIT_TIME)
-    best, chosen = whole, 0
+    best, chosen = whole, WHOLE
     if whole > 1.06 * shorter and 1.03 * shorter < whole:
-        best, chosen = 1.03 * shorter, len(ways)
-    for i in range(1, len(ways)):
-        end = (1.02 if i < 3 else 1.06 if chosen == len(ways) else 1.2) * ends[i][0]
+        best, chosen = 1.03 * shorter, SHORTER_HALF
+    for way in range(1, SHORTER_HALF):
+        end = (1.02 if way < LONGEST_BY_HEADS else 1.06 if chosen == SHORTER_HALF else 1.2) * ends[way][0]
         if end < best:
-            best, chosen = end, i
-    if chosen < 3:
-        filled = CutsList(p, CUT, SHORTEST)
-        return filled if 1.02 * end_of(filled, p.late)[0] < end_of(ways[chosen], p.late)[0] else ways[chosen]
-    n = len(p.tiles)
-    return ways[chosen] if chosen < len(ways) else HeadsList(p, n // 2, n - n // 2)
+            best, chosen = end, way
+    others = {MIDDLE_HALF: 1.0, SECOND_QUARTER: 1.01, MIDDLE: 1.01}
+    if chosen < LONGEST_BY_HEADS:
+        others = {CUT_FILLED: 1.02} if FEW_PARTS * SHORTEST * p.heads <= p.processors else {}
+    best = end_of(list_of(p, chosen), p.late)[0]
+    for way, factor in others.items():
+        end = factor * end_of(list_of(p, way), p.late)[0]
+        if end < best:
+            best, chosen = end, way
+    return list_of(p, chosen)
 
 
 def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int) -> Problem:

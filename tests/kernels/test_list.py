@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from list_model import PARTS, CutsList, HeadsList, Problem, Tile, choose, documents
+from list_model import MIDDLE, PARTS, Problem, Tile, UnitList, choose, documents, list_of
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
 
@@ -19,11 +19,16 @@ def test_the_constants_are_those_of_the_kernel():
     assert f"kSplitParts = {PARTS};" in config
     for line in (
         "kStepTime = 8, kMaskedStepTime = 9;", "kUnitTime = 21;", "kSlotTime = 1;", "kLooked = 8;",
-        "kCut = 2, kShortest = 2;", "kBlockTime = 4, kLongTime = 1 << 24;", "1.02f * static_cast<float>(ends[1]) <",
+        "kShortest = 2;", "kBlockTime = 4, kLongTime = 1 << 24;", "kFewParts = 4;",
+        "kWhole = 0, kLongestByHeads = 3, kShorterHalf = 7,",
+        "kCutFilled = 8, kMiddleHalf = 9, kSecondQuarter = 10, kMiddle = 11 }",
+        "n * (way == kMiddleHalf ? 7 : way == kSecondQuarter ? 4 : 6) / 16;",
+        "n * (way == kMiddleHalf ? 8 : way == kSecondQuarter ? 4 : 6) / 16;",
+        "(i < kLongestByHeads ? 1.02f : way == kShorterHalf ? 1.06f : 1.2f)",
+        "(tried(i) == kCutFilled ? 1.02f : tried(i) == kMiddleHalf ? 1.f : 1.01f)",
     ):  # fmt: skip
         assert line in text, line
     assert "return processors < 8 ? 1 : processors / 8;" in config
-    assert "(i < 3 ? 1.02f : way == kWays ? 1.06f : 1.2f)" in text
 
 
 def random_problem(rng: np.random.Generator) -> Problem:
@@ -36,37 +41,29 @@ def random_problem(rng: np.random.Generator) -> Problem:
     return Problem(sorted(tiles, key=lambda t: -t.time), heads, 4, int(rng.integers(1, 70)))
 
 
-def check(found: HeadsList | CutsList) -> None:
+def check(found: UnitList) -> None:
     """Every tile and kv head once, whole or in all its parts; parts of a slot are of the same; no slot is left out."""
     p, units = found.p, [found.unit(i) for i in range(len(found))]
-    cut = found.cut if isinstance(found, CutsList) else []
     wanted = Counter((tile, head) for tile in range(len(p.tiles)) for head in range(p.heads))
     assert Counter((u.tile, u.head) for u in units if not u.slot or u.part == 0) == wanted
     split: dict[int, set] = {}
     for u in units:
         if u.slot:
             split.setdefault(u.slot, set()).add((u.tile, u.head, u.part))
-    assert sorted(split) == list(range(1, found.count * p.heads + 1))
+    assert sorted(split) == list(range(1, found.splits * p.heads + 1))
     for of_slot in split.values():
         ((tile, _),) = {(tile, head) for tile, head, _ in of_slot}
-        assert sorted(part for *_, part in of_slot) == list(range(2 if tile in cut else PARTS))
-    whole = [u.time for u in units if not u.slot]
-    assert whole == sorted(whole, reverse=True)
-    if isinstance(found, CutsList):
-        ahead = [u.time for u in units if not u.slot or u.tile in cut]
-        assert ahead == sorted(ahead, reverse=True)
-        assert all(u.slot and u.tile not in cut for u in units[len(ahead) :])
+        assert sorted(part for *_, part in of_slot) == list(range(2 if tile in found.cut else PARTS))
+    rows = [u.time for u in units if not u.slot or u.tile in found.cut]
+    assert rows == sorted(rows, reverse=True)
 
 
 def test_every_list_has_every_tile_once():
     for seed in range(150):
         print("seed", seed)
         p = random_problem(np.random.default_rng(seed))
-        n = len(p.tiles)
-        cuts = [CutsList(p, cut, shortest) for cut in range(3) for shortest in (0, 2)]
-        for found in (*cuts, *(HeadsList(p, 0, k) for k in range(1, min(n, 4) + 1))):
-            check(found)
-        check(HeadsList(p, n // 2, n - n // 2))
+        for way in range(MIDDLE + 1):
+            check(list_of(p, way))
         check(choose(p))
 
 
@@ -78,12 +75,16 @@ def test_every_list_has_every_tile_once():
         ((37, 841, 96, 1074), False, 16, 4, 4, 24),
         ((810, 338, 32, 640, 35, 193), False, 16, 4, 2, 18),
         ((309, 2539, 291, 149, 808), True, 8, 4, 3, 41),
-        ((656, 621, 154, 418, 104, 58, 37), True, 16, 4, 8, 40),
+        ((1543, 172, 333), False, 16, 4, 8, 40),
+        ((950, 477, 20, 32, 514, 55), False, 16, 4, 8, 38),
+        ((474, 471, 30, 155, 413, 505), False, 16, 4, 6, 30),
+        ((184, 47, 16, 1245, 556), False, 16, 4, 8, 36),
         ((323, 1011, 1604, 1158), False, 8, 8, 2, 34),
         ((309, 2539, 291, 149, 808), True, 8, 8, 4, 44),
+        ((700,), False, 44, 4, 0, 6),
     ],
     ids=str,
 )
 def test_what_is_split(lengths, is_causal, heads, group, tiles, units):
     found = choose(documents(lengths, is_causal, heads, group))
-    assert (found.count, len(found)) == (tiles, units * heads)
+    assert (found.splits, len(found)) == (tiles, units * heads)

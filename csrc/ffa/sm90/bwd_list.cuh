@@ -14,9 +14,7 @@
 namespace magi {
 
 constexpr int kSlotTime = 1;  // to add up the parts of a split unit, in the units of bwd_ways.cuh
-// Where each multiprocessor has two long units, what those that begin late leave to others would be whole units. So as many tiles are cut
-// and of the shortest split by heads, if that is to gain 2%.
-constexpr int kCut = 2, kShortest = 2;
+constexpr int kFewParts = 4;  // multiprocessors at least, for each tile and kv head that fills: with 44 kv heads of 4 filling took 1.2 times as long
 
 // How many multiprocessors begin late, as they prepare rows until then (bwd_prepare_listed.cuh), and when.
 struct Late {
@@ -32,8 +30,8 @@ struct Late {
 
 // When the last unit of a list ends, where each goes to the multiprocessor that is free first, and the parts are added up; and what
 // all of them take. Some multiprocessors may begin late. Lane l keeps when multiprocessors l, l + 32, ... will be free.
-template <int kPlaces, typename List>
-__device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const SortedTiles& sorted, Late late) {
+template <int kPlaces>
+__device__ uint2 end_on_places(const BwdRowParams& p, const UnitList& list, const SortedTiles& sorted, Late late) {
   const int lane = threadIdx.x % 32, units = list.units(p), places = min(p.processors, units), at_once = max(places - late.processors, 0);
   unsigned ends[kPlaces], last = 0, sum = 0;
 #pragma unroll
@@ -67,16 +65,14 @@ __device__ uint2 end_on_places(const BwdRowParams& p, const List& list, const So
   return make_uint2(last, __reduce_add_sync(0xffffffff, sum));
 }
 
-template <typename List>
-__device__ uint2 end_of_units(const BwdRowParams& p, const List& list, const SortedTiles& sorted, Late late = {}) {
+__device__ inline uint2 end_of_units(const BwdRowParams& p, const UnitList& list, const SortedTiles& sorted, Late late) {
   constexpr int kFew = 5;  // each more takes longer
   return p.processors <= 32 * kFew ? end_on_places<kFew>(p, list, sorted, late) : end_on_places<kMaxWave / 32>(p, list, sorted, late);
 }
 
 // Writes the list: tile, kv head, fourth word of each unit; behind it tile, kv head, number of parts of each slot. And how many units
 // there are of each part of a tile.
-template <typename List>
-__device__ void write_list(const BwdRowParams& p, const List& list, const SortedTiles& sorted) {
+__device__ inline void write_list(const BwdRowParams& p, const UnitList& list, const SortedTiles& sorted) {
   const int units = list.units(p), slots = list.splits() * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int base = 32 * warp; base < units; base += kRowThreads) {
     const ListedUnit u = list.unit(p, base + lane, sorted);
@@ -114,52 +110,63 @@ __device__ inline bool begin_call(const BwdRowParams& p) {
   return is_made;
 }
 
-// One CTA of kRowThreads, beside the kernel that prepares the rest. If the caller keeps lists, only the first call of its kind makes one.
-// A warp tries each way: nothing split; a tile or two cut; one
-// to four of the longest by heads. Of the shorter half by heads it is known that those end about 8% after all multiprocessors would
-// if they shared the work evenly, and not before the longest tile. The choice depends on the device, and not on what is left free.
-// A template, because several translation units have it.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
-  constexpr int kWays = 7;
-  static_assert(kThreads == kRowThreads && kWays <= kThreads / 32, "a warp for each");
-  __shared__ int2 sorted[kMaxListed];
-  __shared__ uint2 found[kWays];
-  __shared__ unsigned ends[2];
-  const bool is_made = begin_call(p);
-  start_next_kernel();
-  if (is_made || !bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
-  sort_tiles(p, sorted);
-  __shared__ Cuts cuts;
-  find_cuts(p, sorted, cuts);
+// Which way to list units. A warp tries each of the first seven. Of the shorter half by heads it is known that those end about 8% after
+// all multiprocessors would if they shared the work evenly, and not before the longest tile. What is chosen is then tried again beside
+// others, now as some multiprocessors begin late: where each has two long units, what those leave to others would be whole ones, so
+// filling gains; where tiles are split by heads, other choices of them are as good for the end, and read device memory less. The factors
+// come from measurements of each way in 35 to 100 masks. The choice depends on the device, and not on what is left free.
+__device__ inline int choose_way(const BwdRowParams& p, const SortedTiles& sorted, const Cuts& cuts) {
+  __shared__ uint2 found[kShorterHalf];
+  __shared__ unsigned ends[4];
   const int warp = threadIdx.x / 32;
-  if (warp < kWays) {
-    const uint2 end = warp < 3 ? end_of_units(p, CutsList(p, warp, 0, sorted, cuts), sorted) : end_of_units(p, HeadsList(p, 0, warp - 2, sorted), sorted);
+  static_assert(kShorterHalf <= kRowThreads / 32, "a warp for each");
+  if (warp < kShorterHalf) {
+    const uint2 end = end_of_units(p, list_of(p, warp, sorted, cuts), sorted, {});
     if (threadIdx.x % 32 == 0) found[warp] = end;
   }
   __syncthreads();
   const float whole = static_cast<float>(found[0].x), longest = static_cast<float>(sorted[0].y + kUnitTime);
   const float shorter = fmaxf(1.08f * static_cast<float>(found[0].y) / static_cast<float>(p.processors), longest);
   float best = whole > 1.06f * shorter ? 1.03f * shorter : whole;
-  int way = best < whole ? kWays : 0;
-  for (int i = 1; i < kWays; ++i) {
-    const float end = (i < 3 ? 1.02f : way == kWays ? 1.06f : 1.2f) * static_cast<float>(found[i].x);
+  int way = best < whole ? kShorterHalf : kWhole;
+  for (int i = 1; i < kShorterHalf; ++i) {
+    const float end = (i < kLongestByHeads ? 1.02f : way == kShorterHalf ? 1.06f : 1.2f) * static_cast<float>(found[i].x);
     if (end >= best) continue;
     best = end;
     way = i;
   }
-  if (way < 3) {
-    const int cut[2] = {way, kCut}, shortest[2] = {0, kShortest};
-    if (warp < 2) {
-      const uint2 end = end_of_units(p, CutsList(p, cut[warp], shortest[warp], sorted, cuts), sorted, Late::of(p));
-      if (threadIdx.x % 32 == 0) ends[warp] = end.x;
-    }
-    __syncthreads();
-    const bool fills = 1.02f * static_cast<float>(ends[1]) < static_cast<float>(ends[0]);
-    write_list(p, CutsList(p, cut[fills], shortest[fills], sorted, cuts), sorted);
-  } else {
-    write_list(p, way < kWays ? HeadsList(p, 0, way - 2, sorted) : HeadsList(p, p.num_tiles / 2, p.num_tiles - p.num_tiles / 2, sorted), sorted);
+  const bool by_heads = way >= kLongestByHeads;
+  auto tried = [&](int i) { return i == 0 ? way : by_heads ? kMiddleHalf + i - 1 : static_cast<int>(kCutFilled); };
+  const int tries = by_heads ? 4 : kFewParts * kShortest * p.heads_kv <= p.processors ? 2 : 1;
+  if (warp < tries) {
+    const unsigned end = end_of_units(p, list_of(p, tried(warp), sorted, cuts), sorted, Late::of(p)).x;
+    if (threadIdx.x % 32 == 0) ends[warp] = end;
   }
+  __syncthreads();
+  best = static_cast<float>(ends[0]);
+  int chosen = way;
+  for (int i = 1; i < tries; ++i) {
+    const float end = (tried(i) == kCutFilled ? 1.02f : tried(i) == kMiddleHalf ? 1.f : 1.01f) * static_cast<float>(ends[i]);
+    if (end >= best) continue;
+    best = end;
+    chosen = tried(i);
+  }
+  return chosen;
+}
+
+// One CTA of kRowThreads, beside the kernel that prepares the rest. If the caller keeps lists, only the first call of its kind makes one.
+// A template, because several translation units have it.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
+  static_assert(kThreads == kRowThreads);
+  __shared__ int2 sorted[kMaxListed];
+  const bool is_made = begin_call(p);
+  start_next_kernel();
+  if (is_made || !bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
+  sort_tiles(p, sorted);
+  __shared__ Cuts cuts;
+  find_cuts(p, sorted, cuts);
+  write_list(p, list_of(p, choose_way(p, sorted, cuts), sorted, cuts), sorted);
   begin_counts(p);
   if (threadIdx.x == kSplitWord || threadIdx.x == kUnitsWord) p.workspace[threadIdx.x] = p.list[threadIdx.x];
   __threadfence();

@@ -14,6 +14,7 @@ namespace magi {
 // Times are in eighths of a step that needs no mask.
 constexpr int kStepTime = 8, kMaskedStepTime = 9;
 constexpr int kUnitTime = 21;  // to start and end a unit
+constexpr int kShortest = 2;  // tiles, see kCutFilled
 
 // Bounded, so that sums fit.
 __device__ inline int time_of_steps(const BwdRowParams& p, int steps, int masked) {
@@ -70,34 +71,6 @@ struct ListedUnit {
   int tile, head, part, slot, time;
 };
 
-// The list with the sorted tiles [from, from + count) split by heads, none if there is no room. Their parts are together, a part of
-// all of them before the next part; ahead of them are `ahead` whole tiles, those that take longer.
-//
-// Here as below functions are called by whole warps.
-struct HeadsList {
-  int from, count, ahead;
-
-  __device__ HeadsList(const BwdRowParams& p, int from_, int count_, const SortedTiles& sorted)
-      : from(from_), count(count_ <= p.split_tiles ? count_ : 0), ahead(from_) {
-    for (int base = from + count; base < p.num_tiles && count > 0; base += 32) {
-      const int i = base + threadIdx.x % 32;
-      ahead += __popc(__ballot_sync(0xffffffff, i < p.num_tiles && kSplitParts * sorted[i].y >= sorted[from].y));
-    }
-  }
-  __device__ int units(const BwdRowParams& p) const { return (p.num_tiles + count * (kSplitParts - 1)) * p.heads_kv; }
-  __device__ ListedUnit unit(const BwdRowParams& p, int number, const SortedTiles& sorted) const {
-    const int heads = p.heads_kv, in_split = number - ahead * heads, slots = count * heads;
-    const bool is_part = in_split >= 0 && in_split < slots * kSplitParts;
-    const int rank = (in_split < 0 ? number : number - slots * kSplitParts) / heads;
-    const int tile = is_part ? from + in_split % slots / heads : min(rank < from ? rank : rank + count, p.num_tiles - 1);
-    const int time = sorted[tile].y / (is_part ? kSplitParts : 1) + kUnitTime;
-    return {tile, is_part ? in_split % heads : number % heads, is_part ? in_split / slots : 0, is_part ? in_split % slots + 1 : 0, time};
-  }
-  __device__ int splits() const { return count; }
-  // Of the split tile with that number: which of the sorted, and how many parts.
-  __device__ int2 split_tile(int number) const { return make_int2(from + number, kSplitParts); }
-};
-
 // Where the queries of the first document of a tile end, if those of others follow: as a block, or 0. For tiles of one layer.
 __device__ inline int cut_of_tile(const BwdRowParams& p, int tile) {
   const int2 layers = layers_of_tile(p.plan, tile);
@@ -132,74 +105,110 @@ __device__ inline void find_cuts(const BwdRowParams& p, const SortedTiles& sorte
   __syncthreads();
 }
 
-// The list with one or two of the longest tiles cut, the parts where their time puts them; and some of the shortest split by heads,
-// a part of all of them before the next part, behind all others.
-struct CutsList {
-  int count = 0;              // that are cut
-  int first = 0, second = 0;  // which of the sorted those are
-  int from;                   // the first of the sorted that is split by heads
-  int shortest;               // how many are
-  // Of part l, in lane l: its place among tiles and parts, where its tile is cut, its time. Two parts a tile.
+// A list: up to two of the longest tiles are cut, and the sorted tiles [from, from + count) split by heads, as many as there is room for.
+// Rows of whole tiles and sides of cuts come where their time puts them; parts by heads are together, a part of all of them before the
+// next part, behind those rows that take longer.
+//
+// Here as below functions are called by whole warps.
+struct UnitList {
+  int from, count, ahead = 0;
+  int cuts = 0, first = 0, second = 0;  // tiles that are cut, and which of the sorted those are
+  // Of side l, in lane l: its place among rows, where its tile is cut, its time. Two sides a tile.
   int place = -1, cut = 0, time = 0;
 
-  // None is split by heads if there is no room.
-  __device__ CutsList(const BwdRowParams& p, int wanted, int shortest_, const SortedTiles& sorted, const Cuts& cuts)
-      : from(p.num_tiles - shortest_), shortest(shortest_) {
+  __device__ UnitList(const BwdRowParams& p, int wanted, int from_, int count_, const SortedTiles& sorted, const Cuts& found) : from(from_) {
     const int lane = threadIdx.x % 32;
-    if (from < kLooked || wanted + shortest > p.split_tiles) {
-      from = p.num_tiles;
-      shortest = 0;
-    }
-    for (int i = 0; i < min(p.num_tiles, kLooked) && count < min(wanted, p.split_tiles); ++i) {
-      const Cut found = cuts[i];
-      if (found.at == 0) continue;
-      (count == 0 ? first : second) = i;
-      const int mine = lane & 1 ? found.end - found.at : found.at - found.first;
-      if (lane / 2 == count) {
-        cut = found.at;
+    for (int i = 0; i < min(min(p.num_tiles, from), kLooked) && cuts < min(wanted, p.split_tiles); ++i) {
+      if (found[i].at == 0) continue;
+      (cuts == 0 ? first : second) = i;
+      const int mine = lane & 1 ? found[i].end - found[i].at : found[i].at - found[i].first;
+      if (lane / 2 == cuts) {
+        cut = found[i].at;
         time = time_of_steps(p, mine, mine);
       }
-      ++count;
+      ++cuts;
     }
-    for (int i = 0; i < 2 * count; ++i) {
+    count = min(min(count_, p.num_tiles - from), p.split_tiles - cuts);
+    for (int i = 0; i < 2 * cuts; ++i) {
       const int other = __shfl_sync(0xffffffff, time, i);
-      int before = __popc(__ballot_sync(0xffffffff, lane < 2 * count && (time > other || (time == other && lane < i))));
-      for (int base = 0; base < from; base += 32) {
-        const int tile = base + lane;
-        before += __popc(__ballot_sync(0xffffffff, tile < from && !cuts_tile(tile) && sorted[tile].y >= other));
-      }
+      const int before = __popc(__ballot_sync(0xffffffff, lane < 2 * cuts && (time > other || (time == other && lane < i)))) + longer(p, sorted, other);
       if (lane == i) place = before;
     }
+    if (count == 0) return;
+    const int part = (sorted[from].y + kSplitParts - 1) / kSplitParts;
+    ahead = longer(p, sorted, part) + __popc(__ballot_sync(0xffffffff, lane < 2 * cuts && time >= part));
   }
-  __device__ bool cuts_tile(int tile) const { return (count > 0 && tile == first) || (count > 1 && tile == second); }
-  __device__ int units(const BwdRowParams& p) const { return (p.num_tiles + count + shortest * (kSplitParts - 1)) * p.heads_kv; }
+  __device__ bool is_whole(int tile) const {
+    return !(cuts > 0 && tile == first) && !(cuts > 1 && tile == second) && (tile < from || tile >= from + count);
+  }
+  // How many whole tiles take at least so long.
+  __device__ int longer(const BwdRowParams& p, const SortedTiles& sorted, int than) const {
+    int found = 0;
+    for (int base = 0; base < p.num_tiles; base += 32) {
+      const int tile = base + threadIdx.x % 32;
+      found += __popc(__ballot_sync(0xffffffff, tile < p.num_tiles && is_whole(tile) && sorted[tile].y >= than));
+    }
+    return found;
+  }
+  __device__ int units(const BwdRowParams& p) const { return (p.num_tiles + cuts + count * (kSplitParts - 1)) * p.heads_kv; }
   __device__ ListedUnit unit(const BwdRowParams& p, int number, const SortedTiles& sorted) const {
-    const int mine = number / p.heads_kv, head = number % p.heads_kv;
-    int tile = mine, part = -1;
-    for (int i = 0; i < 2 * count; ++i) {
+    const int slots = count * p.heads_kv, in_split = number - ahead * p.heads_kv, head = number % p.heads_kv;
+    const bool is_part = in_split >= 0 && in_split < slots * kSplitParts;
+    const int row = (in_split < 0 ? number : number - slots * kSplitParts) / p.heads_kv;
+    int tile = row, side = -1;
+    for (int i = 0; i < 2 * cuts; ++i) {
       const int other = __shfl_sync(0xffffffff, place, i);
-      tile -= other < mine;
-      if (other == mine) part = i;
+      tile -= other < row;
+      if (other == row) side = i;
     }
-    const int its_cut = __shfl_sync(0xffffffff, cut, max(part, 0)), its_time = __shfl_sync(0xffffffff, time, max(part, 0));
-    const int in_split = number - (from + count) * p.heads_kv, slots = shortest * p.heads_kv;
-    if (in_split >= 0 && in_split < slots * kSplitParts) {
+    const int its_cut = __shfl_sync(0xffffffff, cut, max(side, 0)), its_time = __shfl_sync(0xffffffff, time, max(side, 0));
+    if (is_part) {
       tile = from + in_split % slots / p.heads_kv;
-      return {tile, head, in_split / slots, count * p.heads_kv + in_split % slots + 1, sorted[tile].y / kSplitParts + kUnitTime};
+      return {tile, head, in_split / slots, cuts * p.heads_kv + in_split % slots + 1, sorted[tile].y / kSplitParts + kUnitTime};
     }
-    if (part >= 0) {
-      const int word = 1 << kCutBit | (part & 1 ? kBehindCut : 0) | its_cut;
-      return {part < 2 ? first : second, head, word, part / 2 * p.heads_kv + head + 1, its_time + kUnitTime};
+    if (side >= 0) {
+      const int word = 1 << kCutBit | (side & 1 ? kBehindCut : 0) | its_cut;
+      return {side < 2 ? first : second, head, word, side / 2 * p.heads_kv + head + 1, its_time + kUnitTime};
     }
-    tile += count > 0 && tile >= first;
-    tile += count > 1 && tile >= second;
+    tile += cuts > 0 && tile >= first;
+    tile += cuts > 1 && tile >= second;
+    tile += tile >= from ? count : 0;
     tile = min(tile, p.num_tiles - 1);
     return {tile, head, 0, 0, sorted[tile].y + kUnitTime};
   }
-  __device__ int splits() const { return count + shortest; }
+  // Tiles that are split, those that are cut first; of one of them which of the sorted it is, and its parts.
+  __device__ int splits() const { return cuts + count; }
   __device__ int2 split_tile(int number) const {
-    return number < count ? make_int2(number == 0 ? first : second, 2) : make_int2(from + number - count, kSplitParts);
+    return number < cuts ? make_int2(number == 0 ? first : second, 2) : make_int2(from + number - cuts, kSplitParts);
   }
 };
+
+// Ways to list units, among which bwd_list.cuh chooses: nothing split, a tile or two cut; one to four of the longest by heads; the shorter
+// half by heads; two cut, and the two shortest by heads; and others by heads beside one or two cut: the half of the tiles from 7/16 on,
+// the second quarter, 3/8 of them from 3/8 on.
+enum ListWay : int { kWhole = 0, kLongestByHeads = 3, kShorterHalf = 7, kCutFilled = 8, kMiddleHalf = 9, kSecondQuarter = 10, kMiddle = 11 };
+
+__device__ inline UnitList list_of(const BwdRowParams& p, int way, const SortedTiles& sorted, const Cuts& found) {
+  const int n = p.num_tiles;
+  int cuts = 0, from = n, count = 0;
+  if (way < kLongestByHeads) {
+    cuts = way;
+  } else if (way < kShorterHalf) {
+    from = 0;
+    count = way - kLongestByHeads + 1;
+  } else if (way == kShorterHalf) {
+    from = n / 2;
+    count = n - from;
+  } else if (way == kCutFilled) {
+    cuts = 2;
+    from = max(n - kShortest, 0);
+    count = kShortest;
+  } else {
+    cuts = way == kMiddleHalf ? 1 : 2;
+    from = n * (way == kMiddleHalf ? 7 : way == kSecondQuarter ? 4 : 6) / 16;
+    count = n * (way == kMiddleHalf ? 8 : way == kSecondQuarter ? 4 : 6) / 16;
+  }
+  return UnitList(p, cuts, from, count, sorted, found);
+}
 
 }  // namespace magi
