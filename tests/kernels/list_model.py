@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lists of ``csrc/ffa/sm90/bwd_ways.cuh``, which row is which unit; and which is chosen by ``bwd_list.cuh``.
+"""The lists of ``csrc/ffa/sm90/bwd_ways.cuh``, which row is which unit; and which ``bwd_ways_choice.cuh`` chooses.
 
 It follows the CUDA code, but for what lanes of a warp share out, and does not show that the code keeps to it; that is
 for ``tests/gpu/test_ffa_backward_split.py``, which asks for the same choices.

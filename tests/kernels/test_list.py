@@ -14,7 +14,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
 
 
 def test_the_constants_are_those_of_the_kernel():
-    config, *lists = ((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_list.cuh", "bwd_ways.cuh"))
+    config, *lists = ((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_ways_choice.cuh", "bwd_ways.cuh"))
     text = "".join(lists)
     assert f"kSplitParts = {PARTS};" in config
     for line in (

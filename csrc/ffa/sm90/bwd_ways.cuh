@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long the tiles of short documents take, and the ways to list their units among which bwd_list.cuh chooses: which row of a list is
+// How long the tiles of short documents take, and the ways to list their units among which bwd_ways_choice.cuh chooses: which row of a list is
 // which unit.
 #pragma once
 
@@ -14,7 +14,6 @@ namespace magi {
 // Times are in eighths of a step that needs no mask.
 constexpr int kStepTime = 8, kMaskedStepTime = 9;
 constexpr int kUnitTime = 21;  // to start and end a unit
-constexpr int kShortest = 2;  // tiles, see kCutFilled
 
 // Bounded, so that sums fit.
 __device__ inline int time_of_steps(const BwdRowParams& p, int steps, int masked) {
@@ -183,10 +182,12 @@ struct UnitList {
   }
 };
 
-// Ways to list units, among which bwd_list.cuh chooses: nothing split, a tile or two cut; one to four of the longest by heads; the shorter
+// Ways to list units, among which bwd_ways_choice.cuh chooses: nothing split, a tile or two cut; one to four of the longest by heads; the shorter
 // half by heads; two cut, and the two shortest by heads; and others by heads beside one or two cut: the half of the tiles from 7/16 on,
 // the second quarter, 3/8 of them from 3/8 on.
 enum ListWay : int { kWhole = 0, kLongestByHeads = 3, kShorterHalf = 7, kCutFilled = 8, kMiddleHalf = 9, kSecondQuarter = 10, kMiddle = 11 };
+
+constexpr int kShortest = 2;  // tiles, of kCutFilled
 
 __device__ inline UnitList list_of(const BwdRowParams& p, int way, const SortedTiles& sorted, const Cuts& found) {
   const int n = p.num_tiles;
