@@ -11,6 +11,7 @@ follow are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from magi_attention.kernels.ffa_operands import (
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.native import abi
@@ -101,11 +103,13 @@ class BackwardCalls:
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         remote = mask if isinstance(mask, RemoteKeys) else None
-        block = _query_block(x, mask, options)
-        key = _key(x, options, into is None, grad_dtype, block, remote)
+        block, parts = _query_block(x, mask, options), 0
+        if options.deterministic and block == 64 and isinstance(mask, SliceTable):
+            parts = head_parts_in_turns(mask, x.q.shape, x.v.shape, partial(runtime.processors, index))
+        key = _key(x, options, into is None, grad_dtype, (block, parts), remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, block, remote)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, (block, parts), remote)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -157,7 +161,7 @@ class BackwardCalls:
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, block: int,
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, units: tuple[int, int],
         remote: RemoteKeys | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
@@ -172,7 +176,8 @@ class BackwardCalls:
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(options.deterministic), query_block=block,
+            softcap=options.softcap, deterministic=int(options.deterministic), query_block=units[0],
+            head_parts=units[1],
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -212,12 +217,12 @@ def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, opti
 
 
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, block: int,
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, units: tuple[int, int],
     remote: RemoteKeys | None,
 ) -> tuple:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, block, None if remote is None else remote.mask.total_k,
+        id(options), is_fresh, grad_dtype, units, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 
 

@@ -40,6 +40,10 @@ class CudaRuntime:
         """To be recorded on one stream and waited for by another."""
         return torch.cuda.Event()
 
+    def processors(self, index: int) -> int:
+        """Multiprocessors of the device."""
+        return torch.cuda.get_device_properties(index).multi_processor_count
+
     def stream_object(self) -> torch.cuda.Stream:
         """The current stream. As an object it takes as long as a launch."""
         return torch.cuda.current_stream()

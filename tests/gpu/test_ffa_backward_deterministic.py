@@ -7,16 +7,27 @@ and by rank (tiles that visit a block in several layers).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from backward_oracle import assert_grads, make_dout, truth
+from backward_oracle import assert_grads, make_dout, options_of, truth
 from forward_oracle import make_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_ffa_backward import DEVICE, differentiate, each_dtype, explicit_backend_in_poisoned_memory, pytestmark  # noqa: F401
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    pytestmark,
+)
 
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes
@@ -131,6 +142,22 @@ def test_with_multiprocessors_left_free(margin):
         assert_grads(x, got[0], truth(x, dout), (name, margin))
         for again in got[1:]:
             assert_same_bits(again, got[0], (name, margin))
+
+
+@each_dtype
+def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
+    chosen, choose = [], ffa_bwd.head_parts_in_turns
+    monkeypatch.setattr(ffa_bwd, "head_parts_in_turns", lambda *a: chosen.append(choose(*a)) or chosen[-1])
+    documents = masks.varlen([0, 700, 800, 900, 1024], 0)
+    x = make_inputs(5, documents, 1024, 1024, (128, 32), (128, 128), dtype=dtype, device=DEVICE)
+    dout, ffa = make_dout(x), FfaBackend()
+    out, lse = forward(x, ffa)
+    options = replace(options_of(x), deterministic=True)
+    found = [ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options) for _ in range(5)]
+    assert_grads(x, found[0], truth(x, dout), dtype)
+    for again in found[1:]:
+        assert_same_bits(again, found[0], dtype)
+    assert chosen == [2] * 5, "one long document should be worth it with about 132 multiprocessors"
 
 
 def test_options():

@@ -298,6 +298,9 @@ class CpuRuntime:
 
         return SimpleNamespace(record=partial(say, "record"), wait=partial(say, "wait"))
 
+    def processors(self, index: int) -> int:
+        return 4
+
     def stream_object(self) -> int:
         return self.current_stream
 

@@ -15,13 +15,13 @@ int64_t bwd_tile_units(const magi_ffa_bwd_params& a) {
   return bwd_tiles(a) * a.heads_kv * C::kPasses;
 }
 
-// Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor. The same
-// on a device whatever is left free, so that sm_margin does not change results.
+// Among how many units the query heads of a tile are shared out: as few as make two units for each multiprocessor, but no fewer than are
+// asked for. The same on a device whatever is left free, so that sm_margin does not change results.
 template <typename C>
 int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
   const int group = a.heads_q / a.heads_kv;
   const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
-  for (int parts = 1; parts <= group; ++parts)
+  for (int parts = a.head_parts > 1 ? a.head_parts : 1; parts <= group; ++parts)
     if (group % parts == 0 && units * parts >= wanted) return parts;
   return group;
 }

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 8
+#define MAGI_ABI_VERSION 9
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -197,6 +197,7 @@ typedef struct {
   int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
   int32_t query_block;   /* queries of a step: 64; or 80, faster where keys see thousands, for head dims of 65 to 128 without
                             softcap */
+  int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to the library */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the query heads of a tile are shared out because tiles are uneven and dq is summed in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ffa_simulator import backend, planner_or_skip
+from test_kernel_ffa_backward import Case
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.head_parts import end_of, head_parts_in_turns, steps_of_tiles
+from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.masks import random_slices
+
+UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
+PROCESSORS = 132
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def parts_of(slices: SliceTable, total: int = 4096, heads=(64, 8), dims=(128, 128), processors=PROCESSORS) -> int:
+    shapes = (total, heads[0], dims[0]), (total, heads[1], dims[1])
+    return head_parts_in_turns(slices, *shapes, lambda: processors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_blocks_of_queries_that_a_tile_visits(seed):
+    rng = np.random.default_rng(seed)
+    total = int(rng.integers(1, 700))
+    drawn = random_slices(rng, total, total, max_slices=6)
+    plan = TilePlan.build(transposed(drawn, total, total), total, total, 128, 2)
+    steps = steps_of_tiles(plan)
+    dense = to_dense(drawn, total, total).astype(bool)
+    for tile, found in zip(plan.order.tolist(), steps.tolist()):
+        seen = dense[:, 128 * tile : 128 * (tile + 1)].any(1)
+        needed = sum(seen[q : q + 64].any() for q in range(0, total, 64))
+        assert needed <= found, (seed, tile)  # layers may visit a block twice, but none is left out
+    assert steps.sum() > 0 or not dense.any()
+
+
+def test_units_go_to_whoever_is_free():
+    assert end_of([5, 4, 3, 3, 1], 2) == 8  # 5 + 3, 4 + 3 + 1
+    assert end_of([3.0], 4) == 3 and end_of([], 4) == 0
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_one_long_document_among_short_ones(causal):
+    assert parts_of(Mask.varlen(UNEVEN, causal=causal).slices) == 2
+
+
+@pytest.mark.parametrize(
+    "mask",
+    (Mask.full(4096), Mask.causal(4096), Mask.sliding_window(4096, (1023, 0)), Mask.varlen(list(range(0, 4097, 512)))),
+    ids=("full", "causal", "window", "equal documents"),
+)
+def test_not_where_tiles_are_alike(mask):
+    assert parts_of(mask.slices) == 0
+
+
+def test_not_where_it_cannot_help():
+    mask = Mask.varlen(UNEVEN).slices
+    assert parts_of(mask, heads=(24, 8)) == 0  # three query heads of a kv head
+    assert parts_of(mask, dims=(256, 256)) == 0
+    assert parts_of(mask, heads=(128, 16)) == 0  # so many units that the last ones are short
+    assert parts_of(mask, processors=40) == 0
+    assert parts_of(SliceTable([])) == 0
+
+
+def test_what_was_found_is_kept_with_the_mask():
+    mask, asked = Mask.varlen(UNEVEN).slices, []
+    for _ in range(3):
+        head_parts_in_turns(mask, (4096, 64, 128), (4096, 8, 128), lambda: asked.append(1) or PROCESSORS)
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("in_turns", (False, True))
+def test_the_kernel_is_told(in_turns):
+    ffa, simulator = backend()
+    ffa.runtime.processors = lambda index: 1
+    slices = Mask.varlen([0, 30, 34, 40]).slices
+    case = Case(slices, options=AttnOptions(0.3, deterministic=in_turns), heads=(4, 2))
+    ffa.backward(*case.tensors, slices, case.options)
+    ffa.runtime.processors = lambda index: 4
+    again = Mask.varlen([0, 30, 34, 40]).slices
+    ffa.backward(*case.tensors, again, case.options)
+    assert [c.head_parts for c in simulator.backward_calls] == [0, 2 if in_turns else 0]
