@@ -107,7 +107,7 @@ MAGI_HD inline void describe_plan(magi_tile_plan_header& header, Shape shape, in
   header.words_tiles = kHeaderWords;
   header.words_order = int32_t(order_at(num_tiles));
   header.words_records = int32_t(records_at(num_tiles));
-  header.words_first_order = header.reserved = 0;
+  header.words_first_order = header.words_units = 0;
 }
 
 // First row of group g, for g in [0, num_groups].

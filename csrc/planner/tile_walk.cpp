@@ -143,7 +143,7 @@ magi_status Walker::check_header() {
     return fault("The header has words_total %d for %d layers in a buffer of %lld words; the layers do not fit.",
                  h.words_total, h.num_layers, (long long)plan_words_);
   }
-  if (h.words_first_order != 0 || h.reserved != 0) return fault("The last two words of the header are not 0.");
+  if (h.words_first_order != 0 || h.words_units != 0) return fault("The last two words of the header are not 0.");
   return MAGI_OK;
 }
 

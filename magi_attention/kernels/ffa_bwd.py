@@ -36,6 +36,7 @@ from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
+from magi_attention.kernels.unit_walks import STEP, UnitShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.succession import Succession
@@ -109,7 +110,7 @@ class BackwardCalls:
         key = _key(x, options, into is None, grad_dtype, (block, parts), remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, (block, parts), remote)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, (block, parts), remote, runtime)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -162,7 +163,7 @@ class BackwardCalls:
 
     def _prepare(
         self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, units: tuple[int, int],
-        remote: RemoteKeys | None,
+        remote: RemoteKeys | None, runtime: CudaRuntime,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         _check(x)
@@ -184,10 +185,14 @@ class BackwardCalls:
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
         if odd:
             log_copy(odd)
+        walked = None
+        if units[0] == STEP and not options.deterministic:
+            processors = runtime.processors(q.get_device())
+            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         of_key = grad if remote is None else number
         prepared = _Prepared(
-            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True),
+            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
             (heads, heads_kv, options.sm_margin),
@@ -213,7 +218,7 @@ def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, opti
     if options.softcap or not 64 < max(x.q.shape[2], x.v.shape[2]) <= 128:
         return 64
     slices, keys = (mask.mask.slices, mask.mask.total_k) if isinstance(mask, RemoteKeys) else (mask, x.k.shape[0])
-    return 80 if isinstance(slices, SliceTable) and slices.area >= _LONG * max(keys, 1) else 64
+    return STEP if isinstance(slices, SliceTable) and slices.area >= _LONG * max(keys, 1) else 64
 
 
 def _key(

@@ -20,8 +20,9 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import device_plan, plan_words
+from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words, transposed
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
@@ -36,12 +37,14 @@ class RangeTensors(NamedTuple):
 
 
 class PlanShape(NamedTuple):
-    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys."""
+    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; with ``units`` it
+    has the list of its units, which is made on the host."""
 
     total_q: int
     total_k: int
     tile: FfaTile
     is_transposed: bool = False
+    units: UnitShape | None = None
 
     @property
     def rows(self) -> int:
@@ -142,12 +145,13 @@ class RangePlans:
         # of a transposed one follow one another, so they meet in two tiles at most.
         layers = num_slices * (num_tiles + 2 if shape.is_transposed else num_tiles)
         words = plan_words(shape.rows, shape.tile.tokens, layers)
-        if num_slices and 4 * words <= DEVICE_PLAN_BYTES and (capturing or not self._on_host):
+        is_small = num_slices and 4 * words <= DEVICE_PLAN_BYTES and shape.units is None
+        if is_small and (capturing or not self._on_host):
             return self._on_device(mask, shape, words, stream)
         if capturing:
             raise UnsupportedError(
-                f"{num_slices} slices over {num_tiles} tiles are too many to plan inside a CUDA graph; give the mask "
-                "as a SliceTable (magi_attention.api.Mask), planned before the capture."
+                f"{num_slices} slices over {num_tiles} tiles cannot be planned inside a CUDA graph; give the mask as a "
+                "SliceTable (magi_attention.api.Mask), planned before the capture."
             )
         # By way of the host, which waits for the device, checks every range and needs no more memory than used.
         return table_plan(table_from_tensors(*mask), shape, mask.q_ranges.device)
@@ -181,9 +185,12 @@ def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> to
     Raises:
         ContractError: a slice reaches beyond the rows, or a CUDA graph is being captured and the plan is not made.
     """
-    total_q, total_k, tile, is_transposed = shape
+    total_q, total_k, tile, is_transposed, units = shape
     try:
-        return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device, is_transposed)
+        if units is None:
+            return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device, is_transposed)
+        plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile.tokens, tile.groups)
+        return torch.from_numpy(with_units(plan.words, units)).to(device)
     except RuntimeError as error:
         if "captur" not in str(error):
             raise

@@ -13,6 +13,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.arrival_order import Pace, backward_order, forward_order
 from magi_attention.kernels.ffa_operands import DTYPES
 from magi_attention.kernels.ffa_plans import PlanShape
+from magi_attention.kernels.unit_walks import with_units
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan, transposed
 
@@ -69,7 +70,8 @@ class RemoteMask:
     def _transposed(self, shape: PlanShape) -> np.ndarray:
         rows = transposed(self.slices, shape.total_q, shape.total_k)
         words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
-        return backward_order(words, self.pace, self.arrivals, self.base)
+        words = backward_order(words, self.pace, self.arrivals, self.base)
+        return words if shape.units is None else with_units(words, shape.units)
 
 
 class RemoteKeys(NamedTuple):

@@ -32,7 +32,7 @@ def head_parts_in_turns(
     ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv). Kept with the slices, which never change.
     """
     (total_q, heads, dim), (total_k, heads_kv, dim_v) = q_shape, v_shape
-    if max(dim, dim_v) > TILE or not total_k or heads // heads_kv % 2:
+    if max(dim, dim_v) > TILE or not total_k or not heads_kv or heads % (2 * heads_kv):
         return 0
     kept = slices.__dict__.setdefault("_head_parts", {})
     key = (total_q, total_k, heads, heads_kv)

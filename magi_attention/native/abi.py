@@ -40,7 +40,7 @@ class TilePlanHeader(ctypes.Structure):
                 "status",
                 "has_unseen",
                 "words_first_order",
-                "reserved",
+                "words_units",
             )
         ),
     ]

@@ -36,7 +36,7 @@ from test_ffa_backward_split import (  # noqa: F401
     workspaces,
 )
 
-from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels import ffa_bwd, unit_walks
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.testing import masks
 
@@ -83,6 +83,25 @@ def test_both_blocks_give_the_same_gradients(monkeypatch):
         a, b = getattr(wide, name).float(), getattr(plain, name).float()
         assert (a - b).norm() < 4e-3 * b.norm(), name
     assert not torch.equal(wide.dk, plain.dk)  # or it was not wide
+
+
+@pytest.mark.parametrize("margin", (0, 5))
+def test_walks_in_step(margin, monkeypatch):
+    """Tiles of one head that are more than a wave: in pairs, beside steps of 64 in the plan's own order."""
+    made, make = [], unit_walks._in_periods
+    monkeypatch.setattr(unit_walks, "_in_periods", lambda *a: made.append(1) or make(*a))
+    total = 128 * 190 + 7
+    x = make_inputs(3, masks.causal(total), total, total, (6, 3), (128, 128), device=DEVICE)
+    dout = make_dout(x, 3)
+    wide = [differentiate(x, dout, sm_margin=margin) for _ in range(3)]
+    assert made == [1] * 3  # of range tensors once for each call: its own tensors
+    for again in wide[1:]:
+        assert torch.equal(again.dk, wide[0].dk) and torch.equal(again.dv, wide[0].dv)
+    monkeypatch.undo()
+    plain = differentiate(x, dout)
+    for name in ("dq", "dk", "dv"):
+        a, b = getattr(wide[0], name).float(), getattr(plain, name).float()
+        assert (a - b).norm() < 4e-3 * b.norm(), name
 
 
 def test_a_long_mask_chooses_it(monkeypatch):

@@ -49,7 +49,7 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
   if (thread_again() % 128 == 0) store_wait_all();
 }
 
-// For a plan that did not fit into its buffer, or belongs to other shapes.
+// For a plan that did not fit into its buffer, belongs to other shapes, or has no units where they are to be told.
 template <typename C>
 __device__ void write_nan_grads(const BwdKernelParams& p) {
   const float nan = __int_as_float(0x7fffffff);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   // The last kernel may not even read what is listed before it is.
   const bool is_listed = C::kListed && p.units != nullptr;
   if (!is_listed) start_next_kernel();
-  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || (C::kTold && !has_units(p.plan))) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
     return;

@@ -27,6 +27,7 @@ struct BwdConfig {
   static constexpr int kQueries = kQueries_;  // of a step: kQueryBlock or kWideBlock
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
   static constexpr bool kWide = kQueries != kQueryBlock;
+  static constexpr bool kTold = kWide && !kOrdered;  // the plan may tell how units are walked: see bwd_plan.cuh
   static constexpr bool kListed = kSplit && !kWide;  // units may be listed: see bwd_list.cuh
   static constexpr bool kDirectDq = !kOrdered && !kWide;
   static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each
@@ -80,6 +81,7 @@ constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
 constexpr int kMaxTimed = 1024;    // tiles
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
+constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace

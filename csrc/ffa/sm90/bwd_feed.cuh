@@ -46,23 +46,27 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       whole = p.whole_units + slot;
       split = in_split / p.split_slots | (slot + 1) << kSlotBit;
     }
-    int rank, head_unit;
-    unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
-    // Turns follow the order of the plan.
-    const int tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
+    int tile, head_unit, walk;
+    if constexpr (C::kTold) {
+      const int2 told = *reinterpret_cast<const int2*>(p.plan + plan.words_units + 2 * (whole / p.unit_parts));  // magi_walked_unit
+      tile = told.x;
+      head_unit = told.y >> 12;
+      walk = (told.y & 0xfff) << kToldBit;
+    } else {
+      int rank;
+      unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
+      // Turns follow the order of the plan.
+      tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
+      if constexpr (C::kOrdered)
+        walk = static_cast<int>(ordered_way(p.order[0], rank >= p.wave)) << kWayBit | (p.order[0] & kByHead ? 1 << kByHeadBit : 0);
+      else
+        walk = static_cast<int>(whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly) << kWayBit;
+    }
     if constexpr (C::kOrdered) {
       const int first_head = unit / p.units_per_section * p.heads_per_section;
       sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);
     }
-    const int2 desc = layers_of_tile(p.plan, tile);
-    Way way = whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly;
-    int by_head = 0;  // told for each layer
-    if constexpr (C::kOrdered) {
-      way = ordered_way(p.order[0], rank >= p.wave);
-      by_head = p.order[0] & kByHead ? 1 << kByHeadBit : 0;
-    }
-    publish_unit(p, smem, turns, tile, head_unit, desc, whole % p.unit_parts | split | static_cast<int>(way) << kWayBit | by_head,
-                 plan.words_records, C::kLayerBytes / 4);
+    publish_unit(p, smem, turns, tile, head_unit, layers_of_tile(p.plan, tile), whole % p.unit_parts | split | walk, plan.words_records, C::kLayerBytes / 4);
     mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
   }
   publish_end(p, smem, turns);
@@ -99,7 +103,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t unit) {
   const int word = lds_int(unit + 12);
-  if (C::kSplit && is_cut(word)) return lds_int(unit + 4) * p.group;
+  if (C::kListed && is_cut(word)) return lds_int(unit + 4) * p.group;
   return lds_int(unit + 4) * p.group + BwdPart<C>::of_word(word).heads * heads_of_unit<C>(p, word);
 }
 
@@ -143,7 +147,8 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       int i = 0;
       do {
         auto blocks = [&] { return blocks_of_unit<C>(smem.layer(turns.layer_slot()), lds_int(smem.unit(turns.unit_slot()) + 12)); };
-        BlockOrder order(blocks(), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
+        BlockOrder order = C::kTold ? BlockOrder(blocks(), lds_int(smem.unit(turns.unit_slot()) + 12) >> kToldBit & 0xfff)
+                                    : BlockOrder(blocks(), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
 #pragma unroll 1
         for (; order.left() > 0; order.step(blocks)) {
           do {

@@ -21,9 +21,13 @@ template <typename C>
 int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
   const int group = a.heads_q / a.heads_kv;
   const int64_t units = bwd_tile_units<C>(a), wanted = 19 * sms / 10;
-  for (int parts = a.head_parts > 1 ? a.head_parts : 1; parts <= group; ++parts)
-    if (group % parts == 0 && units * parts >= wanted) return parts;
-  return group;
+  int most = 1;
+  for (int parts = 1; parts <= group && parts <= kMostHeadParts; ++parts) {
+    if (group % parts != 0) continue;
+    most = parts;
+    if (parts >= a.head_parts && units * parts >= wanted) break;
+  }
+  return most;
 }
 
 // As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.

@@ -18,6 +18,9 @@ __device__ __forceinline__ bool bwd_plan_fits(const int32_t* plan, int total_q, 
          header.num_groups == 2;
 }
 
+// Whether it tells in which order units are taken up and how they are walked.
+__device__ __forceinline__ bool has_units(const int32_t* plan) { return reinterpret_cast<const magi_tile_plan_header*>(plan)->words_units != 0; }
+
 // First layer record of a tile and how many it has.
 __device__ __forceinline__ int2 layers_of_tile(const int32_t* plan, int tile) {
   const int tiles_at = reinterpret_cast<const magi_tile_plan_header*>(plan)->words_tiles;
@@ -67,6 +70,9 @@ __device__ __forceinline__ int blocks_backwards(int2 blocks, Way way) {
   return way == Way::kForwards ? 0 : way == Way::kBackwards ? count : min(blocks.x, count);
 }
 
+// The same where a magi_walked_unit tells it.
+__device__ __forceinline__ int blocks_backwards(int2 blocks, int told) { return min(told == MAGI_WALK_EARLY ? blocks.x : told, blocks.y - blocks.x); }
+
 // How dq is summed in order, see bwd_turns.cuh: flags of a plan. All heads of a layer one after the other, or all heads of a block;
 // and whether expected times count, among all tiles or in waves, or else ranks alone.
 enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4 };
@@ -81,8 +87,9 @@ struct BlockOrder {
   int block;
   uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in half a register
 
-  __device__ __forceinline__ BlockOrder(int2 blocks, Way way) {
-    const int backwards = blocks_backwards(blocks, way);
+  template <typename Walk>  // a Way, or what is told
+  __device__ __forceinline__ BlockOrder(int2 blocks, Walk walk) {
+    const int backwards = blocks_backwards(blocks, walk);
     count = blocks.y - blocks.x | backwards << 16;
     block = backwards > 0 ? blocks.y - 1 : blocks.x;
   }

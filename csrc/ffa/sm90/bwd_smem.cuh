@@ -99,12 +99,16 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a unit: which query heads and which columns, or a cut (bwd_split.cuh); how it walks its layers; and its slot.
+// Fourth word of a unit: which query heads and which columns, or a cut (bwd_split.cuh); how it walks its layers; and its slot. Where walks
+// are told (C::kTold) that is 12 bits, as in magi_walked_unit, in place of a Way.
 template <typename C>
 struct BwdPart {
   int32_t heads, pass;
-  __device__ static BwdPart of_word(int32_t word) { return {(word & 0xffff) / C::kPasses, (word & 0xffff) % C::kPasses}; }
+  static constexpr int kMask = C::kTold ? kMostHeadParts - 1 : 0xffff;
+  __device__ static BwdPart of_word(int32_t word) { return {(word & kMask) / C::kPasses, (word & kMask) % C::kPasses}; }
 };
+constexpr int kToldBit = 8;
+static_assert(kMostHeadParts == 1 << kToldBit, "parts take the bits before it");
 constexpr int kWayBit = 16, kByHeadBit = 18, kCutBit = 19, kSlotBit = 20;
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.

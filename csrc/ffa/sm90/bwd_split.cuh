@@ -26,20 +26,20 @@ constexpr int kBehindCut = 1 << 15;
 // Query heads of a unit.
 template <typename C>
 __device__ __forceinline__ int heads_of_unit(const BwdKernelParams& p, int word) {
-  return C::kSplit && split_slot(word) > 0 && !is_cut(word) ? p.split_heads : p.heads_per_part;
+  return C::kSplit && split_slot(word) > 0 && !(C::kListed && is_cut(word)) ? p.split_heads : p.heads_per_part;
 }
 
 // Number of a part among those of the same slot.
 template <typename C>
 __device__ __forceinline__ int part_of_unit(int word) {
-  return C::kSplit && is_cut(word) ? word / kBehindCut & 1 : BwdPart<C>::of_word(word).heads;
+  return C::kListed && is_cut(word) ? word / kBehindCut & 1 : BwdPart<C>::of_word(word).heads;
 }
 
 // Blocks of queries that a unit visits in a layer, which is given by its address in shared memory.
 template <typename C>
 __device__ __forceinline__ int2 blocks_of_unit(uint32_t layer, int word) {
   int2 blocks = blocks_of<C::kQueries>(lds_int2(layer));
-  if (C::kSplit && is_cut(word)) (word & kBehindCut ? blocks.x : blocks.y) = word & (kBehindCut - 1);
+  if (C::kListed && is_cut(word)) (word & kBehindCut ? blocks.x : blocks.y) = word & (kBehindCut - 1);
   return blocks;
 }
 

@@ -56,8 +56,16 @@ typedef struct {
   int32_t status;       /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
   int32_t has_unseen;   /* 1 if some key in [0, total_k) is seen by no query */
   int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take the same */
-  int32_t reserved;
+  int32_t words_units;       /* of the units of a backward in steps of 80, in the order in which they are taken up; 0: none */
 } magi_tile_plan_header;
+
+/* One of words_units, num_tiles * heads_kv of them. */
+typedef struct {
+  int32_t tile;
+  int32_t head_and_walk; /* kv head << 12 | how many blocks of 80 queries of each layer are taken from its end, backwards, before the
+                            others; MAGI_WALK_EARLY: as many as there are queries before the layer */
+} magi_walked_unit;
+#define MAGI_WALK_EARLY 4095
 
 typedef struct {
   int32_t token0;      /* first query token */
@@ -196,7 +204,7 @@ typedef struct {
   float softcap;       /* > 0, or 0 for none */
   int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
   int32_t query_block;   /* queries of a step: 64; or 80, faster where keys see thousands, for head dims of 65 to 128 without
-                            softcap */
+                            softcap. 80 and not deterministic: the plan must have words_units */
   int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to the library */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;

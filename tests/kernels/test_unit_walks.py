@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of units of wide steps: complete, and under causal masks walked in step, by a model of the cache."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from ffa_simulator import backend, memory, plan_at, planner_or_skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernel_ffa_backward import Case
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels import AttnOptions, ffa_bwd, unit_walks
+from magi_attention.kernels.arrival_order import Pace, backward_order
+from magi_attention.kernels.unit_walks import EARLY, STEP, UnitShape, starts_of, with_units
+from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.masks import random_slices
+
+FEW = UnitShape(heads_kv=3, group=4, processors=40, places=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
+    return TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, 128, 2)
+
+
+def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
+    """(units, 3): tile, head and walk, as the kernel reads them."""
+    header = TilePlan(words).header
+    rows = words[header.words_units :][: 2 * header.num_tiles * heads_kv].reshape(-1, 2)
+    return np.column_stack([rows[:, 0], rows[:, 1] >> 12, rows[:, 1] & 4095])
+
+
+def is_complete(units: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
+    every = np.stack(np.meshgrid(np.arange(num_tiles), np.arange(heads_kv)), -1).reshape(-1, 2)
+    return sorted(map(tuple, units[:, :2].tolist())) == sorted(map(tuple, every.tolist()))
+
+
+def blocks_of(plan: TilePlan, tile: int, walk: int) -> list[int]:
+    """In the order in which the kernel visits them."""
+    visited: list[int] = []
+    begin, layers = plan.tiles[tile, 2:4].tolist()
+    for low, high in plan.records[begin : begin + layers, :2].tolist():
+        blocks = list(range(low // STEP, -(-high // STEP)))
+        back = min(blocks[0] if walk == EARLY else walk, len(blocks))
+        visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
+    return visited
+
+
+def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
+    """Of the blocks that are visited, how many are not among the last ``kept`` ones; steps take turns in time."""
+    waiting = iter(units.tolist())
+    at_work = [(0.0, place, iter(()), 0) for place in range(places)]
+    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
+    steps = missed = 0
+    while at_work:
+        time, place, left, head = heapq.heappop(at_work)
+        block = next(left, None)
+        if block is None:
+            unit = next(waiting, None)
+            if unit is not None:
+                heapq.heappush(at_work, (time + 0.1, place, iter(blocks_of(plan, unit[0], unit[2])), unit[1]))
+            continue
+        steps += 1
+        missed += (head, block) not in cache
+        cache[head, block] = None
+        cache.move_to_end((head, block))
+        if len(cache) > kept:
+            cache.popitem(last=False)
+        heapq.heappush(at_work, (time + 1, place, left, head))
+    return missed / steps
+
+
+def in_plan_order(words: np.ndarray, shape: UnitShape) -> np.ndarray:
+    plan = TilePlan(words)
+    return unit_walks._in_order(plan, unit_walks._tiles(plan), shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
+def test_every_unit_once(seed, heads_kv, processors, places):
+    rng = np.random.default_rng(seed)
+    total_q, total_k = (int(n) for n in rng.integers(1, 3000, 2))
+    slices = random_slices(rng, total_q, total_k, max_slices=5)
+    if rng.random() < 0.5:
+        slices = np.array([[0, total_q, 0, total_k, 1]])
+    plan = plan_of(slices, total_q, total_k)
+    shape = UnitShape(heads_kv, int(rng.integers(1, 9)), processors, min(places, processors))
+    words = with_units(plan.words, shape)
+    assert (words[: len(plan.words)] != plan.words).sum() <= 1 and len(words) % 4 == 0
+    units = units_of(words, heads_kv)
+    assert is_complete(units, len(plan.tiles), heads_kv), (seed, shape)
+    assert (units[:, 2] >= 0).all() and (units[:, 2] <= EARLY).all()
+
+
+@pytest.mark.parametrize("tiles", (64, 97, 128, 150))
+def test_causal_walks_are_in_step(tiles):
+    """As long as 24 blocks stay in the cache, next to nothing but the first visits of a period misses it."""
+    total = 128 * tiles
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    listed = units_of(with_units(plan.words, FEW), 3)
+    assert is_complete(listed, tiles, 3)
+    before = misses(plan, in_plan_order(plan.words, FEW), FEW.places, 24)
+    now = misses(plan, listed, FEW.places, 24)
+    assert now <= before and now < 0.22, (before, now)
+
+
+def test_many_periods_win_most():
+    total = 128 * 150
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    before = misses(plan, in_plan_order(plan.words, FEW), FEW.places, 24)
+    now = misses(plan, units_of(with_units(plan.words, FEW), 3), FEW.places, 24)
+    assert before > 2 * now, (before, now)
+
+
+@pytest.mark.parametrize(
+    "mask, tiles",
+    (
+        (Mask.full(128 * 90), 90),
+        (Mask.varlen(list(range(0, 128 * 90 + 1, 1280)), causal=True), 90),
+        (Mask.causal(128 * 8), 8),
+    ),
+    ids=("full", "documents", "short"),
+)
+def test_others_keep_the_order_of_the_plan(mask, tiles):
+    total = 128 * tiles
+    plan = plan_of(mask.slices, total, total)
+    units = units_of(with_units(plan.words, FEW), 3)
+    assert np.array_equal(units, in_plan_order(plan.words, FEW))
+    at_once = min(3, max(1, round(80 / tiles)))
+    assert units[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
+    parts = next((n for n in (1, 2, 4) if n * tiles * 3 >= 76), 4)
+    early = (units[:, 2] == EARLY)[: at_once * tiles]
+    assert early.sum() == min(-(-FEW.places // parts), at_once * tiles) and early[: early.sum()].all()
+
+
+def test_the_first_head_keeps_an_order_of_its_own():
+    total, tiles = 128 * 150, 150
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    arrivals, base = np.repeat(np.arange(13), 10)[::-1], 128 * 20
+    pace = Pace(np.arange(1, 14) * 1e-3, pair_backward=1e-12, heads=4)
+    words = backward_order(plan.words.copy(), pace, arrivals, base)
+    own = words[TilePlan(words).header.words_first_order :][:tiles]
+    assert own.tolist() != plan.order.tolist()
+    units = units_of(with_units(words, FEW), 3)
+    assert units[:tiles, 0].tolist() == own.tolist() and (units[:tiles, 1] == 0).all()
+    assert is_complete(units, tiles, 3) and (units[tiles:, 1] > 0).all()
+
+
+def test_pairs_fill_a_period():
+    total = 128 * 100
+    tiles = unit_walks._tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
+    pairs = unit_walks._pairs(tiles)
+    assert sorted(t for pair in pairs for t in pair if t >= 0) == list(range(100)) and len(pairs) == 50
+    assert all(abs(tiles.count[list(pair)].sum() - tiles.blocks) <= unit_walks._SLACK for pair in pairs)
+
+
+def test_units_start_where_somebody_is_free():
+    assert np.allclose(starts_of(np.array([5, 3, 4, 1]), 2), [0, 0, 3 + unit_walks._UNIT, 5 + unit_walks._UNIT])
+
+
+@pytest.mark.parametrize(
+    "options", (AttnOptions(0.3), AttnOptions(0.3, sm_margin=3), AttnOptions(0.3, deterministic=True))
+)
+def test_the_kernel_gets_a_list(options, monkeypatch):
+    """With steps of 80 and no turns; here "long" is 4 queries for each key, and there are four multiprocessors."""
+    monkeypatch.setattr(ffa_bwd, "_LONG", 4)
+    ffa, simulator = backend()
+    slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
+    for known in slices:
+        case = Case(known, 32, 32, options, dims=(128, 128))
+        ffa.backward(*case.tensors, known, options)
+    wide, narrow = (plan_at(c.plan) for c in simulator.backward_calls)
+    at = wide.header.words_units
+    assert narrow.header.words_units == 0 and bool(at) != options.deterministic
+    if not at:
+        return
+    rows = memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2, 2), (2, 1), np.int32)
+    units = np.column_stack([rows[:, 0], rows[:, 1] >> 12, rows[:, 1] & 4095])
+    assert is_complete(units, len(wide.tiles), 2)
+    assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
+
+
+def test_a_list_needs_no_tiles():
+    words = with_units(plan_of(SliceTable([]), 10, 300).words, FEW)
+    assert is_complete(units_of(words, 3), 3, 3)
