@@ -28,7 +28,7 @@ from magi_attention.native.tile_plan import TilePlan
 STEP = 80  # queries of a block
 EARLY = 4095  # MAGI_WALK_EARLY
 _SLACK = 12  # blocks by which two tiles may miss a period and still be a pair
-_IN_STEP = 24  # blocks that stay in L2
+_IN_STEP = 192  # blocks of one query head that stay in L2
 _UNIT = 0.1  # blocks, what it takes to begin and end a unit
 _LAST_PERIODS = 2
 _MOST_OUT = 0.1  # of the work, which may be out of step
@@ -124,17 +124,18 @@ def starts_of(counts: np.ndarray, places: int) -> np.ndarray:
 
 
 def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> float:
-    """Of the work of the second and third head, where each head is a section, by its distance from the clock."""
-    num = len(tiles.first)
+    """Of the work of the second and third head, where each head is a section, by its distance from the clock; of the
+    first where there are no others."""
+    num, kept = len(tiles.first), _IN_STEP / shape.group
     some = units[: 3 * num]
     starts = starts_of(tiles.count[some[:, 0]], shape.places)
     out = work = 0.0
-    for section in range(1, len(some) // num):
+    for section in range(min(1, shape.heads_kv - 1), len(some) // num):
         at = slice(section * num, (section + 1) * num)
         tile, early = some[at, 0], some[at, 2] == EARLY
         clock = (starts[at] - starts[at.start]) % tiles.blocks
         wanted = np.where(early, 0, tiles.first[tile])
-        is_out = np.abs(clock - wanted) > _IN_STEP
+        is_out = np.abs(clock - wanted) > kept
         out += float(tiles.count[tile][is_out].sum())
         work += float(tiles.count[tile].sum())
     return out / work if work else 0.0

@@ -21,7 +21,7 @@ from magi_attention.kernels.unit_walks import EARLY, STEP, UnitShape, starts_of,
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.masks import random_slices
 
-FEW = UnitShape(heads_kv=3, group=4, processors=40, places=40)
+FEW = UnitShape(heads_kv=3, group=8, processors=40, places=40)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,6 +122,16 @@ def test_many_periods_win_most():
     assert before > 2 * now, (before, now)
 
 
+@pytest.mark.parametrize("heads_kv, group, is_worth_it", ((1, 8, True), (8, 8, True), (2, 64, True), (8, 1, False)))
+def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_it):
+    """Of one query head many more blocks stay in the cache than of 64, which a tile takes one after the other."""
+    total = 128 * 128
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    shape = UnitShape(heads_kv, group, 40, 40)
+    units = units_of(with_units(plan.words, shape), heads_kv)
+    assert np.array_equal(units, in_plan_order(plan.words, shape)) != is_worth_it
+
+
 @pytest.mark.parametrize(
     "mask, tiles",
     (
@@ -138,7 +148,7 @@ def test_others_keep_the_order_of_the_plan(mask, tiles):
     assert np.array_equal(units, in_plan_order(plan.words, FEW))
     at_once = min(3, max(1, round(80 / tiles)))
     assert units[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
-    parts = next((n for n in (1, 2, 4) if n * tiles * 3 >= 76), 4)
+    parts = next((n for n in (1, 2, 4, 8) if n * tiles * 3 >= 76), 8)
     early = (units[:, 2] == EARLY)[: at_once * tiles]
     assert early.sum() == min(-(-FEW.places // parts), at_once * tiles) and early[: early.sum()].all()
 
