@@ -27,7 +27,7 @@ struct BwdConfig {
   static constexpr int kQueries = kQueries_;  // of a step: kQueryBlock or kWideBlock
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
   static constexpr bool kWide = kQueries != kQueryBlock;
-  static constexpr bool kTold = kWide && !kOrdered;  // the plan may tell how units are walked: see bwd_plan.cuh
+  static constexpr bool kTold = kWide && !kOrdered;  // the plan tells in which order units are taken up and how they are walked: see magi_walked_unit
   static constexpr bool kListed = kSplit && !kWide;  // units may be listed: see bwd_list.cuh
   static constexpr bool kDirectDq = !kOrdered && !kWide;
   static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each

@@ -63,7 +63,7 @@ typedef struct {
 typedef struct {
   int32_t tile;
   int32_t head_and_walk; /* kv head << 12 | how many blocks of 80 queries of each layer are taken from its end, backwards, before the
-                            others; MAGI_WALK_EARLY: as many as there are queries before the layer */
+                            others; MAGI_WALK_EARLY: as many as there are before the layer */
 } magi_walked_unit;
 #define MAGI_WALK_EARLY 4095
 
