@@ -91,7 +91,7 @@ def test_walks_in_step(margin, monkeypatch):
     made, make = [], unit_walks._in_periods
     monkeypatch.setattr(unit_walks, "_in_periods", lambda *a: made.append(1) or make(*a))
     total = 128 * 190 + 7
-    x = make_inputs(3, masks.causal(total), total, total, (6, 3), (128, 128), device=DEVICE)
+    x = make_inputs(3, masks.causal(total), total, total, (24, 3), (128, 128), device=DEVICE)
     dout = make_dout(x, 3)
     wide = [differentiate(x, dout, sm_margin=margin) for _ in range(3)]
     assert made == [1] * 3  # of range tensors once for each call: its own tensors
