@@ -80,8 +80,13 @@ def _tiles(plan: TilePlan) -> _Tiles:
 
 
 def _heads_per_section(tiles: int, shape: UnitShape) -> int:
-    """As the library has it: the longest tiles of a section, one for each multiprocessor, are half of it."""
-    return min(max((2 * shape.processors + tiles // 2) // max(tiles, 1), 1), shape.heads_kv)
+    """As many that the longest tiles of a section, one for each multiprocessor, are half of it. One section or two are
+    alike: the long tiles of a small one behind the other would end alone."""
+    heads, at_once = shape.heads_kv, 2 * shape.processors
+    sections = (tiles * heads + shape.processors) // at_once
+    if sections <= 2:
+        return heads if sections < 2 else (heads + 1) // 2
+    return min(max((at_once + tiles // 2) // tiles, 1), heads)
 
 
 def _in_order(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
@@ -110,7 +115,7 @@ def _order_of(plan: TilePlan, is_first: bool) -> np.ndarray:
 
 def _wants_periods(tiles: _Tiles, shape: UnitShape) -> bool:
     total, num = int(tiles.count.sum()), len(tiles.count)
-    is_long = _heads_per_section(num, shape) == 1 and num > shape.places and tiles.blocks < EARLY
+    is_long = num > shape.places and tiles.blocks < EARLY
     return is_long and int(tiles.count[tiles.is_aligned].sum()) >= _LEAST_ALIGNED * total
 
 
@@ -124,16 +129,16 @@ def starts_of(counts: np.ndarray, places: int) -> np.ndarray:
 
 
 def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> float:
-    """Of the work of the second and third head, where each head is a section, by its distance from the clock; of the
-    first where there are no others."""
-    num, kept = len(tiles.first), _IN_STEP / shape.group
-    some = units[: 3 * num]
+    """Of the work of the second and third section, by its distance from the clock; of the first where there are no
+    others."""
+    size, kept = len(tiles.first) * _heads_per_section(len(tiles.first), shape), _IN_STEP / shape.group
+    some = units[: 3 * size]
     starts = starts_of(tiles.count[some[:, 0]], shape.places)
     out = work = 0.0
-    for section in range(min(1, shape.heads_kv - 1), len(some) // num):
-        at = slice(section * num, (section + 1) * num)
+    for begin in range(size if len(units) > size else 0, len(some), size):
+        at = slice(begin, begin + size)
         tile, early = some[at, 0], some[at, 2] == EARLY
-        clock = (starts[at] - starts[at.start]) % tiles.blocks
+        clock = (starts[at] - starts[begin]) % tiles.blocks
         wanted = np.where(early, 0, tiles.first[tile])
         is_out = np.abs(clock - wanted) > kept
         out += float(tiles.count[tile][is_out].sum())

@@ -166,6 +166,24 @@ def test_the_first_head_keeps_an_order_of_its_own():
     assert is_complete(units, tiles, 3) and (units[tiles:, 1] > 0).all()
 
 
+@pytest.mark.parametrize(
+    "tiles, heads", ((32, [8]), (40, [8]), (48, [8]), (56, [4, 4]), (64, [4, 4]), (80, [4, 4]), (96, [3, 3, 2]))
+)
+def test_sections_of_heads(tiles, heads):
+    """With 132 multiprocessors. A few long tiles behind all others are what everybody would wait for."""
+    total = 128 * tiles
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    shape = UnitShape(8, 8, 132, 132)
+    units = units_of(with_units(plan.words, shape), 8)
+    ends = np.cumsum(heads)
+    assert [sorted(set(part[:, 1].tolist())) for part in np.split(units, ends[:-1] * tiles)] == [
+        list(range(end - count, end)) for end, count in zip(ends.tolist(), heads)
+    ]
+    counts = unit_walks._tiles(plan).count[units[:, 0]]
+    end = max(starts_of(counts, 132) + counts)
+    assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
+
+
 def test_pairs_fill_a_period():
     total = 128 * 100
     tiles = unit_walks._tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
