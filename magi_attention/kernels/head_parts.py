@@ -8,16 +8,17 @@ are what the others wait for. Half of the heads in a unit mends that, but the ha
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
 from magi_attention.native.tile_plan import TilePlan, transposed
 
-TILE = 128  # keys
+_TILE = 128  # keys
 _STEP = 64  # queries
+_MOST_DIM = 128  # head dims above it take two passes over the same tiles
 _UNIT_STEPS = 3  # what it takes to begin and end a unit, in steps
 _MOST_UNITS = 3  # for each multiprocessor, from which on the last ones are short enough
 # Of the time as it is, what halves must not exceed; measured on 26 masks of 4,096 tokens and 64 heads on 8.
@@ -32,7 +33,7 @@ def head_parts_in_turns(
     ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv). Kept with the slices, which never change.
     """
     (total_q, heads, dim), (total_k, heads_kv, dim_v) = q_shape, v_shape
-    if max(dim, dim_v) > TILE or not total_k or not heads_kv or heads % (2 * heads_kv):
+    if max(dim, dim_v) > _MOST_DIM or not total_k or not heads_kv or heads % (2 * heads_kv):
         return 0
     kept = slices.__dict__.setdefault("_head_parts", {})
     key = (total_q, total_k, heads, heads_kv)
@@ -42,26 +43,13 @@ def head_parts_in_turns(
 
 
 def _head_parts(slices: SliceTable, total_q: int, total_k: int, heads: int, heads_kv: int, processors: int) -> int:
-    if -(-total_k // TILE) * heads_kv >= _MOST_UNITS * processors:
+    if -(-total_k // _TILE) * heads_kv >= _MOST_UNITS * processors:
         return 0
-    steps = steps_of_tiles(TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, TILE, 2))
-    group = heads // heads_kv
-    whole = end_of(np.repeat(steps * group + _UNIT_STEPS, heads_kv), processors)
-    halves = end_of(np.repeat(steps * group / 2 + _UNIT_STEPS, 2 * heads_kv), processors)
+    plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, _TILE, 2)
+    steps = steps_of_tiles(plan, _STEP)[plan.order] * (heads // heads_kv)
+    whole, halves = (_end(np.repeat(steps / parts + _UNIT_STEPS, parts * heads_kv), processors) for parts in (1, 2))
     return 2 if halves <= _GAIN * whole else 0
 
 
-def steps_of_tiles(plan: TilePlan) -> np.ndarray:
-    """(num_tiles,) steps of one head of each tile of a transposed plan, the costliest first."""
-    first = plan.tiles[plan.order, 2:4].astype(np.int64)
-    low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
-    before = np.concatenate([[0], np.cumsum(-(-high // _STEP) - low // _STEP)])
-    return before[first.sum(1)] - before[first[:, 0]]
-
-
-def end_of(times: Iterable[float], processors: int) -> float:
-    """When the last of units ends that are taken up in this order by whoever is free first."""
-    ends = [0.0] * processors
-    for time in times:
-        heapq.heapreplace(ends, ends[0] + time)
-    return max(ends)
+def _end(times: np.ndarray, processors: int) -> float:
+    return float((starts_of(times, processors) + times).max())

@@ -16,17 +16,16 @@ the list is that of the plan's own order, head by head.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
 
+from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
 STEP = 80  # queries of a block
-EARLY = 4095  # MAGI_WALK_EARLY
 _SLACK = 12  # blocks by which two tiles may miss a period and still be a pair
 _IN_STEP = 192  # blocks of one query head that stay in L2
 _UNIT = 0.1  # blocks, what it takes to begin and end a unit
@@ -62,7 +61,7 @@ def with_units(words: np.ndarray, shape: UnitShape) -> np.ndarray:
     units = _in_order(plan, tiles, shape)
     if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
         units = _in_periods(plan, tiles, shape)
-    rows = np.column_stack([units[:, 0], units[:, 1] << 12 | units[:, 2]]).astype(np.int32).ravel()
+    rows = np.column_stack([units[:, 0], units[:, 1] << abi.WALK_BITS | units[:, 2]]).astype(np.int32).ravel()
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
     abi.TilePlanHeader.from_buffer(made).words_units = len(words)
     return made
@@ -71,12 +70,11 @@ def with_units(words: np.ndarray, shape: UnitShape) -> np.ndarray:
 def _tiles(plan: TilePlan) -> _Tiles:
     low, high = plan.records[:, 0].astype(np.int64) // STEP, -(-plan.records[:, 1].astype(np.int64) // STEP)
     begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
-    before = np.concatenate([[0], np.cumsum(high - low)])
     blocks = -(-plan.header.total_k // STEP)
     one = np.minimum(begin, max(len(low) - 1, 0))
     first = np.where(layers > 0, low[one], 0) if len(low) else np.zeros(len(begin), dtype=np.int64)
     ends = np.where(layers > 0, high[one], 0) if len(low) else first
-    return _Tiles(first, before[begin + layers] - before[begin], (layers == 1) & (ends == blocks), blocks)
+    return _Tiles(first, steps_of_tiles(plan, STEP), (layers == 1) & (ends == blocks), blocks)
 
 
 def _heads_per_section(tiles: int, shape: UnitShape) -> int:
@@ -103,7 +101,7 @@ def _in_order(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
         heads = np.arange(first, min(first + at_once, shape.heads_kv))
         order = _order_of(plan, is_first=first == 0)
         tile, head = np.repeat(order, len(heads)), np.tile(heads, len(order))
-        walk = np.where(np.arange(len(tile)) * parts < shape.places, EARLY, 0)
+        walk = np.where(np.arange(len(tile)) * parts < shape.places, abi.WALK_EARLY, 0)
         sections.append(np.column_stack([tile, head, walk]))
     return np.concatenate(sections).astype(np.int64)
 
@@ -115,17 +113,8 @@ def _order_of(plan: TilePlan, is_first: bool) -> np.ndarray:
 
 def _wants_periods(tiles: _Tiles, shape: UnitShape) -> bool:
     total, num = int(tiles.count.sum()), len(tiles.count)
-    is_long = num > shape.places and tiles.blocks < EARLY
+    is_long = num > shape.places and tiles.blocks < abi.WALK_EARLY
     return is_long and int(tiles.count[tiles.is_aligned].sum()) >= _LEAST_ALIGNED * total
-
-
-def starts_of(counts: np.ndarray, places: int) -> np.ndarray:
-    """When units start that are taken up in this order by whoever is free first, in blocks."""
-    ends, starts = [0.0] * places, np.empty(len(counts))
-    for i, count in enumerate(counts.tolist()):
-        starts[i] = ends[0]
-        heapq.heapreplace(ends, ends[0] + count + _UNIT)
-    return starts
 
 
 def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> float:
@@ -133,11 +122,11 @@ def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> fl
     others."""
     size, kept = len(tiles.first) * _heads_per_section(len(tiles.first), shape), _IN_STEP / shape.group
     some = units[: 3 * size]
-    starts = starts_of(tiles.count[some[:, 0]], shape.places)
+    starts = starts_of(tiles.count[some[:, 0]] + _UNIT, shape.places)
     out = work = 0.0
     for begin in range(size if len(units) > size else 0, len(some), size):
         at = slice(begin, begin + size)
-        tile, early = some[at, 0], some[at, 2] == EARLY
+        tile, early = some[at, 0], some[at, 2] == abi.WALK_EARLY
         clock = (starts[at] - starts[begin]) % tiles.blocks
         wanted = np.where(early, 0, tiles.first[tile])
         is_out = np.abs(clock - wanted) > kept
@@ -191,7 +180,7 @@ def _by_count(units: list[tuple[int, int]], tiles: _Tiles) -> np.ndarray:
 def _walks(tile: np.ndarray, period: np.ndarray, tiles: _Tiles, places: int) -> np.ndarray:
     """How many blocks each takes backwards: as many as the clock is behind its first one, by the time at which the
     first unit of its period starts."""
-    starts = starts_of(tiles.count[tile], places)
+    starts = starts_of(tiles.count[tile] + _UNIT, places)
     _, begins, which = np.unique(period, return_index=True, return_inverse=True)
     clock = (starts - starts[begins][which]) % tiles.blocks
     clock = np.where(clock > tiles.blocks - _SLACK, 0, clock)

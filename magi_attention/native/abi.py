@@ -108,6 +108,10 @@ FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
 
+WALK_BITS = 12  # of magi_walked_unit
+WALK_EARLY = 2**WALK_BITS - 1
+
+
 class FfaBwdParams(ctypes.Structure):
     """``magi_ffa_bwd_params``. Strides in elements, addresses as integers."""
 

@@ -17,7 +17,8 @@ def get_num_sms(device=None) -> int:
     """Number of streaming multiprocessors of a CUDA device, the current one by default."""
     if not torch.cuda.is_available():
         raise UnsupportedError("Only CUDA devices have SMs and none is available; run on a GPU machine.")
-    return torch.cuda.get_device_properties(device or torch.cuda.current_device()).multi_processor_count
+    chosen = torch.cuda.current_device() if device is None else device
+    return torch.cuda.get_device_properties(chosen).multi_processor_count
 
 
 def _major() -> int:

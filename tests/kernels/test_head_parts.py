@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from ffa_simulator import backend, planner_or_skip
 from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
-from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.head_parts import end_of, head_parts_in_turns, steps_of_tiles
-from magi_attention.native.tile_plan import TilePlan, transposed
-from magi_attention.testing.masks import random_slices
+from magi_attention.kernels.head_parts import head_parts_in_turns
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
 PROCESSORS = 132
@@ -27,26 +24,6 @@ def planner():
 def parts_of(slices: SliceTable, total: int = 4096, heads=(64, 8), dims=(128, 128), processors=PROCESSORS) -> int:
     shapes = (total, heads[0], dims[0]), (total, heads[1], dims[1])
     return head_parts_in_turns(slices, *shapes, lambda: processors)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_steps_are_blocks_of_queries_that_a_tile_visits(seed):
-    rng = np.random.default_rng(seed)
-    total = int(rng.integers(1, 700))
-    drawn = random_slices(rng, total, total, max_slices=6)
-    plan = TilePlan.build(transposed(drawn, total, total), total, total, 128, 2)
-    steps = steps_of_tiles(plan)
-    dense = to_dense(drawn, total, total).astype(bool)
-    for tile, found in zip(plan.order.tolist(), steps.tolist()):
-        seen = dense[:, 128 * tile : 128 * (tile + 1)].any(1)
-        needed = sum(seen[q : q + 64].any() for q in range(0, total, 64))
-        assert needed <= found, (seed, tile)  # layers may visit a block twice, but none is left out
-    assert steps.sum() > 0 or not dense.any()
-
-
-def test_units_go_to_whoever_is_free():
-    assert end_of([5, 4, 3, 3, 1], 2) == 8  # 5 + 3, 4 + 3 + 1
-    assert end_of([3.0], 4) == 3 and end_of([], 4) == 0
 
 
 @pytest.mark.parametrize("causal", (False, True))

@@ -17,7 +17,10 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, ffa_bwd, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order
-from magi_attention.kernels.unit_walks import EARLY, STEP, UnitShape, starts_of, with_units
+from magi_attention.kernels.hand_out import starts_of
+from magi_attention.kernels.unit_walks import STEP, UnitShape, with_units
+from magi_attention.native.abi import WALK_BITS
+from magi_attention.native.abi import WALK_EARLY as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.masks import random_slices
 
@@ -37,7 +40,7 @@ def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
     """(units, 3): tile, head and walk, as the kernel reads them."""
     header = TilePlan(words).header
     rows = words[header.words_units :][: 2 * header.num_tiles * heads_kv].reshape(-1, 2)
-    return np.column_stack([rows[:, 0], rows[:, 1] >> 12, rows[:, 1] & 4095])
+    return np.column_stack([rows[:, 0], rows[:, 1] >> WALK_BITS, rows[:, 1] & EARLY])
 
 
 def is_complete(units: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
@@ -192,10 +195,6 @@ def test_pairs_fill_a_period():
     assert all(abs(tiles.count[list(pair)].sum() - tiles.blocks) <= unit_walks._SLACK for pair in pairs)
 
 
-def test_units_start_where_somebody_is_free():
-    assert np.allclose(starts_of(np.array([5, 3, 4, 1]), 2), [0, 0, 3 + unit_walks._UNIT, 5 + unit_walks._UNIT])
-
-
 @pytest.mark.parametrize(
     "options", (AttnOptions(0.3), AttnOptions(0.3, sm_margin=3), AttnOptions(0.3, deterministic=True))
 )
@@ -213,7 +212,7 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     if not at:
         return
     rows = memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2, 2), (2, 1), np.int32)
-    units = np.column_stack([rows[:, 0], rows[:, 1] >> 12, rows[:, 1] & 4095])
+    units = np.column_stack([rows[:, 0], rows[:, 1] >> WALK_BITS, rows[:, 1] & EARLY])
     assert is_complete(units, len(wide.tiles), 2)
     assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
 

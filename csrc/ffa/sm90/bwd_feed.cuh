@@ -50,8 +50,8 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     if constexpr (C::kTold) {
       const int2 told = *reinterpret_cast<const int2*>(p.plan + plan.words_units + 2 * (whole / p.unit_parts));  // magi_walked_unit
       tile = told.x;
-      head_unit = told.y >> 12;
-      walk = (told.y & 0xfff) << kToldBit;
+      head_unit = told.y >> MAGI_WALK_BITS;
+      walk = (told.y & MAGI_WALK_EARLY) << kToldBit;
     } else {
       int rank;
       unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
@@ -147,7 +147,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       int i = 0;
       do {
         auto blocks = [&] { return blocks_of_unit<C>(smem.layer(turns.layer_slot()), lds_int(smem.unit(turns.unit_slot()) + 12)); };
-        BlockOrder order = C::kTold ? BlockOrder(blocks(), lds_int(smem.unit(turns.unit_slot()) + 12) >> kToldBit & 0xfff)
+        BlockOrder order = C::kTold ? BlockOrder(blocks(), lds_int(smem.unit(turns.unit_slot()) + 12) >> kToldBit & MAGI_WALK_EARLY)
                                     : BlockOrder(blocks(), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
 #pragma unroll 1
         for (; order.left() > 0; order.step(blocks)) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int sl
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   if (plan.words_units != 0) {
     const magi_walked_unit told = reinterpret_cast<const magi_walked_unit*>(p.plan + plan.words_units)[unit];
-    return make_int2(told.tile, told.head_and_walk >> 12);
+    return make_int2(told.tile, told.head_and_walk >> MAGI_WALK_BITS);
   }
   int rank, head;
   unit_coords(p, unit, &rank, &head);

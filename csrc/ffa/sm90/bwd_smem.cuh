@@ -108,8 +108,8 @@ struct BwdPart {
   __device__ static BwdPart of_word(int32_t word) { return {(word & kMask) / C::kPasses, (word & kMask) % C::kPasses}; }
 };
 constexpr int kToldBit = 8;
-static_assert(kMostHeadParts == 1 << kToldBit, "parts take the bits before it");
 constexpr int kWayBit = 16, kByHeadBit = 18, kCutBit = 19, kSlotBit = 20;
+static_assert(kMostHeadParts == 1 << kToldBit && kToldBit + MAGI_WALK_BITS == kSlotBit, "parts, a walk and a slot in one word");
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
 constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;

@@ -62,10 +62,11 @@ typedef struct {
 /* One of words_units, num_tiles * heads_kv of them. */
 typedef struct {
   int32_t tile;
-  int32_t head_and_walk; /* kv head << 12 | how many blocks of 80 queries of each layer are taken from its end, backwards, before the
+  int32_t head_and_walk; /* kv head << MAGI_WALK_BITS | how many blocks of 80 queries of each layer are taken from its end, backwards, before the
                             others; MAGI_WALK_EARLY: as many as there are before the layer */
 } magi_walked_unit;
-#define MAGI_WALK_EARLY 4095
+#define MAGI_WALK_BITS 12
+#define MAGI_WALK_EARLY ((1 << MAGI_WALK_BITS) - 1)
 
 typedef struct {
   int32_t token0;      /* first query token */

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long tiles are and who gets which unit, as the host foresees it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ffa_simulator import planner_or_skip
+
+from magi_attention.common.slices import to_dense
+from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
+from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.masks import random_slices
+
+
+@pytest.mark.parametrize("queries", (64, 80))
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_blocks_of_queries_that_a_tile_visits(seed, queries):
+    """Of each layer those from the first pair to the last, by the intervals of its tokens; so no block with a pair in
+    it is left out, and of one slice none is visited without."""
+    planner_or_skip()
+    rng = np.random.default_rng(seed)
+    total = int(rng.integers(1, 700))
+    drawn = random_slices(rng, total, total, max_slices=1 if seed % 2 else 6)
+    plan = TilePlan.build(transposed(drawn, total, total), total, total, 128, 2)
+    steps = steps_of_tiles(plan, queries)
+    dense = to_dense(drawn, total, total).astype(bool)
+    for tile, (begin, layers) in enumerate(plan.tiles[:, 2:4].tolist()):
+        visited: list[int] = []
+        for layer in range(begin, begin + layers):
+            seen = [q for low, high in plan.intervals[layer].tolist() if low < high for q in (low, high - 1)]
+            visited += range(min(seen) // queries, max(seen) // queries + 1)
+        assert steps[tile] == len(visited), (seed, tile)
+        pairs = dense[:, 128 * tile : 128 * (tile + 1)].any(1)
+        needed = {q // queries for q in np.flatnonzero(pairs).tolist()}
+        assert needed <= set(visited) and (len(drawn) > 1 or len(visited) == len(needed)), (seed, tile)
+
+
+def test_units_go_to_whoever_is_free():
+    assert starts_of(np.array([5, 3, 4, 1]), 2).tolist() == [0, 0, 3, 5]
+    assert starts_of(np.array([3.0]), 4).tolist() == [0] and len(starts_of(np.zeros(0), 4)) == 0
