@@ -144,6 +144,18 @@ def test_with_multiprocessors_left_free(margin):
             assert_same_bits(again, got[0], (name, margin))
 
 
+@pytest.mark.parametrize("total, heads", ((3000, (24, 12)), (2048, (40, 20)), (4600, (8, 8))), ids=str)
+def test_sections_between_one_and_two(total, heads):
+    """Tiles and heads that are two to three units for each of 132 multiprocessors."""
+    for name in ("causal", "documents"):
+        x = make_inputs(4, CASES[name](total), total, total, heads, (128, 128), device=DEVICE)
+        dout = make_dout(x)
+        first = differentiate(x, dout, deterministic=True)
+        assert_grads(x, first, truth(x, dout), name)
+        for _ in range(4):
+            assert_same_bits(differentiate(x, dout, deterministic=True), first, name)
+
+
 @each_dtype
 def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
     chosen, choose = [], ffa_bwd.head_parts_in_turns

@@ -126,6 +126,21 @@ def test_each_way_to_split(listed, name):
     assert_grads(x, differentiate(x, dout, sm_margin=20), truth(x, dout), (name, "fewer multiprocessors"))
 
 
+# With 132 multiprocessors: 24 tiles of 12 heads, one section, listed; 16 tiles of 20 heads, which are 17 and 3.
+@pytest.mark.parametrize(
+    "total, heads, is_listed", ((3000, (48, 12), True), (2048, (80, 20), False)), ids=("one section", "a small one")
+)
+def test_sections_between_one_and_two(listed, total, heads, is_listed):
+    for kind in (0, 1):
+        x = make_inputs(7, documents(7, 3, kind, total), total, total, heads, (128, 128), torch.bfloat16, DEVICE)
+        dout = make_dout(x, 7)
+        got = differentiate(x, dout)
+        if has_132_multiprocessors():
+            assert (listed()[1] > 0) == is_listed
+        assert_grads(x, got, truth(x, dout), kind)
+        assert_same(differentiate(x, dout), got, torch.bfloat16, kind)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_the_last_kernel_waits_for_what_is_missing(name):
     """It begins before the main one has ended, here long before: that has few multiprocessors, and others are busy."""

@@ -97,7 +97,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->head_dim = r->head_dim = a.head_dim;
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
   k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
-  k->heads_per_section = bwd_heads_per_section(a, k->head_parts, sms);
+  k->heads_per_section = bwd_heads_per_section<C>(a, k->head_parts, sms);
   k->unit_parts = k->head_parts * C::kPasses;
   k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
   const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);

@@ -2,6 +2,8 @@
 // How a backward is cut into units, and what its workspace holds. Host side.
 #pragma once
 
+#include <algorithm>
+
 #include "../../include/magi/abi.h"
 #include "../common/host.h"
 #include "bwd_config.h"
@@ -30,32 +32,15 @@ int bwd_head_parts(const magi_ffa_bwd_params& a, int sms) {
   return most;
 }
 
-// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it.
-inline int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
-  const int64_t tile_parts = bwd_tiles(a) * head_parts, heads = tile_parts > 0 ? (2ll * sms + tile_parts / 2) / tile_parts : 1;
-  return heads < 1 ? 1 : heads < a.heads_kv ? static_cast<int>(heads) : a.heads_kv;
-}
-
-// Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
-template <typename C>
-bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
-         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
-         bwd_heads_per_section(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
-}
-// Tiles of which there may be parts then.
-inline int bwd_split_tiles(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 1) / 2); }
-
 // How many units may be split, and into how many parts each.
 struct BwdSplit {
   int slots = 0, parts = 1;
   int64_t values(int head_dim) const { return static_cast<int64_t>(slots) * kTileKeys * head_dim; }  // of one part of all
 };
 
-// Like the number of parts of all tiles, it depends on the device and not on what is left free.
+// Of the last round, where units are not listed.
 template <typename C>
-BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
-  if (bwd_lists_units<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kSplitParts};
+BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t units = bwd_tile_units<C>(a), last = units % sms;
   if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
   const int group = a.heads_q / a.heads_kv;
@@ -64,6 +49,35 @@ BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
   // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
   const int64_t saved = parts - (last * parts + sms - 1) / sms;
   return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
+}
+
+// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it. Where that is one section or two, these
+// are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split.
+template <typename C>
+int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+  const int64_t tile_parts = bwd_tiles(a) * head_parts, units = tile_parts * a.heads_kv;
+  if (units == 0) return 1;
+  const int64_t heads = std::min<int64_t>(std::max<int64_t>((2ll * sms + tile_parts / 2) / tile_parts, 1), a.heads_kv);
+  const int64_t small = a.heads_kv % heads * tile_parts, sections = (units + sms) / (2ll * sms);
+  if (sections > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots)) return static_cast<int>(heads);
+  return sections < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
+}
+
+// Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
+template <typename C>
+bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
+  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
+         bwd_heads_per_section<C>(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
+}
+// Tiles of which there may be parts then.
+inline int bwd_split_tiles(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 1) / 2); }
+
+// Like the number of parts of all tiles, it depends on the device and not on what is left free.
+template <typename C>
+BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
+  if (bwd_lists_units<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kSplitParts};
+  return bwd_last_round<C>(a, sms);
 }
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
@@ -126,7 +140,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
-  const int64_t units = bwd_tiles(a) * bwd_heads_per_section(a, parts, sms) * parts * C::kPasses;
+  const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses;
   w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
   w.bytes = w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0);
   return w;
