@@ -65,12 +65,17 @@ def backward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: in
     """The same of a transposed plan, whose tiles of keys are local or of the box, and wait before they begin."""
     plan = TilePlan(words)
     size = plan.header.tile_tokens
-    slack = np.concatenate([np.full(base // size, -np.inf), pace.slots[arrivals]])
+    slack = there_at(size, pace, arrivals, base)
     lengths = np.diff(plan.records[:, 0:2].astype(np.int64))[:, 0]
     layers = np.concatenate([[0], np.cumsum(lengths)])
     first = plan.tiles[:, 2]
     queries = layers[first + plan.tiles[:, 3]] - layers[first]
     return _with_first_order(words, slack, queries * size * pace.heads * pace.pair_backward / _CTAS, pace.until)
+
+
+def there_at(size: int, pace: Pace, arrivals: np.ndarray, base: int) -> np.ndarray:
+    """(tiles,) seconds until each tile of ``size`` keys is there, -inf for local ones."""
+    return np.concatenate([np.full(base // size, -np.inf), pace.slots[arrivals]])
 
 
 def _with_first_order(words: np.ndarray, slack: np.ndarray, seconds: np.ndarray, until: float) -> np.ndarray:

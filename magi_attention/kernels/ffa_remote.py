@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.arrival_order import Pace, backward_order, forward_order
+from magi_attention.kernels.arrival_order import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa_operands import DTYPES
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.unit_walks import with_units
@@ -71,7 +71,9 @@ class RemoteMask:
         rows = transposed(self.slices, shape.total_q, shape.total_k)
         words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
         words = backward_order(words, self.pace, self.arrivals, self.base)
-        return words if shape.units is None else with_units(words, shape.units)
+        if shape.units is None:
+            return words
+        return with_units(words, shape.units, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
 class RemoteKeys(NamedTuple):

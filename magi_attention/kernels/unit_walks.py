@@ -6,9 +6,10 @@ there are multiprocessors, all together does not fit. So they should be in step.
 the blocks from x on. Think of a clock that counts blocks, and begins anew after the last one. At clock 0 a tile begins
 that takes as many blocks from the end, backwards, as it has none at the start, and then the others forwards: at clock t
 it is at block t or n - t, as all are that began with it. It ends at clock n - x, when the tile that sees the blocks
-from n - x on can begin, forwards. So tiles go in *pairs* that fill a period of the clock, and as many pairs as there
-are multiprocessors make a *period* of the list: first the ones that begin it, then the others in the order in which
-those end. Pairs of the last periods go by cost, so that all multiprocessors end together.
+from n - x on can begin, forwards. So tiles go in *groups* that fill a period of the clock, pairs under a causal mask,
+and as many groups as there are multiprocessors make a *period* of the list: first the ones that begin it, then the
+others in the order in which those end. Tiles with which no period can be filled come behind, those of the same length
+together: they begin and end together. The last periods go by cost, so that all multiprocessors end together.
 
 Where a section of heads is a period, as at 32K on 132 multiprocessors, or tiles see different ends, as of documents,
 the list is that of the plan's own order, head by head.
@@ -17,6 +18,7 @@ the list is that of the plan's own order, head by head.
 from __future__ import annotations
 
 from bisect import bisect_left
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,9 @@ from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
 STEP = 80  # queries of a block
-_SLACK = 12  # blocks by which two tiles may miss a period and still be a pair
+_SLACK = 12  # blocks by which tiles may miss a period and still fill it
+_BEYOND = (1, 2, 3, 4)  # by which they may be longer: the one that suits all tiles best is taken
+_UNFILLED = 24  # blocks, what a period that is not filled counts for then
 _IN_STEP = 192  # blocks of one query head that stay in L2
 _UNIT = 0.1  # blocks, what it takes to begin and end a unit
 _LAST_PERIODS = 2
@@ -54,13 +58,16 @@ class _Tiles(NamedTuple):
     blocks: int
 
 
-def with_units(words: np.ndarray, shape: UnitShape) -> np.ndarray:
-    """The words of a transposed plan with the list of its units behind them (``magi_walked_unit``)."""
+def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None = None) -> np.ndarray:
+    """The words of a transposed plan with the list of its units behind them (``magi_walked_unit``).
+
+    ``there_at`` (tiles,) says in which order the keys of tiles arrive while the kernel runs.
+    """
     plan = TilePlan(words)
     tiles = _tiles(plan)
     units = _in_order(plan, tiles, shape)
     if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
-        units = _in_periods(plan, tiles, shape)
+        units = _in_periods(tiles, shape, there_at)
     rows = np.column_stack([units[:, 0], units[:, 1] << abi.WALK_BITS | units[:, 2]]).astype(np.int32).ravel()
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
     abi.TilePlanHeader.from_buffer(made).words_units = len(words)
@@ -135,40 +142,62 @@ def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> fl
     return out / work if work else 0.0
 
 
-def _in_periods(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
-    """The same list in periods, see above. Where the first head has an order of its own, it keeps that."""
-    lead = np.zeros((0, 2), dtype=np.int64)
-    if plan.header.words_first_order:
-        own = _order_of(plan, is_first=True)
-        lead = np.column_stack([own, np.zeros(len(own), dtype=np.int64)])
-    pairs = [(*pair, head) for head in range(len(lead) > 0, shape.heads_kv) for pair in _pairs(tiles)]
-    periods = [pairs[i : i + shape.places] for i in range(0, len(pairs), shape.places)]
-    listed, period_of = [lead], [np.full(len(lead), -1)]
+def _in_periods(tiles: _Tiles, shape: UnitShape, there_at: np.ndarray | None) -> np.ndarray:
+    """The same list in periods, see above. Tiles that see nothing come first: at the end there is a last round to be
+    shared out. The first period begins with tiles that are there."""
+    heads, cohorts = range(shape.heads_kv), _cohorts(tiles)
+    groups = [(group, head) for cohort in cohorts for head in heads for group in cohort]
+    if there_at is not None and cohorts:
+        count = len(cohorts[0])
+        first = [(sorted(group, key=there_at.__getitem__), head) for group, head in groups[:count]]
+        groups[:count] = sorted(first, key=lambda g: there_at[g[0][0]])
+    periods = [groups[i : i + shape.places] for i in range(0, len(groups), shape.places)]
+    empty = np.flatnonzero(tiles.count == 0)
+    listed = [np.column_stack([np.repeat(empty, len(heads)), np.tile(heads, len(empty))]).astype(np.int64)]
+    period_of = [np.full(len(listed[0]), -1)]
     whole = max(len(periods) - _LAST_PERIODS, 0)
     for number, period in enumerate(periods[:whole]):
-        both = [_by_count([(p[side], p[2]) for p in period if p[side] >= 0], tiles) for side in (0, 1)]
-        listed += both
-        period_of += [np.full(len(side), number) for side in both]
-    rest = [(p[side], p[2]) for period in periods[whole:] for p in period for side in (0, 1) if p[side] >= 0]
+        for side in range(max(len(group) for group, _ in period)):
+            units = _by_count([(group[side], head) for group, head in period if len(group) > side], tiles)
+            listed.append(units)
+            period_of.append(np.full(len(units), number))
+    rest = [(tile, head) for period in periods[whole:] for group, head in period for tile in group]
     listed.append(_by_count(rest, tiles))
     period_of.append(np.full(len(rest), whole))
     units = np.concatenate(listed)
     return np.column_stack([units, _walks(units[:, 0], np.concatenate(period_of), tiles, shape.places)])
 
 
-def _pairs(tiles: _Tiles) -> list[tuple[int, int]]:
-    """Each tile once, the longest first, with one that takes about the rest of a period, or -1."""
-    left = sorted(zip(tiles.count.tolist(), range(len(tiles.count))))
-    pairs = []
+def _cohorts(tiles: _Tiles) -> list[list[list[int]]]:
+    """Groups of tiles in cohorts, in each of which they take about as long: first those that fill a period."""
+    tried = [_groups(tiles, beyond) for beyond in _BEYOND]
+    missing = [[tiles.blocks - int(tiles.count[group].sum()) for group in groups] for groups in tried]
+    loss = [fmean([abs(m) if m <= _SLACK else _UNFILLED for m in some]) for some in missing]
+    best = loss.index(min(loss))
+    cohorts: list[list[list[int]]] = [[group for group, m in zip(tried[best], missing[best]) if m <= _SLACK]]
+    short = None
+    for m, group in sorted((m, group) for m, group in zip(missing[best], tried[best]) if m > _SLACK):
+        if short is None or m > short + 2:
+            short = m
+            cohorts.append([])
+        cohorts[-1].append(group)
+    return cohorts if cohorts[0] else cohorts[1:]
+
+
+def _groups(tiles: _Tiles, beyond: int) -> list[list[int]]:
+    """Each tile that sees something once: the longest that is left, and the longest that still fit behind it into a
+    period, which they may exceed by ``beyond`` blocks."""
+    left = sorted((count, tile) for tile, count in enumerate(tiles.count.tolist()) if count)
+    groups = []
     while left:
         count, tile = left.pop()
-        wanted = tiles.blocks - count
-        at = bisect_left(left, (wanted, -1))
-        near = [i for i in (at - 1, at) if 0 <= i < len(left)]
-        best = min(near, key=lambda i: abs(left[i][0] - wanted), default=-1)
-        is_pair = best >= 0 and abs(left[best][0] - wanted) <= _SLACK
-        pairs.append((tile, left.pop(best)[1] if is_pair else -1))
-    return pairs
+        group, room = [tile], tiles.blocks + beyond - count
+        while (at := bisect_left(left, (room + 1, -1))) > 0:
+            count, tile = left.pop(at - 1)
+            group.append(tile)
+            room -= count
+        groups.append(group)
+    return groups
 
 
 def _by_count(units: list[tuple[int, int]], tiles: _Tiles) -> np.ndarray:

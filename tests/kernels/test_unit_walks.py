@@ -16,7 +16,7 @@ from test_kernel_ffa_backward import Case
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, ffa_bwd, unit_walks
-from magi_attention.kernels.arrival_order import Pace, backward_order
+from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
 from magi_attention.kernels.hand_out import starts_of
 from magi_attention.kernels.unit_walks import STEP, UnitShape, with_units
 from magi_attention.native.abi import WALK_BITS
@@ -156,17 +156,45 @@ def test_others_keep_the_order_of_the_plan(mask, tiles):
     assert early.sum() == min(-(-FEW.places // parts), at_once * tiles) and early[: early.sum()].all()
 
 
-def test_the_first_head_keeps_an_order_of_its_own():
-    total, tiles = 128 * 150, 150
-    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    arrivals, base = np.repeat(np.arange(13), 10)[::-1], 128 * 20
-    pace = Pace(np.arange(1, 14) * 1e-3, pair_backward=1e-12, heads=4)
+def test_a_first_order_is_that_of_the_first_section():
+    total, tiles = 128 * 90, 90
+    plan = plan_of(Mask.full(total).slices, total, total)
+    arrivals, base = np.repeat(np.arange(10), 7)[::-1], 128 * 20
+    pace = Pace(np.arange(1, 11) * 1e-3, pair_backward=1e-12, heads=4)
     words = backward_order(plan.words.copy(), pace, arrivals, base)
     own = words[TilePlan(words).header.words_first_order :][:tiles]
     assert own.tolist() != plan.order.tolist()
-    units = units_of(with_units(words, FEW), 3)
+    units = units_of(with_units(words, FEW, there_at(128, pace, arrivals, base)), 3)
     assert units[:tiles, 0].tolist() == own.tolist() and (units[:tiles, 1] == 0).all()
-    assert is_complete(units, tiles, 3) and (units[tiles:, 1] > 0).all()
+    assert units[tiles : 2 * tiles, 0].tolist() == plan.order.tolist() and is_complete(units, tiles, 3)
+
+
+@pytest.mark.parametrize("local", (range(75), range(75, 150), range(40, 110)), ids=("first", "last", "middle"))
+def test_the_first_period_begins_with_what_is_there(local):
+    """As far as it goes: of each pair under a causal mask one tile is local, in the third case of 35 pairs both."""
+    total, tiles = 128 * 150, 150
+    plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
+    when = np.full(tiles, 1e-3)
+    when[list(local)] = -np.inf
+    units = units_of(with_units(plan.words, FEW, when), 3)
+    begin = units[: FEW.places]
+    assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).sum() == (35 if local[0] == 40 else FEW.places)
+    assert is_complete(units, tiles, 3)
+    assert misses(plan, units, FEW.places, 24) < 0.22
+
+
+def test_empty_tiles_begin():
+    """Those that nobody sees, as between local and remote keys: the end is for what can be shared out."""
+    total, tiles = 128 * 150, 151
+    slices = np.array([[0, total, 0, total, 1]])
+    moved = np.array([[0, 6400, 0, 6400, 1], [6400, total, 0, 6400, 0], [6400, total, 6528, total + 128, 1]])
+    plan, apart = plan_of(slices, total, total), plan_of(moved, total, total + 128)
+    units = units_of(with_units(apart.words, FEW), 3)
+    assert is_complete(units, tiles, 3) and units[:3].tolist() == [[50, head, 0] for head in range(3)]
+    behind = units[3:] - np.outer(units[3:, 0] > 50, [1, 0, 0])
+    listed = units_of(with_units(plan.words, FEW), 3)
+    assert abs(misses(apart, units, FEW.places, 24) - misses(plan, listed, FEW.places, 24)) < 0.02
+    assert sorted(behind[:, 0].tolist()) == sorted(listed[:, 0].tolist())
 
 
 @pytest.mark.parametrize(
@@ -187,12 +215,32 @@ def test_sections_of_heads(tiles, heads):
     assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
 
 
-def test_pairs_fill_a_period():
+def test_groups_fill_a_period():
     total = 128 * 100
     tiles = unit_walks._tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
-    pairs = unit_walks._pairs(tiles)
-    assert sorted(t for pair in pairs for t in pair if t >= 0) == list(range(100)) and len(pairs) == 50
-    assert all(abs(tiles.count[list(pair)].sum() - tiles.blocks) <= unit_walks._SLACK for pair in pairs)
+    cohorts = unit_walks._cohorts(tiles)
+    assert sorted(t for cohort in cohorts for group in cohort for t in group) == list(range(100))
+    assert len(cohorts[0]) in (50, 51) and len(cohorts) <= 2 and sum(map(len, cohorts)) <= 51
+    assert all(abs(tiles.count[group].sum() - tiles.blocks) <= unit_walks._SLACK for group in cohorts[0])
+
+
+def test_what_fills_no_period_comes_together():
+    """100 tiles see the last 3/5 of the queries, which no two of them fill; the others, causal, pair up."""
+    total_q, many = 6400, 100 * 128
+    slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
+    plan = plan_of(slices, total_q, total_q + many)
+    tiles, shape = unit_walks._tiles(plan), UnitShape(3, 8, 20, 20)
+    filled, *others = unit_walks._cohorts(tiles)
+    alike = max(others, key=len)
+    assert [len(group) for group in alike].count(1) > 60, "some fill a period with a short one"
+    units = units_of(with_units(plan.words, shape), 3)
+    alone = {group[0] for group in alike}
+    at = [i for i, (tile, *_) in enumerate(units.tolist()) if tile in alone]
+    assert is_complete(units, len(plan.tiles), 3)
+    assert at[-1] - at[0] < len(at) + 2 * shape.places, "but for the periods that they begin and end with"
+    before = misses(plan, in_plan_order(plan.words, shape), shape.places, 24)
+    now = misses(plan, units, shape.places, 24)
+    assert now < before / 1.5, (before, now)
 
 
 @pytest.mark.parametrize(
