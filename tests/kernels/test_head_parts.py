@@ -26,9 +26,13 @@ def parts_of(slices: SliceTable, total: int = 4096, heads=(64, 8), dims=(128, 12
     return head_parts_in_turns(slices, *shapes, lambda: processors)
 
 
-@pytest.mark.parametrize("causal", (False, True))
-def test_one_long_document_among_short_ones(causal):
-    assert parts_of(Mask.varlen(UNEVEN, causal=causal).slices) == 2
+def test_one_long_document_among_short_ones():
+    assert parts_of(Mask.varlen(UNEVEN).slices) == 2
+
+
+def test_not_where_one_tile_is_more_than_an_even_share():
+    """Halves would end sooner by the model, and were measured to be no faster."""
+    assert parts_of(Mask.varlen(UNEVEN, causal=True).slices) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,10 +64,11 @@ def test_what_was_found_is_kept_with_the_mask():
 def test_the_kernel_is_told(in_turns):
     ffa, simulator = backend()
     ffa.runtime.processors = lambda index: 1
-    slices = Mask.varlen([0, 30, 34, 40]).slices
-    case = Case(slices, options=AttnOptions(0.3, deterministic=in_turns), heads=(4, 2))
+    documents = [0, 384, 448, 512]
+    slices = Mask.varlen(documents).slices
+    case = Case(slices, 512, 512, AttnOptions(0.3, deterministic=in_turns), heads=(16, 2))
     ffa.backward(*case.tensors, slices, case.options)
-    ffa.runtime.processors = lambda index: 4
-    again = Mask.varlen([0, 30, 34, 40]).slices
+    ffa.runtime.processors = lambda index: 5
+    again = Mask.varlen(documents).slices
     ffa.backward(*case.tensors, again, case.options)
     assert [c.head_parts for c in simulator.backward_calls] == [0, 2 if in_turns else 0]

@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   extern __shared__ __align__(1024) uint8_t raw[];
   // The last kernel may not even read what is listed before it is.
   const bool is_listed = C::kListed && p.units != nullptr;
-  if (!is_listed) start_next_kernel();
+  // In order it looks at counters that the kernels before this one clear.
+  if (!is_listed && !C::kOrdered) start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || (C::kTold && !has_units(p.plan))) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
   __syncthreads();
   // Where units are listed, rows and list are waited for one by one.
   if (!is_listed) wait_for_kernel_before();
+  if constexpr (C::kOrdered) start_next_kernel();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);

@@ -8,6 +8,7 @@
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
 #include "bwd_finish_listed.cuh"
+#include "bwd_finish_turns.cuh"
 #include "bwd_join_split.cuh"
 #include "bwd_layout.h"
 #include "bwd_list.cuh"
@@ -106,6 +107,8 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   r->turns = reinterpret_cast<int32_t*>(workspace + w.turns);
   k->turns = r->turns;
   k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
+  r->turns_of_block = reinterpret_cast<int2*>(workspace + w.turns_of_block);
+  r->heads_per_section = k->heads_per_section;
   r->passes = C::kPasses;
   r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts;
   k->turns_per_block = k->num_tiles * r->units_per_tile;
@@ -251,8 +254,13 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   const bool beside = remote != nullptr;
   MAGI_RETURN(start_rows<C>(a, k, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
-  if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   const char* doing = "launching the end of the backward";
+  // Where keys arrive the last kernel waits for the main one as a whole: to begin before was not tried there.
+  if (a.deterministic && remote == nullptr) {
+    MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, dim3(k.query_blocks * k.heads_q), kRowThreads, 0, a.stream, r, doing));
+    return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
+  }
+  if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   if constexpr (C::kD == 128 && !C::kWide)
     if (r.units != nullptr)
       return launch_behind(bwd_finish_listed<T>, dim3(kFinishListedCtas * sms), kRowThreads, 0, a.stream,

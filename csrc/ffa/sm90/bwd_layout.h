@@ -52,11 +52,13 @@ BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
 }
 
 // As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it. Where that is one section or two, these
-// are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split.
+// are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split. Where the caller asks for parts,
+// because tiles are uneven, it is one, so that the longest of all heads come first.
 template <typename C>
 int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
   const int64_t tile_parts = bwd_tiles(a) * head_parts, units = tile_parts * a.heads_kv;
   if (units == 0) return 1;
+  if (a.deterministic && a.head_parts > 1) return a.heads_kv;
   const int64_t heads = std::min<int64_t>(std::max<int64_t>((2ll * sms + tile_parts / 2) / tile_parts, 1), a.heads_kv);
   const int64_t small = a.heads_kv % heads * tile_parts, sections = (units + sms) / (2ll * sms);
   if (sections > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots)) return static_cast<int>(heads);
@@ -122,7 +124,7 @@ BwdList bwd_list_layout(const magi_ffa_bwd_params& a) {
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, bytes;
+  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, turns_of_block, bytes;
 };
 
 template <typename C>
@@ -142,7 +144,8 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses;
   w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.bytes = w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0);
+  w.turns_of_block = whole_lines(w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0));
+  w.bytes = w.turns_of_block + (a.deterministic ? 8 * bwd_query_blocks<C>(a) : 0);
   return w;
 }
 

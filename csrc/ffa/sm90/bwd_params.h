@@ -76,7 +76,9 @@ struct BwdRowParams {
   int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
   int32_t* turns;
   int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section
+  int2* turns_of_block;  // how many there are, and a number that grows with the time at which the last one is expected
   int32_t wave, heads_per_part, passes, num_tiles;
+  int32_t heads_per_section;  // kv heads
   int32_t units_per_tile;  // in a section
   int32_t places;          // CTAs of the main kernel, as far as they are counted
   // As in BwdKernelParams, and what is listed with them: the header, what `left` is at the start, blocks of queries in the order in

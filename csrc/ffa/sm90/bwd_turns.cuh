@@ -52,17 +52,20 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
   return time << 16 | min(count, 0xffffu);
 }
 
-// A whole CTA: the turns of all units of a section at one block of queries. Units of the same heads and pass are compared.
+// A whole CTA: the turns of all units of a section at one block of queries. Units of the same heads and pass are compared. And how many
+// there are, which is the same for all heads, and when the last is expected, which is told of the first.
 template <int kThreads, int kQueries>
 __device__ void assign_turns(const BwdRowParams& p, int block) {
   __shared__ uint64_t visits[kMaxTimed];
   __shared__ int before[kMaxTimed];
+  __shared__ int last;
   static_assert(kMaxWave <= kMaxTimed, "a wave is compared");
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
   const int32_t* starts = p.order + 1 + p.num_tiles;
   const int flags = p.order[0], per_tile = p.units_per_tile;
   const int ranks = flags & kTimed ? p.num_tiles : flags & kInWaves ? p.wave : kMaxWave;  // that are compared
   const int kinds = min(per_tile, kMaxTimed / ranks);                                     // at a time
+  if (threadIdx.x == 0) last = 0;
   for (int kind = 0; kind < per_tile; kind += kinds) {
     const int width = min(kinds, per_tile - kind);
     for (int i = threadIdx.x; i < width; i += kThreads) before[i] = 0;
@@ -80,12 +83,14 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
         for (int j = i % width; j < here; j += width)
           if (visits[j] >> 16 < mine >> 16 || (visits[j] >> 16 == mine >> 16 && j < i)) turn += visits[j] & 0xffff;
         p.turns[(static_cast<int64_t>(block) * p.num_tiles + order[first + i / width]) * per_tile + kind + i % width] = turn;
+        if (kind + i % width == 0) atomicMax(&last, min(first, 0x7ff) << 20 | static_cast<int>(min(mine >> 16, static_cast<uint64_t>(0xfffff))));
       }
       __syncthreads();
       for (int i = threadIdx.x; i < width; i += kThreads)
         for (int j = i; j < here; j += width) before[i] += visits[j] & 0xffff;
       __syncthreads();
     }
+    if (kind == 0 && threadIdx.x == 0) p.turns_of_block[block] = make_int2(before[0], last);
   }
 }
 
