@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 GRACE_S = 10.0
@@ -37,7 +38,7 @@ def run_processes(
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="magi_spawn_") as folder:
         procs = [
-            context.Process(target=_rank_main, args=(r, world_size, folder, backend, fn, args), daemon=True)
+            context.Process(target=_rank_main, args=(r, world_size, folder, timeout_s, backend, fn, args), daemon=True)
             for r in range(world_size)
         ]
         try:
@@ -81,7 +82,7 @@ def _collect(folder: str, procs: list, late: list[int], timeout_s: float) -> lis
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, backend: str, fn: Callable[..., Any], args: tuple
+    rank: int, world_size: int, folder: str, timeout_s: float, backend: str, fn: Callable[..., Any], args: tuple
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -93,6 +94,9 @@ def _rank_main(
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        # why: gloo fails on a rank that is still connecting when another, which had nothing to do, has gone
+        store.set(f"joined{rank}", "1")
+        store.wait([f"joined{r}" for r in range(world_size)], timedelta(seconds=timeout_s))
         _write(path, (True, fn(rank, world_size, *args)))
         dist.destroy_process_group()
     except BaseException:
