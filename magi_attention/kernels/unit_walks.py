@@ -8,8 +8,8 @@ that takes as many blocks from the end, backwards, as it has none at the start, 
 it is at block t or n - t, as all are that began with it. It ends at clock n - x, when the tile that sees the blocks
 from n - x on can begin, forwards. So tiles go in *groups* that fill a period of the clock, pairs under a causal mask,
 and as many groups as there are multiprocessors make a *period* of the list: first the ones that begin it, then the
-others in the order in which those end. Tiles with which no period can be filled come behind, those of the same length
-together: they begin and end together. The last periods go by cost, so that all multiprocessors end together.
+others in the order in which those end. Tiles with which no period can be filled come behind, in *cohorts* of about the
+same length, which begin and end together. The last periods go by cost, so that all multiprocessors end together.
 
 Where a section of heads is a period, as at 32K on 132 multiprocessors, or tiles see different ends, as of documents,
 the list is that of the plan's own order, head by head.
@@ -100,7 +100,7 @@ def _in_order(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
     at_once = _heads_per_section(len(tiles.first), shape)
     parts = next(
         (n for n in range(1, shape.group + 1)
-         if not shape.group % n and 10 * n * len(tiles.first) * shape.heads_kv >= 19 * shape.processors),
+         if not shape.group % n and n * len(tiles.first) * shape.heads_kv >= 19 * shape.processors // 10),
         shape.group,
     )  # fmt: skip
     sections = []

@@ -43,24 +43,13 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote
 // Multiprocessors that a call may use.
 inline int bwd_grid(const magi_ffa_bwd_params& a, int sms) { return sms - a.sm_margin > 1 ? sms - a.sm_margin : 1; }
 
+// What is listed, and where units that are split leave their parts, `partials` on.
 template <typename C>
-void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, int sms, BwdKernelParams* k, BwdRowParams* r) {
-  // Gradients of remote keys leave at once, whole.
-  k->head_parts = remote != nullptr ? 1 : bwd_head_parts<C>(a, sms);
-  const BwdWorkspace w = bwd_layout<C>(a, k->head_parts, sms);
+void set_split_units(const magi_ffa_bwd_params& a, const BwdWorkspace& w, bool is_remote, int sms, float* partials, BwdKernelParams* k,
+                     BwdRowParams* r) {
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
-  k->plan = r->plan = a.plan;
-  k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
-  k->stats = r->stats = reinterpret_cast<float*>(workspace + w.stats);
-  k->dq_sum = r->dq_sum = reinterpret_cast<float*>(workspace + w.dq_sum);
-  float* partials = reinterpret_cast<float*>(workspace + w.partials);
-  const bool split = k->head_parts > 1;
-  k->dk_stride_part = bwd_dk_values(a);
-  k->dv_stride_part = bwd_dv_values(a);
-  k->dk = split ? partials : a.dk;
-  k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
   // Beside keys that arrive there is no telling when a tile will be through, so what would be listed stays whole.
-  const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && remote == nullptr;
+  const bool would_list = bwd_lists_units<C>(a, sms), lists = would_list && !is_remote;
   r->units = nullptr;
   k->completion = {};
   if (lists) {
@@ -89,18 +78,12 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->whole_units = static_cast<int32_t>(bwd_tile_units<C>(a)) - units_split.slots;
   k->dk_split = partials;
   k->dv_split = partials + units_split.parts * units_split.values(a.head_dim);
-  r->processors = sms < kMaxWave ? sms : kMaxWave;
-  k->total_q = r->total_q = a.total_q;
-  k->total_k = r->total_k = a.total_k;
-  k->query_blocks = r->query_blocks = static_cast<int32_t>(bwd_query_blocks<C>(a));
-  k->heads_q = r->heads_q = a.heads_q;
-  k->heads_kv = k->head_units = r->heads_kv = a.heads_kv;
-  k->head_dim = r->head_dim = a.head_dim;
-  k->head_dim_v = r->head_dim_v = a.head_dim_v;
-  k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
-  k->heads_per_section = bwd_heads_per_section<C>(a, k->head_parts, sms);
-  k->unit_parts = k->head_parts * C::kPasses;
-  k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
+}
+
+// Where dq is summed in order. Behind the sizes and the units, which it reads.
+template <typename C>
+void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k, BwdRowParams* r) {
+  uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
   const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
   k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
   k->turn_flags = r->turn_flags = a.deterministic ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
@@ -113,6 +96,38 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts;
   k->turns_per_block = k->num_tiles * r->units_per_tile;
   r->places = bwd_grid(a, sms) < kMaxWave ? bwd_grid(a, sms) : kMaxWave;
+}
+
+template <typename C>
+void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, int sms, BwdKernelParams* k, BwdRowParams* r) {
+  // Gradients of remote keys leave at once, whole.
+  k->head_parts = remote != nullptr ? 1 : bwd_head_parts<C>(a, sms);
+  const BwdWorkspace w = bwd_layout<C>(a, k->head_parts, sms);
+  uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
+  k->plan = r->plan = a.plan;
+  k->workspace = r->workspace = reinterpret_cast<int32_t*>(workspace);
+  k->stats = r->stats = reinterpret_cast<float*>(workspace + w.stats);
+  k->dq_sum = r->dq_sum = reinterpret_cast<float*>(workspace + w.dq_sum);
+  float* partials = reinterpret_cast<float*>(workspace + w.partials);
+  const bool split = k->head_parts > 1;
+  k->dk_stride_part = bwd_dk_values(a);
+  k->dv_stride_part = bwd_dv_values(a);
+  k->dk = split ? partials : a.dk;
+  k->dv = split ? partials + k->head_parts * k->dk_stride_part : a.dv;
+  set_split_units<C>(a, w, remote != nullptr, sms, partials, k, r);
+  r->processors = sms < kMaxWave ? sms : kMaxWave;
+  k->total_q = r->total_q = a.total_q;
+  k->total_k = r->total_k = a.total_k;
+  k->query_blocks = r->query_blocks = static_cast<int32_t>(bwd_query_blocks<C>(a));
+  k->heads_q = r->heads_q = a.heads_q;
+  k->heads_kv = k->head_units = r->heads_kv = a.heads_kv;
+  k->head_dim = r->head_dim = a.head_dim;
+  k->head_dim_v = r->head_dim_v = a.head_dim_v;
+  k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
+  k->heads_per_section = bwd_heads_per_section<C>(a, k->head_parts, sms);
+  k->unit_parts = k->head_parts * C::kPasses;
+  k->units_per_section = k->num_tiles * k->heads_per_section * k->unit_parts;
+  set_turns<C>(a, w, sms, k, r);
   k->group = a.heads_q / a.heads_kv;
   k->heads_per_part = r->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;

@@ -51,9 +51,10 @@ BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
 }
 
-// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it. Where that is one section or two, these
-// are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split. Where the caller asks for parts,
-// because tiles are uneven, it is one, so that the longest of all heads come first.
+// As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it. Where that is one section or
+// two, these are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split. Where the
+// caller asks for parts, because tiles are uneven, it is one, so that the longest of all heads come first.
+// Lists of wide steps have the same rule, but for what is split, in magi_attention/kernels/unit_walks.py.
 template <typename C>
 int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
   const int64_t tile_parts = bwd_tiles(a) * head_parts, units = tile_parts * a.heads_kv;

@@ -206,7 +206,8 @@ typedef struct {
   int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
   int32_t query_block;   /* queries of a step: 64; or 80, faster where keys see thousands, for head dims of 65 to 128 without
                             softcap. 80 and not deterministic: the plan must have words_units */
-  int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to the library */
+  int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to
+                            the library. In order, more than one says that tiles are uneven: the longest of all heads come first */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
