@@ -270,8 +270,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   MAGI_RETURN(start_rows<C>(a, k, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   const char* doing = "launching the end of the backward";
-  // Where keys arrive the last kernel waits for the main one as a whole: to begin before was not tried there.
-  if (a.deterministic && remote == nullptr) {
+  if (a.deterministic) {
     MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, dim3(k.query_blocks * k.heads_q), kRowThreads, 0, a.stream, r, doing));
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }
