@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from masks import NAMES, Case, make_case  # noqa: E402
-from peers import OURS_PUBLIC, Unfit, available  # noqa: E402
+from peers import OURS_PUBLIC, Unfit, available, installed_peers  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
@@ -243,6 +243,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "peers": installed_peers(),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -9,6 +9,7 @@ run does it once per mask. ``Unfit`` says why an implementation cannot run a cas
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -123,8 +124,26 @@ def _has(module: str) -> bool:
         return False
 
 
+# Distributions whose versions say which public kernels were timed.
+_DISTRIBUTIONS = ("flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl")
+
+
+def installed_peers() -> dict[str, str]:
+    """Versions of the peers that do not come with torch, of those that are installed."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def available(no_peers: bool = False) -> dict[str, Make]:
-    """Implementations by name, ours first. Nothing of a peer is imported unless it is there."""
+    """Implementations by name, ours first. Nothing of a peer is imported unless it is there.
+
+    FlashAttention-4 comes with ``pip install --pre flash-attn-4 "nvidia-cutlass-dsl[cu13]"``.
+    """
     found: dict[str, Make] = {"magi": _ours}
     if no_peers:
         return found

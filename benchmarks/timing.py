@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,11 +27,13 @@ def reason_of(failure: Exception) -> str:
 def interleaved_us(
     calls: Mapping[str, Call], repeats: int, failed: dict[str, str], lead_cycles: int = LEAD_CYCLES
 ) -> dict[str, list[float]]:
-    """Microseconds of each call, ``repeats`` times round robin, so that clocks and heat drift for all alike.
+    """Microseconds of each call, ``repeats`` times each in turns, so that clocks and heat drift for all alike.
 
-    Before each, a buffer larger than the L2 cache is written, and the GPU waits until the host has launched, so
-    the host's share is not counted: of nobody, also where it is large. A call that raises, out of memory for one,
-    leaves the round and the result, and has its reason in ``failed``.
+    Each round has an order of its own, drawn with seed 0: at the power limit a call that always follows the one that
+    leaves the chip coolest is faster by 3 to 9% than by chance (docs/notes/ffa_backward.md). Before each, a buffer
+    larger than the L2 cache is written, and the GPU waits until the host has launched, so the host's share is not
+    counted: of nobody, also where it is large. A call that raises, out of memory for one, leaves the round and the
+    result, and has its reason in ``failed``.
     """
     calls = dict(calls)
 
@@ -48,8 +51,9 @@ def interleaved_us(
             attempt(name)
         torch.cuda.synchronize()
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    draw = random.Random(0)
     for _ in range(repeats):
-        for name in list(calls):
+        for name in draw.sample(list(calls), len(calls)):  # a copy, as calls may leave
             first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             torch.cuda._sleep(lead_cycles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,6 +206,18 @@ def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
     times = timing.interleaved_us({"good": lambda: None, "early": early, "late": late}, 5, failed, 77)
     assert times == {"good": [250.0] * 5} and set(slept) == {77}
     assert failed == {"early": "OutOfMemoryError: no memory", "late": "RuntimeError: launch failed"}
+
+
+def test_no_call_always_follows_the_same_one(monkeypatch):
+    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
+    cuda = SimpleNamespace(synchronize=lambda: None, Event=FakeEvent, _sleep=lambda _: None)
+    monkeypatch.setattr(timing.torch, "cuda", cuda)
+    order: list[str] = []
+    timing.interleaved_us({n: partial(order.append, n) for n in "abc"}, 8, {})
+    rounds = [order[i : i + 3] for i in range(0, 24, 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert {p for p, n in zip(order, order[1:]) if n == "a"} >= {"b", "c"}
 
 
 def stub_run(monkeypatch, direction, makers):

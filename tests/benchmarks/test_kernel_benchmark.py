@@ -171,6 +171,11 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "a" / "run.png").stat().st_size > 1000
 
 
+def test_versions_of_the_peers_that_are_installed(monkeypatch):
+    monkeypatch.setattr(peers, "_DISTRIBUTIONS", ("pytest", "no-such-kernels"))
+    assert peers.installed_peers() == kernel.environment()["peers"] == {"pytest": pytest.__version__}
+
+
 def test_summary():
     got = timing.summary([float(x) for x in range(1, 22)])
     assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
