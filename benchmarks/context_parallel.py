@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -95,7 +96,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-size", type=parse_size, help="of our dispatch; by default as small as balance within 2%% needs")
     add("--warm-up", type=int, default=2, help="iterations that are not timed (2)")
     add("--heat-up", type=float, default=0.0, help="seconds of work before an implementation is timed (0)")
-    add("--rounds", type=odd, default=1, help="turns of the implementations, so that all are as hot; an odd number (1)")
+    turns = "turns of the implementations, each in an order of its own, so that all are as hot; an odd number (1)"
+    add("--rounds", type=odd, default=1, help=turns)
     add("--repeats", type=int, default=20, help="iterations timed by events (20)")
     add("--wall-repeats", type=int, default=5, help="rows of layers timed by the wall clock (5)")
     add("--wall-layers", type=int, default=8, help="layers in a row (8)")
@@ -295,7 +297,8 @@ def run_size(bench: Bench, mask: str, tokens: int, names: Sequence[str]) -> list
     for case in make_cases(mask, tokens * bench.world, options.packs, options.seed):
         found: dict[str, list[dict]] = {name: [] for name in names}
         for turn in range(options.rounds):
-            for cell in cells:
+            # Later ones in another order, alike on all ranks, or one would always follow what leaves the chips cool.
+            for cell in random.Random(turn).sample(cells, len(cells)) if turn else cells:
                 if cell.reason is None and bench.is_late():
                     cell.reason = f"not begun within the time limit of {options.time_limit:g} s"
                 if cell.reason is not None:

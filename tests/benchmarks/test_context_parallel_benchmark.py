@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,6 +268,22 @@ def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
         check_cell(cell)
     if pytest.importorskip("matplotlib"):
         assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_later_rounds_are_in_another_order(monkeypatch):
+    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(context_parallel, "measure", lambda _, name, case, compares: seen.append((name, compares)))
+    monkeypatch.setattr(context_parallel, "median_of_rounds", len)
+    monkeypatch.setattr(cp_report.Cell, "summarise", lambda self: None)
+    options = SimpleNamespace(rounds=3, packs=1, seed=1, no_check=False, time_limit=1.0)
+    bench = SimpleNamespace(options=options, world=1, is_late=lambda: False, release=lambda: None)
+    names = ["one_gpu", "ring", "ulysses", "all_gather"]
+    cells = context_parallel.run_size(bench, "full", 64, names)
+    assert [c.packs for c in cells] == [[3]] * 4 and [c.name for c in cells] == names
+    rounds = [seen[i : i + 4] for i in range(0, 12, 4)]
+    assert rounds[0] == [(n, True) for n in names]
+    assert all(sorted(r) == sorted((n, False) for n in names) for r in rounds[1:])
+    assert len({tuple(name for name, _ in r) for r in rounds}) == 3
 
 
 def check_cell(cell: dict) -> None:
