@@ -142,7 +142,7 @@ def installed_peers() -> dict[str, str]:
 def available(no_peers: bool = False) -> dict[str, Make]:
     """Implementations by name, ours first. Nothing of a peer is imported unless it is there.
 
-    FlashAttention-4 comes with ``pip install --pre flash-attn-4 "nvidia-cutlass-dsl[cu13]"``.
+    FlashAttention-4 comes with ``pip install --pre "flash-attn-4[cu13]"``.
     """
     found: dict[str, Make] = {"magi": _ours}
     if no_peers:

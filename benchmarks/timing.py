@@ -29,11 +29,10 @@ def interleaved_us(
 ) -> dict[str, list[float]]:
     """Microseconds of each call, ``repeats`` times each in turns, so that clocks and heat drift for all alike.
 
-    Each round has an order of its own, drawn with seed 0: at the power limit a call that always follows the one that
-    leaves the chip coolest is faster by 3 to 9% than by chance (docs/notes/ffa_backward.md). Before each, a buffer
-    larger than the L2 cache is written, and the GPU waits until the host has launched, so the host's share is not
-    counted: of nobody, also where it is large. A call that raises, out of memory for one, leaves the round and the
-    result, and has its reason in ``failed``.
+    Each round has an order of its own, drawn with seed 0, so that none always follows the one that leaves the chip
+    coolest, which counts at the power limit. Before each, a buffer larger than the L2 cache is written, and the GPU
+    waits until the host has launched, so the host's share is not counted: of nobody, also where it is large. A call
+    that raises, out of memory for one, leaves the round and the result, and has its reason in ``failed``.
     """
     calls = dict(calls)
 

@@ -2,8 +2,9 @@
 // The last kernel of the backward where dq is summed in order: it rounds each block when all have added to it, while others are still
 // at work.
 //
-// None of its CTAs starts before all CTAs of the main kernel have their places, and these wait for nobody here. Blocks are
-// taken up in the order in which they should be complete, those of the heads that come first before the others.
+// None of its CTAs starts before all CTAs of the main kernel have their places, and these wait for nobody here; nor do other ranks,
+// for whose keys they may wait: what sends those was launched ahead of the main kernel of its rank. Blocks are taken up in the
+// order in which they should be complete, those of the heads that come first before the others.
 #pragma once
 
 #include "bwd_finish.cuh"
