@@ -100,7 +100,7 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
 //
 // What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have got to the place in L2 where the next
 // tile adds. Without a release some additions come before the one that they should follow, and some are lost to the store of the first
-// (docs/notes/ffa_backward.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
+// (docs/notes/ffa_backward_turns.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
 // before the count has been seen.
 template <typename C>
 __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
