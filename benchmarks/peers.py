@@ -34,10 +34,14 @@ def our_backend():
     return backend
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
-    backend = our_backend()
+def forward_of(backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    """``forward_final`` of a backend."""
     options, slices = AttnOptions(q.shape[2] ** -0.5), case.mask.slices
     return lambda: backend.forward_final(q, k, v, slices, options)[0]
+
+
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    return forward_of(our_backend(), q, k, v, case)
 
 
 def _ours_public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:

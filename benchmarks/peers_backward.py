@@ -14,16 +14,19 @@ from masks import Case
 from peers import Make, our_backend
 
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import FfaBackend
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Case], Callable[[], Grads]]
 
 
 class OurGradients:
-    """``backward_final`` of our backend, with ``is_both`` after a ``forward_final`` in the same call."""
+    """``backward_final`` of ``backend``, by default ours; with ``is_both`` after its ``forward_final``, in one call."""
 
-    def __init__(self, q, k, v, dout, case: Case, is_both: bool, deterministic: bool = False) -> None:
-        self._backend = our_backend()
+    def __init__(
+        self, q, k, v, dout, case: Case, is_both: bool, deterministic: bool = False, backend: FfaBackend | None = None
+    ) -> None:
+        self._backend = backend or our_backend()
         self._tensors, self._dout, self._slices = (q, k, v), dout, case.mask.slices
         self._options = AttnOptions(q.shape[2] ** -0.5, deterministic=deterministic)
         self._final = None if is_both else self._forward()

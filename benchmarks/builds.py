@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds of our own kernel library beside each other: what does a change to a kernel cost or gain?
+
+    python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
+                                [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
+
+All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
+when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
+table has TFLOP/s of the first build and the speed of the others over it. Files may be compressed by gzip; a build is
+named by its file, or by its folder where files have the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+from kernel import FLOPS_PER_PAIR, Result, list_of, make_inputs, parse_size, prepare  # noqa: E402
+from masks import NAMES, Case, make_case  # noqa: E402
+from peers import forward_of  # noqa: E402
+from peers_backward import OurGradients  # noqa: E402
+from timing import interleaved_us, summary  # noqa: E402
+
+from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
+from magi_attention.native.ffa import FfaLibrary  # noqa: E402
+from magi_attention.native.loader import load  # noqa: E402
+from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
+
+
+def names_of(files: Sequence[Path]) -> dict[str, Path]:
+    """A name for each file: the first part of its own name, or its folder's where that is not enough."""
+    names = [f.name.partition(".")[0] for f in files]
+    if len(set(names)) < len(files):
+        names = [f.resolve().parent.name for f in files]
+    if len(set(names)) < len(files):
+        raise SystemExit("Two builds have the same file name and folder name; rename one.")
+    return dict(zip(names, files))
+
+
+def backend_of(file: Path, folder: Path) -> FfaBackend:
+    """A backend of its own for the library in ``file``, which is put into the empty ``folder`` first."""
+    folder.mkdir()
+    target = folder / library_file(FFA_SM90)
+    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as source, open(target, "wb") as to:
+        shutil.copyfileobj(source, to)
+    return FfaBackend(FfaLibrary(load(FFA_SM90, folder)))
+
+
+def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> dict:
+    """By name what ``kernel.prepare`` wants; with ``--turns`` each build a second time, as NAME+turns."""
+    if options.direction == "forward":
+        return {n: lambda q, k, v, case, b=b: forward_of(b, q, k, v, case) for n, b in backends.items()}
+    found = {}
+    for n, b in backends.items():
+        for is_ordered in (False, True) if options.turns else (False,):
+            found[n + "+turns" * is_ordered] = lambda q, k, v, dout, case, b=b, d=is_ordered: OurGradients(
+                q, k, v, dout, case, is_both=False, deterministic=d, backend=b
+            )
+    return found
+
+
+def measure(case: Case, makers: dict, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
+    """Median microseconds of each build that is right on the case, and why the others have none."""
+    is_forward = options.direction == "forward"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
+    results = {n: Result(case.name, case.seqlen, n, direction=options.direction) for n in makers}
+    calls = prepare(case, tensors, makers, results)
+    failed = {n: r.reason for n, r in results.items() if r.reason}
+    times = interleaved_us(calls, options.repeats, failed)
+    return {n: summary(t)["median_us"] for n, t in times.items()}, failed
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("builds", type=Path, nargs="+", metavar="LIBRARY", help="the first is what the others are compared with")
+    add("--direction", choices=("forward", "backward"), default="backward")
+    add("--turns", action="store_true", help="backward: also with dq summed in a fixed order")
+    add("--masks", type=list_of(str, NAMES), default=["full", "causal"], metavar="A,B", help=", ".join(NAMES))
+    add("--seqlens", type=list_of(parse_size), default="4K,16K", metavar="4K,16K", help="4K,16K")
+    add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
+    add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
+    add("--dtype", choices=("bf16", "fp16"), default="bf16")
+    add("--samples", type=int, default=1, help="draws of the documents of varlen masks (1)")
+    add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.turns and options.direction == "forward":
+        parser.error("--turns is for --direction backward.")
+    missing = [str(f) for f in options.builds if not f.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}.")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU to time anything on.")
+    with tempfile.TemporaryDirectory() as folder:
+        files = names_of(options.builds)
+        makers = makers_of({n: backend_of(f, Path(folder) / n) for n, f in files.items()}, options)
+    reference, *others = makers
+    print(f"{'mask':<24}{'seqlen':>8}  {reference:>10}" + "".join(f"  {n:>10}" for n in others), flush=True)
+    is_wrong = False
+    for mask in options.masks:
+        for seqlen in options.seqlens:
+            ratios: dict[str, list[float]] = {n: [] for n in others}
+            speeds = []
+            for sample in range(options.samples if mask.startswith("varlen") else 1):
+                case = make_case(mask, seqlen, sample)
+                us, failed = measure(case, makers, options)
+                for n, reason in failed.items():
+                    print(f"{n} on {mask}, {seqlen} tokens, draw {sample}: {reason}", flush=True)
+                    is_wrong = True
+                if reference in us:
+                    pairs = case.mask.area * options.heads[0] * options.head_dim
+                    speeds.append(FLOPS_PER_PAIR[options.direction] * pairs / us[reference] / 1e6)
+                    for n in us.keys() & ratios.keys():
+                        ratios[n].append(us[reference] / us[n])
+            cells = [f"{fmean(speeds):.1f}" if speeds else "-"]
+            cells += [f"{fmean(r):.3f}" if r else "-" for r in ratios.values()]
+            print(f"{mask:<24}{seqlen:>8}" + "".join(f"  {c:>10}" for c in cells), flush=True)
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
