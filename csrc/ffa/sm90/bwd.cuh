@@ -28,9 +28,15 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
     if (uniform(unit.z) > 0) {
       mbar_wait(smem.q_full(worker.ring.slot), worker.ring.phase);  // the words of the step come before it
-      uint32_t rest_of = C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
-      while (worker.step(dk, dv, rest, rest_of)) {}
-      if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+      if constexpr (C::kWide) {
+        __syncwarp();
+        uint32_t keys = worker.rows_of(smem.k());
+        while (worker.step_wide(dk, dv, keys)) {}
+      } else {
+        uint32_t rest_of = C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
+        while (worker.step(dk, dv, rest, rest_of)) {}
+        if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+      }
     }
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.

@@ -43,18 +43,22 @@ struct StepWorker {
   static constexpr int kRest = C::kDqValues - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kFlying = !C::kCapped && !C::kWide && C::kStages > 1;
-  // The first products for dK, of 16 queries each, are asked for before the barrier, so that there is work behind it.
-  static constexpr int kEarlyDk = C::kWide ? 1 : 0;
   // dP is asked for when the scores are there, not before: 1 to 2% faster (docs/notes/ffa_backward.md). Not measured for other head
   // dims, nor for narrow steps in turns.
   static constexpr bool kScoresFirst = C::kD == 128 && (!C::kOrdered || C::kWide);
+  // Masks are laid on before that. The branch around them ends a block of machine code, and behind dP it would keep ptxas from
+  // spreading its products among the exponentials.
+  static constexpr bool kMaskFirst = kScoresFirst && !C::kCapped;
+  static constexpr int kEarlyDeltas = 2;  // pairs, loaded while dP is still being made
   using DqRest = float[kRest > 0 ? kRest : 1];
+  using Stats = float2[C::kQueries / 8];  // of the queries of a thread's columns
 
   const BwdKernelParams& p;
   const BwdSmem<C>& smem;
   Ring<C::kStages> ring;
   static constexpr uint32_t kDsSlot = 1;    // of this step
-  static constexpr uint32_t kReadingQ = 2;  // the multiplication for dK of the step before is under way
+  // Of the step before: the multiplication for dK is under way; or, in wide steps, its share of dq has not been announced.
+  static constexpr uint32_t kUnfinished = 2;
   uint32_t flags = 0;                       // and from bit 2 on the number of units so far
 
   __device__ __forceinline__ Turns turns() const { return Turns{flags >> 2 & 3}; }
@@ -66,10 +70,14 @@ struct StepWorker {
 
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s) : p(params), smem(s) {}
 
+  // This warpgroup's 64 rows of K or V as the first operand.
+  __device__ __forceinline__ uint32_t rows_of(uint32_t keys) const {
+    return uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
+  }
+
   // S^T = K Q^T, or dP^T = V dO^T: this warpgroup's 64 rows by all queries of the step.
-  __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t keys, uint32_t queries) const {
+  __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t a, uint32_t queries) const {
     using Mma = Wgmma<typename C::T, C::kQueries, 0>;
-    const uint32_t a = uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
     const uint32_t b = uniform(operand_low(queries, 16));
 #pragma unroll
     for (int step = 0; step < C::kD / 16; ++step) {
@@ -105,6 +113,11 @@ struct StepWorker {
     }
   }
 
+  // What this warpgroup needs to know of the step.
+  __device__ __forceinline__ int words() const {
+    return uniform(lds_int(smem.step(ring.slot) + 4 + thread_again() / 128 * 4));
+  }
+
   // -inf where a key does not see a query.
   __device__ __forceinline__ void mask(Scores& s, int what) const {
     const int thread = thread_again() - 128;
@@ -120,7 +133,7 @@ struct StepWorker {
 #pragma unroll
       for (int i = 0; i < C::kQueries / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
     }
-    if (what & kMasked) mask(s, what);
+    if (!kMaskFirst && what & kMasked) mask(s, what);
     const uint32_t stats = smem.stats(ring.slot) + thread_again() % 4 * 8;
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
@@ -139,26 +152,29 @@ struct StepWorker {
     }
   }
 
+  __device__ __forceinline__ uint32_t deltas_at() const {
+    return smem.stats(ring.slot) + 4 * C::kQueries + thread_again() % 4 * 8;
+  }
+
   // dS^T, packed, from P^T and dP^T.
-  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp, Packed& packed) const {
-    const uint32_t stats = smem.stats(ring.slot) + 4 * C::kQueries + thread_again() % 4 * 8;
+  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp, const Stats& deltas, Packed& packed) const {
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
-      const float2 delta = lds_float2(stats + j * 32);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
-        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - delta.x), x.y * (dp[4 * j + 2 * r + 1] - delta.y));
+        packed[2 * j + r] =
+            pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - deltas[j].x), x.y * (dp[4 * j + 2 * r + 1] - deltas[j].y));
       }
     }
   }
 
-  // The same from the factors in s.
-  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, Packed& packed) const {
-    const uint32_t stats = smem.stats(ring.slot) + 4 * C::kQueries + thread_again() % 4 * 8;
+  // The same from the factors in s; all but the first deltas are loaded here, for want of registers.
+  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, const float2 (&first)[kEarlyDeltas], Packed& packed) const {
+    const uint32_t stats = deltas_at();
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
-      const float2 delta = lds_float2(stats + j * 32);
+      const float2 delta = j < kEarlyDeltas ? first[j] : lds_float2(stats + j * 32);
       packed[2 * j] = pack_pair<typename C::T>(s[4 * j] * (dp[4 * j] - delta.x), s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
       packed[2 * j + 1] =
           pack_pair<typename C::T>(s[4 * j + 2] * (dp[4 * j + 2] - delta.x), s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
@@ -196,21 +212,19 @@ struct StepWorker {
   }
 
   // This warpgroup's share of dq to where the feeding side takes it up.
-  __device__ __forceinline__ void hand_over_dq(const Dq& dq, int what) const {
-    const uint32_t share = C::kShares == 2 ? uniform(thread_again() / 128 - 1) : 0;
-    if constexpr (C::kDqOverDs)
-      named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
-    else
-      mbar_wait(smem.dq_empty(share), flags & kDsSlot ^ 1);
+  __device__ __forceinline__ void leave_dq(const Dq& dq) const {
     const uint32_t at = smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
 #pragma unroll
     for (int i = 0; i < C::kDqValues / 4; ++i) sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  __device__ __forceinline__ uint32_t share() const { return C::kShares == 2 ? uniform(thread_again() / 128 - 1) : 0; }
+
+  __device__ __forceinline__ void announce_dq() const {
+    const uint32_t full = smem.dq_full(share());
     fence_async_proxy();
     __syncwarp();
-    if (elect_one()) {
-      if constexpr (C::kShares == 2) sts_int(smem.dq_number(share), dq_block() | (what & kUnitEnds ? kLastShares : 0));
-      mbar_arrive(smem.dq_full(share));
-    }
+    if (elect_one()) mbar_arrive(full);
   }
 
   __device__ __forceinline__ void release_q_before() const {
@@ -220,7 +234,7 @@ struct StepWorker {
   __device__ __forceinline__ void scores_are_there(Scores& s) const {
     wgmma_wait<kScoresFirst ? 0 : 1>();
     keep_in_place(s);
-    if (kFlying && flags & kReadingQ) release_q_before();
+    if (kFlying && flags & kUnfinished) release_q_before();
   }
 
   // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
@@ -231,38 +245,39 @@ struct StepWorker {
     mbar_wait(smem.q_full(ring.slot), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows(s, smem.k(), smem.q(ring.slot));
+    multiply_rows(s, rows_of(smem.k()), smem.q(ring.slot));
     wgmma_commit();
-    if constexpr (kScoresFirst) scores_are_there(s);
+    int what = 0;
+    if constexpr (kScoresFirst) {
+      what = words();
+      scores_are_there(s);
+    }
+    if (kMaskFirst && what & kMasked) mask(s, what);
     mbar_wait(smem.do_full(ring.slot), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows(dp, smem.v(), smem.dout(ring.slot));
+    multiply_rows(dp, rows_of(smem.v()), smem.dout(ring.slot));
     wgmma_commit();
     if constexpr (C::kDirectDq) {
       add_rest(rest, rest_of);
       rest_of = dq_block();
     }
-    const int what = uniform(lds_int(smem.step(ring.slot) + 4 + thread_again() / 128 * 4));
-    if constexpr (!kScoresFirst) scores_are_there(s);
+    if constexpr (!kScoresFirst) {
+      what = words();
+      scores_are_there(s);
+    }
     exponentiate(s, packed_p, what);
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.slot));
     wgmma_commit();
+    float2 deltas[kEarlyDeltas];
+#pragma unroll
+    for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
     wgmma_wait<1>();
     keep_in_place(dp);
-    if constexpr (C::kWide)
-      score_grads(packed_p, dp, packed_ds);
-    else
-      score_grads(s, dp, packed_ds);
-    if constexpr (kEarlyDk > 0) {
-      wgmma_fence();
-      multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
-      wgmma_commit();
-    }
+    score_grads(s, dp, deltas, packed_ds);
     const uint32_t ds = smem.ds(flags & kDsSlot);
     if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
-    if constexpr (C::kWide) mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
     store_ds(packed_ds, ds);
     fence_async_proxy();
     named_barrier(kDsBarrier, 128 * C::kGroups);
@@ -270,22 +285,27 @@ struct StepWorker {
     wgmma_fence();
     multiply_dq(dq, ds);
     wgmma_commit();
-    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
+    multiply_grad(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    if (C::kWide && elect_one()) mbar_arrive(smem.ds_empty());
     if constexpr (!C::kDirectDq) {
-      hand_over_dq(dq, what);
+      if constexpr (C::kDqOverDs)
+        named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
+      else
+        mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+      leave_dq(dq);
+      announce_dq();
     } else {
+      // Ahead of the additions: they hold their registers until they are on their way, and nothing that takes one of these could go on.
+#pragma unroll
+      for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
       float* at = dq_address(rest_of);
 #pragma unroll
       for (int i = 0; i < kNow; ++i)
         add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-#pragma unroll
-    for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
     if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
     if constexpr (!kFlying) {
       wgmma_wait<0>();
@@ -294,7 +314,72 @@ struct StepWorker {
       if (elect_one()) mbar_arrive(smem.q_empty(ring.slot));
     }
     ring.advance();
-    flags = (flags | kReadingQ) ^ kDsSlot;
+    flags = (flags | kUnfinished) ^ kDsSlot;
+    return !(what & kUnitEnds);
+  }
+
+  // A wide step. Q of the step is there, and `keys` are this warpgroup's rows of K. Whatever it needs to look up or to wait for is asked
+  // for while products are made: between them the tensor cores would be idle. For the same reason a share of dq is announced in the next
+  // step, or in `finish`: the fence ahead of that waits for the stores, several hundred clocks while dK is made.
+  __device__ __forceinline__ bool step_wide(Grad& dk, Grad& dv, uint32_t& keys) {
+    Scores s, dp;
+    Packed packed_p, packed_ds;
+    Stats deltas;
+    wgmma_fence();
+    multiply_rows(s, keys, smem.q(ring.slot));
+    wgmma_commit();
+    if (flags & kUnfinished) announce_dq();
+    const int what = words();
+    const uint32_t values = rows_of(smem.v());
+    mbar_wait(smem.do_full(ring.slot), ring.phase);
+    __syncwarp();
+    scores_are_there(s);
+    if (what & kMasked) mask(s, what);
+    wgmma_fence();
+    multiply_rows(dp, values, smem.dout(ring.slot));
+    wgmma_commit();
+    exponentiate(s, packed_p, what);
+#pragma unroll
+    for (int j = 0; j < C::kQueries / 8; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
+    wgmma_fence();
+    multiply_grad(dv, packed_p, smem.dout(ring.slot));
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dp);
+    score_grads(packed_p, dp, deltas, packed_ds);
+    // One product for dK before the barrier, so that there is work behind it.
+    wgmma_fence();
+    multiply_grad<0, 1>(dk, packed_ds, smem.q(ring.slot));
+    wgmma_commit();
+    mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
+    store_ds(packed_ds, smem.ds(0));
+    fence_async_proxy();
+    named_barrier(kDsBarrier, 128 * C::kGroups);
+    Dq dq;
+    wgmma_fence();
+    multiply_dq(dq, smem.ds(0));
+    wgmma_commit();
+    multiply_grad<1>(dk, packed_ds, smem.q(ring.slot));
+    wgmma_commit();
+    const uint32_t part = share(), number = dq_block() | (what & kUnitEnds ? kLastShares : 0);
+    mbar_wait(smem.dq_empty(part), flags & kDsSlot ^ 1);
+    wgmma_wait<1>();
+    keep_in_place(dq);
+    if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
+    if (elect_one()) mbar_arrive(smem.ds_empty());
+    leave_dq(dq);
+    if (C::kShares == 2 && elect_one()) sts_int(smem.dq_number(part), number);
+    if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
+    const uint32_t slot = ring.slot;
+    ring.advance();
+    flags = (flags | kUnfinished) ^ kDsSlot;
+    if (!(what & kUnitEnds)) mbar_wait(smem.q_full(ring.slot), ring.phase);
+    __syncwarp();
+    keys = rows_of(smem.k());  // anew, which takes no register all the while
+    wgmma_wait<0>();
+    keep_in_place(dk);
+    keep_in_place(dv);
+    if (elect_one()) mbar_arrive(smem.q_empty(slot));
     return !(what & kUnitEnds);
   }
 
@@ -302,8 +387,9 @@ struct StepWorker {
     wgmma_wait<0>();
     keep_in_place(dk);
     keep_in_place(dv);
-    if (kFlying && flags & kReadingQ) release_q_before();
-    flags &= ~kReadingQ;
+    if (C::kWide && flags & kUnfinished) announce_dq();
+    if (kFlying && flags & kUnfinished) release_q_before();
+    flags &= ~kUnfinished;
   }
 };
 
