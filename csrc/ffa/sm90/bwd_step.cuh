@@ -49,7 +49,9 @@ struct StepWorker {
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind dP it would keep ptxas from
   // spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kCapped;
-  static constexpr int kEarlyDeltas = 2;  // pairs, loaded while dP is still being made
+  // Narrow steps in turns are as they were before these two: with both they took 2% to 7% longer (docs/notes/ffa_backward_turns.md).
+  static constexpr bool kByWords = C::kOrdered && !C::kWide;
+  static constexpr int kEarlyDeltas = C::kOrdered ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
   using DqRest = float[kRest > 0 ? kRest : 1];
   using Stats = float2[C::kQueries / 8];  // of the queries of a thread's columns
 
@@ -70,6 +72,10 @@ struct StepWorker {
 
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s) : p(params), smem(s) {}
 
+  __device__ __forceinline__ static uint64_t along(uint32_t low, int step) {
+    return kByWords ? operand_by_words(low, step) : operand(low, step);
+  }
+
   // This warpgroup's 64 rows of K or V as the first operand.
   __device__ __forceinline__ uint32_t rows_of(uint32_t keys) const {
     return uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
@@ -82,7 +88,7 @@ struct StepWorker {
 #pragma unroll
     for (int step = 0; step < C::kD / 16; ++step) {
       const int in_atom = (step % 4) * 32, atom = step / 4;
-      Mma::ss(s, operand(a, (atom * C::kKeys * 128 + in_atom) / 16), operand(b, (atom * C::kQueries * 128 + in_atom) / 16),
+      Mma::ss(s, along(a, (atom * C::kKeys * 128 + in_atom) / 16), along(b, (atom * C::kQueries * 128 + in_atom) / 16),
               step > 0);
     }
   }
@@ -93,7 +99,7 @@ struct StepWorker {
     using Mma = Wgmma<typename C::T, C::kOut, 1>;
     const uint32_t b = uniform(operand_low(queries + pass() * (C::kOut / 64) * C::kQueries * 128, C::kQueries * 128));
 #pragma unroll
-    for (int step = kFrom; step < kTo; ++step) Mma::rs(grad, packed + 4 * step, operand(b, step * 2048 / 16), 1);
+    for (int step = kFrom; step < kTo; ++step) Mma::rs(grad, packed + 4 * step, along(b, step * 2048 / 16), 1);
   }
 
   // The queries by this warpgroup's share of the columns of dq, or transposed.
@@ -104,8 +110,8 @@ struct StepWorker {
     const uint32_t keys = uniform(operand_low(smem.k() + column / 64 * C::kKeys * 128 + column % 64 * 2, 16));
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step) {
-      const uint64_t of_grads = operand(grads, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16);
-      const uint64_t of_keys = operand(keys, step * 2048 / 16);
+      const uint64_t of_grads = along(grads, (step / 4 * C::kQueries * 128 + step % 4 * 32) / 16);
+      const uint64_t of_keys = along(keys, step * 2048 / 16);
       if constexpr (C::kWide)
         Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
       else
@@ -170,7 +176,7 @@ struct StepWorker {
   }
 
   // The same from the factors in s; all but the first deltas are loaded here, for want of registers.
-  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, const float2 (&first)[kEarlyDeltas], Packed& packed) const {
+  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp, const float2* first, Packed& packed) const {
     const uint32_t stats = deltas_at();
 #pragma unroll
     for (int j = 0; j < C::kQueries / 8; ++j) {
@@ -270,7 +276,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.slot));
     wgmma_commit();
-    float2 deltas[kEarlyDeltas];
+    float2 deltas[kEarlyDeltas + 1];
 #pragma unroll
     for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
     wgmma_wait<1>();
