@@ -226,6 +226,7 @@ struct StepWorker {
 
   __device__ __forceinline__ uint32_t share() const { return C::kShares == 2 ? uniform(thread_again() / 128 - 1) : 0; }
 
+  // That it is there, seen by bulk copies, too.
   __device__ __forceinline__ void announce_dq() const {
     const uint32_t full = smem.dq_full(share());
     fence_async_proxy();

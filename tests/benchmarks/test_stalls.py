@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where warps wait: the busiest loop of a profile, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import stalls  # noqa: E402
+
+HEADER = '"Address","Source","# Samples","Instructions Executed","stall_barrier","stall_wait","stall_wait (Not Issued)"'
+# A loop of 100 rounds with a part that one round in ten takes, and, after it, one of a warp that feeds.
+ROWS = (
+    ("MOV R0, R1", 5, 1, 0, 5),
+    ("HGMMA.64x80x16 R0", 30, 100, 20, 10),
+    ("FADD R2, R3, R4", 2, 99, 0, 2),
+    ("FSEL R2, R3, R4", 8, 10, 0, 8),
+    ("BRA 0x10", 60, 100, 60, "N/A"),
+    ("SYNCS.ARRIVE", 40, 30, 0, 40),
+)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    lines = [f'"0x{i}","{t}","{s}","{e}","{b}","{w}","7",' for i, (t, s, e, b, w) in enumerate(ROWS)]
+    second = ['"Kernel Name","another"', HEADER, '"0x0","NOP","900","900","900","0","0",']
+    path = tmp_path / "run.csv"
+    path.write_text("\n".join(['"Kernel Name","void kernel()",', HEADER + ",", *lines, *second]) + "\n")
+    return path
+
+
+def test_first_kernel_is_read(profile):
+    found = stalls.read(profile)
+    assert [x.text for x in found] == [row[0] for row in ROWS]
+    assert [(x.samples, x.executed) for x in found] == [(row[1], row[2]) for row in ROWS]
+    assert found[1].reasons == {"barrier": 20, "wait": 10} and found[4].reasons == {"barrier": 60}
+
+
+def test_busiest_loop(profile, capsys):
+    loop = stalls.busiest_loop(stalls.read(profile))
+    assert [x.number for x in loop] == [1, 2, 3, 4]
+    assert stalls.main([str(profile), "--least", "5", "--mark", ""]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading == "3 instructions in each round, 100 samples; most for barrier 80%, wait 20%"
+    assert [line.split()[0] for line in lines] == ["1", "3", "4"]
+    assert lines[0].split()[1:7] == ["30.0%", "30.00%", "barrier", "67%,", "wait", "33%"]
+    assert "in 10% of rounds: FSEL" in lines[1] and lines[2].split()[1:3] == ["100.0%", "60.00%"]
+
+
+def test_marked_instructions_are_shown_however_short(profile, capsys):
+    stalls.main([str(profile), "--least", "50", "--mark", "FADD,BRA"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("", "has no line with"),
+        ('"ID","Kernel Name"\n"0","x"\n', "--page source --csv"),
+        (HEADER + '\n"0x0","NOP","0","0","0","0","0"\n', "has no samples"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, capsys, text, sentence):
+    path = tmp_path / "other.csv"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        stalls.main([str(path)])
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        stalls.main([str(tmp_path / "nowhere.csv")])
+    assert "nowhere.csv" in capsys.readouterr().err
