@@ -6,8 +6,8 @@
 
 All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
 when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
-table has TFLOP/s of the first build and the speed of the others over it. Files may be compressed by gzip; a build is
-named by its file, or by its folder where files have the same name.
+table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
+be compressed by gzip; a build is named by its file, or by its folder where files have the same name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
 from timing import interleaved_us, summary  # noqa: E402
 
+from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
+from magi_attention.kernels.ffa_operands import DTYPES  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -55,15 +59,28 @@ def backend_of(file: Path, folder: Path) -> FfaBackend:
     return FfaBackend(FfaLibrary(load(FFA_SM90, folder)))
 
 
+def why_not(backend: FfaBackend, options: argparse.Namespace) -> str | None:
+    """A sentence if the build lacks a kernel, which would be compiled from the sources of this checkout then."""
+    dtype = DTYPES[_DTYPES[options.dtype]]
+    kinds = ("fwd",) if options.direction == "forward" else ("fwd", "bwd")
+    lacks = [k for k in kinds if not backend.library.has(k, dtype, options.head_dim, options.head_dim)]
+    return f"has no kernel {lacks[0]} for {options.dtype} and head dim {options.head_dim}" if lacks else None
+
+
+def anew(case: Case) -> Case:
+    """The same case with a mask of its own: plans and lists are kept with a mask, and each build makes its own."""
+    return Case(case.name, case.seqlen, case.documents)
+
+
 def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> dict:
     """By name what ``kernel.prepare`` wants; with ``--turns`` each build a second time, as NAME+turns."""
     if options.direction == "forward":
-        return {n: lambda q, k, v, case, b=b: forward_of(b, q, k, v, case) for n, b in backends.items()}
+        return {n: lambda q, k, v, case, b=b: forward_of(b, q, k, v, anew(case)) for n, b in backends.items()}
     found = {}
     for n, b in backends.items():
         for is_ordered in (False, True) if options.turns else (False,):
             found[n + "+turns" * is_ordered] = lambda q, k, v, dout, case, b=b, d=is_ordered: OurGradients(
-                q, k, v, dout, case, is_both=False, deterministic=d, backend=b
+                q, k, v, dout, anew(case), is_both=False, deterministic=d, backend=b
             )
     return found
 
@@ -71,7 +88,7 @@ def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> d
 def measure(case: Case, makers: dict, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
     """Median microseconds of each build that is right on the case, and why the others have none."""
     is_forward = options.direction == "forward"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    dtype = _DTYPES[options.dtype]
     tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
     results = {n: Result(case.name, case.seqlen, n, direction=options.direction) for n in makers}
     calls = prepare(case, tensors, makers, results)
@@ -90,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seqlens", type=list_of(parse_size), default="4K,16K", metavar="4K,16K", help="4K,16K")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
-    add("--dtype", choices=("bf16", "fp16"), default="bf16")
+    add("--dtype", choices=tuple(_DTYPES), default="bf16")
     add("--samples", type=int, default=1, help="draws of the documents of varlen masks (1)")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
     return parser
@@ -106,31 +123,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such file: {', '.join(missing)}.")
     if not torch.cuda.is_available():
         parser.error("there is no GPU to time anything on.")
+    if env.is_force_jit_build():
+        parser.error("MAGI_ATTENTION_FORCE_JIT_BUILD=1 passes over all builds; unset it.")
     with tempfile.TemporaryDirectory() as folder:
         files = names_of(options.builds)
-        makers = makers_of({n: backend_of(f, Path(folder) / n) for n, f in files.items()}, options)
+        backends = {n: backend_of(f, Path(folder) / n) for n, f in files.items()}
+        for n, backend in backends.items():
+            reason = why_not(backend, options)
+            if reason:
+                parser.error(f"{files[n]} {reason}; build it with `python -m magi_attention.native.build`.")
+        makers = makers_of(backends, options)
     reference, *others = makers
     print(f"{'mask':<24}{'seqlen':>8}  {reference:>10}" + "".join(f"  {n:>10}" for n in others), flush=True)
     is_wrong = False
     for mask in options.masks:
         for seqlen in options.seqlens:
-            ratios: dict[str, list[float]] = {n: [] for n in others}
-            speeds = []
-            for sample in range(options.samples if mask.startswith("varlen") else 1):
-                case = make_case(mask, seqlen, sample)
-                us, failed = measure(case, makers, options)
-                for n, reason in failed.items():
-                    print(f"{n} on {mask}, {seqlen} tokens, draw {sample}: {reason}", flush=True)
-                    is_wrong = True
-                if reference in us:
-                    pairs = case.mask.area * options.heads[0] * options.head_dim
-                    speeds.append(FLOPS_PER_PAIR[options.direction] * pairs / us[reference] / 1e6)
-                    for n in us.keys() & ratios.keys():
-                        ratios[n].append(us[reference] / us[n])
-            cells = [f"{fmean(speeds):.1f}" if speeds else "-"]
-            cells += [f"{fmean(r):.3f}" if r else "-" for r in ratios.values()]
+            speed, ratios = means_of(mask, seqlen, makers, options)
+            is_wrong |= None in (speed, *ratios.values())
+            cells = ["-" if speed is None else f"{speed:.1f}"]
+            cells += ["-" if r is None else f"{r:.3f}" for r in ratios.values()]
             print(f"{mask:<24}{seqlen:>8}" + "".join(f"  {c:>10}" for c in cells), flush=True)
     return int(is_wrong)
+
+
+def means_of(
+    mask: str, seqlen: int, makers: dict, options: argparse.Namespace
+) -> tuple[float | None, dict[str, float | None]]:
+    """TFLOP/s of the first build and the others' speed over it, each a mean over draws; None if it failed on any."""
+    reference, *others = makers
+    speeds: list[float] = []
+    ratios: dict[str, list[float]] = {n: [] for n in others}
+    samples = options.samples if mask.startswith("varlen") else 1
+    for sample in range(samples):
+        case = make_case(mask, seqlen, sample)
+        us, failed = measure(case, makers, options)
+        for n, reason in failed.items():
+            print(f"{n} on {mask}, {seqlen} tokens, draw {sample}: {reason}", flush=True)
+        if reference not in us:
+            continue
+        pairs = case.mask.area * options.heads[0] * options.head_dim
+        speeds.append(FLOPS_PER_PAIR[options.direction] * pairs / us[reference] / 1e6)
+        for n in us.keys() & ratios.keys():
+            ratios[n].append(us[reference] / us[n])
+    mean = lambda values: fmean(values) if len(values) == samples else None  # noqa: E731
+    return mean(speeds), {n: mean(r) for n, r in ratios.items()}
 
 
 if __name__ == "__main__":

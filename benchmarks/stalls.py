@@ -8,8 +8,8 @@
 ``ncu`` looks at every warp now and then and notes its instruction and why it has not been issued. One line for each
 instruction that has at least ``--least`` per cent of the samples of the loop, or whose text holds one of the words of
 ``--mark``: its number, the samples up to it, its own, the two reasons that are noted most often, its text. Samples are
-proportional to time where the warps of a loop run it all the while; those of warps with a loop of their own, which feed
-the others for one, are left out.
+proportional to time where the warps of a loop run it all the while. What lies between the first and the last
+instruction of the loop is shown, too, with how often it runs: parts that are jumped over, and loops of other warps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class NotAProfile(ValueError):
 
 
 def _count(cell: str) -> int:
-    try:
-        return int(float(cell))
-    except ValueError:  # "N/A", or nothing
-        return 0
+    return 0 if cell in ("", "N/A") else int(float(cell.replace(",", "")))
 
 
 def read(path: Path) -> list[Instruction]:
@@ -95,14 +92,15 @@ def table(loop: Sequence[Instruction], least: float, marks: Sequence[str]) -> st
     for x in loop:
         often[x.executed] += x.samples
     usual = max(often, key=often.__getitem__)
-    steady = sum(SHARE * usual <= x.executed for x in loop)
+    steady = sum(SHARE * usual <= x.executed <= usual / SHARE for x in loop)
     reasons = sum((x.reasons for x in loop), Counter())
     lines = [f"{steady} instructions in each round, {total} samples; most for " + _shares(reasons, total, 5)]
     so_far = 0
     for x in loop:
         so_far += x.samples
         if 100 * x.samples >= least * total or any(mark in x.text for mark in marks):
-            part = "" if x.executed >= SHARE * usual else f"in {100 * x.executed / usual:.0f}% of rounds: "
+            times = x.executed / usual
+            part = "" if SHARE <= times <= 1 / SHARE else f"{times:.2f} times a round: "
             spent = f"{100 * so_far / total:6.1f}% {100 * x.samples / total:6.2f}%"
             lines.append(f"{x.number:6d} {spent}  {_shares(x.reasons, x.samples, 2):36s} {part}{x.text}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ class StandIn(SdpaOnlineBackend):
     def __init__(self, scale_error: float = 1.0) -> None:
         super().__init__()
         self.turns: list[bool] = []
+        self.masks: list = []
         self.scale_error = scale_error
+        self.library = SimpleNamespace(has=lambda *_: True)
 
     def forward_final(self, q, k, v, slices, options):
         part = self.forward(q, k, v, slices, options)
@@ -33,6 +36,7 @@ class StandIn(SdpaOnlineBackend):
 
     def backward_final(self, dout, q, k, v, out, lse, slices, options):
         self.turns.append(options.deterministic)
+        self.masks.append(slices)
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dv *= self.scale_error
         return grads
@@ -72,6 +76,9 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
     assert float(full[2]) == pytest.approx(10 * 96 * 96 * 4 * 16 / 10 / 1e6, abs=0.06)
     # Once for each of three cases, without turns and with.
     assert list(made) == ["old", "new"] and all(b.turns == [False, True] * 3 for b in made.values())
+    # No mask is used twice, because a list of units that one build made is kept with it.
+    used = [mask for b in made.values() for mask in b.masks]
+    assert len({id(mask) for mask in used}) == len(used) == 12
 
 
 def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):
@@ -88,6 +95,40 @@ def test_a_build_that_is_wrong_is_named_and_fails_the_run(on_cpu, files, monkeyp
     _, reason, row = capsys.readouterr().out.splitlines()
     assert reason.startswith(f"{which} on full, 96 tokens, draw 0: wrong: relative error 0.5")
     assert row.split()[2 if which == "old" else 3] == "-"
+
+
+def test_no_mean_where_a_build_fails_on_one_draw(on_cpu, files, monkeypatch, capsys):
+    monkeypatch.setattr(builds, "backend_of", lambda file, folder: StandIn())
+    measured = builds.measure
+    calls = []
+
+    def measure(case, makers, options):
+        calls.append(case)
+        us, failed = measured(case, makers, options)
+        return ({"old": us["old"]}, {"new": "no memory"}) if len(calls) == 2 else (us, failed)
+
+    monkeypatch.setattr(builds, "measure", measure)
+    assert builds.main([*map(str, files), "--masks", "varlen_full", "--samples", "3", *SHORT]) == 1
+    _, reason, row = capsys.readouterr().out.splitlines()
+    assert reason == "new on varlen_full, 96 tokens, draw 1: no memory" and len(calls) == 3
+    assert row.split()[2] != "-" and row.split()[3] == "-"
+
+
+def test_a_build_without_the_kernel_is_refused(on_cpu, files, monkeypatch, capsys):
+    def made(file, folder):
+        backend = StandIn()
+        backend.library.has = lambda kind, *_: folder.name == "old" or kind == "fwd"
+        return backend
+
+    monkeypatch.setattr(builds, "backend_of", made)
+    with pytest.raises(SystemExit):
+        builds.main([*map(str, files), *SHORT])
+    assert "new.so.gz has no kernel bwd for bf16 and head dim 16" in capsys.readouterr().err
+    assert builds.main([*map(str, files), "--direction", "forward", "--masks", "full", *SHORT]) == 0
+    monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
+    with pytest.raises(SystemExit):
+        builds.main([*map(str, files), *SHORT])
+    assert "unset it" in capsys.readouterr().err
 
 
 def test_names():

@@ -49,7 +49,7 @@ struct StepWorker {
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind dP it would keep ptxas from
   // spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kCapped;
-  // Narrow steps in turns are as they were before these two: with both they took 2% to 7% longer (docs/notes/ffa_backward_turns.md).
+  // Narrow steps in turns are as they were before these two: with both most masks took longer (docs/notes/ffa_backward_turns.md).
   static constexpr bool kByWords = C::kOrdered && !C::kWide;
   static constexpr int kEarlyDeltas = C::kOrdered ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
   using DqRest = float[kRest > 0 ? kRest : 1];
@@ -327,7 +327,7 @@ struct StepWorker {
 
   // A wide step. Q of the step is there, and `keys` are this warpgroup's rows of K. Whatever it needs to look up or to wait for is asked
   // for while products are made: between them the tensor cores would be idle. For the same reason a share of dq is announced in the next
-  // step, or in `finish`: the fence ahead of that waits for the stores, several hundred clocks while dK is made.
+  // step, or in `finish`: the fence ahead of that waits for the stores, some 270 clocks while dK is made.
   __device__ __forceinline__ bool step_wide(Grad& dk, Grad& dv, uint32_t& keys) {
     Scores s, dp;
     Packed packed_p, packed_ds;
@@ -368,8 +368,9 @@ struct StepWorker {
     wgmma_commit();
     multiply_grad<1>(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
-    const uint32_t part = share(), number = dq_block() | (what & kUnitEnds ? kLastShares : 0);
+    const uint32_t part = share(), number = C::kShares == 2 ? dq_block() | (what & kUnitEnds ? kLastShares : 0) : 0;
     mbar_wait(smem.dq_empty(part), flags & kDsSlot ^ 1);
+    __syncwarp();
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
