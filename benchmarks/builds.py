@@ -24,7 +24,7 @@ from statistics import fmean
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from kernel import FLOPS_PER_PAIR, Result, list_of, make_inputs, parse_size, prepare  # noqa: E402
+from kernel import DTYPES, FLOPS_PER_PAIR, Result, list_of, make_inputs, parse_size, prepare  # noqa: E402
 from masks import NAMES, Case, make_case  # noqa: E402
 from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
@@ -32,12 +32,10 @@ from timing import interleaved_us, summary  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
-from magi_attention.kernels.ffa_operands import DTYPES  # noqa: E402
+from magi_attention.kernels.ffa_operands import DTYPES as CODES  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -61,7 +59,7 @@ def backend_of(file: Path, folder: Path) -> FfaBackend:
 
 def why_not(backend: FfaBackend, options: argparse.Namespace) -> str | None:
     """A sentence if the build lacks a kernel, which would be compiled from the sources of this checkout then."""
-    dtype = DTYPES[_DTYPES[options.dtype]]
+    dtype = CODES[DTYPES[options.dtype]]
     kinds = ("fwd",) if options.direction == "forward" else ("fwd", "bwd")
     lacks = [k for k in kinds if not backend.library.has(k, dtype, options.head_dim, options.head_dim)]
     return f"has no kernel {lacks[0]} for {options.dtype} and head dim {options.head_dim}" if lacks else None
@@ -88,7 +86,7 @@ def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> d
 def measure(case: Case, makers: dict, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
     """Median microseconds of each build that is right on the case, and why the others have none."""
     is_forward = options.direction == "forward"
-    dtype = _DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
     results = {n: Result(case.name, case.seqlen, n, direction=options.direction) for n in makers}
     calls = prepare(case, tensors, makers, results)
@@ -107,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seqlens", type=list_of(parse_size), default="4K,16K", metavar="4K,16K", help="4K,16K")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
-    add("--dtype", choices=tuple(_DTYPES), default="bf16")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--samples", type=int, default=1, help="draws of the documents of varlen masks (1)")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
     return parser

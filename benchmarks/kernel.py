@@ -37,6 +37,7 @@ from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved
 ROOT = Path(__file__).resolve().parents[1]
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -94,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-peers", action="store_true", help="only ours")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
-    add("--dtype", choices=("bf16", "fp16"), default="bf16")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--samples", type=int, default=4, help="draws of the documents of varlen masks, averaged (4)")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
     add("--graph", action="store_true", help="time CUDA graph replays")
@@ -158,7 +159,7 @@ def graphs_of(calls: dict, results: dict[str, Result]) -> dict:
 
 def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: dict[str, Result]) -> dict:
     """Spread of the times of each implementation on one case. Its tensors live as long as this function runs."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    dtype = DTYPES[options.dtype]
     is_forward = options.direction == "forward"
     tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
     calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)

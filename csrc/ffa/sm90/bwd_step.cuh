@@ -49,7 +49,7 @@ struct StepWorker {
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind dP it would keep ptxas from
   // spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kCapped;
-  // Narrow steps in turns are as they were before these two: with both most masks took longer (docs/notes/ffa_backward_turns.md).
+  // Narrow steps in turns do without the next two: with both most masks took longer (docs/notes/ffa_backward_turns.md).
   static constexpr bool kByWords = C::kOrdered && !C::kWide;
   static constexpr int kEarlyDeltas = C::kOrdered ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
   using DqRest = float[kRest > 0 ? kRest : 1];
@@ -217,6 +217,17 @@ struct StepWorker {
       add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]);
   }
 
+  // The first chunks of dq; the others into `rest`. These first: additions hold their registers until they are on their way, and nothing
+  // that takes one of them could go on.
+  __device__ __forceinline__ void add_now(const Dq& dq, DqRest& rest, uint32_t number) const {
+#pragma unroll
+    for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
+    float* at = dq_address(number);
+#pragma unroll
+    for (int i = 0; i < kNow; ++i)
+      add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
   // This warpgroup's share of dq to where the feeding side takes it up.
   __device__ __forceinline__ void leave_dq(const Dq& dq) const {
     const uint32_t at = smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
@@ -232,6 +243,16 @@ struct StepWorker {
     fence_async_proxy();
     __syncwarp();
     if (elect_one()) mbar_arrive(full);
+  }
+
+  // Both at once, in narrow steps in turns.
+  __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
+    if constexpr (C::kDqOverDs)
+      named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
+    else
+      mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    leave_dq(dq);
+    announce_dq();
   }
 
   __device__ __forceinline__ void release_q_before() const {
@@ -297,22 +318,10 @@ struct StepWorker {
     wgmma_wait<1>();
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
-    if constexpr (!C::kDirectDq) {
-      if constexpr (C::kDqOverDs)
-        named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
-      else
-        mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
-      leave_dq(dq);
-      announce_dq();
-    } else {
-      // Ahead of the additions: they hold their registers until they are on their way, and nothing that takes one of these could go on.
-#pragma unroll
-      for (int i = 0; i < kRest; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
-      float* at = dq_address(rest_of);
-#pragma unroll
-      for (int i = 0; i < kNow; ++i)
-        add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    }
+    if constexpr (C::kDirectDq)
+      add_now(dq, rest, rest_of);
+    else
+      hand_over_dq(dq);
     if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
     if constexpr (!kFlying) {
       wgmma_wait<0>();
