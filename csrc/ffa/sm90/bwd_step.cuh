@@ -52,6 +52,7 @@ struct StepWorker {
   // Narrow steps in turns do without the next two: with both most masks took longer (docs/notes/ffa_backward_turns.md).
   static constexpr bool kByWords = C::kOrdered && !C::kWide;
   static constexpr int kEarlyDeltas = C::kOrdered ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
+  static constexpr int kEarlyDk = C::kCapped ? 0 : 1;  // products for dK ahead of the barrier, so that there is work behind it
   using DqRest = float[kRest > 0 ? kRest : 1];
   using Stats = float2[C::kQueries / 8];  // of the queries of a thread's columns
 
@@ -305,6 +306,11 @@ struct StepWorker {
     keep_in_place(dp);
     score_grads(s, dp, deltas, packed_ds);
     const uint32_t ds = smem.ds(flags & kDsSlot);
+    if constexpr (kEarlyDk > 0) {
+      wgmma_fence();
+      multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
+      wgmma_commit();
+    }
     if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
     store_ds(packed_ds, ds);
     fence_async_proxy();
@@ -313,7 +319,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_dq(dq, ds);
     wgmma_commit();
-    multiply_grad(dk, packed_ds, smem.q(ring.slot));
+    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dq);
@@ -363,9 +369,8 @@ struct StepWorker {
     wgmma_wait<1>();
     keep_in_place(dp);
     score_grads(packed_p, dp, deltas, packed_ds);
-    // One product for dK before the barrier, so that there is work behind it.
     wgmma_fence();
-    multiply_grad<0, 1>(dk, packed_ds, smem.q(ring.slot));
+    multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
     store_ds(packed_ds, smem.ds(0));
@@ -375,7 +380,7 @@ struct StepWorker {
     wgmma_fence();
     multiply_dq(dq, smem.ds(0));
     wgmma_commit();
-    multiply_grad<1>(dk, packed_ds, smem.q(ring.slot));
+    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.slot));
     wgmma_commit();
     const uint32_t part = share(), number = C::kShares == 2 ? dq_block() | (what & kUnitEnds ? kLastShares : 0) : 0;
     mbar_wait(smem.dq_empty(part), flags & kDsSlot ^ 1);
