@@ -33,8 +33,8 @@ from magi_attention.kernels.ffa_operands import (
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
-from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.operands import row_delta
+from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import STEP, UnitShape
 from magi_attention.native import abi
@@ -43,9 +43,6 @@ from magi_attention.native.succession import Succession
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _empty_like = torch.empty_like
-# Queries that a key sees, on average, from which on steps of 80 queries are faster than those of 64, see
-# docs/notes/ffa_backward.md.
-_LONG = 3072
 
 
 class Operands(NamedTuple):
@@ -104,13 +101,11 @@ class BackwardCalls:
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         remote = mask if isinstance(mask, RemoteKeys) else None
-        block, parts = _query_block(x, mask, options), 0
-        if options.deterministic and block == 64 and isinstance(mask, SliceTable):
-            parts = head_parts_in_turns(mask, x.q.shape, x.v.shape, partial(runtime.processors, index))
-        key = _key(x, options, into is None, grad_dtype, (block, parts), remote)
+        steps = steps_of(x.q.shape, x.v.shape, mask, options, partial(runtime.processors, index))
+        key = _key(x, options, into is None, grad_dtype, steps, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, (block, parts), remote, runtime)
+            call = self._prepare(key, x, options, into is not None, grad_dtype, steps, remote, runtime)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -162,7 +157,7 @@ class BackwardCalls:
         return grads if into is None else _copy_back(grads, into)
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, units: tuple[int, int],
+        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, steps: Steps,
         remote: RemoteKeys | None, runtime: CudaRuntime,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
@@ -177,8 +172,8 @@ class BackwardCalls:
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(options.deterministic), query_block=units[0],
-            head_parts=units[1],
+            softcap=options.softcap, deterministic=int(options.deterministic), query_block=steps.query_block,
+            head_parts=steps.head_parts,
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -186,7 +181,8 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         walked = None
-        if units[0] == STEP and not options.deterministic:
+        # Units that the kernels list themselves need no other order.
+        if steps.query_block == STEP and not options.deterministic and (remote is not None or not list_bytes):
             processors = runtime.processors(q.get_device())
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
@@ -195,7 +191,7 @@ class BackwardCalls:
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
-            (heads, heads_kv, options.sm_margin),
+            (heads, heads_kv, options.sm_margin, steps.query_block),
             q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
@@ -210,24 +206,13 @@ def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None) -> int
     return library.backward_remote_raw(params, remote.params)
 
 
-def _query_block(x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions) -> int:
-    """Queries of a step: 80 where keys see many, which is faster but rounds to larger blocks.
-
-    Of range tensors on a GPU nothing is known, so there it is 64.
-    """
-    if options.softcap or not 64 < max(x.q.shape[2], x.v.shape[2]) <= 128:
-        return 64
-    slices, keys = (mask.mask.slices, mask.mask.total_k) if isinstance(mask, RemoteKeys) else (mask, x.k.shape[0])
-    return STEP if isinstance(slices, SliceTable) and slices.area >= _LONG * max(keys, 1) else 64
-
-
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, units: tuple[int, int],
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, steps: Steps,
     remote: RemoteKeys | None,
 ) -> tuple:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, units, None if remote is None else remote.mask.total_k,
+        id(options), is_fresh, grad_dtype, steps, None if remote is None else remote.mask.total_k,
     )  # fmt: skip
 
 

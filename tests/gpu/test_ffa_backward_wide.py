@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward with steps of 80 queries, which head dims of 65 to 128 may take: the tests of the others once more.
 
-And that masks choose it: see ``magi_attention.kernels.ffa_bwd``.
+And that masks choose it: see ``magi_attention.kernels.query_block``.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from test_ffa_backward_split import (  # noqa: F401
 
 from magi_attention.kernels import ffa_bwd, unit_walks
 from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.testing import masks
 
 
-def wide_block(x, mask, options) -> int:
-    """The wide block wherever there is a kernel for it."""
-    return 80 if not options.softcap and 64 < max(x.q.shape[2], x.v.shape[2]) <= 128 else 64
+def wide_where_possible(q_shape, v_shape, mask, options, processors) -> Steps:
+    """Wide steps wherever there is a kernel for them."""
+    return Steps(80 if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128 else 64, 0)
 
 
 @pytest.fixture(autouse=True)
 def wide_steps(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "_query_block", wide_block)
+    monkeypatch.setattr(ffa_bwd, "steps_of", wide_where_possible)
 
 
 @pytest.fixture
@@ -107,9 +108,7 @@ def test_walks_in_step(margin, monkeypatch):
 def test_a_long_mask_chooses_it(monkeypatch):
     monkeypatch.undo()
     chosen = []
-    monkeypatch.setattr(
-        ffa_bwd, "_query_block", lambda *a, _choose=ffa_bwd._query_block: chosen.append(_choose(*a)) or chosen[-1]
-    )
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: chosen.append(steps_of(*a)) or chosen[-1])
     ffa, total = FfaBackend(), 4500
     for slices in (masks.full(total), masks.varlen(list(range(0, total + 1, 500)), 1)):
         x = make_inputs(0, slices, total, total, (4, 1), (128, 128), device=DEVICE)
@@ -118,4 +117,4 @@ def test_a_long_mask_chooses_it(monkeypatch):
         assert_grads(x, got, truth(x, dout))
         again = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
         assert_same(again, got, x.q.dtype)
-    assert chosen == [80, 80, 64, 64]
+    assert [s.query_block for s in chosen] == [80, 80, 64, 64]

@@ -15,14 +15,14 @@ from test_ffa_backward_deterministic import (  # noqa: F401
     test_with_multiprocessors_left_free,
     two_in_turns_at_a_time,
 )
-from test_ffa_backward_wide import wide_block, wide_steps  # noqa: F401
+from test_ffa_backward_wide import wide_steps, wide_where_possible  # noqa: F401
 
 from magi_attention.kernels import ffa_bwd
 from magi_attention.testing.spawn import run_processes
 
 
 def wide(rank: int, world: int, work) -> bool:
-    ffa_bwd._query_block = wide_block
+    ffa_bwd.steps_of = wide_where_possible
     return work(rank, world)
 
 

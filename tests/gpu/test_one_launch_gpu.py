@@ -14,7 +14,7 @@ import torch.distributed as dist
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels import query_block
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -81,7 +81,7 @@ def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
     a last round to be shared out, for most numbers of tiles (with 132 multiprocessors, all but multiples of three).
     Of ten seeds the last has a causal mask whose first rank reads no keys but its own.
     """
-    ffa_bwd._LONG = 0 if seed % 2 else 1 << 30
+    query_block.LONG = query_block.LONGER_THAN_HALVES = 0 if seed % 2 else 1 << 30
     rng = np.random.default_rng(seed)
     has_last_round = seed % 8 in (5, 6)
     total = int(rng.integers(800, 1400) if has_last_round else rng.integers(300, 2500))

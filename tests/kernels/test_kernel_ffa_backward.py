@@ -18,7 +18,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, ffa_bwd
+from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, query_block
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -375,7 +375,7 @@ def test_kernels_in_turns_follow_one_another_over_streams():
 )
 def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
     """By the queries that a key sees on average; here "long" is 4."""
-    monkeypatch.setattr(ffa_bwd, "_LONG", 4)
+    monkeypatch.setattr(query_block, "LONG", 4)
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     for known in (case.slices, RangeTensors(*case.slices.tensors())):

@@ -12,14 +12,16 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
-GROUPS = 3  # of a CTA
+GROUPS = (3, 2)  # of a CTA; for blocks of 64 queries, of 80
 
 
 def test_the_constants_are_those_of_the_kernel():
     text = "".join((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_prepare_listed.cuh"))
-    assert f"kPrepareGroups = {GROUPS};" in text
+    narrow, wide = GROUPS
+    assert f"int prepare_groups(int queries) {{ return queries == kQueryBlock ? {narrow} : {wide}; }}" in text
     assert "late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }" in text
 
 
@@ -27,20 +29,20 @@ def late_processors(processors: int) -> int:
     return 1 if processors < 8 else processors // 8
 
 
-def items_of_group(cta: int, group: int, ctas: int, at_once: int, items: int) -> list[int]:
+def items_of_group(cta: int, group: int, groups: int, ctas: int, at_once: int, items: int) -> list[int]:
     """``RowGroup``: shares of what is needed at once, then in the first CTAs of the rest."""
     late = late_processors(ctas)
 
     def first_of_others() -> int:
-        return at_once + cta * GROUPS + group if cta < late else items
+        return at_once + cta * groups + group if cta < late else items
 
     def after(item: int) -> int:
         if item >= at_once:
-            return item + late * GROUPS
-        step = ctas * GROUPS
+            return item + late * groups
+        step = ctas * groups
         return item + step if item + step < at_once else first_of_others()
 
-    item, mine = cta * GROUPS + group, []
+    item, mine = cta * groups + group, []
     if item >= at_once:
         item = first_of_others()
     while item < items:
@@ -49,18 +51,21 @@ def items_of_group(cta: int, group: int, ctas: int, at_once: int, items: int) ->
     return mine
 
 
-def test_every_block_of_every_head_is_prepared_once():
+@pytest.mark.parametrize("groups", GROUPS)
+def test_every_block_of_every_head_is_prepared_once(groups):
     for seed in range(200):
         print("seed", seed)
         rng = np.random.default_rng(seed)
         ctas, heads, blocks = int(rng.integers(1, 140)), int(rng.integers(1, 65)), int(rng.integers(1, 80))
         items = heads * blocks
         for at_once in {0, heads * int(rng.integers(0, blocks + 1)), items}:
-            shares = [items_of_group(cta, g, ctas, at_once, items) for cta in range(ctas) for g in range(GROUPS)]
+            shares = [
+                items_of_group(cta, g, groups, ctas, at_once, items) for cta in range(ctas) for g in range(groups)
+            ]
             assert Counter(item for share in shares for item in share) == Counter(range(items))
             # What is needed at once comes first, and leaves the CTAs behind the first few.
             assert all(share == sorted(share) for share in shares)
-            early = shares[late_processors(ctas) * GROUPS :]
+            early = shares[late_processors(ctas) * groups :]
             assert all(item < at_once for share in early for item in share)
 
 

@@ -15,7 +15,7 @@ from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, ffa_bwd, unit_walks
+from magi_attention.kernels import AttnOptions, query_block, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
 from magi_attention.kernels.hand_out import starts_of
 from magi_attention.kernels.unit_walks import STEP, UnitShape, with_units
@@ -248,12 +248,15 @@ def test_what_fills_no_period_comes_together():
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
     """With steps of 80 and no turns; here "long" is 4 queries for each key, and there are four multiprocessors."""
-    monkeypatch.setattr(ffa_bwd, "_LONG", 4)
+    for name in ("LONG", "LONGER_THAN_HALVES"):
+        monkeypatch.setattr(query_block, name, 4)
     ffa, simulator = backend()
+    simulator.list_bytes = 0
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
         case = Case(known, 32, 32, options, dims=(128, 128))
         ffa.backward(*case.tensors, known, options)
+    assert [c.query_block for c in simulator.backward_calls] == [80, 64]
     wide, narrow = (plan_at(c.plan) for c in simulator.backward_calls)
     at = wide.header.words_units
     assert narrow.header.words_units == 0 and bool(at) != options.deterministic
@@ -263,6 +266,15 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     units = np.column_stack([rows[:, 0], rows[:, 1] >> WALK_BITS, rows[:, 1] & EARLY])
     assert is_complete(units, len(wide.tiles), 2)
     assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
+
+
+def test_where_the_kernels_list_units_themselves_there_is_none(monkeypatch):
+    monkeypatch.setattr(query_block, "LONG", 4)
+    ffa, simulator = backend()
+    case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3), dims=(128, 128))
+    ffa.backward(*case.tensors, case.slices, case.options)
+    (call,) = simulator.backward_calls
+    assert simulator.list_bytes and call.query_block == 80 and plan_at(call.plan).header.words_units == 0
 
 
 def test_a_list_needs_no_tiles():

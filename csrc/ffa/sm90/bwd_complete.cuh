@@ -49,7 +49,8 @@ __device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int blo
 // The tiles that add to each block, and the last unit in the list of those that are not complete; by one CTA. Which are complete only
 // helps to guess. Nobody has a place before this is through, so here, once for all, it waits until all rows are prepared: those of
 // blocks that no tile adds to need not be by now.
-__device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
+template <int kQueries>
+__device__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
   __shared__ int last[kSplitParts * kMaxListed];
   const BwdCompletion& c = p.completion;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -69,7 +70,7 @@ __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, i
   for (int tile = warp; tile < p.num_tiles; tile += kRowThreads / 32) {
     const int2 layers = layers_of_tile(p.plan, tile);
     for (int layer = layers.x; layer < layers.x + layers.y; ++layer) {
-      const int2 blocks = layer_blocks<kQueryBlock>(p.plan, layer);
+      const int2 blocks = layer_blocks<kQueries>(p.plan, layer);
       for (int block = blocks.x + lane; block < blocks.y; block += 32) {
         atomicOr(c.tiles + block * c.tile_words + tile / 32, 1 << tile % 32);
         for (int part = 0; part < kSplitParts; ++part) atomicMax(c.expected + block * kSplitParts + part, last[tile * kSplitParts + part]);
@@ -84,7 +85,7 @@ __device__ __noinline__ inline void look_for_incomplete(const BwdRowParams& p, i
 }
 
 // The order, in steps of a 256th of the list.
-__device__ __noinline__ inline void order_entries(const BwdRowParams& p, int units) {
+__device__ inline void order_entries(const BwdRowParams& p, int units) {
   constexpr int kSteps = kRowThreads;
   __shared__ int first[kSteps], sums[kSteps / 32];
   const BwdCompletion& c = p.completion;
@@ -109,13 +110,14 @@ __device__ __noinline__ inline void order_entries(const BwdRowParams& p, int uni
 }
 
 // The first place, when the order is known.
+template <int kQueries>
 __device__ __forceinline__ int first_place(const BwdRowParams& p) {
   __shared__ int place;
   if (threadIdx.x == 0) place = atomicAdd(p.workspace + kPlaceWord, 1);
   __syncthreads();
   if (place == 0) {
     const int units = p.workspace[kUnitsWord];
-    look_for_incomplete(p, units);
+    look_for_incomplete<kQueries>(p, units);
     order_entries(p, units);
     __threadfence();
     __syncthreads();

@@ -10,7 +10,8 @@ constexpr int kTileKeys = 128;   // of a tile: 64 for each consumer warpgroup
 constexpr int kQueryBlock = 64;  // queries
 constexpr int kWideBlock = 80;   // the same where keys see many
 
-template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false, int kQueries_ = kQueryBlock>
+template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false, int kQueries_ = kQueryBlock,
+          bool kListed_ = kSplit_ && kQueries_ == kQueryBlock>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
@@ -27,8 +28,10 @@ struct BwdConfig {
   static constexpr int kQueries = kQueries_;  // of a step: kQueryBlock or kWideBlock
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it straight from the registers.
   static constexpr bool kWide = kQueries != kQueryBlock;
-  static constexpr bool kTold = kWide && !kOrdered;  // the plan tells in which order units are taken up and how they are walked: see magi_walked_unit
-  static constexpr bool kListed = kSplit && !kWide;  // units may be listed: see bwd_list.cuh
+  // Units are listed, in narrow steps may be: see bwd_list.cuh. Else, for wide steps, the plan tells in which order units are taken up and
+  // how they are walked: see magi_walked_unit.
+  static constexpr bool kListed = kListed_;
+  static constexpr bool kTold = kWide && !kOrdered && !kListed;
   static constexpr bool kDirectDq = !kOrdered && !kWide;
   static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step

@@ -241,7 +241,8 @@ __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const 
   }
 }
 
-// The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of the shares.
+// The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of the shares. Where units are listed, all
+// of them have been added at the end, and nothing that comes behind can overtake that (docs/notes/ffa_backward_turns.md).
 template <typename C>
 __device__ __forceinline__ void add_shares(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t& phase) {
   uint32_t number;
@@ -260,6 +261,11 @@ __device__ __forceinline__ void add_shares(const BwdKernelParams& p, const BwdSm
     mbar_arrive(smem.dq_empty(0));
     mbar_arrive(smem.dq_empty(1));
   } while (!(number & kLastShares));
+  if constexpr (C::kListed) {
+    store_wait_all();
+    fence_proxies();
+    __threadfence();
+  }
 }
 
 // One lane. Copies K and V of each unit, and adds the dq of each step where that leaves by way of shared memory.

@@ -9,7 +9,8 @@
 
 namespace magi {
 
-constexpr int kFinishListedCtas = 4;  // of a multiprocessor
+// Of a multiprocessor; what a thread holds of 80 queries does not fit into a third of the registers.
+constexpr int finish_listed_ctas(int queries) { return queries == kQueryBlock ? 4 : 2; }
 
 struct BwdFinishParams {
   BwdRowParams rows;
@@ -31,8 +32,8 @@ __device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
 // CTAs take places until there are no more. A place is for a query head of a block of dq; or of a split tile, for one of as many shares of
 // its rows as there are query heads for its kv head. An entry of the order has those of one part of the query heads of each kv head. While a block
 // is on its way, it is looked up whether the next is there, and what comes behind that.
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_listed(const __grid_constant__ BwdFinishParams p) {
+template <typename T, int kQueries>
+__global__ void __launch_bounds__(kRowThreads, finish_listed_ctas(kQueries)) bwd_finish_listed(const __grid_constant__ BwdFinishParams p) {
   const BwdRowParams& rows = p.rows;
   if (!bwd_plan_fits(rows.plan, rows.total_q, rows.total_k)) {
     wait_for_kernel_before();
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_lis
     const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;
     return threadIdx.x >= kSplitParts || is_complete(rows, listed_slot(p.join, slot).x, head, threadIdx.x);
   };
-  const int first = first_place(rows);
+  const int first = first_place<kQueries>(rows);
   if (threadIdx.x == 0) {
     look_up(places[0], first);
     look_up(places[1], atomicAdd(rows.workspace + kPlaceWord, 1));
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishListedCtas) bwd_finish_lis
     };
     const uint32_t entry = static_cast<uint32_t>(place.y) / kSplitParts, head = place.x / in_part, share = (place.y & kSplitParts - 1) * in_part + place.x % in_part;
     if (entry < rows.query_blocks) {
-      finish_block<T, kQueryBlock>(rows, entry, head * group + share, rows.grad_scale, look_ahead);
+      finish_block<T, kQueries>(rows, entry, head * group + share, rows.grad_scale, look_ahead);
     } else {
       look_ahead();
       const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;

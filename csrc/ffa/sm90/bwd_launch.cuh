@@ -68,7 +68,7 @@ void set_split_units(const magi_ffa_bwd_params& a, const BwdWorkspace& w, bool i
     r->first_blocks = reinterpret_cast<int32_t*>(list + l.first_blocks);
   }
   k->units = r->units;
-  k->prepare_groups = r->prepare_groups = kPrepareGroups * bwd_grid(a, sms);
+  k->prepare_groups = r->prepare_groups = prepare_groups(C::kQueries) * bwd_grid(a, sms);
   r->late = late_processors(bwd_grid(a, sms));
   r->completion = k->completion;
   r->split_tiles = bwd_split_tiles(a);
@@ -186,8 +186,9 @@ template <typename C>
 magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   if constexpr (C::kD == 128)
     if (k.split_slots > 0) {
-      MAGI_RETURN((start_bwd<BwdConfig<typename C::T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
-      if (k.units != nullptr) return MAGI_OK;
+      using T = typename C::T;
+      if (k.units != nullptr) return start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries, true>>(a, k, sms);
+      MAGI_RETURN((start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
       return launch_behind(bwd_join_split<typename C::T>, dim3(8 * sms), kRowThreads, 0, a.stream, split_join_params(a, k),
                            "launching the sum of the parts of split units");
     }
@@ -216,14 +217,15 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
 template <typename C>
 magi_status start_listed_rows(const magi_ffa_bwd_params& a, const BwdRowParams& r, const CUtensorMap& do_map, const char* doing) {
   static DeviceOnce configured;
-  const auto prepare = bwd_prepare_listed<typename C::T>;
-  MAGI_RETURN(configured.run([&] { return cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, kPrepareSmem); }));
+  const auto prepare = bwd_prepare_listed<typename C::T, C::kQueries>;
+  using Shape = PrepareShape<C::kQueries>;
+  MAGI_RETURN(configured.run([&] { return cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem); }));
   BwdPrepareParams p{r, do_map, do_map};
   if (a.out != nullptr)
     MAGI_RETURN(encode_map(&p.out_map, a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, a.out,
                            {static_cast<uint64_t>(a.head_dim_v), static_cast<uint64_t>(a.total_q), static_cast<uint64_t>(a.heads_q)},
-                           {2 * a.out_stride_token, 2 * a.out_stride_head}, {64, kQueryBlock, 1}, "out"));
-  return launch_behind(prepare, dim3(r.prepare_groups / kPrepareGroups), kPrepareThreads, kPrepareSmem, a.stream, p, doing);
+                           {2 * a.out_stride_token, 2 * a.out_stride_head}, {64, C::kQueries, 1}, "out"));
+  return launch_behind(prepare, dim3(r.prepare_groups / Shape::kGroups), Shape::kThreads, Shape::kSmem, a.stream, p, doing);
 }
 
 // What comes before the main kernel: the rows of queries, and beside them a CTA that plans the turns or lists the units.
@@ -231,9 +233,9 @@ template <typename C>
 magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, const BwdRowParams& r, dim3 rows, bool beside) {
   const auto prepare = bwd_prepare<typename C::T, C::kQueries>;
   const char* doing = "launching the start of the backward";
-  if constexpr (C::kD == 128 && !C::kWide)
+  if constexpr (C::kD == 128)
     if (r.units != nullptr) {
-      MAGI_RETURN(launch_first(bwd_list<kRowThreads>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
+      MAGI_RETURN(launch_first(bwd_list<kRowThreads, C::kQueries>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
       return start_listed_rows<C>(a, r, k.do_map, doing);
     }
   if (!a.deterministic) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
@@ -275,9 +277,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
-  if constexpr (C::kD == 128 && !C::kWide)
+  if constexpr (C::kD == 128)
     if (r.units != nullptr)
-      return launch_behind(bwd_finish_listed<T>, dim3(kFinishListedCtas * sms), kRowThreads, 0, a.stream,
+      return launch_behind(bwd_finish_listed<T, C::kQueries>, dim3(finish_listed_ctas(C::kQueries) * sms), kRowThreads, 0, a.stream,
                            BwdFinishParams{r, split_join_params(a, k)}, doing);
   return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, doing);
 }

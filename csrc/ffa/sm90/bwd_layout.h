@@ -69,7 +69,7 @@ int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms)
 // Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
 template <typename C>
 bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !C::kWide && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+  return C::kD == 128 && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
          bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
          bwd_heads_per_section<C>(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
 }

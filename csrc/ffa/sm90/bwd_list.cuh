@@ -50,24 +50,24 @@ __device__ inline bool begin_call(const BwdRowParams& p) {
 
 // One CTA of kRowThreads, beside the kernel that prepares the rest. If the caller keeps lists, only the first call of its kind makes one.
 // A template, because several translation units have it.
-template <int kThreads>
+template <int kThreads, int kQueries>
 __global__ void __launch_bounds__(kThreads) bwd_list(const BwdRowParams p) {
   static_assert(kThreads == kRowThreads);
   __shared__ int2 sorted[kMaxListed];
   const bool is_made = begin_call(p);
   start_next_kernel();
   if (is_made || !bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
-  sort_tiles(p, sorted);
+  sort_tiles<kQueries>(p, sorted);
   __shared__ Cuts cuts;
-  find_cuts(p, sorted, cuts);
-  write_list(p, list_of(p, choose_way(p, sorted, cuts), sorted, cuts), sorted);
+  find_cuts<kQueries>(p, sorted, cuts);
+  write_list(p, list_of(p, choose_way<kQueries>(p, sorted, cuts), sorted, cuts), sorted);
   begin_counts(p);
   if (threadIdx.x == kSplitWord || threadIdx.x == kUnitsWord) p.workspace[threadIdx.x] = p.list[threadIdx.x];
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) store_release(p.workspace + kListedWord, 1);
   if (!p.keeps_list) return;
-  find_needed(p, p.list[kUnitsWord], p.completion.expected);
+  find_needed<kQueries>(p, p.list[kUnitsWord], p.completion.expected);
   order_blocks(p, p.completion.expected);
   __threadfence();
   __syncthreads();

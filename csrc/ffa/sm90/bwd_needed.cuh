@@ -14,6 +14,7 @@ namespace magi {
 constexpr int kAtOnce = 1;  // blocks of a unit whose rows are prepared before the main kernel begins
 
 // When each block is first needed, in steps from the start, by the units that are taken up first.
+template <int kQueries>
 __device__ inline void find_needed(const BwdRowParams& p, int units, int32_t* needed) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < p.query_blocks; i += kRowThreads) needed[i] = INT_MAX;
@@ -24,7 +25,7 @@ __device__ inline void find_needed(const BwdRowParams& p, int units, int32_t* ne
     const bool is_part = split_slot(unit.z) > 0 && !is_cut(unit.z);
     int steps = 0;
     for (int layer = layers.x; layer < layers.x + layers.y; ++layer) {
-      int2 blocks = layer_blocks<kQueryBlock>(p.plan, layer);
+      int2 blocks = layer_blocks<kQueries>(p.plan, layer);
       if (is_cut(unit.z)) (unit.z & kBehindCut ? blocks.x : blocks.y) = unit.z & (kBehindCut - 1);
       const int backwards = blocks_backwards(blocks, Way(unit.z >> kWayBit & 3));
       for (int block = blocks.x + lane; block < blocks.y; block += 32) {

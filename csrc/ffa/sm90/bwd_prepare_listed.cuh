@@ -12,28 +12,37 @@
 
 namespace magi {
 
-constexpr int kPrepareGroups = 3;  // of a CTA, of which there is one on a multiprocessor; each takes a block of a head at a time
-constexpr int kPrepareWarps = 8;   // of a group that compute; two more copy and clear
-constexpr int kPrepareThreads = kPrepareGroups * (kPrepareWarps + 2) * 32;
+// Of a CTA, of which there is one on a multiprocessor. Each group takes a block of a head at a time; of wide ones there is room for two.
+constexpr int prepare_groups(int queries) { return queries == kQueryBlock ? 3 : 2; }
 constexpr int kPrepareStages = 2;
 constexpr int kPrepareBatch = 2;  // blocks that a group says are prepared at a time
-// Shared memory: zeros; for each group and stage out and dout, 64 columns and then the others; two barriers; counts.
-constexpr uint32_t kPrepareHalf = kQueryBlock * 64 * 2;  // bytes of 64 columns
-constexpr uint32_t kPrepareZeros = dq_block_floats(kQueryBlock) * 4;
-constexpr uint32_t kPrepareBarriersAt = kPrepareZeros + kPrepareGroups * kPrepareStages * 4 * kPrepareHalf;
-constexpr uint32_t kPrepareCountsAt = kPrepareBarriersAt + kPrepareGroups * kPrepareStages * 16;
-constexpr uint32_t kPrepareSmem = kPrepareCountsAt + kPrepareGroups * 4;
 
-static_assert(kPrepareSmem <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
+template <int kQueries>
+struct PrepareShape {
+  static constexpr int kGroups = prepare_groups(kQueries);
+  static constexpr int kRows = 2;                                    // of eight lanes
+  static constexpr int kWarps = kQueries / (4 * kRows);              // of a group that compute; two more copy and clear
+  static constexpr int kThreads = kGroups * (kWarps + 2) * 32;
+  // Shared memory: zeros; for each group and stage out and dout, 64 columns and then the others; two barriers; counts.
+  static constexpr uint32_t kHalf = kQueries * 64 * 2;  // bytes of 64 columns
+  static constexpr uint32_t kZeros = dq_block_floats(kQueries) * 4;
+  static constexpr uint32_t kBarriersAt = kZeros + kGroups * kPrepareStages * 4 * kHalf;
+  static constexpr uint32_t kCountsAt = kBarriersAt + kGroups * kPrepareStages * 16;
+  static constexpr uint32_t kSmem = kCountsAt + kGroups * 4;
+  static_assert(kSmem <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
+};
 
 struct BwdPrepareParams {
   BwdRowParams rows;
-  CUtensorMap out_map, do_map;  // boxes of 64 columns, kQueryBlock rows
+  CUtensorMap out_map, do_map;  // boxes of 64 columns, a block of queries
 };
 
 // Of a group: what it has in shared memory, and the blocks of heads that it takes one after the other: a share of those that are
 // needed at once; and then, in some CTAs, of the others. Which block the next one is is looked up one ahead.
+template <int kQueries>
 struct RowGroup {
+  using Shape = PrepareShape<kQueries>;
+  static constexpr int kGroups = Shape::kGroups;
   const BwdPrepareParams& p;
   uint32_t zeros, staged, bars, counts;
   const int32_t* blocks;  // in order; NULL: as they come
@@ -41,9 +50,9 @@ struct RowGroup {
   int round = 0;
 
   __device__ __forceinline__ RowGroup(const BwdPrepareParams& params, uint32_t base, int group)
-      : p(params), zeros(base), staged(base + kPrepareZeros + group * kPrepareStages * 4 * kPrepareHalf),
-        bars(base + kPrepareBarriersAt + group * kPrepareStages * 16), counts(base + kPrepareCountsAt + 4 * group),
-        item(blockIdx.x * kPrepareGroups + group), items(p.rows.query_blocks * p.rows.heads_q) {
+      : p(params), zeros(base), staged(base + Shape::kZeros + group * kPrepareStages * 4 * Shape::kHalf),
+        bars(base + Shape::kBarriersAt + group * kPrepareStages * 16), counts(base + Shape::kCountsAt + 4 * group),
+        item(blockIdx.x * kGroups + group), items(p.rows.query_blocks * p.rows.heads_q) {
     const bool is_ordered = __ldcg(p.rows.workspace + kInOrderWord) != 0;
     blocks = is_ordered ? p.rows.first_blocks : nullptr;
     at_once = is_ordered ? __ldcg(p.rows.list + kAtOnceWord) * p.rows.heads_q : items;
@@ -53,12 +62,12 @@ struct RowGroup {
     next = look_up(following);
   }
   __device__ __forceinline__ int first_of_others(int group) const {
-    return blockIdx.x < p.rows.late ? at_once + blockIdx.x * kPrepareGroups + group : items;
+    return blockIdx.x < p.rows.late ? at_once + blockIdx.x * kGroups + group : items;
   }
   __device__ __forceinline__ int after(int item) const {
-    if (item >= at_once) return item + p.rows.late * kPrepareGroups;
-    const int step = gridDim.x * kPrepareGroups;
-    return item + step < at_once ? item + step : first_of_others(item % kPrepareGroups);
+    if (item >= at_once) return item + p.rows.late * kGroups;
+    const int step = gridDim.x * kGroups;
+    return item + step < at_once ? item + step : first_of_others(item % kGroups);
   }
   __device__ __forceinline__ int look_up(int at) const {
     if (at >= items) return 0;
@@ -81,11 +90,13 @@ struct RowGroup {
   __device__ __forceinline__ uint32_t full() const { return bars + 16 * stage(); }
   __device__ __forceinline__ uint32_t empty() const { return full() + 8; }
   __device__ __forceinline__ uint32_t used_count() const { return counts; }
-  __device__ __forceinline__ uint32_t rows() const { return staged + stage() * 4 * kPrepareHalf; }
+  __device__ __forceinline__ uint32_t rows() const { return staged + stage() * 4 * Shape::kHalf; }
 };
 
 // One lane of a group asks for out and dout, if they are needed, and says how many blocks' rows have been used.
-__device__ inline void copy_rows(RowGroup g) {
+template <int kQueries>
+__device__ inline void copy_rows(RowGroup<kQueries> g) {
+  constexpr uint32_t kHalf = PrepareShape<kQueries>::kHalf;
   auto wait_for_stage = [&] {
     mbar_wait(g.empty(), g.phase() ^ 1);
     if (g.round >= kPrepareStages) sts_release(g.used_count(), g.round - kPrepareStages + 1);
@@ -96,10 +107,10 @@ __device__ inline void copy_rows(RowGroup g) {
       mbar_arrive(g.full());
       continue;
     }
-    mbar_expect(g.full(), 4 * kPrepareHalf);
+    mbar_expect(g.full(), 4 * kHalf);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      load_tile_3d(g.rows() + i * kPrepareHalf, i < 2 ? &g.p.out_map : &g.p.do_map, g.full(), i % 2 * 64, g.block * kQueryBlock, g.head(),
+      load_tile_3d(g.rows() + i * kHalf, i < 2 ? &g.p.out_map : &g.p.do_map, g.full(), i % 2 * 64, g.block * kQueries, g.head(),
                    kEvictFirst);
   }
   for (int i = 0; i < kPrepareStages; ++i, g.advance()) wait_for_stage();
@@ -107,9 +118,10 @@ __device__ inline void copy_rows(RowGroup g) {
 
 // Another clears the sum of dq, a few blocks at once, and says what is prepared when their rows are there, too. To say so takes longer
 // than to compute.
-__device__ inline void clear_rows(RowGroup g) {
+template <int kQueries>
+__device__ inline void clear_rows(RowGroup<kQueries> g) {
   const BwdRowParams& p = g.p.rows;
-  RowGroup behind = g;  // by so many, so that stores are waited for while the next are on their way
+  RowGroup<kQueries> behind = g;  // by so many, so that stores are waited for while the next are on their way
   auto say_prepared = [&](int blocks) {
     while (lds_acquire(g.used_count()) < behind.round + blocks) {
     }
@@ -121,8 +133,9 @@ __device__ inline void clear_rows(RowGroup g) {
   };
   for (int before = 0, blocks = -1; blocks != 0; before = blocks) {
     for (blocks = 0; blocks < kPrepareBatch && g.is_left(); ++blocks, g.advance()) {
-      float* sum = p.dq_sum + g.number() * p.dim_blocks * dq_block_floats(kQueryBlock);
-      for (int d = 0; d < p.dim_blocks; ++d) store_bytes(sum + d * dq_block_floats(kQueryBlock), g.zeros, kPrepareZeros, kEvictFirst);
+      float* sum = p.dq_sum + g.number() * p.dim_blocks * dq_block_floats(kQueries);
+      for (int d = 0; d < p.dim_blocks; ++d)
+        store_bytes(sum + d * dq_block_floats(kQueries), g.zeros, PrepareShape<kQueries>::kZeros, kEvictFirst);
     }
     store_commit();
     store_wait_but_one();
@@ -133,9 +146,11 @@ __device__ inline void clear_rows(RowGroup g) {
 
 // The other warps compute, eight lanes for a row: out and dout lie in the same swizzle, so in which order columns come does not
 // matter. What of a row is read from elsewhere is read one block ahead.
-template <typename T>
-__device__ __forceinline__ void sum_rows(RowGroup g, int thread) {
-  constexpr int kApart = kPrepareWarps * 4, kRows = kQueryBlock / kApart;
+template <typename T, int kQueries>
+__device__ __forceinline__ void sum_rows(RowGroup<kQueries> g, int thread) {
+  using Shape = PrepareShape<kQueries>;
+  constexpr int kApart = Shape::kWarps * 4, kRows = Shape::kRows;
+  static_assert(kApart * kRows == kQueries, "all rows of a block");
   const BwdRowParams& p = g.p.rows;
   const bool has_out = p.out != nullptr;
   const int lane = thread % 8;
@@ -143,7 +158,7 @@ __device__ __forceinline__ void sum_rows(RowGroup g, int thread) {
   auto read = [&](int item, int block) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int token = block * kQueryBlock + thread / 8 + i * kApart;
+      const int token = block * kQueries + thread / 8 + i * kApart;
       const bool exists = item < g.items && token < p.total_q;
       const int64_t at = static_cast<int64_t>(token) * p.heads_q + item % p.heads_q;
       next_lse[i] = exists ? __ldg(p.lse + at) : -INFINITY;
@@ -161,50 +176,51 @@ __device__ __forceinline__ void sum_rows(RowGroup g, int thread) {
     mbar_wait(g.full(), g.phase());
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = thread / 8 + i * kApart, token = g.block * kQueryBlock + row;
+      const int row = thread / 8 + i * kApart, token = g.block * kQueries + row;
       if (has_out) {
         delta[i] = 0.f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t at = g.rows() + half * kPrepareHalf + row * 128 + lane * 16;
-          delta[i] += chunk_delta<T>(lds_uint4(at), lds_uint4(at + 2 * kPrepareHalf));
+          const uint32_t at = g.rows() + half * Shape::kHalf + row * 128 + lane * 16;
+          delta[i] += chunk_delta<T>(lds_uint4(at), lds_uint4(at + 2 * Shape::kHalf));
         }
         delta[i] = sum_of_lanes(delta[i]);
       }
       const int64_t at = static_cast<int64_t>(token) * p.heads_q + g.head();
-      if (lane == 0) write_row<kQueryBlock>(p, g.number(), row, at, token < p.total_q, delta[i], lse[i]);
+      if (lane == 0) write_row<kQueries>(p, g.number(), row, at, token < p.total_q, delta[i], lse[i]);
     }
     __syncwarp();
     if (thread % 32 == 0) mbar_arrive(g.empty());
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kPrepareThreads, 1) bwd_prepare_listed(const __grid_constant__ BwdPrepareParams p) {
+template <typename T, int kQueries>
+__global__ void __launch_bounds__(PrepareShape<kQueries>::kThreads, 1) bwd_prepare_listed(const __grid_constant__ BwdPrepareParams p) {
+  using Shape = PrepareShape<kQueries>;
   extern __shared__ __align__(1024) uint8_t raw[];
   start_next_kernel();
   const uint32_t base = smem_addr(raw);
-  for (uint32_t at = 16 * threadIdx.x; at < kPrepareZeros; at += 16 * kPrepareThreads) sts_float4(base + at, 0.f, 0.f, 0.f, 0.f);
+  for (uint32_t at = 16 * threadIdx.x; at < Shape::kZeros; at += 16 * Shape::kThreads) sts_float4(base + at, 0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x == 0) {
     // One by one: synccheck counts the instructions that do so.
 #pragma unroll
-    for (int i = 0; i < kPrepareGroups * kPrepareStages; ++i) {
-      mbar_init(base + kPrepareBarriersAt + 16 * i, 1);
-      mbar_init(base + kPrepareBarriersAt + 16 * i + 8, kPrepareWarps);
+    for (int i = 0; i < Shape::kGroups * kPrepareStages; ++i) {
+      mbar_init(base + Shape::kBarriersAt + 16 * i, 1);
+      mbar_init(base + Shape::kBarriersAt + 16 * i + 8, Shape::kWarps);
     }
   }
-  if (threadIdx.x < kPrepareGroups) sts_int(base + kPrepareCountsAt + 4 * threadIdx.x, 0);
+  if (threadIdx.x < Shape::kGroups) sts_int(base + Shape::kCountsAt + 4 * threadIdx.x, 0);
   mbar_init_fence();
   fence_async_proxy();
   __syncthreads();
-  const int warp = threadIdx.x / 32, group = warp % kPrepareGroups, role = warp / kPrepareGroups;
-  const RowGroup rows(p, base, group);
+  const int warp = threadIdx.x / 32, group = warp % Shape::kGroups, role = warp / Shape::kGroups;
+  const RowGroup<kQueries> rows(p, base, group);
   if (role == 0) {
     if (threadIdx.x % 32 == 0) copy_rows(rows);
   } else if (role == 1) {
     if (threadIdx.x % 32 == 0) clear_rows(rows);
   } else {
-    sum_rows<T>(rows, (role - 2) * 32 + threadIdx.x % 32);
+    sum_rows<T, kQueries>(rows, (role - 2) * 32 + threadIdx.x % 32);
   }
   // What comes behind this kernel is behind the one before it, too.
   if (threadIdx.x == 0) wait_for_kernel_before();

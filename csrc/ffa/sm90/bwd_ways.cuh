@@ -11,7 +11,8 @@
 
 namespace magi {
 
-// Times are in eighths of a step that needs no mask.
+// Times are in eighths of a step that needs no mask. Start and end of a unit are those of narrow steps; in wide ones they are a half of a step
+// less, which decides nothing.
 constexpr int kStepTime = 8, kMaskedStepTime = 9;
 constexpr int kUnitTime = 21;  // to start and end a unit
 
@@ -21,26 +22,28 @@ __device__ inline int time_of_steps(const BwdRowParams& p, int steps, int masked
 }
 
 // Blocks of a layer, and those of them that need masks.
+template <int kQueries>
 __device__ inline int2 blocks_of_layer(const int32_t* plan, int layer) {
-  const int2 blocks = layer_blocks<kQueryBlock>(plan, layer);
+  const int2 blocks = layer_blocks<kQueries>(plan, layer);
   const int4* groups = reinterpret_cast<const int4*>(layer_record(plan, layer) + 8);
-  const int first = (max(groups[0].z, groups[1].z) + kQueryBlock - 1) / kQueryBlock, last = min(groups[0].w, groups[1].w) / kQueryBlock;
+  const int first = (max(groups[0].z, groups[1].z) + kQueries - 1) / kQueries, last = min(groups[0].w, groups[1].w) / kQueries;
   return make_int2(blocks.y - blocks.x, blocks.y - blocks.x - max(min(last, blocks.y) - max(first, blocks.x), 0));
 }
 
 // How long a tile takes for all heads of a unit, without start and end. Of many layers the planner's count will do, in which a
-// block has twice as many queries.
+// block has kTileKeys queries.
+template <int kQueries>
 __device__ inline int time_of_tile(const BwdRowParams& p, int tile) {
   constexpr int kCounted = 16;
   const int2 layers = layers_of_tile(p.plan, tile);
   if (layers.y > kCounted) {
     const int tiles_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_tiles;
-    const int blocks = p.plan[tiles_at + 8 * tile + offsetof(magi_tile_desc, num_blocks) / 4];
-    return time_of_steps(p, 2 * blocks, 2 * blocks);
+    const int blocks = (p.plan[tiles_at + 8 * tile + offsetof(magi_tile_desc, num_blocks) / 4] * kTileKeys + kQueries - 1) / kQueries;
+    return time_of_steps(p, blocks, blocks);
   }
   int2 sum = make_int2(0, 0);
   for (int i = 0; i < layers.y; ++i) {
-    const int2 blocks = blocks_of_layer(p.plan, layers.x + i);
+    const int2 blocks = blocks_of_layer<kQueries>(p.plan, layers.x + i);
     sum = make_int2(sum.x + blocks.x, sum.y + blocks.y);
   }
   return time_of_steps(p, sum.x, sum.y);
@@ -50,10 +53,11 @@ __device__ inline int time_of_tile(const BwdRowParams& p, int tile) {
 using SortedTiles = int2[kMaxListed];
 
 // One CTA of kRowThreads.
+template <int kQueries>
 __device__ inline void sort_tiles(const BwdRowParams& p, SortedTiles& sorted) {
   __shared__ int times[kMaxListed];
   const int32_t* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
-  for (int i = threadIdx.x; i < p.num_tiles; i += kRowThreads) times[i] = time_of_tile(p, order[i]);
+  for (int i = threadIdx.x; i < p.num_tiles; i += kRowThreads) times[i] = time_of_tile<kQueries>(p, order[i]);
   __syncthreads();
   for (int i = threadIdx.x; i < p.num_tiles; i += kRowThreads) {
     const int mine = times[i];
@@ -71,6 +75,7 @@ struct ListedUnit {
 };
 
 // Where the queries of the first document of a tile end, if those of others follow: as a block, or 0. For tiles of one layer.
+template <int kQueries>
 __device__ inline int cut_of_tile(const BwdRowParams& p, int tile) {
   const int2 layers = layers_of_tile(p.plan, tile);
   if (layers.y != 1) return 0;
@@ -80,8 +85,8 @@ __device__ inline int cut_of_tile(const BwdRowParams& p, int tile) {
     const int2 queries = *reinterpret_cast<const int2*>(record + sizeof(magi_layer) / 4 + 2 * row);
     if (queries.x < queries.y) end = min(end, queries.y);
   }
-  const int cut = __reduce_min_sync(0xffffffff, end) / kQueryBlock;
-  const int2 blocks = layer_blocks<kQueryBlock>(p.plan, layers.x);
+  const int cut = __reduce_min_sync(0xffffffff, end) / kQueries;
+  const int2 blocks = layer_blocks<kQueries>(p.plan, layers.x);
   return cut > blocks.x && cut < blocks.y && cut < kBehindCut ? cut : 0;
 }
 
@@ -93,12 +98,13 @@ constexpr int kLooked = 8;  // tiles
 using Cuts = Cut[kLooked];
 
 // A warp looks at each.
+template <int kQueries>
 __device__ inline void find_cuts(const BwdRowParams& p, const SortedTiles& sorted, Cuts& cuts) {
   static_assert(kLooked == kRowThreads / 32, "a warp for each");
   const int mine = threadIdx.x / 32;
   if (mine < p.num_tiles) {
-    const int at = cut_of_tile(p, sorted[mine].x);
-    const int2 blocks = at > 0 ? layer_blocks<kQueryBlock>(p.plan, layers_of_tile(p.plan, sorted[mine].x).x) : make_int2(0, 0);
+    const int at = cut_of_tile<kQueries>(p, sorted[mine].x);
+    const int2 blocks = at > 0 ? layer_blocks<kQueries>(p.plan, layers_of_tile(p.plan, sorted[mine].x).x) : make_int2(0, 0);
     cuts[mine] = {at, blocks.x, blocks.y};
   }
   __syncthreads();

@@ -75,6 +75,7 @@ __device__ inline uint2 end_of_units(const BwdRowParams& p, const UnitList& list
 // others, now as some multiprocessors begin late: where each has two long units, what those leave to others would be whole ones, so
 // filling gains; where tiles are split by heads, other choices of them are as good for the end, and read device memory less. The factors
 // come from measurements of each way in 35 to 100 masks. The choice depends on the device, and not on what is left free.
+template <int kQueries>
 __device__ inline int choose_way(const BwdRowParams& p, const SortedTiles& sorted, const Cuts& cuts) {
   __shared__ uint2 found[kShorterHalf];
   __shared__ unsigned ends[4];
@@ -87,7 +88,8 @@ __device__ inline int choose_way(const BwdRowParams& p, const SortedTiles& sorte
   __syncthreads();
   const float whole = static_cast<float>(found[0].x), longest = static_cast<float>(sorted[0].y + kUnitTime);
   const float shorter = fmaxf(1.08f * static_cast<float>(found[0].y) / static_cast<float>(p.processors), longest);
-  float best = whole > 1.06f * shorter ? 1.03f * shorter : whole;
+  constexpr float kWorth = kQueries == kQueryBlock ? 1.06f : 1.04f;
+  float best = whole > kWorth * shorter ? 1.03f * shorter : whole;
   int way = best < whole ? kShorterHalf : kWhole;
   for (int i = 1; i < kShorterHalf; ++i) {
     const float end = (i < kLongestByHeads ? 1.02f : way == kShorterHalf ? 1.06f : 1.2f) * static_cast<float>(found[i].x);

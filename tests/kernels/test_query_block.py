@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a backward takes steps of 80 queries, and when halves of the heads."""
+
+from __future__ import annotations
+
+import pytest
+from ffa_simulator import planner_or_skip
+
+from magi_attention.common.mask import Mask
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.query_block import Steps, steps_of
+
+PROCESSORS = 132
+WIDE, NARROW, HALVES = Steps(80, 0), Steps(64, 0), Steps(64, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def choose(mask: Mask, total: int, in_turns=False, heads=(64, 8), dim: int = 128, asked=None, **options) -> Steps:
+    def processors() -> int:
+        if asked is not None:
+            asked.append(1)
+        return PROCESSORS
+
+    shapes = (total, heads[0], dim), (total, heads[1], dim)
+    return steps_of(*shapes, mask.slices, AttnOptions(0.3, deterministic=in_turns, **options), processors)
+
+
+def documents(length: int, total: int) -> Mask:
+    return Mask.varlen(list(range(0, total + 1, length)))
+
+
+@pytest.mark.parametrize(
+    "mask, total, steps, in_turns",
+    [
+        (Mask.full(4096), 4096, WIDE, WIDE),
+        (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 2,048 queries a key
+        (documents(1024, 4096), 4096, NARROW, WIDE),
+        (documents(512, 4096), 4096, NARROW, NARROW),
+        (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, HALVES),
+        (documents(2048, 8192), 8192, WIDE, WIDE),  # many units
+        (Mask.causal(8192), 8192, WIDE, WIDE),
+        (Mask.sliding_window(8192, (1023, 0)), 8192, NARROW, WIDE),  # 960 queries a key
+        (documents(512, 8192), 8192, NARROW, NARROW),
+        (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
+    ],
+    ids=("full", "causal", "two documents", "eight", "uneven", "8K", "causal 8K", "window 8K", "short 8K", "1K"),
+)
+def test_by_the_queries_of_a_key(mask, total, steps, in_turns):
+    assert choose(mask, total) == steps
+    assert choose(mask, total, in_turns=True) == in_turns
+
+
+def test_only_where_there_is_a_kernel():
+    mask = Mask.full(8192)
+    for dim, steps in ((64, NARROW), (72, WIDE), (128, WIDE), (256, NARROW)):
+        assert choose(mask, 8192, dim=dim) == steps
+    assert choose(mask, 8192, softcap=1.0) == NARROW
+
+
+def test_the_choice_is_kept_with_the_mask():
+    mask, asked = documents(1024, 8192), []
+    for _ in range(3):
+        choose(mask, 8192, asked=asked)
+    assert len(asked) == 1
+    for _ in range(2):
+        assert choose(mask, 8192, softcap=1.0, asked=asked) == NARROW and choose(mask, 8192, asked=asked) == WIDE
+    assert len(asked) == 2
