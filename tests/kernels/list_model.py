@@ -16,7 +16,8 @@ import numpy as np
 PARTS, LOOKED, UNIT_TIME, SLOT_TIME = 4, 8, 21, 1
 SHORTEST, BLOCK_TIME, FEW_PARTS = 2, 4, 4
 WHOLE, LONGEST_BY_HEADS, SHORTER_HALF, CUT_FILLED, MIDDLE_HALF, SECOND_QUARTER, MIDDLE = 0, 3, 7, 8, 9, 10, 11
-BLOCK, KEYS = 64, 128
+KEYS = 128
+WORTH = {64: 1.06, 80: 1.04}  # by queries of a block: so much longer must whole tiles take than halves might
 
 
 class Tile(NamedTuple):
@@ -40,13 +41,14 @@ class Unit(NamedTuple):
 
 @dataclass
 class Problem:
-    """``tiles`` with the longest first; how many ``blocks`` of queries there are."""
+    """``tiles`` with the longest first; how many blocks of ``block`` queries there are."""
 
     tiles: list[Tile]
     heads: int
     group: int
     blocks: int
     processors: int = 132
+    block: int = 64
 
     @property
     def room(self) -> int:
@@ -138,7 +140,7 @@ def choose(p: Problem) -> UnitList:
     whole, total = ends[0]
     shorter = max(1.08 * total / p.processors, p.tiles[0].time + UNIT_TIME)
     best, chosen = whole, WHOLE
-    if whole > 1.06 * shorter and 1.03 * shorter < whole:
+    if whole > WORTH[p.block] * shorter and 1.03 * shorter < whole:
         best, chosen = 1.03 * shorter, SHORTER_HALF
     for way in range(1, SHORTER_HALF):
         end = (1.02 if way < LONGEST_BY_HEADS else 1.06 if chosen == SHORTER_HALF else 1.2) * ends[way][0]
@@ -155,7 +157,7 @@ def choose(p: Problem) -> UnitList:
     return list_of(p, chosen)
 
 
-def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int) -> Problem:
+def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int, block: int = 64) -> Problem:
     """Packed documents, by the transposed plan: tiles of keys with the queries that see them."""
     starts = np.cumsum((0, *lengths))
     low = np.concatenate([np.arange(a, b) if is_causal else np.full(b - a, a) for a, b in zip(starts, starts[1:])])
@@ -163,10 +165,10 @@ def documents(lengths: tuple[int, ...], is_causal: bool, heads: int, group: int)
     tiles = []
     for at in range(0, starts[-1], KEYS):
         lo, hi = low[at : at + KEYS], high[at : at + KEYS]
-        first, end = int(lo.min()) // BLOCK, -(-int(hi.max()) // BLOCK)
+        first, end = int(lo.min()) // block, -(-int(hi.max()) // block)
         # A block needs no mask if all keys of the tile see all of it; keys that do not exist see nothing.
-        plain = 0 if len(lo) < KEYS else max(int(hi.min()) // BLOCK - -(-int(lo.max()) // BLOCK), 0)
-        cut = int(hi.min()) // BLOCK
+        plain = 0 if len(lo) < KEYS else max(int(hi.min()) // block - -(-int(lo.max()) // block), 0)
+        cut = int(hi.min()) // block
         time = (8 * (end - first) + (end - first - plain)) * group
         tiles.append(Tile(first, end, cut if first < cut < end else 0, time))
-    return Problem(sorted(tiles, key=lambda t: -t.time), heads, group, -(-int(starts[-1]) // BLOCK))
+    return Problem(sorted(tiles, key=lambda t: -t.time), heads, group, -(-int(starts[-1]) // block), block=block)

@@ -25,6 +25,7 @@ def test_the_constants_are_those_of_the_kernel():
         "n * (way == kMiddleHalf ? 7 : way == kSecondQuarter ? 4 : 6) / 16;",
         "n * (way == kMiddleHalf ? 8 : way == kSecondQuarter ? 4 : 6) / 16;",
         "(i < kLongestByHeads ? 1.02f : way == kShorterHalf ? 1.06f : 1.2f)",
+        "kWorth = kQueries == kQueryBlock ? 1.06f : 1.04f;",
         "(tried(i) == kCutFilled ? 1.02f : tried(i) == kMiddleHalf ? 1.f : 1.01f)",
     ):  # fmt: skip
         assert line in text, line
@@ -88,3 +89,18 @@ def test_every_list_has_every_tile_once():
 def test_what_is_split(lengths, is_causal, heads, group, tiles, units):
     found = choose(documents(lengths, is_causal, heads, group))
     assert (found.splits, len(found)) == (tiles, units * heads)
+
+
+def test_wide_steps_make_lists_of_the_same_kind():
+    """Blocks of 80 queries are cut elsewhere, and halves taken sooner; every tile is there once all the same."""
+    found = choose(documents((3503, 249, 344), False, 8, 8, block=80))
+    check(found)
+    assert (found.splits, len(found)) == (16, 80 * 8)  # the shorter half by heads: 3% more than the longest way to go
+    for seed in range(40):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        lengths = tuple(rng.integers(1, 1500, size=int(rng.integers(1, 7))).tolist())
+        for block in (64, 80):
+            problem = documents(lengths, bool(seed % 2), 8, 8, block)
+            assert problem.blocks == -(-sum(lengths) // block)
+            check(choose(problem))
