@@ -3,11 +3,13 @@
 
     python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
                                 [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
+                                [--steps chosen,64,80]
 
 All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
 when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
 table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
-be compressed by gzip; a build is named by its file, or by its folder where files have the same name.
+be compressed by gzip; a build is named by its file, or by its folder where files have the same name. With --steps each
+is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import gzip
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -31,11 +36,17 @@ from peers_backward import OurGradients  # noqa: E402
 from timing import interleaved_us, summary  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
+from magi_attention.kernels import ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa_operands import DTYPES as CODES  # noqa: E402
+from magi_attention.kernels.head_parts import head_parts_in_turns  # noqa: E402
+from magi_attention.kernels.query_block import NARROW, Steps  # noqa: E402
+from magi_attention.kernels.unit_walks import STEP  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
+
+STEPS = ("chosen", str(NARROW), str(STEP))
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -70,15 +81,40 @@ def anew(case: Case) -> Case:
     return Case(case.name, case.seqlen, case.documents)
 
 
+@contextmanager
+def forced_steps(steps: str) -> Iterator[None]:
+    """Backwards take steps of so many queries, whatever the mask; ``"chosen"`` changes nothing."""
+
+    def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
+        halves = options.deterministic and int(steps) == NARROW
+        return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
+
+    with mock.patch.object(ffa_bwd, "steps_of", ffa_bwd.steps_of if steps == "chosen" else steps_of):
+        yield
+
+
+class GradientsBySteps(OurGradients):
+    """``OurGradients`` with the steps that it is told."""
+
+    def __init__(self, steps: str, *arguments, **options) -> None:
+        self._steps = steps
+        super().__init__(*arguments, **options)
+
+    def __call__(self):
+        with forced_steps(self._steps):
+            return super().__call__()
+
+
 def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> dict:
     """By name what ``kernel.prepare`` wants; with ``--turns`` each build a second time, as NAME+turns."""
     if options.direction == "forward":
         return {n: lambda q, k, v, case, b=b: forward_of(b, q, k, v, anew(case)) for n, b in backends.items()}
     found = {}
     for n, b in backends.items():
-        for is_ordered in (False, True) if options.turns else (False,):
-            found[n + "+turns" * is_ordered] = lambda q, k, v, dout, case, b=b, d=is_ordered: OurGradients(
-                q, k, v, dout, anew(case), is_both=False, deterministic=d, backend=b
+        for steps, is_ordered in product(options.steps, (False, True) if options.turns else (False,)):
+            name = n + (f"+{steps}" if steps != "chosen" else "") + "+turns" * is_ordered
+            found[name] = lambda q, k, v, dout, case, b=b, s=steps, d=is_ordered: GradientsBySteps(
+                s, q, k, v, dout, anew(case), is_both=False, deterministic=d, backend=b
             )
     return found
 
@@ -101,6 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("builds", type=Path, nargs="+", metavar="LIBRARY", help="the first is what the others are compared with")
     add("--direction", choices=("forward", "backward"), default="backward")
     add("--turns", action="store_true", help="backward: also with dq summed in a fixed order")
+    add("--steps", type=list_of(str, STEPS), default=["chosen"], metavar="A,B", help="backward: " + ", ".join(STEPS))
     add("--masks", type=list_of(str, NAMES), default=["full", "causal"], metavar="A,B", help=", ".join(NAMES))
     add("--seqlens", type=list_of(parse_size), default="4K,16K", metavar="4K,16K", help="4K,16K")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
@@ -114,8 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.turns and options.direction == "forward":
-        parser.error("--turns is for --direction backward.")
+    if options.direction == "forward" and (options.turns or options.steps != ["chosen"]):
+        parser.error("--turns and --steps are for --direction backward.")
     missing = [str(f) for f in options.builds if not f.is_file()]
     if missing:
         parser.error(f"no such file: {', '.join(missing)}.")

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import builds  # noqa: E402
 
-from magi_attention.kernels import SdpaOnlineBackend  # noqa: E402
+from magi_attention.kernels import AttnOptions, SdpaOnlineBackend, ffa_bwd  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 
@@ -26,6 +26,7 @@ class StandIn(SdpaOnlineBackend):
     def __init__(self, scale_error: float = 1.0) -> None:
         super().__init__()
         self.turns: list[bool] = []
+        self.steps: list[int] = []
         self.masks: list = []
         self.scale_error = scale_error
         self.library = SimpleNamespace(has=lambda *_: True)
@@ -37,6 +38,7 @@ class StandIn(SdpaOnlineBackend):
     def backward_final(self, dout, q, k, v, out, lse, slices, options):
         self.turns.append(options.deterministic)
         self.masks.append(slices)
+        self.steps.append(ffa_bwd.steps_of(q.shape, v.shape, slices, options, lambda: 132).query_block)
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dv *= self.scale_error
         return grads
@@ -79,6 +81,24 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
     # No mask is used twice, because a list of units that one build made is kept with it.
     used = [mask for b in made.values() for mask in b.masks]
     assert len({id(mask) for mask in used}) == len(used) == 12
+
+
+def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
+    made = {}
+    monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
+    arguments = ["--steps", "chosen,64,80", "--masks", "full", *SHORT]
+    assert builds.main([*map(str, files), *arguments]) == 0
+    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[2:] == ["old", "old+64", "old+80", "new", "new+64", "new+80"] and row[-1] == "0.167"
+    assert [b.steps for b in made.values()] == [[64, 64, 80]] * 2
+    monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
+    shapes, slices = ((4096, 64, 128), (4096, 8, 128)), builds.make_case("full", 4096).mask.slices
+    for steps, is_ordered, found in (
+        ("64", False, (64, 0)), ("64", True, (64, 2)), ("80", True, (80, 0)), ("chosen", True, (80, 0)),
+    ):  # fmt: skip
+        with builds.forced_steps(steps):
+            options = AttnOptions(0.3, deterministic=is_ordered)
+            assert ffa_bwd.steps_of(*shapes, slices, options, lambda: 132) == found
 
 
 def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):
@@ -143,7 +163,9 @@ def test_what_is_refused(files, monkeypatch, capsys):
     for arguments, sentence in (
         ([], "required"),
         (["nowhere.so"], "no such file: nowhere.so"),
-        ([str(files[0]), "--turns", "--direction", "forward"], "--turns is for --direction backward"),
+        ([str(files[0]), "--turns", "--direction", "forward"], "are for --direction backward"),
+        ([str(files[0]), "--steps", "64", "--direction", "forward"], "are for --direction backward"),
+        ([str(files[0]), "--steps", "96"], "96"),
         ([str(files[0])], "there is no GPU"),
     ):
         with pytest.raises(SystemExit):
