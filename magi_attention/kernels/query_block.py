@@ -2,9 +2,9 @@
 """Which steps a backward takes: of 64 queries or of 80, and among how many units the query heads of a tile are shared
 out, see ``docs/notes/ffa_backward.md``.
 
-Steps of 80 are the faster ones, but round to larger blocks, so it counts how many queries a key sees on average.
-Where there are few units for each multiprocessor, rounding weighs more; and where dq is summed in order, halves of the
-heads are for narrow steps alone.
+Steps of 80 are the faster ones for their size, but round to larger blocks. By how much more is counted; how much they
+gain depends on whether units are many, and on whether dq is summed in order, where halves of the heads are for steps of
+64 alone.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from typing import NamedTuple
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.hand_out import steps_of_tiles
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import STEP
+from magi_attention.native.tile_plan import TilePlan, transposed
 
 NARROW = 64  # queries of a step; STEP of a wide one
 _TILE = 128  # keys
-# Queries that a key sees, on average, from which on steps of 80 were measured to be faster: where units are few; where
-# they are many; and where dq is summed in order, if halves would be no help, and else.
-LONG = 2100
-LONG_OF_MANY = 1024
-LONG_IN_TURNS = 800
-LONGER_THAN_HALVES = 3072
+# So many queries in wide steps take as long as one in narrow steps, by what was measured: where units are many; and in
+# turns, if a unit has all query heads of its tile.
+_MOST_OF_MANY = 1.05
+_MOST_IN_TURNS = 1.075
+# Where units are few, so many, if a key sees so many queries on average.
+_MOST_OF_FEW = 1.03
+_LONG_OF_FEW = 1950
+_LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3.0  # for each multiprocessor, from which on units are not listed
 _WHOLE_UNITS = 1.9  # from which on a unit has all query heads of its tile
 
@@ -59,13 +63,26 @@ def steps_of(
 
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
-    can_be_wide = not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
-    seen, units = slices.area / max(keys, 1), -(-keys // _TILE) * v_shape[1] / processors()
-    if not options.deterministic:
-        is_long = seen >= (LONG_OF_MANY if units >= _MANY_UNITS else LONG)
-        return Steps(STEP if can_be_wide and is_long else NARROW, 0)
-    if can_be_wide and seen >= LONGER_THAN_HALVES:
-        return Steps(STEP, 0)
-    parts = 0 if is_remote else head_parts_in_turns(slices, q_shape, v_shape, processors)
-    is_long = not parts and units >= _WHOLE_UNITS and seen >= LONG_IN_TURNS
-    return Steps(STEP if can_be_wide and is_long else NARROW, parts)
+    if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:
+        units = -(-keys // _TILE) * v_shape[1] / processors()
+        can_be_wide = wide_gains(slices, q_shape[0], keys, units, options.deterministic)
+    else:
+        can_be_wide = False
+    is_long = slices.area >= _LONGER_THAN_HALVES * max(keys, 1)
+    if options.deterministic and not is_remote and not (can_be_wide and is_long):
+        parts = head_parts_in_turns(slices, q_shape, v_shape, processors)
+        if parts:
+            return Steps(NARROW, parts)
+    return Steps(STEP if can_be_wide else NARROW, 0)
+
+
+def wide_gains(slices: SliceTable, queries: int, keys: int, units: float, in_turns: bool) -> bool:
+    """Whether steps of 80 are faster, with so many ``units`` of whole tiles for each multiprocessor."""
+    most = _MOST_OF_FEW
+    if units >= (_WHOLE_UNITS if in_turns else _MANY_UNITS):
+        most = _MOST_IN_TURNS if in_turns else _MOST_OF_MANY
+    elif slices.area < _LONG_OF_FEW * max(keys, 1):
+        return False
+    plan = TilePlan.build(transposed(slices, queries, keys), keys, queries, _TILE, 2)
+    narrow, wide = (int(steps_of_tiles(plan, step).sum()) * step for step in (NARROW, STEP))
+    return wide <= most * narrow

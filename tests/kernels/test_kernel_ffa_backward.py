@@ -374,8 +374,8 @@ def test_kernels_in_turns_follow_one_another_over_streams():
     ids=("full", "causal", "narrow heads", "softcap", "short documents", "window"),
 )
 def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
-    """By the queries that a key sees on average; here "long" is 4."""
-    monkeypatch.setattr(query_block, "LONG", 4)
+    """Where there are kernels for them and they gain; here they do from four queries a key on."""
+    monkeypatch.setattr(query_block, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     for known in (case.slices, RangeTensors(*case.slices.tensors())):

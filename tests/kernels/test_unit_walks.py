@@ -247,9 +247,8 @@ def test_what_fills_no_period_comes_together():
     "options", (AttnOptions(0.3), AttnOptions(0.3, sm_margin=3), AttnOptions(0.3, deterministic=True))
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
-    """With steps of 80 and no turns; here "long" is 4 queries for each key, and there are four multiprocessors."""
-    for name in ("LONG", "LONGER_THAN_HALVES"):
-        monkeypatch.setattr(query_block, name, 4)
+    """With steps of 80, here from 4 queries a key on, and no turns; there are four multiprocessors."""
+    monkeypatch.setattr(query_block, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
     simulator.list_bytes = 0
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
@@ -269,7 +268,7 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
 
 
 def test_where_the_kernels_list_units_themselves_there_is_none(monkeypatch):
-    monkeypatch.setattr(query_block, "LONG", 4)
+    monkeypatch.setattr(query_block, "wide_gains", lambda *_: True)
     ffa, simulator = backend()
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, case.options)
