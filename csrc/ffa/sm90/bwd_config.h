@@ -8,7 +8,7 @@ namespace magi {
 
 constexpr int kTileKeys = 128;   // of a tile: 64 for each consumer warpgroup
 constexpr int kQueryBlock = 64;  // queries
-constexpr int kWideBlock = 80;   // the same where keys see many
+constexpr int kWideBlock = 80;   // the same where that rounds to little more (kernels/query_block.py)
 
 template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false, int kQueries_ = kQueryBlock,
           bool kListed_ = kSplit_ && kQueries_ == kQueryBlock>
