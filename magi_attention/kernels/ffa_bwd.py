@@ -11,7 +11,6 @@ follow are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -101,7 +100,7 @@ class BackwardCalls:
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         remote = mask if isinstance(mask, RemoteKeys) else None
-        steps = steps_of(x.q.shape, x.v.shape, mask, options, partial(runtime.processors, index))
+        steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(index))
         key = _key(x, options, into is None, grad_dtype, steps, remote)
         call = self._prepared.get(key)
         if call is None:

@@ -27,6 +27,7 @@ class CudaRuntime:
         self.stream = torch._C._cuda_getCurrentRawStream  # (device index) -> address
         self.current_device = torch._C._cuda_getDevice
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
+        self._processors: dict[int, int] = {}
 
     @staticmethod
     def exists() -> bool:
@@ -41,8 +42,11 @@ class CudaRuntime:
         return torch.cuda.Event()
 
     def processors(self, index: int) -> int:
-        """Multiprocessors of the device."""
-        return torch.cuda.get_device_properties(index).multi_processor_count
+        """Multiprocessors of the device. Each call of a backward asks for them."""
+        found = self._processors.get(index)
+        if found is None:
+            found = self._processors[index] = torch.cuda.get_device_properties(index).multi_processor_count
+        return found
 
     def stream_object(self) -> torch.cuda.Stream:
         """The current stream. As an object it takes as long as a launch."""

@@ -9,8 +9,6 @@ and where one tile takes more than an even share, as of causal documents, halves
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
@@ -28,7 +26,7 @@ _GAIN = 0.9
 
 
 def head_parts_in_turns(
-    slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], processors: Callable[[], int]
+    slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], processors: int
 ) -> int:
     """2 where halves of the heads end sooner by enough, else 0: as few parts as the library chooses.
 
@@ -38,9 +36,9 @@ def head_parts_in_turns(
     if max(dim, dim_v) > _MOST_DIM or not total_k or not heads_kv or heads % (2 * heads_kv):
         return 0
     kept = slices.__dict__.setdefault("_head_parts", {})
-    key = (total_q, total_k, heads, heads_kv)
+    key = (total_q, total_k, heads, heads_kv, processors)
     if key not in kept:
-        kept[key] = _head_parts(slices, *key, processors())
+        kept[key] = _head_parts(slices, *key)
     return kept[key]
 
 

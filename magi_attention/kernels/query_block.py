@@ -9,7 +9,6 @@ gain depends on whether units are many, and on whether dq is summed in order, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from magi_attention.common.slices import SliceTable
@@ -44,9 +43,10 @@ class Steps(NamedTuple):
 
 def steps_of(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], mask: SliceTable | RangeTensors | RemoteKeys,
-    options: AttnOptions, processors: Callable[[], int],
+    options: AttnOptions, processors: int,
 ) -> Steps:  # fmt: skip
-    """``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv). Kept with the slices, which never change.
+    """``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv); ``processors``: multiprocessors of the device. Kept with the
+    slices, which never change.
 
     Of range tensors on a GPU nothing is known, so there steps are narrow.
     """
@@ -55,7 +55,7 @@ def steps_of(
     if not isinstance(slices, SliceTable):
         return Steps(NARROW, 0)
     kept = slices.__dict__.setdefault("_steps", {})
-    key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap))
+    key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), processors)
     found = kept.get(key)
     if found is None:
         found = kept[key] = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
@@ -64,7 +64,7 @@ def steps_of(
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
     if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:
-        units = -(-keys // _TILE) * v_shape[1] / processors()
+        units = -(-keys // _TILE) * v_shape[1] / processors
         can_be_wide = wide_gains(slices, q_shape[0], keys, units, options.deterministic)
     else:
         can_be_wide = False
