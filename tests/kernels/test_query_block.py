@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from ffa_simulator import planner_or_skip
 
 from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, query_block
+from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.query_block import Steps, steps_of
 
 PROCESSORS = 132
@@ -70,3 +74,19 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
     choose(mask, 8192, in_turns=True)
     choose(mask, 8192, processors=264)  # machines may have GPUs of two kinds
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("local, is_uneven, steps", ((4096, False, WIDE), (1024, True, NARROW)))
+def test_keys_of_other_ranks_count(local, is_uneven, steps):
+    """A quarter of the keys is local: alone they would be few units. Heads are never halved there."""
+    remote = 3 * local
+    starts = range(0, local, 64 if is_uneven else local)
+    rows = [[a, min(a + starts.step, local), local, local + remote, 0] for a in starts]
+    if is_uneven:
+        rows = [[a, b, local + 3 * a, local + 3 * b, 0] for a, b, *_ in rows]
+    slices = SliceTable(np.array([[0, local, 0, local, 1], *rows]))
+    mask = RemoteMask(slices, local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3])))
+    shapes = (local, 64, 128), (local, 8, 128)
+    for in_turns in (False, True):
+        options = AttnOptions(0.3, deterministic=in_turns)
+        assert steps_of(*shapes, RemoteKeys(mask, b""), options, PROCESSORS) == steps
