@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -39,14 +38,14 @@ from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels import ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa_operands import DTYPES as CODES  # noqa: E402
+from magi_attention.kernels.hand_out import NARROW, WIDE  # noqa: E402
 from magi_attention.kernels.head_parts import head_parts_in_turns  # noqa: E402
-from magi_attention.kernels.query_block import NARROW, Steps  # noqa: E402
-from magi_attention.kernels.unit_walks import STEP  # noqa: E402
+from magi_attention.kernels.query_block import Steps  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
 
-STEPS = ("chosen", str(NARROW), str(STEP))
+STEPS = ("chosen", str(NARROW), str(WIDE))
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -82,26 +81,31 @@ def anew(case: Case) -> Case:
 
 
 @contextmanager
-def forced_steps(steps: str) -> Iterator[None]:
-    """Backwards take steps of so many queries, whatever the mask; ``"chosen"`` changes nothing."""
+def forced_steps(queries: int) -> Iterator[None]:
+    """Backwards take steps of so many queries, whatever the mask."""
 
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
-        halves = options.deterministic and int(steps) == NARROW
-        return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
+        halves = options.deterministic and queries == NARROW
+        return Steps(queries, head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
 
-    with mock.patch.object(ffa_bwd, "steps_of", ffa_bwd.steps_of if steps == "chosen" else steps_of):
+    chosen, ffa_bwd.steps_of = ffa_bwd.steps_of, steps_of
+    try:
         yield
+    finally:
+        ffa_bwd.steps_of = chosen
 
 
 class GradientsBySteps(OurGradients):
-    """``OurGradients`` with the steps that it is told."""
+    """``OurGradients`` with steps of so many ``queries``, or those that it chooses."""
 
-    def __init__(self, steps: str, *arguments, **options) -> None:
-        self._steps = steps
+    def __init__(self, queries: int | None, *arguments, **options) -> None:
+        self._queries = queries
         super().__init__(*arguments, **options)
 
     def __call__(self):
-        with forced_steps(self._steps):
+        if self._queries is None:
+            return super().__call__()
+        with forced_steps(self._queries):
             return super().__call__()
 
 
@@ -112,8 +116,9 @@ def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> d
     found = {}
     for n, b in backends.items():
         for steps, is_ordered in product(options.steps, (False, True) if options.turns else (False,)):
-            name = n + (f"+{steps}" if steps != "chosen" else "") + "+turns" * is_ordered
-            found[name] = lambda q, k, v, dout, case, b=b, s=steps, d=is_ordered: GradientsBySteps(
+            queries = None if steps == "chosen" else int(steps)
+            name = n + (f"+{queries}" if queries else "") + "+turns" * is_ordered
+            found[name] = lambda q, k, v, dout, case, b=b, s=queries, d=is_ordered: GradientsBySteps(
                 s, q, k, v, dout, anew(case), is_both=False, deterministic=d, backend=b
             )
     return found

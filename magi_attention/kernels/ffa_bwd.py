@@ -32,10 +32,11 @@ from magi_attention.kernels.ffa_operands import (
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.hand_out import WIDE
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.types import AttnOptions, Grads
-from magi_attention.kernels.unit_walks import STEP, UnitShape
+from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.succession import Succession
@@ -181,7 +182,7 @@ class BackwardCalls:
             log_copy(odd)
         walked = None
         # Units that the kernels list themselves need no other order.
-        if steps.query_block == STEP and not options.deterministic and (remote is not None or not list_bytes):
+        if steps.query_block == WIDE and not options.deterministic and (remote is not None or not list_bytes):
             processors = runtime.processors(q.get_device())
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)

@@ -4,10 +4,33 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.common.slices import SliceTable
+from magi_attention.native.tile_plan import TilePlan, transposed
+
+TILE = 128  # keys
+NARROW, WIDE = 64, 80  # queries of a step
+
+
+class TileSteps(NamedTuple):
+    """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan."""
+
+    narrow: np.ndarray
+    wide: np.ndarray
+    order: np.ndarray
+
+
+def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
+    """Kept with the slices, which never change."""
+    kept = slices.__dict__.setdefault("_tile_steps", {})
+    key = (total_q, total_k)
+    if key not in kept:
+        plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, TILE, 2)
+        kept[key] = TileSteps(steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE), plan.order.copy())
+    return kept[key]
 
 
 def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:

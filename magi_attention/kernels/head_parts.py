@@ -12,11 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
-from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.kernels.hand_out import TILE, starts_of, tile_steps
 
-_TILE = 128  # keys
-_STEP = 64  # queries
 _MOST_DIM = 128  # head dims above it take two passes over the same tiles
 _UNIT_STEPS = 3  # what it takes to begin and end a unit, in steps
 _MOST_UNITS = 3  # for each multiprocessor, from which on the last ones are short enough
@@ -30,7 +27,8 @@ def head_parts_in_turns(
 ) -> int:
     """2 where halves of the heads end sooner by enough, else 0: as few parts as the library chooses.
 
-    ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv). Kept with the slices, which never change.
+    ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv); ``processors``: multiprocessors of the device. Kept with the
+    slices, which never change.
     """
     (total_q, heads, dim), (total_k, heads_kv, dim_v) = q_shape, v_shape
     if max(dim, dim_v) > _MOST_DIM or not total_k or not heads_kv or heads % (2 * heads_kv):
@@ -43,10 +41,10 @@ def head_parts_in_turns(
 
 
 def _head_parts(slices: SliceTable, total_q: int, total_k: int, heads: int, heads_kv: int, processors: int) -> int:
-    if -(-total_k // _TILE) * heads_kv >= _MOST_UNITS * processors:
+    if -(-total_k // TILE) * heads_kv >= _MOST_UNITS * processors:
         return 0
-    plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, _TILE, 2)
-    steps = steps_of_tiles(plan, _STEP)[plan.order] * (heads // heads_kv)
+    found = tile_steps(slices, total_q, total_k)
+    steps = found.narrow[found.order] * (heads // heads_kv)
     if steps.max() * processors > steps.sum() * heads_kv:
         return 0
     whole, halves = (_end(np.repeat(steps / parts + _UNIT_STEPS, parts * heads_kv), processors) for parts in (1, 2))

@@ -14,14 +14,10 @@ from typing import NamedTuple
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
-from magi_attention.kernels.hand_out import steps_of_tiles
+from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, tile_steps
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.types import AttnOptions
-from magi_attention.kernels.unit_walks import STEP
-from magi_attention.native.tile_plan import TilePlan, transposed
 
-NARROW = 64  # queries of a step; STEP of a wide one
-_TILE = 128  # keys
 # So many queries in wide steps take as long as one in narrow steps, by what was measured: where units are many; and in
 # turns, if a unit has all query heads of its tile.
 _MOST_OF_MANY = 1.05
@@ -63,17 +59,16 @@ def steps_of(
 
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
-    if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:
-        units = -(-keys // _TILE) * v_shape[1] / processors
-        can_be_wide = wide_gains(slices, q_shape[0], keys, units, options.deterministic)
-    else:
-        can_be_wide = False
+    wide = False
+    if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:  # there is a kernel
+        units = -(-keys // TILE) * v_shape[1] / processors
+        wide = wide_gains(slices, q_shape[0], keys, units, options.deterministic)
     is_long = slices.area >= _LONGER_THAN_HALVES * max(keys, 1)
-    if options.deterministic and not is_remote and not (can_be_wide and is_long):
+    if options.deterministic and not is_remote and not (wide and is_long):
         parts = head_parts_in_turns(slices, q_shape, v_shape, processors)
         if parts:
             return Steps(NARROW, parts)
-    return Steps(STEP if can_be_wide else NARROW, 0)
+    return Steps(WIDE if wide else NARROW, 0)
 
 
 def wide_gains(slices: SliceTable, queries: int, keys: int, units: float, in_turns: bool) -> bool:
@@ -83,6 +78,6 @@ def wide_gains(slices: SliceTable, queries: int, keys: int, units: float, in_tur
         most = _MOST_IN_TURNS if in_turns else _MOST_OF_MANY
     elif slices.area < _LONG_OF_FEW * max(keys, 1):
         return False
-    plan = TilePlan.build(transposed(slices, queries, keys), keys, queries, _TILE, 2)
-    narrow, wide = (int(steps_of_tiles(plan, step).sum()) * step for step in (NARROW, STEP))
-    return wide <= most * narrow
+    steps = tile_steps(slices, queries, keys)
+    narrow, wide = int(steps.narrow.sum()) * NARROW, int(steps.wide.sum()) * WIDE
+    return 0 < wide <= most * narrow  # nothing is gained where there is nothing

@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
+from magi_attention.kernels.hand_out import WIDE, starts_of, steps_of_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
-STEP = 80  # queries of a block
 _SLACK = 12  # blocks by which tiles may miss a period and still fill it
 _BEYOND = (1, 2, 3, 4)  # by which they may be longer: the one that suits all tiles best is taken
 _UNFILLED = 24  # blocks, what a period that is not filled counts for then
@@ -75,13 +74,13 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
 
 
 def _tiles(plan: TilePlan) -> _Tiles:
-    low, high = plan.records[:, 0].astype(np.int64) // STEP, -(-plan.records[:, 1].astype(np.int64) // STEP)
+    low, high = plan.records[:, 0].astype(np.int64) // WIDE, -(-plan.records[:, 1].astype(np.int64) // WIDE)
     begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
-    blocks = -(-plan.header.total_k // STEP)
+    blocks = -(-plan.header.total_k // WIDE)
     one = np.minimum(begin, max(len(low) - 1, 0))
     first = np.where(layers > 0, low[one], 0) if len(low) else np.zeros(len(begin), dtype=np.int64)
     ends = np.where(layers > 0, high[one], 0) if len(low) else first
-    return _Tiles(first, steps_of_tiles(plan, STEP), (layers == 1) & (ends == blocks), blocks)
+    return _Tiles(first, steps_of_tiles(plan, WIDE), (layers == 1) & (ends == blocks), blocks)
 
 
 def _heads_per_section(tiles: int, shape: UnitShape) -> int:

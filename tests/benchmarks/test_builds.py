@@ -94,10 +94,12 @@ def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     assert [b.steps for b in made.values()] == [[64, 64, 80]] * 2
     monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), builds.make_case("full", 4096).mask.slices
-    for steps, is_ordered, found in (("64", False, (64, 0)), ("64", True, (64, 2)), ("80", True, (80, 0))):
-        with builds.forced_steps(steps):
+    chosen = ffa_bwd.steps_of
+    for queries, is_ordered, found in ((64, False, (64, 0)), (64, True, (64, 2)), (80, True, (80, 0))):
+        with builds.forced_steps(queries):
             options = AttnOptions(0.3, deterministic=is_ordered)
             assert ffa_bwd.steps_of(*shapes, slices, options, 132) == found
+        assert ffa_bwd.steps_of is chosen
 
 
 def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):

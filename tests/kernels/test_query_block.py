@@ -9,10 +9,11 @@ from ffa_simulator import planner_or_skip
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, query_block
+from magi_attention.kernels import AttnOptions, hand_out, query_block
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.native.tile_plan import TilePlan
 
 PROCESSORS = 132
 WIDE, NARROW, HALVES = Steps(80, 0), Steps(64, 0), Steps(64, 2)
@@ -74,6 +75,23 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
     choose(mask, 8192, in_turns=True)
     choose(mask, 8192, processors=264)  # machines may have GPUs of two kinds
     assert len(made) == 3
+
+
+def test_nothing_to_do():
+    for in_turns in (False, True):
+        options = AttnOptions(0.3, deterministic=in_turns)
+        for queries, keys in ((0, 8192), (8192, 0), (8192, 8192)):
+            assert steps_of((queries, 64, 128), (keys, 8, 128), SliceTable([]), options, PROCESSORS) == NARROW
+
+
+def test_steps_are_counted_once(monkeypatch):
+    """By halves of the heads and by wide steps."""
+    made, build = [], TilePlan.build
+    monkeypatch.setattr(hand_out.TilePlan, "build", lambda *a: made.append(a) or build(*a))
+    mask = documents(2000, 4000)
+    for in_turns in (False, True, True):
+        choose(mask, 4000, in_turns=in_turns)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("local, is_uneven, steps", ((4096, False, WIDE), (1024, True, NARROW)))

@@ -17,8 +17,8 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, query_block, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
-from magi_attention.kernels.hand_out import starts_of
-from magi_attention.kernels.unit_walks import STEP, UnitShape, with_units
+from magi_attention.kernels.hand_out import WIDE, starts_of
+from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.abi import WALK_BITS
 from magi_attention.native.abi import WALK_EARLY as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
@@ -53,7 +53,7 @@ def blocks_of(plan: TilePlan, tile: int, walk: int) -> list[int]:
     visited: list[int] = []
     begin, layers = plan.tiles[tile, 2:4].tolist()
     for low, high in plan.records[begin : begin + layers, :2].tolist():
-        blocks = list(range(low // STEP, -(-high // STEP)))
+        blocks = list(range(low // WIDE, -(-high // WIDE)))
         back = min(blocks[0] if walk == EARLY else walk, len(blocks))
         visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
     return visited

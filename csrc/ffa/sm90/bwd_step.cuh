@@ -43,8 +43,8 @@ struct StepWorker {
   static constexpr int kRest = C::kDqValues - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kFlying = !C::kCapped && !C::kWide && C::kStages > 1;
-  // dP is asked for when the scores are there, not before: 1 to 2% faster (docs/notes/ffa_backward.md). Not measured for other head
-  // dims, nor for narrow steps in turns.
+  // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps in turns (docs/notes/ffa_backward.md).
+  // Not measured for other head dims.
   static constexpr bool kScoresFirst = C::kD == 128 && (!C::kOrdered || C::kWide);
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind dP it would keep ptxas from
   // spreading its products among the exponentials.
