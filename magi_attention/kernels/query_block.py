@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps a backward takes: of 64 queries or of 80, and among how many units the query heads of a tile are shared
-out, see ``docs/notes/ffa_backward.md``.
+out, see ``docs/notes/ffa_backward_wide.md``.
 
 Steps of 80 are the faster ones for their size, but round to larger blocks. By how much more is counted; how much they
 gain depends on whether units are many, and on whether dq is summed in order, where halves of the heads are for steps of
