@@ -246,6 +246,20 @@ def test_a_cut_tile_beside_unseen_rows(listed):
     assert_same(differentiate(x, dout), want, x.q.dtype)
 
 
+def test_even_tiles_are_listed_head_by_head():
+    x, ffa = inputs(0, masks.full(TOTAL).array), FfaBackend()
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+    got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+    assert_grads(x, got, truth(x, dout))
+    ((kept,),) = (k.lists.values() for k in x.slices.__dict__["_ffa_plans"].values() if k.lists)
+    words = kept.view(torch.int32).cpu()
+    units = words[UNITS_WORD].item()
+    tiles, heads = words[32 : 32 + 4 * units].view(units, 4)[:, :2].T  # behind the header
+    if has_132_multiprocessors():
+        assert heads.tolist() == np.repeat(np.arange(HEADS[1]), -(-TOTAL // 128)).tolist()
+        assert sorted(zip(heads.tolist(), tiles.tolist())) == [(h, t) for h in range(HEADS[1]) for t in range(6)]
+
+
 def test_even_tiles_stay_whole(was_split):
     x = inputs(0, masks.full(TOTAL).array)
     dout = make_dout(x)

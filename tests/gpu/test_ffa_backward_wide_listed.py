@@ -18,6 +18,7 @@ from test_ffa_backward_split import (  # noqa: F401
     listed,
     pytestmark,
     test_a_plan_of_other_shapes_gives_nan,
+    test_even_tiles_are_listed_head_by_head,
     test_lists_are_kept_with_the_plan,
     test_rows_with_delta_given_and_without_out,
     test_sections_between_one_and_two,

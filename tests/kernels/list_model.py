@@ -106,6 +106,19 @@ class UnitList:
         tile = self.whole[row - sum(place < row for place in self.places)]
         return Unit(tile, head, 0, 0, self.p.tiles[tile].time + UNIT_TIME)
 
+    def rows(self) -> list[Unit]:
+        """All units as they are listed: whole tiles that take as long head by head."""
+        rows: list[Unit | None] = [None] * len(self)
+        for number in range(len(self)):
+            unit, at = self.unit(number), number
+            if not unit.slot:
+                alike = [t for t in self.whole if self.p.tiles[t].time == self.p.tiles[unit.tile].time]
+                before = alike.index(unit.tile)
+                at += unit.head * len(alike) + before - (before * self.p.heads + unit.head)
+            assert rows[at] is None, "two units in one row"
+            rows[at] = unit
+        return rows
+
 
 def list_of(p: Problem, way: int) -> UnitList:
     n = len(p.tiles)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from list_model import MIDDLE, PARTS, Problem, Tile, UnitList, choose, documents, list_of
+from list_model import MIDDLE, PARTS, Problem, Tile, Unit, UnitList, choose, documents, list_of
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
 
@@ -55,8 +55,18 @@ def check(found: UnitList) -> None:
     for of_slot in split.values():
         ((tile, _),) = {(tile, head) for tile, head, _ in of_slot}
         assert sorted(part for *_, part in of_slot) == list(range(2 if tile in found.cut else PARTS))
-    rows = [u.time for u in units if not u.slot or u.tile in found.cut]
-    assert rows == sorted(rows, reverse=True)
+    check_order(found, units)
+
+
+def check_order(found: UnitList, units: list[Unit]) -> None:
+    """The longest first, but for parts; of those that take as long all tiles of a head, and then those of the next."""
+    rows = found.rows()
+    assert Counter(rows) == Counter(units)
+    assert [u.time for u in rows] == [u.time for u in units]  # so what was simulated holds for what is listed
+    times = [u.time for u in rows if not u.slot or u.tile in found.cut]
+    assert times == sorted(times, reverse=True)
+    whole = [u for u in rows if not u.slot]
+    assert whole == sorted(whole, key=lambda u: (-u.time, u.head, u.tile))
 
 
 def test_every_list_has_every_tile_once():

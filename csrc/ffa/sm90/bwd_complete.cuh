@@ -17,6 +17,29 @@
 
 namespace magi {
 
+// What the last kernel takes up at a time, for a part of the query heads of a kv head: a block of dq, or a share of a slot. Blocks are
+// counted in 16 bits, and kv heads of what is listed in 9.
+class Entry {
+ public:
+  __device__ __forceinline__ explicit Entry(int word) : word_(word) {}
+  // The `number`-th of all: block by block, head by head, part by part; behind them slot by slot.
+  static __device__ __forceinline__ int word_of(const BwdRowParams& p, int number) {
+    const int at = number / kSplitParts, part = number % kSplitParts, slot = at - p.query_blocks * p.heads_kv;
+    return slot >= 0 ? kSlot | slot << 2 | part : at / p.heads_kv << 11 | at % p.heads_kv << 2 | part;
+  }
+  __device__ __forceinline__ bool is_slot() const { return word_ & kSlot; }
+  __device__ __forceinline__ int in_tile() const { return word_ & 0x7ff; }
+  __device__ __forceinline__ int part() const { return word_ & 3; }
+  __device__ __forceinline__ int head() const { return word_ >> 2 & 0x1ff; }
+  __device__ __forceinline__ int block() const { return word_ >> 11; }
+  __device__ __forceinline__ int slot() const { return (word_ & ~kSlot) >> 2; }
+
+ private:
+  static constexpr int kSlot = 1 << 30;
+  static_assert(kSplitParts == 4 && kMaxListed <= 0x200);
+  int word_;
+};
+
 // Where a unit is counted off: its tile and kv head, and a bit for each part that it counts for.
 __device__ __forceinline__ int parts_of_unit(const BwdKernelParams& p, int tile, int head, int word) {
   constexpr int kAll = (1 << kSplitParts) - 1;
@@ -37,11 +60,12 @@ __device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int
 }
 
 // This thread's share of whether all tiles that add to a block are complete, for a part of the query heads of one kv head.
-__device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int block, int head, int part) {
+__device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int block, int in_tile) {
   bool all = true;
+#pragma unroll 1
   for (int tile = threadIdx.x; tile < p.num_tiles; tile += kRowThreads) {
     const int word = __ldcg(p.completion.tiles + block * p.completion.tile_words + tile / 32);
-    if (word >> tile % 32 & 1) all &= is_complete(p, tile, head, part);
+    if (word >> tile % 32 & 1) all &= load_acquire(p.completion.left + tile * p.heads_kv * kSplitParts + in_tile) <= 0;
   }
   return all;
 }
@@ -51,35 +75,43 @@ __device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int blo
 // blocks that no tile adds to need not be by now.
 template <int kQueries>
 __device__ inline void look_for_incomplete(const BwdRowParams& p, int units) {
-  __shared__ int last[kSplitParts * kMaxListed];
+  __shared__ int last[kSplitParts * kMaxListed];  // unit, of each part of a tile and kv head
   const BwdCompletion& c = p.completion;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, per_tile = kSplitParts * p.heads_kv;
   if (threadIdx.x == 0)
     while (load_acquire(p.workspace + kPreparedWord) < p.prepare_groups) {
     }
-  for (int i = threadIdx.x; i < kSplitParts * p.num_tiles; i += kRowThreads) last[i] = 0;
-  for (int i = threadIdx.x; i < p.query_blocks * c.tile_words + c.entries; i += kRowThreads) c.tiles[i] = 0;  // and what lies behind
+  for (int i = threadIdx.x; i < per_tile * p.num_tiles; i += kRowThreads) last[i] = 0;
+  for (int i = threadIdx.x; i < p.query_blocks * c.tile_words; i += kRowThreads) c.tiles[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < units; i += kRowThreads) {
     const int4 unit = __ldcg(p.units + i);
     const bool is_part = split_slot(unit.z) > 0 && !is_cut(unit.z);
-    for (int part = is_part ? unit.z & 0xffff : 0; part < (is_part ? (unit.z & 0xffff) + 1 : kSplitParts); ++part)
-      if (__ldcg(c.left + (unit.x * p.heads_kv + unit.y) * kSplitParts + part) > 0) atomicMax(last + unit.x * kSplitParts + part, i);
+    for (int part = is_part ? unit.z & 0xffff : 0; part < (is_part ? (unit.z & 0xffff) + 1 : kSplitParts); ++part) {
+      const int at = (unit.x * p.heads_kv + unit.y) * kSplitParts + part;
+      if (__ldcg(c.left + at) > 0) atomicMax(last + at, i);
+    }
   }
-  __syncthreads();
   for (int tile = warp; tile < p.num_tiles; tile += kRowThreads / 32) {
     const int2 layers = layers_of_tile(p.plan, tile);
     for (int layer = layers.x; layer < layers.x + layers.y; ++layer) {
       const int2 blocks = layer_blocks<kQueries>(p.plan, layer);
-      for (int block = blocks.x + lane; block < blocks.y; block += 32) {
-        atomicOr(c.tiles + block * c.tile_words + tile / 32, 1 << tile % 32);
-        for (int part = 0; part < kSplitParts; ++part) atomicMax(c.expected + block * kSplitParts + part, last[tile * kSplitParts + part]);
-      }
+      for (int block = blocks.x + lane; block < blocks.y; block += 32) atomicOr(c.tiles + block * c.tile_words + tile / 32, 1 << tile % 32);
     }
   }
-  for (int i = threadIdx.x; i < kSplitParts * (p.workspace[kSplitWord] / p.heads_kv); i += kRowThreads) {
-    const int* of_tile = last + kSplitParts * __ldcg(p.units + units + i / kSplitParts * p.heads_kv).x;
-    c.expected[kSplitParts * p.query_blocks + i] = max(max(of_tile[0], of_tile[1]), max(of_tile[2], of_tile[3]));
+  __syncthreads();
+  for (int block = warp; block < p.query_blocks; block += kRowThreads / 32)
+    for (int i = lane; i < per_tile; i += 32) {
+      int expected = 0;
+      for (int word = 0; word < c.tile_words; ++word)
+        for (uint32_t left = __ldcg(c.tiles + block * c.tile_words + word); left != 0; left &= left - 1)
+          expected = max(expected, last[(32 * word + __ffs(left) - 1) * per_tile + i]);
+      c.expected[block * per_tile + i] = expected;
+    }
+  for (int i = threadIdx.x; i < kSplitParts * p.workspace[kSplitWord]; i += kRowThreads) {
+    const int4 slot = __ldcg(p.units + units + i / kSplitParts);
+    const int* parts = last + (slot.x * p.heads_kv + slot.y) * kSplitParts;
+    c.expected[per_tile * p.query_blocks + i] = max(max(parts[0], parts[1]), max(parts[2], parts[3]));
   }
   __syncthreads();
 }
@@ -89,7 +121,7 @@ __device__ inline void order_entries(const BwdRowParams& p, int units) {
   constexpr int kSteps = kRowThreads;
   __shared__ int first[kSteps], sums[kSteps / 32];
   const BwdCompletion& c = p.completion;
-  const int entries = kSplitParts * (p.query_blocks + p.workspace[kSplitWord] / p.heads_kv), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int entries = kSplitParts * (p.query_blocks * p.heads_kv + p.workspace[kSplitWord]), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   auto step_of = [&](int entry) { return __ldcg(c.expected + entry) * kSteps / max(units, 1); };
   first[threadIdx.x] = 0;
   __syncthreads();
@@ -106,7 +138,7 @@ __device__ inline void order_entries(const BwdRowParams& p, int units) {
   for (int i = 0; i < warp; ++i) sum += sums[i];
   first[threadIdx.x] = sum - mine;
   __syncthreads();
-  for (int i = threadIdx.x; i < c.entries; i += kRowThreads) c.order[i < entries ? atomicAdd(first + step_of(i), 1) : i] = i < entries ? i : -1;
+  for (int i = threadIdx.x; i < c.entries; i += kRowThreads) c.order[i < entries ? atomicAdd(first + step_of(i), 1) : i] = i < entries ? Entry::word_of(p, i) : -1;
 }
 
 // The first place, when the order is known.

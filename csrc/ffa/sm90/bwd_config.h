@@ -86,7 +86,7 @@ constexpr int kMaxTimed = 1024;    // tiles
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
-constexpr int kMaxListed = 512;    // tiles
+constexpr int kMaxListed = 512;    // tiles of kv heads
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 // Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken, and whether
 // their order is known (bwd_complete.cuh).

@@ -3,6 +3,8 @@
 // when it is complete (bwd_complete.cuh).
 #pragma once
 
+#include <climits>
+
 #include "bwd_complete.cuh"
 #include "bwd_finish.cuh"
 #include "bwd_join_split.cuh"
@@ -15,6 +17,7 @@ constexpr int finish_listed_ctas(int queries) { return queries == kQueryBlock ? 
 struct BwdFinishParams {
   BwdRowParams rows;
   BwdSplitJoinParams join;
+  int32_t members;  // of an entry: query heads
 };
 
 // For a plan that did not fit.
@@ -29,9 +32,9 @@ __device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
   }
 }
 
-// CTAs take places until there are no more. A place is for a query head of a block of dq; or of a split tile, for one of as many shares of
-// its rows as there are query heads for its kv head. An entry of the order has those of one part of the query heads of each kv head. While a block
-// is on its way, it is looked up whether the next is there, and what comes behind that.
+// CTAs take places until there are no more. A place is for a query head of a block of dq; or of a split tile and kv head, for one of as many
+// shares of its rows as that has query heads. An entry of the order has those of one part of the query heads of a kv head. While a block is
+// on its way, it is looked up whether the next is there, and what comes behind that.
 template <typename T, int kQueries>
 __global__ void __launch_bounds__(kRowThreads, finish_listed_ctas(kQueries)) bwd_finish_listed(const __grid_constant__ BwdFinishParams p) {
   const BwdRowParams& rows = p.rows;
@@ -40,20 +43,22 @@ __global__ void __launch_bounds__(kRowThreads, finish_listed_ctas(kQueries)) bwd
     write_nan_dq<T>(rows);
     return;
   }
-  __shared__ int2 places[3];  // of this round and the next two: query head, entry
-  const int group = rows.heads_q / rows.heads_kv, in_part = group / kSplitParts;
+  constexpr int kNone = INT_MIN;
+  __shared__ int2 places[3];  // of this round and the next two: query head and block; share and ~slot; or kNone
   auto look_up = [&](int2& to, int place) {
-    // Entry; head within its part, of all kv heads.
-    const int members = rows.heads_q / kSplitParts, at = place / members;
-    to = make_int2(place % members, at < rows.completion.entries ? __ldcg(rows.completion.order + at) : -1);
+    const int at = place / p.members, member = place - at * p.members;
+    const int word = at < rows.completion.entries ? __ldcg(rows.completion.order + at) : -1;
+    const Entry entry(word);
+    to = word < 0 ? make_int2(0, kNone) : entry.is_slot() ? make_int2(entry.part() * p.members + member, ~entry.slot())
+                                                           : make_int2(entry.in_tile() * p.members + member, entry.block());
   };
   // This thread's share of the answer.
   auto is_there = [&](int2 place) {
-    if (place.y < 0) return true;
-    const uint32_t entry = static_cast<uint32_t>(place.y) / kSplitParts, head = place.x / in_part;
-    if (entry < rows.query_blocks) return is_block_complete(rows, entry, head, (place.y & kSplitParts - 1));
-    const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;
-    return threadIdx.x >= kSplitParts || is_complete(rows, listed_slot(p.join, slot).x, head, threadIdx.x);
+    if (place.y == kNone) return true;
+    if (place.y >= 0) return is_block_complete(rows, place.y, place.x / p.members);
+    if (threadIdx.x >= kSplitParts) return true;
+    const int4 slot = listed_slot(p.join, ~place.y);
+    return is_complete(rows, slot.x, slot.y, threadIdx.x);
   };
   const int first = first_place<kQueries>(rows);
   if (threadIdx.x == 0) {
@@ -68,19 +73,17 @@ __global__ void __launch_bounds__(kRowThreads, finish_listed_ctas(kQueries)) bwd
       mine = is_there(places[round]);
     }
     const int2 place = places[round];
-    if (place.y < 0) break;
+    if (place.y == kNone) break;
     auto look_ahead = [&] {
       if (threadIdx.x == 0) look_up(places[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
       mine = is_there(places[round == 2 ? 0 : round + 1]);
     };
-    const uint32_t entry = static_cast<uint32_t>(place.y) / kSplitParts, head = place.x / in_part, share = (place.y & kSplitParts - 1) * in_part + place.x % in_part;
-    if (entry < rows.query_blocks) {
-      finish_block<T, kQueries>(rows, entry, head * group + share, rows.grad_scale, look_ahead);
+    if (place.y >= 0) {
+      finish_block<T, kQueries>(rows, place.y, place.x, rows.grad_scale, look_ahead);
     } else {
       look_ahead();
-      const int slot = (entry - rows.query_blocks) * rows.heads_kv + head;
-      join_rows<T>(p.join.join.dk_parts, p.join.join.dk, p.join.join.dk_count, p.join.head_dim, p.join, slot, share, group);
-      join_rows<T>(p.join.join.dv_parts, p.join.join.dv, p.join.join.dv_count, p.join.head_dim_v, p.join, slot, share, group);
+      join_rows<T>(p.join.join.dk_parts, p.join.join.dk, p.join.join.dk_count, p.join.head_dim, p.join, ~place.y, place.x, kSplitParts * p.members);
+      join_rows<T>(p.join.join.dv_parts, p.join.join.dv, p.join.join.dv_count, p.join.head_dim_v, p.join, ~place.y, place.x, kSplitParts * p.members);
     }
   }
   // What comes after this kernel is behind the main one, too.

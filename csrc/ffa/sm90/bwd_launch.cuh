@@ -280,7 +280,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if constexpr (C::kD == 128)
     if (r.units != nullptr)
       return launch_behind(bwd_finish_listed<T, C::kQueries>, dim3(finish_listed_ctas(C::kQueries) * sms), kRowThreads, 0, a.stream,
-                           BwdFinishParams{r, split_join_params(a, k)}, doing);
+                           BwdFinishParams{r, split_join_params(a, k), k.group / kSplitParts}, doing);
   return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, doing);
 }
 

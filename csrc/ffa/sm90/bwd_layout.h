@@ -70,7 +70,7 @@ int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms)
 template <typename C>
 bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
   return C::kD == 128 && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
-         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tiles(a) <= kMaxListed &&
+         bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tile_units<C>(a) <= kMaxListed &&
          bwd_heads_per_section<C>(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
 }
 // Tiles of which there may be parts then.
@@ -97,10 +97,10 @@ int64_t bwd_query_blocks(const magi_ffa_bwd_params& a) {
   return (static_cast<int64_t>(a.total_q) + C::kQueries - 1) / C::kQueries;
 }
 
-// Parts of the heads of blocks of dq and of split tiles, which the last kernel takes up when they are complete.
+// Parts of the query heads of a kv head, of blocks of dq and of split tiles, which the last kernel takes up when they are complete.
 template <typename C>
 int64_t bwd_entries(const magi_ffa_bwd_params& a) {
-  return kSplitParts * (bwd_query_blocks<C>(a) + bwd_split_tiles(a));
+  return kSplitParts * a.heads_kv * (bwd_query_blocks<C>(a) + bwd_split_tiles(a));
 }
 inline int bwd_tile_words(const magi_ffa_bwd_params& a) { return static_cast<int>((bwd_tiles(a) + 31) / 32); }
 template <typename C>

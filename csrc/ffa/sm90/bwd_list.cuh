@@ -14,11 +14,11 @@ __device__ inline void write_list(const BwdRowParams& p, const UnitList& list, c
   const int units = list.units(p), slots = list.splits() * p.heads_kv, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int base = 32 * warp; base < units; base += kRowThreads) {
     const ListedUnit u = list.unit(p, base + lane, sorted);
-    const int walk = static_cast<int>(base + lane < p.places ? Way::kEarly : Way::kForwards) << kWayBit;
-    const int word = u.part | walk | u.slot << kSlotBit;
     if (base + lane >= units) continue;
-    const int tile = sorted[u.tile].x;
-    p.units[base + lane] = make_int4(tile, u.head, word, 0);
+    const int row = list.row(p, base + lane, u, sorted), tile = sorted[u.tile].x;
+    const int walk = static_cast<int>(row < p.places ? Way::kEarly : Way::kForwards) << kWayBit;
+    const int word = u.part | walk | u.slot << kSlotBit;
+    p.units[row] = make_int4(tile, u.head, word, 0);
     for (int part = 0; part < kSplitParts; ++part) p.first_left[(tile * p.heads_kv + u.head) * kSplitParts + part] = is_cut(word) ? 2 : 1;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRowThreads) {

@@ -14,8 +14,8 @@ namespace magi {
 struct BwdCompletion {
   int32_t* left;      // (tile, kv head, part): units that are not through; whole ones and sides of a cut count for all parts
   int32_t* tiles;     // (block of queries, tile_words): a bit for each tile that adds to it
-  int32_t* expected;  // (entry): the last unit in the list that a part of a block, or behind those a split tile, waits for
-  int32_t* order;     // (entry): their numbers in the order of that, -1 for none
+  int32_t* expected;  // (entry): the last unit in the list that it waits for; entries are (block, or behind those split tile; kv head; part)
+  int32_t* order;     // (entry): words of Entry in the order of that, -1 for none
   int32_t* prepared;  // (block of queries, kv head): query heads that are prepared
   int32_t tile_words, entries;
 };

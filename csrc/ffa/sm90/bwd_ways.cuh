@@ -181,6 +181,18 @@ struct UnitList {
     tile = min(tile, p.num_tiles - 1);
     return {tile, head, 0, 0, sorted[tile].y + kUnitTime};
   }
+  // Where a unit stands in the list: whole tiles that take as long are listed head by head, not tile by tile. That ends as soon, and the
+  // first heads are complete when others begin, so that less is left to the last kernel at the end (bwd_complete.cuh).
+  __device__ int row(const BwdRowParams& p, int number, const ListedUnit& u, const SortedTiles& sorted) const {
+    if (u.slot > 0) return number;
+    int alike = 0, before = 0;
+    for (int tile = 0; tile < p.num_tiles; ++tile) {
+      if (sorted[tile].y != sorted[u.tile].y || !is_whole(tile)) continue;
+      ++alike;
+      before += tile < u.tile;
+    }
+    return number - (before * p.heads_kv + u.head) + u.head * alike + before;
+  }
   // Tiles that are split, those that are cut first; of one of them which of the sorted it is, and its parts.
   __device__ int splits() const { return cuts + count; }
   __device__ int2 split_tile(int number) const {
