@@ -15,6 +15,12 @@ TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
 
 
+def fewest_whole(processors: int) -> int:
+    """How many units of whole tiles are enough: nearly two for each multiprocessor. With fewer the library shares out
+    the query heads of each tile, see ``bwd_head_parts`` in ``csrc/ffa/sm90/bwd_layout.h``."""
+    return 19 * processors // 10
+
+
 class TileSteps(NamedTuple):
     """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.hand_out import TILE, starts_of, tile_steps
+from magi_attention.kernels.hand_out import TILE, fewest_whole, starts_of, tile_steps
 
 _MOST_DIM = 128  # head dims above it take two passes over the same tiles
 _UNIT_STEPS = 3  # what it takes to begin and end a unit, in steps
@@ -41,7 +41,7 @@ def head_parts_in_turns(
 
 
 def _head_parts(slices: SliceTable, total_q: int, total_k: int, heads: int, heads_kv: int, processors: int) -> int:
-    if -(-total_k // TILE) * heads_kv >= _MOST_UNITS * processors:
+    if not fewest_whole(processors) <= -(-total_k // TILE) * heads_kv < _MOST_UNITS * processors:
         return 0
     found = tile_steps(slices, total_q, total_k)
     steps = found.narrow[found.order] * (heads // heads_kv)

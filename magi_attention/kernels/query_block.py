@@ -14,7 +14,7 @@ from typing import NamedTuple
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
-from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, tile_steps
+from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole, tile_steps
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.types import AttnOptions
 
@@ -22,12 +22,12 @@ from magi_attention.kernels.types import AttnOptions
 # turns, if a unit has all query heads of its tile.
 _MOST_OF_MANY = 1.05
 _MOST_IN_TURNS = 1.075
-# Where units are few, so many, if a key sees so many queries on average.
-_MOST_OF_FEW = 1.03
+# Where units are few, and listed; and if a key sees so many queries on average, listed or not.
+_MOST_OF_FEW = 1.02
+_MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
-_MANY_UNITS = 3.0  # for each multiprocessor, from which on units are not listed
-_WHOLE_UNITS = 1.9  # from which on a unit has all query heads of its tile
+_MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
 
 
 class Steps(NamedTuple):
@@ -61,8 +61,8 @@ def steps_of(
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
     wide = False
     if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:  # there is a kernel
-        units = -(-keys // TILE) * v_shape[1] / processors
-        wide = wide_gains(slices, q_shape[0], keys, units, options.deterministic)
+        units = -(-keys // TILE) * v_shape[1]
+        wide = wide_gains(slices, q_shape[0], keys, units, processors, options.deterministic)
     is_long = slices.area >= _LONGER_THAN_HALVES * max(keys, 1)
     if options.deterministic and not is_remote and not (wide and is_long):
         parts = head_parts_in_turns(slices, q_shape, v_shape, processors)
@@ -71,12 +71,16 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     return Steps(WIDE if wide else NARROW, 0)
 
 
-def wide_gains(slices: SliceTable, queries: int, keys: int, units: float, in_turns: bool) -> bool:
-    """Whether steps of 80 are faster, with so many ``units`` of whole tiles for each multiprocessor."""
-    most = _MOST_OF_FEW
-    if units >= (_WHOLE_UNITS if in_turns else _MANY_UNITS):
+def wide_gains(slices: SliceTable, queries: int, keys: int, units: int, processors: int, in_turns: bool) -> bool:
+    """Whether steps of 80 are faster, with so many ``units`` of whole tiles."""
+    is_whole = units >= fewest_whole(processors)
+    if is_whole if in_turns else units >= _MANY_UNITS * processors:
         most = _MOST_IN_TURNS if in_turns else _MOST_OF_MANY
-    elif slices.area < _LONG_OF_FEW * max(keys, 1):
+    elif slices.area >= _LONG_OF_FEW * max(keys, 1):
+        most = _MOST_OF_FEW_LONG
+    elif is_whole:
+        most = _MOST_OF_FEW
+    else:
         return False
     steps = tile_steps(slices, queries, keys)
     narrow, wide = int(steps.narrow.sum()) * NARROW, int(steps.wide.sum()) * WIDE

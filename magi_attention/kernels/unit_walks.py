@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.kernels.hand_out import WIDE, starts_of, steps_of_tiles
+from magi_attention.kernels.hand_out import WIDE, fewest_whole, starts_of, steps_of_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
@@ -99,7 +99,7 @@ def _in_order(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
     at_once = _heads_per_section(len(tiles.first), shape)
     parts = next(
         (n for n in range(1, shape.group + 1)
-         if not shape.group % n and n * len(tiles.first) * shape.heads_kv >= 19 * shape.processors // 10),
+         if not shape.group % n and n * len(tiles.first) * shape.heads_kv >= fewest_whole(shape.processors)),
         shape.group,
     )  # fmt: skip
     sections = []

@@ -49,7 +49,8 @@ def test_not_where_it_cannot_help():
     assert parts_of(mask, heads=(24, 8)) == 0  # three query heads of a kv head
     assert parts_of(mask, dims=(256, 256)) == 0
     assert parts_of(mask, heads=(128, 16)) == 0  # so many units that the last ones are short
-    assert parts_of(mask, processors=40) == 0
+    assert parts_of(mask, processors=40) == 0  # the same
+    assert parts_of(mask, processors=140) == 0  # so few that heads are shared out anyway
     assert parts_of(SliceTable([])) == 0
 
 
@@ -66,11 +67,11 @@ def test_what_was_found_is_kept_with_the_mask(monkeypatch):
 def test_the_kernel_is_told(in_turns):
     ffa, simulator = backend()
     ffa.runtime.processors = lambda index: 1
-    documents = [0, 384, 448, 512]
+    documents = [0, 512, 576, 640, 704, 768]
     slices = Mask.varlen(documents).slices
-    case = Case(slices, 512, 512, AttnOptions(0.3, deterministic=in_turns), heads=(16, 2))
+    case = Case(slices, 768, 768, AttnOptions(0.3, deterministic=in_turns), heads=(16, 2))
     ffa.backward(*case.tensors, slices, case.options)
-    ffa.runtime.processors = lambda index: 5
+    ffa.runtime.processors = lambda index: 6
     again = Mask.varlen(documents).slices
     ffa.backward(*case.tensors, again, case.options)
     assert [c.head_parts for c in simulator.backward_calls] == [0, 2 if in_turns else 0]

@@ -42,6 +42,9 @@ def documents(length: int, total: int) -> Mask:
         (documents(512, 4096), 4096, NARROW, NARROW),  # 1.13 times
         (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, HALVES),
         (Mask.full(5120), 5120, WIDE, WIDE),  # halves would end sooner
+        (documents(1280, 5120), 5120, WIDE, HALVES),  # few units, whole blocks of either size
+        (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
+        (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
         (documents(2048, 8192), 8192, WIDE, WIDE),  # many units
         (Mask.causal(8192), 8192, WIDE, WIDE),
         (Mask.sliding_window(8192, (1023, 0)), 8192, NARROW, WIDE),  # 1.06 times
@@ -50,8 +53,8 @@ def documents(length: int, total: int) -> Mask:
         (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
     ],
     ids=(
-        "full", "causal", "four documents", "eight", "uneven", "5K", "8K", "causal 8K", "window 8K", "short 8K",
-        "aligned", "1K",
+        "full", "causal", "four documents", "eight", "uneven", "5K", "aligned 5K", "2.5K", "1.25K", "8K", "causal 8K",
+        "window 8K", "short 8K", "aligned", "1K",
     ),
 )
 def test_by_rounding_and_the_number_of_units(mask, total, steps, in_turns):
