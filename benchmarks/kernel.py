@@ -3,12 +3,15 @@
 
     python benchmarks/kernel.py [--direction forward|backward|both] [--masks causal,varlen_full] [--seqlens 4K,32K]
                                 [--out benchmarks/results/NAME]
+    python benchmarks/kernel.py --show benchmarks/results/NAME.json
 
 Before anything is timed, every implementation is compared with a float32 reference on a sample of rows. TFLOP/s
 count ``n * area * heads * head_dim`` operations, where area is the number of unmasked (q, k) pairs and n is 4
 forward, 10 backward (five products: the scores again and the gradients of P, q, k and v) and 14 for both, the forward
 and backward of one training step timed together.
-Writes NAME.json with machine, versions and commit, and NAME.png where matplotlib is installed.
+Writes NAME.json with machine, versions and commit, and NAME.png where matplotlib is installed; --show prints what such
+a file says, also where there is no GPU. Of documents that were drawn several times figures are means, and below the
+table are the ratios of single draws.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graph", action="store_true", help="time CUDA graph replays")
     add("--host", action="store_true", help="also measure host time per call of ours (use short lengths)")
     add("--out", type=Path, help="write OUT.json and OUT.png")
+    add("--show", type=Path, metavar="FILE", help="only print the table of such a file; needs no GPU")
     return parser
 
 
@@ -207,8 +211,29 @@ def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) 
     return list(results.values())
 
 
+def size_of(seqlen: int) -> str:
+    return f"{seqlen // 1024}K" if seqlen % 1024 == 0 else str(seqlen)
+
+
+def by_draws(results: Sequence[Result], names: Sequence[str]) -> list[str]:
+    """Where documents were drawn several times, a line with ours over each peer draw by draw: mean, least and most.
+
+    The mean of the ratios counts every draw alike, the ratio of the means those more that are fast.
+    """
+    lines = []
+    for mask, seqlen in dict.fromkeys((r.mask, r.seqlen) for r in results):
+        of = {r.name: r.samples for r in results if (r.mask, r.seqlen) == (mask, seqlen) and r.tflops}
+        mine = of.get("magi", [])
+        pairs = {n: [a / b for a, b in zip(mine, of[n])] for n in names if n in of and n != "magi"}
+        found = [f"/ {name} {fmean(p):.2f} ({min(p):.2f} to {max(p):.2f})" for name, p in pairs.items() if len(p) > 1]
+        if found:
+            lines.append(f"{mask} {size_of(seqlen)}, {len(mine)} draws, mean of ratios: {', '.join(found)}")
+    return lines
+
+
 def table(results: Sequence[Result], names: Sequence[str]) -> str:
-    """TFLOP/s of each implementation, our microseconds, ours over each peer, and the workspace of our backward."""
+    """TFLOP/s of each implementation, our microseconds, ours over each peer, and the workspace of our backward; then
+    ``by_draws`` and why there is no figure where there is none."""
     peers = [n for n in names if n != "magi"]
     has_workspace = any(r.workspace_bytes is not None for r in results)
     header = ["mask", "seqlen", *names, "us", *(f"/ {p}" for p in peers), "host us"]
@@ -224,14 +249,13 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         ]
         us = f"{mine.median_us:.1f}" if mine and mine.tflops else "-"
         host = f"{mine.host_us:.1f}" if mine and mine.host_us else "-"
-        size = f"{seqlen // 1024}K" if seqlen % 1024 == 0 else str(seqlen)
         workspace = f"{mine.workspace_bytes:,}" if mine and mine.workspace_bytes is not None else "-"
-        rows.append([mask, size, *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
+        rows.append([mask, size_of(seqlen), *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
     reasons = {f"{r.name} on {r.mask}, {r.seqlen} tokens: {r.reason}" for r in results if r.reason}
     title = ", ".join(TITLES[d] for d in dict.fromkeys(r.direction for r in results))
-    return "\n".join([f"Attention {title}, TFLOP/s", *lines, *sorted(reasons)])
+    return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
 
 
 def environment() -> dict:
@@ -298,7 +322,7 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str
 def save(results: Sequence[Result], names: Sequence[str], options: argparse.Namespace, out: Path) -> None:
     """Writes OUT.json and, with matplotlib, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in vars(options).items() if k != "out"}
+    settings = {k: v for k, v in vars(options).items() if k not in ("out", "show")}
     data = {"environment": environment(), "settings": settings, "results": [asdict(r) for r in results]}
     Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
     shape = f"{options.heads[0]}:{options.heads[1]} heads, head dim {options.head_dim}, {options.dtype}"
@@ -306,9 +330,21 @@ def save(results: Sequence[Result], names: Sequence[str], options: argparse.Name
     draw(results, names, Path(f"{out}.png"), title)
 
 
+def show(file: Path) -> str:
+    """The table of a file that ``save`` wrote, behind its machine and commit."""
+    data = json.loads(file.read_text())
+    results = [Result(**r) for r in data["results"]]
+    of = data["environment"]
+    text = table(results, list(dict.fromkeys(r.name for r in results)))
+    return f"{of.get('gpu', 'no GPU')}, torch {of['torch']}, commit {of['commit']}, {of['time']}\n{text}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if options.show:
+        print(show(options.show))
+        return 0
     if options.graph and options.direction == "backward" and not (options.no_peers or options.only == ["magi"]):
         # Autograd runs a gradient on the stream of its forward, which is outside the capture.
         parser.error("--graph --direction backward captures ours only: add --no-peers, or time --direction both.")

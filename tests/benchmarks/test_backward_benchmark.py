@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 import kernel  # noqa: E402
 import masks  # noqa: E402
@@ -242,9 +243,10 @@ def test_a_run_says_its_direction_everywhere(monkeypatch, tmp_path, direction):
         assert result.direction == direction and result.reason is None and len(result.samples) == 4
         assert result.samples[0] == pytest.approx(want)
     assert (results[0].workspace_bytes, results[0].host_us, results[1].workspace_bytes) == (1234, 7.0, None)
-    title, header, row = kernel.table(results, ["magi", "dense"]).splitlines()
+    title, header, row, draws = kernel.table(results, ["magi", "dense"]).splitlines()
     assert title == f"Attention {kernel.TITLES[direction]}, TFLOP/s"
     assert header.endswith("workspace bytes") and row.split()[-2:] == ["7.0", "1,234"]
+    assert draws == "varlen_causal 96, 4 draws, mean of ratios: / dense 1.00 (1.00 to 1.00)"
     titles = []
     monkeypatch.setattr(kernel, "draw", lambda results, names, path, title: titles.append(title))
     kernel.save(results, ["magi", "dense"], options, tmp_path / "run")
@@ -252,6 +254,30 @@ def test_a_run_says_its_direction_everywhere(monkeypatch, tmp_path, direction):
     assert {r["direction"] for r in data["results"]} == {direction} == {data["settings"]["direction"]}
     assert data["results"][0]["workspace_bytes"] == 1234
     assert titles[0].startswith(f"Attention {kernel.TITLES[direction]}, ")
+
+
+def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):
+    def result(name: str, *samples: float, mask: str = "varlen_full") -> kernel.Result:
+        return kernel.Result(mask, 4096, name, tflops=sum(samples) / len(samples), samples=list(samples))
+
+    results = [result("magi", 400.0, 600.0), result("flex", 200.0, 400.0), kernel.Result("varlen_full", 4096, "fa4")]
+    results += [result("magi", 500.0, mask="full"), result("flex", 250.0, mask="full")]
+    want = "varlen_full 4K, 2 draws, mean of ratios: / flex 1.75 (1.50 to 2.00)"
+    assert kernel.by_draws(results, ["magi", "flex", "fa4"]) == [want]  # means would have 1.67; one draw has no others
+    text = kernel.table(results, ["magi", "flex", "fa4"])
+    assert text.splitlines()[2].split()[:6] == ["varlen_full", "4K", "500", "300", "-", "0.0"] and want in text
+    assert "1.67" in text
+    monkeypatch.setattr(kernel, "draw", lambda *_: True)
+    options = kernel.make_parser().parse_args([])
+    kernel.save(results, ["magi", "flex", "fa4"], options, tmp_path / "run")
+    assert kernel.main(["--show", str(tmp_path / "run.json")]) == 0
+    shown = capsys.readouterr().out
+    assert text in shown and f"torch {torch.__version__}" in shown
+
+
+@pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").glob("ffa_*.json")), ids=lambda f: f.stem)
+def test_records_can_be_shown(file):
+    assert "Attention" in kernel.show(file) and "magi" in kernel.show(file)
 
 
 def test_no_memory_for_the_reference_is_a_reason(monkeypatch):
