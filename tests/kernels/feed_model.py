@@ -166,9 +166,15 @@ class Machine:
         for unit, steps in enumerate(self.units):
             yield lambda unit=unit: self.keys_loaded > unit
             before: int | None = None  # slot whose Q is still being read
+            if self.c.is_wide:
+                yield self.q_full[ring.slot].is_over(ring.phase)
             for i in range(steps):
+                if self.c.is_wide and i > 0:
+                    self.announce(group)
                 before = yield from self.step(group, ring, step, before, i + 1 == steps)
                 step += 1
+            if self.c.is_wide:
+                self.announce(group)
             if before is not None:
                 self.q_empty[before].arrive()
             yield from self.meet(self.both)
@@ -183,7 +189,8 @@ class Machine:
         self, group: int, ring: Ring, step: int, before: int | None, ends: bool
     ) -> Generator[Wait, None, int | None]:
         slot, parity = ring.slot, step & 1
-        yield self.q_full[slot].is_over(ring.phase)
+        if not self.c.is_wide:  # those have waited for it in the step before
+            yield self.q_full[slot].is_over(ring.phase)
         if before is not None:
             self.q_empty[before].arrive()
         yield self.do_full[slot].is_over(ring.phase)
@@ -198,9 +205,11 @@ class Machine:
             self.ds_empty.arrive()
         if self.c.dq != "direct":
             yield from self.hand_over(group, step, parity, ends)
+        ring.advance()
+        if self.c.is_wide and not ends:
+            yield self.q_full[ring.slot].is_over(ring.phase)
         if not self.c.is_flying:
             self.q_empty[slot].arrive()
-        ring.advance()
         return slot if self.c.is_flying else None
 
     def hand_over(self, group: int, step: int, parity: int, ends: bool) -> Iterator[Wait]:
@@ -211,7 +220,11 @@ class Machine:
             yield self.dq_empty[share].is_over(parity ^ 1)
         assert self.staged[group] is None, "dq was written over"
         self.staged[group] = (step, ends)
-        self.dq_full[share].arrive()
+        if not self.c.is_wide:  # those do so in the next step, or when the unit ends
+            self.announce(group)
+
+    def announce(self, group: int) -> None:
+        self.dq_full[group if self.c.dq == "shares" else 0].arrive()
 
 
 class Ring:
