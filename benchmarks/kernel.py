@@ -319,11 +319,15 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str
     return True
 
 
+def settings_of(options: argparse.Namespace) -> dict:
+    """What decides what is measured: all options but those of files."""
+    return {k: v for k, v in vars(options).items() if k not in ("out", "show")}
+
+
 def save(results: Sequence[Result], names: Sequence[str], options: argparse.Namespace, out: Path) -> None:
     """Writes OUT.json and, with matplotlib, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in vars(options).items() if k not in ("out", "show")}
-    data = {"environment": environment(), "settings": settings, "results": [asdict(r) for r in results]}
+    data = {"environment": environment(), "settings": settings_of(options), "results": [asdict(r) for r in results]}
     Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
     shape = f"{options.heads[0]}:{options.heads[1]} heads, head dim {options.head_dim}, {options.dtype}"
     title = f"Attention {TITLES[options.direction]}, {data['environment'].get('gpu', 'no GPU')}, {shape}"

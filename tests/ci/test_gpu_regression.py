@@ -230,8 +230,8 @@ def test_committed_results_are_baselines_of_themselves():
         assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
         parts = gr._parts(baseline, None)
         for direction, settings in parts:
-            options = vars(kernel.make_parser().parse_args(gr.command(direction, settings, Path("x"))[2:]))
-            assert {k: v for k, v in options.items() if k != "out"} == settings | {"direction": direction}
+            options = kernel.make_parser().parse_args(gr.command(direction, settings, Path("x"))[2:])
+            assert kernel.settings_of(options) == settings | {"direction": direction}
         covered = {(d, m, n) for d, s in parts for m in s["masks"] for n in s["seqlens"]}
         assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
 
