@@ -335,10 +335,12 @@ def save(results: Sequence[Result], names: Sequence[str], options: argparse.Name
 
 
 def show(file: Path) -> str:
-    """The table of a file that ``save`` wrote, behind its machine and commit."""
-    data = json.loads(file.read_text())
-    results = [Result(**r) for r in data["results"]]
-    of = data["environment"]
+    """The table of a file that ``save`` wrote, behind its machine and commit; SystemExit says so of any other."""
+    try:
+        data = json.loads(file.read_text())
+        results, of = [Result(**r) for r in data["results"]], data["environment"]
+    except (OSError, ValueError, TypeError, KeyError) as failure:
+        raise SystemExit(f"{file} is no file that --out of this benchmark wrote ({reason_of(failure)}).") from None
     text = table(results, list(dict.fromkeys(r.name for r in results)))
     return f"{of.get('gpu', 'no GPU')}, torch {of['torch']}, commit {of['commit']}, {of['time']}\n{text}"
 

@@ -275,6 +275,15 @@ def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):
     assert text in shown and f"torch {torch.__version__}" in shown
 
 
+def test_what_is_no_record_is_said(tmp_path):
+    (tmp_path / "text.json").write_text("not JSON")
+    (tmp_path / "list.json").write_text("[]")
+    others = [BENCHMARKS / "results" / "range_ops_h100.json", tmp_path]
+    for file in (tmp_path / "missing.json", tmp_path / "text.json", tmp_path / "list.json", *others):
+        with pytest.raises(SystemExit, match="is no file that --out of this benchmark wrote"):
+            kernel.show(file)
+
+
 @pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").glob("ffa_*.json")), ids=lambda f: f.stem)
 def test_records_can_be_shown(file):
     assert "Attention" in kernel.show(file) and "magi" in kernel.show(file)

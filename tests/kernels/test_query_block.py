@@ -40,6 +40,9 @@ def documents(length: int, total: int) -> Mask:
         (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 1.045 times as many queries in whole blocks of 80
         (documents(1024, 4096), 4096, NARROW, WIDE),
         (documents(512, 4096), 4096, NARROW, NARROW),  # 1.13 times
+        (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, WIDE, HALVES),  # 1.008 times, where keys see few queries
+        (Mask.varlen([0, 1300, 2600, 4096]), 4096, NARROW, HALVES),  # 1.023 times
+        (Mask.varlen([0, 1500, 4096]), 4096, WIDE, WIDE),  # 1.025 times, where keys see 2,194
         (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, HALVES),
         (Mask.full(5120), 5120, WIDE, WIDE),  # halves would end sooner
         (documents(1280, 5120), 5120, WIDE, HALVES),  # few units, whole blocks of either size
@@ -53,8 +56,8 @@ def documents(length: int, total: int) -> Mask:
         (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
     ],
     ids=(
-        "full", "causal", "four documents", "eight", "uneven", "5K", "aligned 5K", "2.5K", "1.25K", "8K", "causal 8K",
-        "window 8K", "short 8K", "aligned", "1K",
+        "full", "causal", "four documents", "eight", "four of 1,000", "three", "two", "uneven", "5K", "aligned 5K",
+        "2.5K", "1.25K", "8K", "causal 8K", "window 8K", "short 8K", "aligned", "1K",
     ),
 )
 def test_by_rounding_and_the_number_of_units(mask, total, steps, in_turns):

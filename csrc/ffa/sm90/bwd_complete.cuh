@@ -28,9 +28,8 @@ class Entry {
     return slot >= 0 ? kSlot | slot << 2 | part : at / p.heads_kv << 11 | at % p.heads_kv << 2 | part;
   }
   __device__ __forceinline__ bool is_slot() const { return word_ & kSlot; }
-  __device__ __forceinline__ int in_tile() const { return word_ & 0x7ff; }
+  __device__ __forceinline__ int in_tile() const { return word_ & 0x7ff; }  // kv head and part, as one number
   __device__ __forceinline__ int part() const { return word_ & 3; }
-  __device__ __forceinline__ int head() const { return word_ >> 2 & 0x1ff; }
   __device__ __forceinline__ int block() const { return word_ >> 11; }
   __device__ __forceinline__ int slot() const { return (word_ & ~kSlot) >> 2; }
 
@@ -55,8 +54,8 @@ __device__ __forceinline__ void tell_complete(const BwdKernelParams& p, uint32_t
     if (lds_int(parts_at) >> part & 1) add_relaxed(p.completion.left + (lds_int(parts_at) >> kSplitParts) * kSplitParts + part, -1);
 }
 
-__device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int head, int part) {
-  return load_acquire(p.completion.left + (tile * p.heads_kv + head) * kSplitParts + part) <= 0;
+__device__ __forceinline__ bool is_complete(const BwdRowParams& p, int tile, int in_tile) {
+  return load_acquire(p.completion.left + tile * p.heads_kv * kSplitParts + in_tile) <= 0;
 }
 
 // This thread's share of whether all tiles that add to a block are complete, for a part of the query heads of one kv head.
@@ -65,7 +64,7 @@ __device__ __forceinline__ bool is_block_complete(const BwdRowParams& p, int blo
 #pragma unroll 1
   for (int tile = threadIdx.x; tile < p.num_tiles; tile += kRowThreads) {
     const int word = __ldcg(p.completion.tiles + block * p.completion.tile_words + tile / 32);
-    if (word >> tile % 32 & 1) all &= load_acquire(p.completion.left + tile * p.heads_kv * kSplitParts + in_tile) <= 0;
+    if (word >> tile % 32 & 1) all &= is_complete(p, tile, in_tile);
   }
   return all;
 }

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads, finish_listed_ctas(kQueries)) bwd
     if (place.y >= 0) return is_block_complete(rows, place.y, place.x / p.members);
     if (threadIdx.x >= kSplitParts) return true;
     const int4 slot = listed_slot(p.join, ~place.y);
-    return is_complete(rows, slot.x, slot.y, threadIdx.x);
+    return is_complete(rows, slot.x, slot.y * kSplitParts + threadIdx.x);
   };
   const int first = first_place<kQueries>(rows);
   if (threadIdx.x == 0) {
