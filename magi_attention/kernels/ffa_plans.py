@@ -22,7 +22,7 @@ from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words, transposed
+from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
@@ -189,7 +189,7 @@ def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> to
     try:
         if units is None:
             return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device, is_transposed)
-        plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile.tokens, tile.groups)
+        plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
         return torch.from_numpy(with_units(plan.words, units)).to(device)
     except RuntimeError as error:
         if "captur" not in str(error):

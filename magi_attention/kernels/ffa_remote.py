@@ -15,7 +15,7 @@ from magi_attention.kernels.ffa_operands import DTYPES
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.unit_walks import with_units
 from magi_attention.native import abi
-from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.native.tile_plan import TilePlan
 
 TILE = 128  # remote keys come in tiles that have one owner
 
@@ -57,7 +57,7 @@ class RemoteMask:
 
     def _forward(self, shape: PlanShape) -> np.ndarray:
         tile = shape.tile
-        words = TilePlan.build(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups).words.copy()
+        words = TilePlan.of_table(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups).words.copy()
         plan = TilePlan(words)
         unseen = np.concatenate([[0], np.cumsum(~_seen(self.slices.array, self.local_keys))])
         abi.TilePlanHeader.from_buffer(words).has_unseen = int(unseen[-1] > 0)
@@ -68,9 +68,9 @@ class RemoteMask:
         return forward_order(words, self.pace, self.arrivals, self.base, TILE)
 
     def _transposed(self, shape: PlanShape) -> np.ndarray:
-        rows = transposed(self.slices, shape.total_q, shape.total_k)
-        words = TilePlan.build(rows, shape.total_k, shape.total_q, shape.tile.tokens, shape.tile.groups).words.copy()
-        words = backward_order(words, self.pace, self.arrivals, self.base)
+        tile = shape.tile
+        plan = TilePlan.of_table(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups, True)
+        words = backward_order(plan.words.copy(), self.pace, self.arrivals, self.base)
         if shape.units is None:
             return words
         return with_units(words, shape.units, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.native.tile_plan import TilePlan
 
 TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
@@ -34,7 +34,8 @@ def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     kept = slices.__dict__.setdefault("_tile_steps", {})
     key = (total_q, total_k)
     if key not in kept:
-        plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, TILE, 2)
+        # Held for the launch that follows, whose plan it mostly is.
+        plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
         kept[key] = TileSteps(steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE), plan.order.copy())
     return kept[key]
 

@@ -245,6 +245,11 @@ MAGI_EXPORT magi_status magi_tile_transpose_device(const int32_t* q_ranges, cons
                                                    int32_t* row_ranges, int32_t* column_ranges, int32_t* new_types,
                                                    void* stream);
 
+/* The same mask with its FULL slices cut anew where a plan of it takes half the time then or less, else as it is, empty
+ * slices left out. strips: room for three times as many rows; *num_strips: how many are used. */
+MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num_slices, int32_t tile_tokens,
+                                              int32_t* strips, int64_t* num_strips);
+
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
  * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are
  * ignored. One record per tile that a slice touches always suffices, fewer usually do; if they do not fit into plan_words
