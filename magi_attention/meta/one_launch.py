@@ -14,14 +14,15 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from magi_attention.common.intervals import Packing, merge_intervals, split_at
-from magi_attention.common.slices import SliceTable, merge
-from magi_attention.meta.plan import Plan, local_slices
+from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
+from magi_attention.meta.plan import Plan, cut_by_windows
 
 TILE = 128
 MAX_GROUPS = 6  # to 8 (MAGI_BOX_GROUPS): with 3 a causal forward waits longer, more than 5 win nothing
@@ -71,28 +72,62 @@ class OneLaunchPart:
         return self.base + self.rows
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive tiles of one owner: the global key ranges in them, and their first row in the box."""
+class _Stretches(NamedTuple):
+    """Consecutive rows of the box, (N,) each: whose, their first global or local row, -1 for zeros, the first one in
+    the box, and how many."""
 
-    owner: int
-    start: int
-    keys: Packing
+    owner: np.ndarray
+    source: np.ndarray
+    at: np.ndarray
+    rows: np.ndarray
+
+    def of(self, which: np.ndarray) -> _Stretches:
+        return _Stretches(*(x[which] for x in self))
+
+    def joined(self) -> _Stretches:
+        """Those that go on where the one before ends, in the source and in the box, are one with it."""
+        source, at = self.source + self.rows, self.at + self.rows
+        goes_on = (self.source[:-1] >= 0) & (self.source[1:] == source[:-1]) & (self.at[1:] == at[:-1])
+        first = np.flatnonzero(np.concatenate([np.ones(min(len(at), 1), dtype=bool), ~goes_on]))
+        rows = np.add.reduceat(self.rows, first) if len(first) else self.rows
+        return _Stretches(self.owner[first], self.source[first], self.at[first], rows)
+
+    def cut_at(self, points: np.ndarray) -> _Stretches:
+        """Cut at these rows of the box, ascending."""
+        low = np.searchsorted(points, self.at, side="right")
+        counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
+        which, number = np.repeat(np.arange(len(self.at)), counts), _ramps(low - 1, counts)
+        edges = np.concatenate([points, [np.iinfo(np.int64).max]])
+        begin = np.maximum(self.at[which], np.where(number < 0, 0, edges[number]))
+        end = np.minimum((self.at + self.rows)[which], edges[number + 1])
+        return self.of(which)._part(begin, end)
+
+    def cut_into(self, most: int) -> _Stretches:
+        """Cut into so many rows, the last ones less; zeros stay together."""
+        counts = np.where(self.source < 0, 1, -(-self.rows // most))
+        which, number = np.repeat(np.arange(len(self.at)), counts), _ramps(np.zeros_like(counts), counts)
+        begin, end = self.at[which] + most * number, (self.at + self.rows)[which]
+        return self.of(which)._part(begin, np.where(self.source[which] < 0, end, np.minimum(begin + most, end)))
+
+    def _part(self, begin: np.ndarray, end: np.ndarray) -> _Stretches:
+        source = np.where(self.source < 0, -1, self.source + begin - self.at)
+        return _Stretches(self.owner, source, begin, end - begin)
+
+
+@dataclass(frozen=True, eq=False)
+class _Box:
+    """The box of one rank: ``stretches`` of global rows, cut at chunks; ``owners`` and ``arrivals`` of its tiles.
+    ``slots`` and ``slot_rows`` (groups, W): number and rows of the slot of a group and an owner, -1 and 0 for none."""
+
+    stretches: _Stretches
+    owners: np.ndarray
+    arrivals: np.ndarray
+    slots: np.ndarray
+    slot_rows: np.ndarray
 
     @property
-    def rows(self) -> int:
-        return self.keys.length
-
-
-@dataclass(eq=False)
-class _Box:
-    """The box of one rank."""
-
-    runs: list[_Run]
-    owners: np.ndarray  # of each tile
-    arrivals: np.ndarray
-    num_slots: int
-    slot_of: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, owner) -> slot
+    def num_slots(self) -> int:
+        return int(self.slots.max(initial=-1)) + 1
 
 
 class OneLaunchPlan:
@@ -116,18 +151,12 @@ class OneLaunchPlan:
         """The part of ``rank``."""
         host, box = Packing(self.plan.host_ranges(rank)), self.boxes[rank]
         base = padded(host.length) + TILE
-        pieces, slots = self._pieces(rank, host)
-        targets = _target_rows(box.owners, self.grad_starts[:, rank])
-        places = np.full((self.world, host.length), -1, dtype=np.int32)
-        for r, other in enumerate(self.boxes):
-            to = _target_rows(other.owners, self.grad_starts[:, r])
-            for run in other.runs:
-                if run.owner == rank:
-                    in_box = run.start + np.arange(run.rows)
-                    places[r, _rows_of(host, run.keys.ranges)] = to[in_box // TILE] + in_box % TILE
+        sent = [self._sent_to(reader, rank, host) for reader in range(self.world)]
+        pieces, slots = self._pieces(rank, sent)
+        places = self._places(rank, sent, host.length)
         return OneLaunchPart(
             rank, self.world, host.length, base, TILE * len(box.owners), self._slices(rank, host, base), box.arrivals,
-            box.owners, pieces, slots, targets, places, (places >= 0).any(axis=1).astype(np.int32),
+            box.owners, pieces, slots, self._target_rows(rank), places, (places >= 0).any(axis=1).astype(np.int32),
             TILE * max(len(b.owners) for b in self.boxes), int(self.grad_starts[:, -1].max()),
             self._slot_rows(rank),
         )  # fmt: skip
@@ -136,93 +165,113 @@ class OneLaunchPlan:
         plan = self.plan
         wanted = merge_intervals(np.concatenate([np.zeros((0, 2), dtype=np.int64), *plan.stage_ranges[rank]]))
         cut = _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
-        owner = plan.owner_of(cut[:, 0]) if len(cut) else np.zeros(0, dtype=np.int64)
-        edges = np.flatnonzero((np.diff(owner) != 0) | (np.diff(cut[:, 0]) < 0)) + 1
-        runs, at = [], 0
-        for ranges in np.split(cut, edges) if len(cut) else []:
-            runs.append(_Run(int(plan.owner_of(ranges[:1, 0])[0]), at, Packing(ranges)))
-            at += padded(runs[-1].rows)
-        owners = np.array([run.owner for run in runs for _ in range(padded(run.rows) // TILE)], dtype=np.int32)
-        return self._with_arrivals(rank, runs, owners)
+        if not len(cut):
+            nothing = np.zeros(0, dtype=np.int64)
+            return self._with_slots(rank, _Stretches(nothing, nothing, nothing, nothing), nothing)
+        owner, rows = plan.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0]
+        # Runs of tiles of one owner, the last of which is padded.
+        first = np.flatnonzero(np.concatenate([[True], (np.diff(owner) != 0) | (np.diff(cut[:, 0]) < 0)]))
+        run_rows = np.add.reduceat(rows, first)
+        run_ends = np.cumsum(padded(run_rows))
+        run_at, counts = run_ends - padded(run_rows), np.diff(np.append(first, len(cut)))
+        before = np.cumsum(rows) - rows
+        at = before + np.repeat(run_at - before[first], counts)
+        short = np.flatnonzero(run_rows % TILE)
+        data = _Stretches(owner, cut[:, 0], at, rows)
+        zeros_at = (run_at + run_rows)[short]
+        zeros = _Stretches(owner[first[short]], np.full(len(short), -1), zeros_at, run_ends[short] - zeros_at)
+        both = _Stretches(*map(np.concatenate, zip(data, zeros)))
+        return self._with_slots(rank, both.of(np.argsort(both.at)), np.repeat(owner[first], padded(run_rows) // TILE))
 
-    def _with_arrivals(self, rank: int, runs: list[_Run], owners: np.ndarray) -> _Box:
-        groups = group_of_tile(len(owners))
-        box = _Box(runs, owners, np.zeros(len(owners), dtype=np.int32), 0)
-        for group in range(MAX_GROUPS):
-            for step in range(1, self.world):
-                owner = (rank - step) % self.world
-                tiles = (groups == group) & (owners == owner)
-                if tiles.any():
-                    box.arrivals[tiles] = box.slot_of[group, owner] = box.num_slots
-                    box.num_slots += 1
-        return box
+    def _with_slots(self, rank: int, stretches: _Stretches, owners: np.ndarray) -> _Box:
+        """Slots are numbered group by group, in each by how far their owner is before ``rank``."""
+        groups, world = group_of_tile(len(owners)), self.world
+        used, arrivals = np.unique(groups * world + (rank - owners) % world, return_inverse=True)
+        group, owner = used // world, (rank - used % world) % world
+        slots, rows = np.full((MAX_GROUPS, world), -1), np.zeros((MAX_GROUPS, world), dtype=np.int64)
+        slots[group, owner] = np.arange(len(used))
+        rows[group, owner] = TILE * np.bincount(arrivals, minlength=len(used))
+        return _Box(stretches, owners.astype(np.int32), arrivals.astype(np.int32), slots, rows)
 
     def _slices(self, rank: int, host: Packing, base: int) -> SliceTable:
         """The rank's slices in the kernel's coordinates; neighbours in the box become one."""
-        mine = self.plan.slices_of(rank)
-        remote = [
-            local_slices(mine, host, run.keys) + np.array([0, 0, base + run.start, base + run.start, 0])
-            for run in self.boxes[rank].runs
-        ]
-        local = self.plan.rank(rank).host.array
-        return SliceTable(np.concatenate([local, merge(np.concatenate(remote))]) if remote else local)
+        local, keys = self.plan.rank(rank).host.array, self.boxes[rank].stretches
+        keys = keys.of(np.flatnonzero(keys.source >= 0)).joined()
+        if not len(keys.at):
+            return SliceTable(local)
+        keys = keys.of(np.argsort(keys.source))
+        windows = np.stack([keys.source, keys.source + keys.rows], axis=1)
+        pieces, window = cut_by_windows(self.plan.slices_of(rank), windows)
+        pieces[:, [Q0, Q1]] = host.localize(pieces[:, [Q0, Q1]])
+        pieces[:, [K0, K1]] += (base + keys.at - keys.source)[window, None]
+        return SliceTable(np.concatenate([local, merge(pieces)]))
 
-    def _pieces(self, rank: int, host: Packing) -> tuple[np.ndarray, np.ndarray]:
-        pieces: list[tuple[int, int, int, int]] = []
-        slots: list[tuple[int, int, int, int]] = []
-        for group in range(MAX_GROUPS):
-            queues = []
-            for r, slot in self._readers(rank, group):
-                mine = self._of_group(r, rank, group, host)
-                queues.append([(len(slots), *piece) for piece in mine])
-                slots.append((r, slot, len(mine), 0))
-            pieces += _interleaved(queues)
-        return _table(pieces), _table(slots)
+    def _sent_to(self, reader: int, rank: int, host: Packing) -> _Stretches:
+        """What ``rank`` sends to the box of ``reader``; sources are local rows."""
+        found = self.boxes[reader].stretches
+        mine = found.of(np.flatnonzero(found.owner == rank))
+        source, data = mine.source.copy(), np.flatnonzero(mine.source >= 0)
+        rows = np.stack([mine.source, mine.source + mine.rows], axis=1)[data]
+        source[data] = host.localize(rows)[:, 0]
+        return mine._replace(source=source).joined()
 
-    def _readers(self, rank: int, group: int) -> list[tuple[int, int]]:
-        """(reader, slot in its box) of what ``rank`` sends of one group."""
-        others = [(rank + step) % self.world for step in range(1, self.world)]
-        found = ((r, self.boxes[r].slot_of.get((group, rank))) for r in others)
-        return [(r, slot) for r, slot in found if slot is not None]
+    def _pieces(self, rank: int, sent: list[_Stretches]) -> tuple[np.ndarray, np.ndarray]:
+        """Readers of a group are served evenly: no two ranks that have much for one of them get into each other's way
+        while links to others are idle."""
+        slots, found = [], []
+        for step in range(1, self.world):
+            reader = (rank + step) % self.world
+            groups = group_of_tile(len(self.boxes[reader].owners))
+            pieces = sent[reader].cut_at(TILE * (1 + np.flatnonzero(np.diff(groups)))).cut_into(_MAX_PIECE_ROWS)
+            group = groups[pieces.at // TILE]
+            counts = np.bincount(group, minlength=MAX_GROUPS)
+            # They lie group by group, the last group first.
+            number = np.arange(len(group)) - (np.cumsum(counts[::-1])[::-1] - counts)[group]
+            key = group * self.world + step
+            found.append((key, (number + 0.5) / counts[group], pieces.source, pieces.at, pieces.rows))
+            there = np.flatnonzero(counts)
+            numbers = self.boxes[reader].slots[there, rank]
+            slots.append((there * self.world + step, np.full(len(there), reader), numbers, counts[there]))
+        if not found:  # one rank
+            return np.zeros((0, 4), dtype=np.int32), np.zeros((0, 4), dtype=np.int32)
+        slot_key, *slot = map(np.concatenate, zip(*slots))
+        key, turn, *piece = map(np.concatenate, zip(*found))
+        by_key, in_turns = np.argsort(slot_key), np.lexsort((key, turn, key // self.world))
+        own = np.searchsorted(slot_key[by_key], key)
+        return (
+            np.stack([own, *piece], axis=1)[in_turns].astype(np.int32),
+            np.stack([*slot, np.zeros_like(slot_key)], axis=1)[by_key].astype(np.int32),
+        )
+
+    def _places(self, rank: int, sent: list[_Stretches], local_rows: int) -> np.ndarray:
+        places = np.full((self.world, local_rows), -1, dtype=np.int32)
+        for reader, mine in enumerate(sent):
+            data = mine.of(np.flatnonzero(mine.source >= 0))
+            tiles = np.flatnonzero(self.boxes[reader].owners == rank)  # these follow one another where they return
+            first = self.grad_starts[rank, reader] + TILE * np.searchsorted(tiles, data.at // TILE) + data.at % TILE
+            places[reader, _ramps(data.source, data.rows)] = _ramps(first, data.rows)
+        return places
+
+    def _target_rows(self, rank: int) -> np.ndarray:
+        """First row of each tile in its owner's box of gradients; tiles of an owner follow one another there."""
+        owners = self.boxes[rank].owners
+        order = np.argsort(owners, kind="stable")
+        counts = np.bincount(owners, minlength=self.world)
+        number = np.empty(len(owners), dtype=np.int64)
+        number[order] = _ramps(np.zeros_like(counts), counts)
+        return (self.grad_starts[owners, rank] + TILE * number).astype(np.int32)
 
     @cached_property
-    def _sent_rows(self) -> list[np.ndarray]:
-        """For each box (R,) rows that the sender of a slot has sent when that is complete, to all ranks."""
-        sent = [np.zeros(box.num_slots, dtype=np.int64) for box in self.boxes]
-        for rank in range(self.world):
-            rows = 0
-            for group in range(MAX_GROUPS):
-                readers = self._readers(rank, group)
-                rows += sum(TILE * int((self.boxes[r].arrivals == slot).sum()) for r, slot in readers)
-                for r, slot in readers:  # they end together
-                    sent[r][slot] = rows
-        return sent
+    def _sent_rows(self) -> np.ndarray:
+        """(groups, W): rows that an owner has sent when a group is complete, to all ranks."""
+        return np.cumsum(sum(box.slot_rows for box in self.boxes), axis=0)
 
     def _slot_rows(self, rank: int) -> np.ndarray:
         box = self.boxes[rank]
-        received = TILE * np.cumsum(np.bincount(box.arrivals, minlength=box.num_slots))
-        return np.maximum.accumulate(np.maximum(received, self._sent_rows[rank]))
-
-    def _of_group(self, to: int, rank: int, group: int, host: Packing) -> list[tuple[int, int, int]]:
-        """What ``rank`` sends of one group: (first local row or -1, first row in the box of ``to``, rows)."""
-        box, found = self.boxes[to], []
-        tiles = np.flatnonzero(group_of_tile(len(box.owners)) == group) * TILE
-        low, high = int(tiles[0]), int(tiles[-1]) + TILE
-        for run in box.runs:
-            first, last = max(low, run.start), min(high, run.start + padded(run.rows))
-            if run.owner != rank or first >= last:
-                continue
-            local = _rows_of(host, run.keys.ranges)[first - run.start : last - run.start]
-            breaks = np.flatnonzero(np.diff(local) != 1) + 1
-            at = first
-            for rows in np.split(local, breaks) if len(local) else []:
-                for i in range(0, len(rows), _MAX_PIECE_ROWS):
-                    size = min(_MAX_PIECE_ROWS, len(rows) - i)
-                    found.append((int(rows[i]), at, size))
-                    at += size
-            if at < last:
-                found.append((-1, at, last - at))
-        return found
+        used = box.slots >= 0
+        rows = np.zeros((2, box.num_slots), dtype=np.int64)
+        rows[:, box.slots[used]] = box.slot_rows[used], self._sent_rows[used]
+        return np.maximum.accumulate(np.maximum(np.cumsum(rows[0]), rows[1]))
 
 
 def group_of_tile(num_tiles: int) -> np.ndarray:
@@ -231,11 +280,9 @@ def group_of_tile(num_tiles: int) -> np.ndarray:
     return groups - 1 - np.arange(num_tiles) * groups // max(num_tiles, 1)
 
 
-def _interleaved(queues: list[list]) -> list:
-    """Those of all queues, each evenly spread: readers are served at the same time, so that no two ranks that have much
-    for one reader get into each other's way while links to others are idle."""
-    spread = [((i + 0.5) / len(queue), n, item) for n, queue in enumerate(queues) for i, item in enumerate(queue)]
-    return [item for _, _, item in sorted(spread)]
+def _ramps(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``first[i]`` and the numbers that follow it, ``counts[i]`` of them, one ramp behind the other."""
+    return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -246,28 +293,9 @@ def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:
     return np.roll(cut, -int(np.searchsorted(cut[:, 0], pivot)), axis=0)
 
 
-def padded(rows: int) -> int:
-    """Rounded up to whole tiles."""
+def padded(rows):
+    """Rounded up to whole tiles; an int or an array."""
     return -(-rows // TILE) * TILE
-
-
-def _target_rows(owners: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """First row of each tile in its owner's box of gradients; tiles of one owner follow one another from its start."""
-    targets = np.zeros(len(owners), dtype=np.int32)
-    for owner in np.unique(owners):
-        mine = owners == owner
-        targets[mine] = starts[owner] + TILE * np.arange(mine.sum())
-    return targets
-
-
-def _table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
-    return np.array(rows, dtype=np.int32).reshape(-1, 4)
-
-
-def _rows_of(host: Packing, ranges: np.ndarray) -> np.ndarray:
-    """Local rows of global ranges, in order."""
-    cut = split_at(ranges, host.ranges.reshape(-1))
-    return np.concatenate([np.arange(a, b) for a, b in host.localize(cut)] or [np.zeros(0, dtype=np.int64)])
 
 
 __all__ = ["OneLaunchPart", "OneLaunchPlan"]
