@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import heapq
+import ctypes
 from typing import NamedTuple
 
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.native.loader import check, load
 from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.toolchain import PLANNER
 
 TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
@@ -50,8 +52,24 @@ def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
 
 def starts_of(times: np.ndarray, places: int) -> np.ndarray:
     """When units start that take so long and are taken up in this order by whoever of ``places`` is free first."""
-    ends, starts = [0.0] * places, np.empty(len(times))
-    for i, time in enumerate(times.tolist()):
-        starts[i] = ends[0]
-        heapq.heapreplace(ends, ends[0] + time)
+    times = np.ascontiguousarray(times, dtype=np.float64)
+    starts, library = np.empty(len(times)), load(PLANNER)
+    status = library.magi_hand_out_starts(times.ctypes.data, len(times), places, starts.ctypes.data)
+    check(library, status, "Handing out units")
     return starts
+
+
+def groups_of(blocks: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles that follow one another, by the ``blocks`` (num_tiles,) that they visit: the longest that is left, and
+    behind it the longest that still fit into what is left of ``period``.
+
+    ``(tiles, groups)``: each tile that visits something once, in this order, and the number of its group.
+    """
+    blocks = np.ascontiguousarray(blocks, dtype=np.int64)
+    tiles, groups = np.empty((2, len(blocks)), dtype=np.int64)
+    library, count = load(PLANNER), ctypes.c_int64()
+    status = library.magi_group_tiles(
+        blocks.ctypes.data, len(blocks), period, tiles.ctypes.data, groups.ctypes.data, ctypes.byref(count)
+    )
+    check(library, status, "Grouping tiles")
+    return tiles[: count.value], groups[: count.value]

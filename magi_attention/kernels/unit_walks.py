@@ -17,13 +17,11 @@ the list is that of the plan's own order, head by head.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.kernels.hand_out import WIDE, fewest_whole, starts_of, steps_of_tiles
+from magi_attention.kernels.hand_out import WIDE, fewest_whole, groups_of, starts_of, steps_of_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
@@ -144,65 +142,84 @@ def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> fl
 def _in_periods(tiles: _Tiles, shape: UnitShape, there_at: np.ndarray | None) -> np.ndarray:
     """The same list in periods, see above. Tiles that see nothing come first: at the end there is a last round to be
     shared out. The first period begins with tiles that are there."""
-    heads, cohorts = range(shape.heads_kv), _cohorts(tiles)
-    groups = [(group, head) for cohort in cohorts for head in heads for group in cohort]
-    if there_at is not None and cohorts:
-        count = len(cohorts[0])
-        first = [(sorted(group, key=there_at.__getitem__), head) for group, head in groups[:count]]
-        groups[:count] = sorted(first, key=lambda g: there_at[g[0][0]])
-    periods = [groups[i : i + shape.places] for i in range(0, len(groups), shape.places)]
+    cohorts = _cohorts(tiles)
+    units = _in_turns(cohorts, shape.heads_kv)
+    if there_at is not None and len(units.turn):
+        units = _first_there(units, int((cohorts.cohort == cohorts.cohort[0]).sum()), there_at)
+    whole = max(-(-int(units.turn[-1] + 1) // shape.places) - _LAST_PERIODS, 0) if len(units.turn) else 0
+    period = np.minimum(units.turn // shape.places, whole)
+    # In a period first what its groups begin with; of that, and of all that is left at the end, the longest first.
+    order = np.lexsort((-tiles.count[units.tile], np.where(period < whole, units.side, 0), period))
     empty = np.flatnonzero(tiles.count == 0)
-    listed = [np.column_stack([np.repeat(empty, len(heads)), np.tile(heads, len(empty))]).astype(np.int64)]
-    period_of = [np.full(len(listed[0]), -1)]
-    whole = max(len(periods) - _LAST_PERIODS, 0)
-    for number, period in enumerate(periods[:whole]):
-        for side in range(max(len(group) for group, _ in period)):
-            units = _by_count([(group[side], head) for group, head in period if len(group) > side], tiles)
-            listed.append(units)
-            period_of.append(np.full(len(units), number))
-    rest = [(tile, head) for period in periods[whole:] for group, head in period for tile in group]
-    listed.append(_by_count(rest, tiles))
-    period_of.append(np.full(len(rest), whole))
-    units = np.concatenate(listed)
-    return np.column_stack([units, _walks(units[:, 0], np.concatenate(period_of), tiles, shape.places)])
+    tile = np.concatenate([np.repeat(empty, shape.heads_kv), units.tile[order]])
+    head = np.concatenate([np.tile(np.arange(shape.heads_kv), len(empty)), units.head[order]])
+    periods = np.concatenate([np.full(len(empty) * shape.heads_kv, -1), period[order]])
+    return np.column_stack([tile, head, _walks(tile, periods, tiles, shape.places)])
 
 
-def _cohorts(tiles: _Tiles) -> list[list[list[int]]]:
-    """Groups of tiles in cohorts, in each of which they take about as long: first those that fill a period."""
-    tried = [_groups(tiles, beyond) for beyond in _BEYOND]
-    missing = [[tiles.blocks - int(tiles.count[group].sum()) for group in groups] for groups in tried]
-    loss = [fmean([abs(m) if m <= _SLACK else _UNFILLED for m in some]) for some in missing]
+class _Cohorts(NamedTuple):
+    """Each tile that sees something once, (M,): the tiles group by group, and the group of each. ``cohort`` (groups,),
+    not falling; those of one take about as long."""
+
+    tile: np.ndarray
+    group: np.ndarray
+    cohort: np.ndarray
+
+
+def _cohorts(tiles: _Tiles) -> _Cohorts:
+    """First the groups that fill a period."""
+    tried = [groups_of(tiles.count, tiles.blocks + beyond) for beyond in _BEYOND]
+    missing = [tiles.blocks - np.bincount(group, tiles.count[tile]).astype(np.int64) for tile, group in tried]
+    loss = [int(np.where(m <= _SLACK, np.abs(m), _UNFILLED).sum()) / max(len(m), 1) for m in missing]
     best = loss.index(min(loss))
-    cohorts: list[list[list[int]]] = [[group for group, m in zip(tried[best], missing[best]) if m <= _SLACK]]
-    short = None
-    for m, group in sorted((m, group) for m, group in zip(missing[best], tried[best]) if m > _SLACK):
-        if short is None or m > short + 2:
-            short = m
-            cohorts.append([])
-        cohorts[-1].append(group)
-    return cohorts if cohorts[0] else cohorts[1:]
+    (tile, group), m = tried[best], missing[best]
+    is_filled, first = m <= _SLACK, tile[np.searchsorted(group, np.arange(len(m)))]
+    order = np.lexsort((np.where(is_filled, np.arange(len(m)), first), np.where(is_filled, -tiles.blocks, m)))
+    number = np.empty(len(m), dtype=np.int64)
+    number[order] = np.arange(len(m))
+    by_number = np.argsort(number[group], kind="stable")
+    cohort_of, short = {}, None
+    for value in np.unique(m[~is_filled]).tolist():
+        if short is None or value > short + 2:
+            short = value
+        cohort_of[value] = short
+    cohort = np.array([cohort_of.get(value, -tiles.blocks) for value in m[order].tolist()], dtype=np.int64)
+    return _Cohorts(tile[by_number], number[group][by_number], cohort)
 
 
-def _groups(tiles: _Tiles, beyond: int) -> list[list[int]]:
-    """Each tile that sees something once: the longest that is left, and the longest that still fit behind it into a
-    period, which they may exceed by ``beyond`` blocks."""
-    left = sorted((count, tile) for tile, count in enumerate(tiles.count.tolist()) if count)
-    groups = []
-    while left:
-        count, tile = left.pop()
-        group, room = [tile], tiles.blocks + beyond - count
-        while (at := bisect_left(left, (room + 1, -1))) > 0:
-            count, tile = left.pop(at - 1)
-            group.append(tile)
-            room -= count
-        groups.append(group)
-    return groups
+class _Units(NamedTuple):
+    """(U,) each: tile and head, the turn of their group and head, and which of the group they are."""
+
+    tile: np.ndarray
+    head: np.ndarray
+    turn: np.ndarray
+    side: np.ndarray
 
 
-def _by_count(units: list[tuple[int, int]], tiles: _Tiles) -> np.ndarray:
-    """(units, 2) tile and head, the longest first."""
-    rows = np.array(units, dtype=np.int64).reshape(-1, 2)
-    return rows[np.argsort(-tiles.count[rows[:, 0]], kind="stable")]
+def _in_turns(cohorts: _Cohorts, heads: int) -> _Units:
+    """Cohort by cohort, in each head by head, the groups one after the other."""
+    sizes = np.unique(cohorts.cohort, return_counts=True)[1]
+    begin = np.cumsum(sizes) - sizes
+    group = np.concatenate([np.tile(b + np.arange(n), heads) for b, n in zip(begin, sizes)] or [begin])
+    head = np.concatenate([np.repeat(np.arange(heads), n) for n in sizes] or [begin])
+    counts = np.bincount(cohorts.group, minlength=len(cohorts.cohort))
+    turn = np.repeat(np.arange(len(group)), counts[group])
+    side = np.arange(len(turn)) - np.repeat(np.cumsum(counts[group]) - counts[group], counts[group])
+    at = (np.cumsum(counts) - counts)[group][turn] + side
+    return _Units(cohorts.tile[at], head[turn], turn, side)
+
+
+def _first_there(units: _Units, turns: int, there_at: np.ndarray) -> _Units:
+    """In the first ``turns`` of the turns: of each group those first that are there, and groups in that order."""
+    some = units.turn < turns
+    tile, turn, side = units.tile[some], units.turn[some], units.side[some]
+    tile = tile[np.lexsort((side, there_at[tile], turn))]
+    order = np.argsort(there_at[tile[side == 0]], kind="stable")
+    place = np.empty(turns, dtype=np.int64)
+    place[order] = np.arange(turns)
+    by_place = np.argsort(place[turn], kind="stable")
+    made = (tile[by_place], units.head[some], place[turn][by_place], side[by_place])
+    return _Units(*(np.concatenate([mine, all_of[~some]]) for mine, all_of in zip(made, units)))
 
 
 def _walks(tile: np.ndarray, period: np.ndarray, tiles: _Tiles, places: int) -> np.ndarray:

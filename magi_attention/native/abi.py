@@ -243,6 +243,8 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_plan_check": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
+    "magi_hand_out_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
+    "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),

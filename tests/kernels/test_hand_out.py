@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 from ffa_simulator import planner_or_skip
 
 from magi_attention.common.slices import to_dense
-from magi_attention.kernels.hand_out import starts_of, steps_of_tiles
+from magi_attention.errors import ContractError
+from magi_attention.kernels.hand_out import groups_of, starts_of, steps_of_tiles
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.masks import random_slices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
 
 
 @pytest.mark.parametrize("queries", (64, 80))
@@ -18,7 +26,6 @@ from magi_attention.testing.masks import random_slices
 def test_steps_are_blocks_of_queries_that_a_tile_visits(seed, queries):
     """Of each layer those from the first pair to the last, by the intervals of its tokens; so no block with a pair in
     it is left out, and of one slice none is visited without."""
-    planner_or_skip()
     rng = np.random.default_rng(seed)
     total = int(rng.integers(1, 700))
     drawn = random_slices(rng, total, total, max_slices=1 if seed % 2 else 6)
@@ -39,3 +46,39 @@ def test_steps_are_blocks_of_queries_that_a_tile_visits(seed, queries):
 def test_units_go_to_whoever_is_free():
     assert starts_of(np.array([5, 3, 4, 1]), 2).tolist() == [0, 0, 3, 5]
     assert starts_of(np.array([3.0]), 4).tolist() == [0] and len(starts_of(np.zeros(0), 4)) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_starts_of_many_units(seed):
+    rng = np.random.default_rng(seed)
+    times, places = rng.random(int(rng.integers(1, 500))), int(rng.integers(1, 40))
+    free_at, want = [0.0] * places, []
+    for time in times.tolist():
+        want.append(free_at[0])
+        heapq.heapreplace(free_at, free_at[0] + time)
+    assert starts_of(times, places).tolist() == want
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_of_tiles(seed):
+    """Each tile that visits something once, and always the longest that fits, of equal ones the last."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, int(rng.integers(2, 60)), int(rng.integers(0, 200)))
+    period = int(rng.integers(1, 100))
+    left, want = sorted((count, tile) for tile, count in enumerate(blocks.tolist()) if count), []
+    for number in range(len(left)):
+        fitting = left[-1:]
+        room = period
+        while fitting:
+            count, tile = fitting[-1]
+            want.append((tile, number))
+            left.remove((count, tile))
+            room -= count
+            fitting = [one for one in left if one[0] <= room]
+    tiles, groups = groups_of(blocks, period)
+    assert list(zip(tiles.tolist(), groups.tolist())) == want
+
+
+def test_nowhere_to_go():
+    with pytest.raises(ContractError, match="places 0"):
+        starts_of(np.ones(3), 0)

@@ -218,10 +218,12 @@ def test_sections_of_heads(tiles, heads):
 def test_groups_fill_a_period():
     total = 128 * 100
     tiles = unit_walks._tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
-    cohorts = unit_walks._cohorts(tiles)
-    assert sorted(t for cohort in cohorts for group in cohort for t in group) == list(range(100))
-    assert len(cohorts[0]) in (50, 51) and len(cohorts) <= 2 and sum(map(len, cohorts)) <= 51
-    assert all(abs(tiles.count[group].sum() - tiles.blocks) <= unit_walks._SLACK for group in cohorts[0])
+    tile, group, cohort = unit_walks._cohorts(tiles)
+    assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(cohort) >= 0).all()
+    filled = cohort == cohort[0]
+    assert filled.sum() in (50, 51) and len(np.unique(cohort)) <= 2 and len(cohort) <= 51
+    count = np.bincount(group, tiles.count[tile])
+    assert (abs(count[filled] - tiles.blocks) <= unit_walks._SLACK).all()
 
 
 def test_what_fills_no_period_comes_together():
@@ -230,8 +232,10 @@ def test_what_fills_no_period_comes_together():
     slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
     plan = plan_of(slices, total_q, total_q + many)
     tiles, shape = unit_walks._tiles(plan), UnitShape(3, 8, 20, 20)
-    filled, *others = unit_walks._cohorts(tiles)
-    alike = max(others, key=len)
+    tile, group, cohort = unit_walks._cohorts(tiles)
+    _, which, sizes = np.unique(cohort, return_inverse=True, return_counts=True)
+    largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a period
+    alike = [tile[group == number].tolist() for number in np.flatnonzero(largest)]
     assert [len(group) for group in alike].count(1) > 60, "some fill a period with a short one"
     units = units_of(with_units(plan.words, shape), 3)
     alone = {group[0] for group in alike}

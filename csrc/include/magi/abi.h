@@ -250,6 +250,15 @@ MAGI_EXPORT magi_status magi_tile_transpose_device(const int32_t* q_ranges, cons
 MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num_slices, int32_t tile_tokens,
                                               int32_t* strips, int64_t* num_strips);
 
+/* When units start that take so long and are taken up in this order by whoever of `places` is free first. */
+MAGI_EXPORT magi_status magi_hand_out_starts(const double* times, int64_t num_units, int32_t places, double* starts);
+
+/* Tiles that follow one another, by the blocks that they visit, those with none left out: the longest that is left, and
+ * behind it the longest that still fit into what is left of `period` blocks, and so on. tiles and groups, num_tiles each:
+ * the tiles in this order and the group of each, from 0; *num_grouped: how many are used. */
+MAGI_EXPORT magi_status magi_group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period, int64_t* tiles,
+                                         int64_t* groups, int64_t* num_grouped);
+
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
  * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are
  * ignored. One record per tile that a slice touches always suffices, fewer usually do; if they do not fit into plan_words
