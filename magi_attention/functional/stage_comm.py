@@ -7,6 +7,7 @@ A ``StageComm`` is made once per plan and rank and holds no state of a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -48,23 +49,35 @@ class StageComm:
         specs: Sequence[GroupSpec] = (),
     ) -> None:
         self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
-        self._splits = (list(spec.input_splits), list(spec.output_splits))
-        self._ranks = ([list(dst) for dst in spec.dst_indices], list(spec.src_index))
-        self._direct: A2AVLayout | None = None
-        self._options: dict = {}
-        if hierarchy is None or is_idle:
-            self._direct = A2AVLayout.from_spec(spec)
-        else:
-            inter, intra = hierarchy
-            phases = hierarchical_phases(specs, inter.size, intra.size, spec.rank)
-            self._options.update(layout=HierarchicalLayout(phases), inter_group=inter, intra_group=intra)
+        self._spec, self._specs, self._hierarchy = spec, specs, hierarchy
+
+    # Rows are listed when the stage first travels: attention in one launch never asks.
+
+    @cached_property
+    def _direct(self) -> A2AVLayout:
+        return A2AVLayout.from_spec(self._spec)
+
+    @cached_property
+    def _levels(self) -> dict:
+        """Arguments of ``group_cast`` and ``group_reduce`` with a hierarchy."""
+        inter, intra = self._hierarchy  # type: ignore[misc]
+        phases = hierarchical_phases(self._specs, inter.size, intra.size, self._spec.rank)
+        return {"layout": HierarchicalLayout(phases), "inter_group": inter, "intra_group": intra}
+
+    @cached_property
+    def _splits(self) -> tuple[list[int], list[int]]:
+        return list(self._spec.input_splits), list(self._spec.output_splits)
+
+    @cached_property
+    def _ranks(self) -> tuple[list[list[int]], list[int]]:
+        return [list(ranks) for ranks in self._spec.dst_indices], list(self._spec.src_index)
 
     def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
         """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order, any strides."""
         if self.is_idle:
             empty = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
             return Handle(lambda: empty)
-        if self._direct is None:
+        if self._hierarchy is not None:
             return self._fetch_by_levels(k, v)
         work, finish = start_fetch(self.transport, self._direct, (k, v))
 
@@ -81,7 +94,7 @@ class StageComm:
         place, in rank order. ``wire`` is the dtype on the wire."""
         if self.is_idle:
             return Handle(lambda: None)
-        if self._direct is None:
+        if self._hierarchy is not None:
             return self._give_back_by_levels(dk_stage, dv_stage, dk, dv, wire)
         work, arrived = start_reduce(self.transport, self._direct, (dk_stage, dv_stage), (wire, wire))
 
@@ -95,7 +108,7 @@ class StageComm:
         stage = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
         (held, received), (destinations, sources) = self._splits, self._ranks
         work = group_cast(
-            [k, v], stage, held, received, destinations, sources, self.transport, async_op=True, **self._options
+            [k, v], stage, held, received, destinations, sources, self.transport, async_op=True, **self._levels
         )
         return Handle(work.wait_post_process)
 
@@ -115,6 +128,6 @@ class StageComm:
             reduce_op="sum",
             acc_reduce=True,
             comm_dtype=wire,
-            **self._options,
+            **self._levels,
         )
         return Handle(work.wait_post_process)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new mask costs the host, part by part; no GPU is used.
+
+    python benchmarks/new_mask.py [--tokens 131072,1048576] [--ranks 1,8,64] [--repeats 5] [--out PATH]
+
+All ranks plan the same mask; rank 0 is timed. ``dispatch`` is the plan that a key holds, ``slices`` the part of it that
+the rank has, ``one launch`` the layout of what arrives while one kernel runs, ``forward`` and ``backward`` the tile
+plans of that kernel, with the choice of steps and the list of units, for 64 query heads on 8 of dimension 128 and 132
+multiprocessors; ``wire``, which is not in the sum, the rows of all stages where attention goes stage by stage instead.
+The median of the repeats, each with a mask that nothing has seen. Copies to a GPU are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernel import environment
+from masks import sample_documents
+
+from magi_attention.comm.layout import A2AVLayout
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.ffa_plans import PlanShape, table_plan
+from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
+from magi_attention.kernels.hand_out import WIDE
+from magi_attention.kernels.query_block import steps_of
+from magi_attention.kernels.types import AttnOptions
+from magi_attention.kernels.unit_walks import UnitShape
+from magi_attention.meta.one_launch import OneLaunchPlan
+from magi_attention.meta.planner import build_plan
+from magi_attention.native.ffa import FfaTile
+
+HEADS, HEADS_KV, DIM, PROCESSORS = 64, 8, 128, 132
+FRAME = 1560  # tokens that a block-causal mask of video adds at a time
+PUSH_BYTES_PER_S, FLOPS = 2.2e11, 5e12  # of a rank's push and of a multiprocessor: by these tiles are put in order
+TILE = FfaTile(128, 2, 1)  # of the forward as of the backward
+CPU = torch.device("cpu")
+PARTS = ("dispatch", "slices", "one launch", "forward", "backward")
+MASKS = ("documents full", "documents causal", "block causal", "causal")
+
+
+def slices_of(name: str, tokens: int, seed: int) -> SliceTable:
+    """A mask of ``tokens`` queries and keys that no memo knows."""
+    if name == "causal":
+        return Mask.causal(tokens).slices
+    if name == "block causal":
+        return Mask.block_causal([0, tokens], FRAME).slices
+    ends = np.cumsum([0, *sample_documents(tokens, seed)]).tolist()
+    return Mask.varlen(ends, causal=name == "documents causal").slices
+
+
+class Clock:
+    """Milliseconds of each part, one repeat after another."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def time(self, part: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        made = call()
+        self.times.setdefault(part, []).append(1e3 * (time.perf_counter() - begin))
+        return made
+
+
+def _units(steps) -> UnitShape | None:
+    """Of which a plan has a list, see ``BackwardCalls``; that the library lists them itself is left out."""
+    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS) if steps.query_block == WIDE else None
+
+
+def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:
+    """The kernel alone."""
+    shapes = (tokens, HEADS, DIM), (tokens, HEADS_KV, DIM)
+
+    def backward() -> None:
+        units = _units(steps_of(*shapes, slices, AttnOptions(DIM**-0.5), PROCESSORS))
+        table_plan(slices, PlanShape(tokens, tokens, TILE, True, units), CPU)
+
+    clock.time("forward", lambda: table_plan(slices, PlanShape(tokens, tokens, TILE), CPU))
+    clock.time("backward", backward)
+
+
+def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> None:
+    """Rank 0 of so many."""
+    plan = clock.time(
+        "dispatch",
+        lambda: build_plan(slices, tokens, ranks, num_heads_q=HEADS, num_heads_kv=HEADS_KV, head_dim=DIM),
+    )
+    stages = clock.time("slices", lambda: plan.rank(0).stages)
+    clock.time("wire", lambda: [A2AVLayout.from_spec(stage.cast) for stage in stages])
+    part = clock.time("one launch", lambda: OneLaunchPlan(plan).part(0))
+    group = HEADS // HEADS_KV
+    seconds = 1e-5 + part.slot_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
+    pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, section_heads=HEADS)
+    mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace)
+    shapes = (part.local_rows, HEADS, DIM), (part.local_rows, HEADS_KV, DIM)
+
+    def backward() -> None:
+        units = _units(steps_of(*shapes, RemoteKeys(mask, b""), AttnOptions(DIM**-0.5), PROCESSORS))
+        mask.plan(PlanShape(part.local_rows, mask.total_k, TILE, True, units), CPU)
+
+    clock.time("forward", lambda: mask.plan(PlanShape(part.local_rows, mask.total_k, TILE), CPU))
+    clock.time("backward", backward)
+
+
+def measure(tokens: int, ranks: int, name: str, repeats: int) -> dict:
+    """One row: milliseconds of each part and of all."""
+    clock = Clock()
+    for seed in range(repeats + 1):
+        if seed == 1:
+            clock = Clock()  # the first one loads what has to be loaded
+        slices = slices_of(name, tokens, seed)
+        if ranks == 1:
+            one_rank(clock, slices, tokens)
+        else:
+            many_ranks(clock, slices, tokens, ranks)
+    parts = {part: round(statistics.median(times), 2) for part, times in clock.times.items()}
+    total = round(sum(parts.get(part, 0.0) for part in PARTS), 2)
+    return {"tokens": tokens, "ranks": ranks, "mask": name, "ms": parts, "sum_ms": total}
+
+
+def line(row: dict) -> str:
+    *parts, wire = (f"{row['ms'][p]:10.2f}" if p in row["ms"] else f"{'-':>10s}" for p in (*PARTS, "wire"))
+    return f"{row['tokens']:8d}  {row['ranks']:5d}  {row['mask']:16s}  {'  '.join(parts)}  {row['sum_ms']:8.2f}  {wire}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def numbers(text: str) -> list[int]:
+        found = [int(word) for word in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+        return found
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=numbers, default=[131072, 1048576], help="of the whole sequence")
+    parser.add_argument("--ranks", type=numbers, default=[1, 8, 64])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="writes the record to this file")
+    options = parser.parse_args(arguments)
+    heads = "  ".join(f"{part:>10s}" for part in PARTS)
+    print(f"{'tokens':>8s}  {'ranks':>5s}  {'mask, ms':16s}  {heads}  {'sum':>8s}  {'wire':>10s}")
+    rows = []
+    for tokens in options.tokens:
+        for ranks in options.ranks:
+            for name in MASKS:
+                rows.append(measure(tokens, ranks, name, max(options.repeats, 1)))
+                print(line(rows[-1]), flush=True)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

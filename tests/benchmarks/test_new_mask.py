@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of what a new mask costs the host."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "kernels")]
+
+import new_mask  # noqa: E402
+from ffa_simulator import planner_or_skip  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def test_the_parts_of_each_mask(tmp_path, capsys):
+    out = tmp_path / "folder" / "record.json"
+    assert new_mask.main(["--tokens", "4096", "--ranks", "1,2", "--repeats", "2", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["environment"]["torch"] and [row["ranks"] for row in record["rows"]] == [1] * 4 + [2] * 4
+    for row in record["rows"]:
+        parts = set(new_mask.PARTS) | {"wire"} if row["ranks"] == 2 else {"forward", "backward"}
+        assert set(row["ms"]) == parts and min(row["ms"].values()) > 0
+        assert abs(row["sum_ms"] - sum(row["ms"].get(part, 0) for part in new_mask.PARTS)) < 0.011
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 9 and all(str(row["sum_ms"]) in text for row, text in zip(record["rows"], printed[1:]))
+
+
+def test_every_repeat_has_a_mask_that_is_new(monkeypatch):
+    """Else memos would be timed; the first one, which loads libraries, does not count."""
+    seen, one = [], new_mask.one_rank
+    monkeypatch.setattr(new_mask, "one_rank", lambda clock, mask, tokens: (seen.append(mask), one(clock, mask, tokens)))
+    row = new_mask.measure(2048, 1, "documents causal", 3)
+    assert len(seen) == len({id(x) for x in seen}) == 4 and row["mask"] == "documents causal"
+    masks = {name: new_mask.slices_of(name, 5000, 0).array for name in new_mask.MASKS}
+    assert all(int(rows[:, 1].max()) == 5000 for rows in masks.values()) and len(masks["causal"]) == 1
+    assert not np.array_equal(masks["documents full"], masks["documents causal"])
+    assert masks["block causal"][:, 2].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("argument", ("--tokens=x", "--ranks=0"))
+def test_bad_arguments(argument, capsys):
+    with pytest.raises(SystemExit):
+        new_mask.main([argument])
+    assert "invalid" in capsys.readouterr().err
