@@ -24,8 +24,8 @@ def as_intervals(ranges: Iterable) -> np.ndarray:
 def merge_intervals(ranges: np.ndarray) -> np.ndarray:
     """Union of all intervals; overlapping or touching ones are joined and empty ones dropped."""
     ranges = ranges[ranges[:, 1] > ranges[:, 0]]
-    if len(ranges) <= 1:
-        return ranges.copy()
+    if (ranges[1:, 0] > ranges[:-1, 1]).all():
+        return ranges  # as most are; a copy already
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
     reach = np.maximum.accumulate(ranges[:, 1])
     first = np.concatenate([[True], ranges[1:, 0] > reach[:-1]])
