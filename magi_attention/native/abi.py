@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 ABI_VERSION = 9
@@ -231,6 +231,7 @@ BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.S
 
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
+F64_PTR = ctypes.POINTER(c_double)
 
 Functions = dict[str, tuple[Any, tuple[Any, ...]]]
 # function -> (result, arguments). Parameter structs are passed as bytes, whose address C sees.
@@ -243,6 +244,11 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_plan_check": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
+    "magi_swap_chunks": (
+        c_int32,
+        (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_double, c_double, c_double, c_void_p, c_void_p,
+         c_int32, F64_PTR),
+    ),
     "magi_hand_out_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
 }

@@ -43,8 +43,9 @@ def nvcc_flags(arch: str) -> list[str]:
 
 
 def cxx_flags() -> list[str]:
-    """Flags of every host object."""
-    flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra"]
+    """Flags of every host object. Ranks plan alike whatever plans for them, so products are rounded before they are
+    added."""
+    flags = ["-O3", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra"]
     return flags + (["-g"] if env.is_build_debug() else [])
 
 

@@ -9,18 +9,10 @@ import torch
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.errors import BuildError, ContractError, MagiError
-from magi_attention.native import build, loader
+from magi_attention.errors import ContractError, MagiError
 from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words
 
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    try:
-        build.build_all("planner")
-    except BuildError as error:
-        pytest.skip(f"The planner library cannot be built here: {error}")
-    loader._load.cache_clear()
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 def pairs(plan: TilePlan) -> np.ndarray:

@@ -10,19 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.common.slices import SliceTable, first_overlap, to_dense, trim
-from magi_attention.errors import BuildError, ContractError
-from magi_attention.native import build, loader
+from magi_attention.errors import ContractError
 from magi_attention.native.tile_plan import TilePlan, device_plan, transposed
 from magi_attention.testing import masks
 
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    try:
-        build.build_all("planner")
-    except BuildError as error:
-        pytest.skip(f"The planner library cannot be built here: {error}")
-    loader._load.cache_clear()
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 def check(slices: np.ndarray, total_q: int, total_k: int, tile: int = 16, groups: int = 2) -> np.ndarray:
