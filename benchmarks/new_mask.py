@@ -6,8 +6,8 @@
 All ranks plan the same mask; rank 0 is timed. ``dispatch`` is the plan that a key holds, ``slices`` the part of it that
 the rank has, ``one launch`` the layout of what arrives while one kernel runs, ``forward`` and ``backward`` the tile
 plans of that kernel, with the choice of steps and the list of units, for 64 query heads on 8 of dimension 128 and 132
-multiprocessors; ``wire``, which is not in the sum, the rows of all stages where attention goes stage by stage instead.
-The median of the repeats, each with a mask that nothing has seen. Copies to a GPU are not counted.
+multiprocessors. Not in the sum: ``locality``, the dispatch by ``LocalityDispatchAlg`` instead, and ``wire``, the rows of
+all stages where attention goes stage by stage instead. The median of the repeats, each with a mask that nothing has seen. Copies to a GPU are not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from masks import sample_documents
 from magi_attention.comm.layout import A2AVLayout
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
+from magi_attention.config import (
+    DispatchAlg,
+    DispatchConfig,
+    DistAttnConfig,
+    LocalityDispatchAlg,
+    MinHeapDispatchAlg,
+)
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape, table_plan
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
@@ -37,6 +44,7 @@ from magi_attention.kernels.query_block import steps_of
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.meta.one_launch import OneLaunchPlan
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
 
@@ -46,6 +54,7 @@ PUSH_BYTES_PER_S, FLOPS = 2.2e11, 5e12  # of a rank's push and of a multiprocess
 TILE = FfaTile(128, 2, 1)  # of the forward as of the backward
 CPU = torch.device("cpu")
 PARTS = ("dispatch", "slices", "one launch", "forward", "backward")
+BESIDE = ("locality", "wire")
 MASKS = ("documents full", "documents causal", "block causal", "causal")
 
 
@@ -91,10 +100,15 @@ def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:
 
 def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> None:
     """Rank 0 of so many."""
-    plan = clock.time(
-        "dispatch",
-        lambda: build_plan(slices, tokens, ranks, num_heads_q=HEADS, num_heads_kv=HEADS_KV, head_dim=DIM),
-    )
+
+    def build(alg: DispatchAlg) -> Plan:
+        config = DistAttnConfig(DispatchConfig(alg=alg))
+        return build_plan(
+            slices, tokens, ranks, config=config, num_heads_q=HEADS, num_heads_kv=HEADS_KV, head_dim=DIM
+        )
+
+    plan = clock.time("dispatch", lambda: build(MinHeapDispatchAlg()))
+    clock.time("locality", lambda: build(LocalityDispatchAlg()))
     stages = clock.time("slices", lambda: plan.rank(0).stages)
     clock.time("wire", lambda: [A2AVLayout.from_spec(stage.cast) for stage in stages])
     part = clock.time("one launch", lambda: OneLaunchPlan(plan).part(0))
@@ -129,8 +143,9 @@ def measure(tokens: int, ranks: int, name: str, repeats: int) -> dict:
 
 
 def line(row: dict) -> str:
-    *parts, wire = (f"{row['ms'][p]:10.2f}" if p in row["ms"] else f"{'-':>10s}" for p in (*PARTS, "wire"))
-    return f"{row['tokens']:8d}  {row['ranks']:5d}  {row['mask']:16s}  {'  '.join(parts)}  {row['sum_ms']:8.2f}  {wire}"
+    parts = [f"{row['ms'][p]:10.2f}" if p in row["ms"] else f"{'-':>10s}" for p in (*PARTS, *BESIDE)]
+    parts.insert(len(PARTS), f"{row['sum_ms']:8.2f}")
+    return f"{row['tokens']:8d}  {row['ranks']:5d}  {row['mask']:16s}  {'  '.join(parts)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="writes the record to this file")
     options = parser.parse_args(arguments)
-    heads = "  ".join(f"{part:>10s}" for part in PARTS)
-    print(f"{'tokens':>8s}  {'ranks':>5s}  {'mask, ms':16s}  {heads}  {'sum':>8s}  {'wire':>10s}")
+    parts, beside = ("  ".join(f"{part:>10s}" for part in some) for some in (PARTS, BESIDE))
+    print(f"{'tokens':>8s}  {'ranks':>5s}  {'mask, ms':16s}  {parts}  {'sum':>8s}  {beside}")
     rows = []
     for tokens in options.tokens:
         for ranks in options.ranks:

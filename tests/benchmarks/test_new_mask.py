@@ -28,7 +28,7 @@ def test_the_parts_of_each_mask(tmp_path, capsys):
     record = json.loads(out.read_text())
     assert record["environment"]["torch"] and [row["ranks"] for row in record["rows"]] == [1] * 4 + [2] * 4
     for row in record["rows"]:
-        parts = set(new_mask.PARTS) | {"wire"} if row["ranks"] == 2 else {"forward", "backward"}
+        parts = {*new_mask.PARTS, *new_mask.BESIDE} if row["ranks"] == 2 else {"forward", "backward"}
         assert set(row["ms"]) == parts and min(row["ms"].values()) > 0
         assert abs(row["sum_ms"] - sum(row["ms"].get(part, 0) for part in new_mask.PARTS)) < 0.011
     printed = capsys.readouterr().out.splitlines()
