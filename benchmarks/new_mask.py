@@ -6,8 +6,9 @@
 All ranks plan the same mask; rank 0 is timed. ``dispatch`` is the plan that a key holds, ``slices`` the part of it that
 the rank has, ``one launch`` the layout of what arrives while one kernel runs, ``forward`` and ``backward`` the tile
 plans of that kernel, with the choice of steps and the list of units, for 64 query heads on 8 of dimension 128 and 132
-multiprocessors. Not in the sum: ``locality``, the dispatch by ``LocalityDispatchAlg`` instead, and ``wire``, the rows of
-all stages where attention goes stage by stage instead. The median of the repeats, each with a mask that nothing has seen. Copies to a GPU are not counted.
+multiprocessors. Not in the sum: ``locality``, the dispatch by ``LocalityDispatchAlg`` instead, and ``wire``, the rows
+of all stages where attention goes stage by stage instead. The median of the repeats, each with a mask that nothing has
+seen. Copies to a GPU are not counted.
 """
 
 from __future__ import annotations
