@@ -105,13 +105,13 @@ class Dispatch {
   double energy_ = 0;
 };
 
-double swap_chunks(const Job& job, const int32_t* proposals, const double* heats, int32_t steps, int32_t* chunks) {
+double swap_chunks(const Job& job, const int32_t* proposals, const double* thresholds, int32_t steps, int32_t* chunks) {
   std::vector<int32_t> now(chunks, chunks + job.num_chunks);
   Dispatch dispatch(job, now.data());
   double best = dispatch.energy();
   for (int32_t step = 0; step < steps; ++step) {
     const int32_t* at = proposals + 4 * int64_t(step);
-    const double limit = dispatch.energy() + heats[step];
+    const double limit = dispatch.energy() + thresholds[step];
     if (!dispatch.try_swap(at[0], at[1], at[2], at[3], limit) || !(dispatch.energy() < best - 1e-12)) continue;
     best = dispatch.energy();
     std::copy(now.begin(), now.end(), chunks);
@@ -143,16 +143,16 @@ magi_status check(const Job& job, const int32_t* proposals, int32_t steps, const
 
 extern "C" magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, int32_t world, const int64_t* areas,
                                         const uint64_t* masks, int32_t num_chunks, double chunk_cost, double share_of_max,
-                                        double mean, const int32_t* proposals, const double* heats, int32_t steps,
+                                        double mean, const int32_t* proposals, const double* thresholds, int32_t steps,
                                         double* energy) {
   if (world < 1 || num_chunks < 1 || steps < 0 || !(mean > 0) || chunks == nullptr || ends == nullptr || areas == nullptr ||
-      masks == nullptr || energy == nullptr || (steps > 0 && (proposals == nullptr || heats == nullptr)))
+      masks == nullptr || energy == nullptr || (steps > 0 && (proposals == nullptr || thresholds == nullptr)))
     return magi::fail(MAGI_INVALID_ARGUMENT, "world is %d, num_chunks %d and steps %d; give a rank and a chunk or more, a mean "
                       "above 0, and every array.", world, num_chunks, steps);
   try {
     const magi::Job job{world, num_chunks, (num_chunks + 63) / 64, ends, areas, masks, chunk_cost, share_of_max, mean};
     const magi_status status = magi::check(job, proposals, steps, chunks);
-    if (status == MAGI_OK) *energy = magi::swap_chunks(job, proposals, heats, steps, chunks);
+    if (status == MAGI_OK) *energy = magi::swap_chunks(job, proposals, thresholds, steps, chunks);
     return status;
   } catch (const std::exception& error) {
     return magi::fail(MAGI_CAPACITY, "No host memory for the dispatch of %d chunks: %s.", num_chunks, error.what());

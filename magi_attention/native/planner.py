@@ -20,12 +20,12 @@ def swap_chunks(
     share_of_max: float,
     mean: float,
     proposals: np.ndarray,
-    heats: np.ndarray,
+    thresholds: np.ndarray,
 ) -> tuple[float, list[list[int]]]:
     """The least energy that is met on the way, and its partition; ``magi_swap_chunks`` in ``magi/abi.h`` says of what.
 
     ``parts``: the chunks of every rank. ``masks``: the chunks that each chunk reads, as bits of an integer.
-    ``proposals`` (steps, 4) int32, ``heats`` (steps,) float64.
+    ``proposals`` (steps, 4) int32, ``thresholds`` (steps,) float64.
 
     Raises:
         ContractError: a chunk or a place that there is not. UnsupportedError: the planner library is not built.
@@ -38,7 +38,8 @@ def swap_chunks(
     energy, library = ctypes.c_double(), load(PLANNER)
     status = library.magi_swap_chunks(
         chunks.ctypes.data, ends.ctypes.data, len(parts), areas_of.ctypes.data, bits.ctypes.data, len(areas),
-        chunk_cost, share_of_max, mean, proposals.ctypes.data, heats.ctypes.data, len(heats), ctypes.byref(energy),
+        chunk_cost, share_of_max, mean, proposals.ctypes.data, thresholds.ctypes.data, len(thresholds),
+        ctypes.byref(energy),
     )  # fmt: skip
     check(library, status, "Dispatching chunks")
     return energy.value, [part.tolist() for part in np.split(chunks, ends[:-1])]

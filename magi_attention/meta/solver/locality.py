@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps of chunks between ranks, so that fewer rows have to travel at the same balance.
 
-The modelled time of a partition is the area of the heaviest rank plus what its rows cost to fetch. Simulated annealing
-with a fixed seed and a fixed number of steps: every rank that asks gets the same answer.
+The modelled time of a partition is the area of the heaviest rank plus what its rows cost to fetch. Threshold accepting
+(Dueck and Scheuer, 1990): random swaps, and those are kept that raise the time by less than a threshold, which falls.
+With a fixed seed, a fixed number of steps and no function whose last bit depends on the machine, so every rank that
+asks gets the same answer.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,7 +23,7 @@ from magi_attention.native.planner import swap_chunks
 _log = logging.getLogger("magi_attention.meta")
 
 STEPS = 12_000
-_START_HEAT, _END_HEAT = 0.03, 1e-5  # relative to the mean area of a rank
+_FIRST, _LAST = 0.01, 3e-5  # thresholds, relative to the mean area of a rank
 _SHARE_OF_MAX = 0.7  # how much the rank that fetches most counts, against the mean of all
 _SEED = 1
 
@@ -80,17 +81,18 @@ class _State:
 
 @lru_cache(maxsize=16)
 def _proposals(sizes: tuple[int, ...], steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, 4) int32, rank, place, other rank and place there of the chunks to be swapped; and (steps,), by how much
-    the energy may rise. They do not depend on what is swapped, so masks of one training run share them."""
+    """(steps, 4) int32, rank, place, other rank and place there of the chunks to be swapped; and (steps,) thresholds.
+    They do not depend on what is swapped, so masks of one training run share them."""
     draw, world = random.Random(_SEED), len(sizes)
-    proposals, heats = np.empty((steps, 4), dtype=np.int32), np.empty(steps)
+    proposals, thresholds = np.empty((steps, 4), dtype=np.int32), np.empty(steps)
+    threshold, ratio = _FIRST, round((_LAST / _FIRST) ** (1 / max(steps, 1)), 9)
     for step in range(steps):
         r = draw.randrange(world)
         s = (r + 1 + draw.randrange(world - 1)) % world
-        heat = _START_HEAT * (1 - step / steps) + _END_HEAT
-        heats[step] = -(heat * math.log(1 - draw.random()))
         proposals[step] = r, draw.randrange(sizes[r]), s, draw.randrange(sizes[s])
-    return proposals, heats
+        thresholds[step] = threshold
+        threshold *= ratio
+    return proposals, thresholds
 
 
 def improve(
@@ -101,19 +103,19 @@ def improve(
     ``parts`` are the chunk ids of every rank; each keeps as many. ``areas`` are those of chunks, ``chunk_cost`` is the
     area that takes as long as fetching a chunk. By the planner library where there is one: the same answer.
     """
-    proposals, heats = _proposals(tuple(len(part) for part in parts), steps)
+    proposals, thresholds = _proposals(tuple(len(part) for part in parts), steps)
     mean = max(sum(areas) / len(parts), 1)
     try:
-        return swap_chunks(parts, areas, masks, chunk_cost, _SHARE_OF_MAX, mean, proposals, heats)
+        return swap_chunks(parts, areas, masks, chunk_cost, _SHARE_OF_MAX, mean, proposals, thresholds)
     except UnsupportedError as reason:
         _say_once(str(reason))
-        return _improve_here(_State(parts, areas, masks, chunk_cost), proposals, heats)
+        return _improve_here(_State(parts, areas, masks, chunk_cost), proposals, thresholds)
 
 
-def _improve_here(state: _State, proposals: np.ndarray, heats: np.ndarray) -> tuple[float, list[list[int]]]:
+def _improve_here(state: _State, proposals: np.ndarray, thresholds: np.ndarray) -> tuple[float, list[list[int]]]:
     best = (state.energy, [list(part) for part in state.parts])
-    for (r, i, s, j), heat in zip(proposals.tolist(), heats.tolist()):
-        if state.try_swap(r, i, s, j, state.energy + heat) and state.energy < best[0] - 1e-12:
+    for (r, i, s, j), threshold in zip(proposals.tolist(), thresholds.tolist()):
+        if state.try_swap(r, i, s, j, state.energy + threshold) and state.energy < best[0] - 1e-12:
             best = (state.energy, [list(part) for part in state.parts])
     return best
 
