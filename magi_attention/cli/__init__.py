@@ -128,6 +128,10 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
+    explain.add_argument(
+        "--dispatch", choices=("min-heap", "locality", "sequential"), default="min-heap",
+        help="how chunks are given to ranks: DispatchConfig's MinHeapDispatchAlg, and so on",
+    )  # fmt: skip
     explain.add_argument("--heads-q", type=int, default=64)
     explain.add_argument("--heads-kv", type=int, default=8)
     explain.add_argument("--head-dim", type=int, default=128)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -25,6 +26,21 @@ def test_explain_for_256_ranks(tmp_path, capsys):
     assert main(["explain", *arguments, "--degree", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "largest" in printed and "stage 1" in printed and (tmp_path / "report.html").exists()
+
+
+def test_explain_says_where_another_dispatch_moves_less(capsys):
+    """And there the other one is as it was said to be."""
+    arguments = ["explain", "--docs", "30000,2000,66000,33072", "--cp", "8", "--no-pictures"]
+    assert main(arguments) == 0
+    said = re.search(r"--dispatch locality .* would receive (.*) in place of (.*), at", capsys.readouterr().out)
+    assert said is not None and main([*arguments, "--dispatch", "locality"]) == 0
+    printed = capsys.readouterr().out
+    assert said[1] in printed and said[2] not in printed and "--dispatch" not in printed
+    assert main(["explain", "--tokens", "65536", "--cp", "8", "--no-pictures", "--mask", "full"]) == 0
+    assert "--dispatch" not in capsys.readouterr().out  # everybody reads everything
+    assert main(["explain", "--docs", "4096,4096", "--cp", "2", "--no-pictures", "--dispatch", "sequential"]) == 0
+    printed = capsys.readouterr().out
+    assert "--dispatch" not in printed and re.search(r"this plan, all stages +0 B", printed)  # a document each
 
 
 def test_explain_a_mask_file(tmp_path, capsys):
