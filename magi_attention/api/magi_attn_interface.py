@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from magi_attention.api.advice import advise_balance
 from magi_attention.api.compiled import dist_attn_fwd, handle_of
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
 from magi_attention.api.key import (
@@ -34,6 +35,7 @@ from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional import layout as token_layout
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
 
 GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
@@ -92,8 +94,8 @@ def magi_attn_flex_key(
     totals = (mask.total_q + pad, mask.total_k + pad)
     key = init_dist_attn_runtime_key(*padded, *totals, *heads, pad, chunk, group, mesh, config)
 
-    def make() -> DistAttnRuntimeMgr:
-        plan = build_plan(
+    def build(config: DistAttnConfig, balance: float | None = None) -> Plan:
+        return build_plan(
             mask.slices,
             mask.total_q,
             cp_size,
@@ -102,7 +104,13 @@ def magi_attn_flex_key(
             num_heads_kv=num_heads_kv,
             head_dim=head_dim,
             min_chunks_per_rank=flags.min_chunks_per_rank,
+            balance=balance,
         )
+
+    def make() -> DistAttnRuntimeMgr:
+        plan = build(config)
+        if as_transport(group).rank == 0:
+            advise_balance(plan, config, build)
         return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)
 
     return _remember(key, make)

@@ -31,7 +31,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict:
         "degree": plan.degree,
         "area": area,
         "areas": plan.areas.tolist(),
-        "imbalance": float(plan.areas.max() / mean) if area else 1.0,
+        "imbalance": plan.imbalance,
         "imbalance_contiguous": float(contiguous.max() / mean) if area else 1.0,
         "shard_sizes": list(plan.shard_sizes),
         "rows_sent": matrix.sum(axis=1).tolist(),

@@ -207,6 +207,11 @@ class Plan:
         """Allowed pairs per rank."""
         return sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size)
 
+    @property
+    def imbalance(self) -> float:
+        """Area of the heaviest rank over the mean; 1 if nothing is allowed."""
+        return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
+
     # ---- communication ------------------------------------------------------------------------------
 
     @cached_property
