@@ -143,11 +143,11 @@ def _in_periods(tiles: _Tiles, shape: UnitShape, there_at: np.ndarray | None) ->
     """The same list in periods, see above. Tiles that see nothing come first: at the end there is a last round to be
     shared out. The first period begins with tiles that are there."""
     cohorts = _cohorts(tiles)
-    units = _in_turns(cohorts, shape.heads_kv)
-    if there_at is not None and len(units.turn):
+    units = _listed(cohorts, shape.heads_kv)
+    if there_at is not None and len(units.entry):
         units = _first_there(units, int((cohorts.cohort == cohorts.cohort[0]).sum()), there_at)
-    whole = max(-(-int(units.turn[-1] + 1) // shape.places) - _LAST_PERIODS, 0) if len(units.turn) else 0
-    period = np.minimum(units.turn // shape.places, whole)
+    whole = max(-(-int(units.entry[-1] + 1) // shape.places) - _LAST_PERIODS, 0) if len(units.entry) else 0
+    period = np.minimum(units.entry // shape.places, whole)
     # In a period first what its groups begin with; of that, and of all that is left at the end, the longest first.
     order = np.lexsort((-tiles.count[units.tile], np.where(period < whole, units.side, 0), period))
     empty = np.flatnonzero(tiles.count == 0)
@@ -188,37 +188,37 @@ def _cohorts(tiles: _Tiles) -> _Cohorts:
 
 
 class _Units(NamedTuple):
-    """(U,) each: tile and head, the turn of their group and head, and which of the group they are."""
+    """(U,) each: tile and head, the number of the *entry*, a group and a head, and which of the group they are."""
 
     tile: np.ndarray
     head: np.ndarray
-    turn: np.ndarray
+    entry: np.ndarray
     side: np.ndarray
 
 
-def _in_turns(cohorts: _Cohorts, heads: int) -> _Units:
+def _listed(cohorts: _Cohorts, heads: int) -> _Units:
     """Cohort by cohort, in each head by head, the groups one after the other."""
     sizes = np.unique(cohorts.cohort, return_counts=True)[1]
     begin = np.cumsum(sizes) - sizes
     group = np.concatenate([np.tile(b + np.arange(n), heads) for b, n in zip(begin, sizes)] or [begin])
     head = np.concatenate([np.repeat(np.arange(heads), n) for n in sizes] or [begin])
     counts = np.bincount(cohorts.group, minlength=len(cohorts.cohort))
-    turn = np.repeat(np.arange(len(group)), counts[group])
-    side = np.arange(len(turn)) - np.repeat(np.cumsum(counts[group]) - counts[group], counts[group])
-    at = (np.cumsum(counts) - counts)[group][turn] + side
-    return _Units(cohorts.tile[at], head[turn], turn, side)
+    entry = np.repeat(np.arange(len(group)), counts[group])
+    side = np.arange(len(entry)) - np.repeat(np.cumsum(counts[group]) - counts[group], counts[group])
+    at = (np.cumsum(counts) - counts)[group][entry] + side
+    return _Units(cohorts.tile[at], head[entry], entry, side)
 
 
-def _first_there(units: _Units, turns: int, there_at: np.ndarray) -> _Units:
-    """In the first ``turns`` of the turns: of each group those first that are there, and groups in that order."""
-    some = units.turn < turns
-    tile, turn, side = units.tile[some], units.turn[some], units.side[some]
-    tile = tile[np.lexsort((side, there_at[tile], turn))]
+def _first_there(units: _Units, entries: int, there_at: np.ndarray) -> _Units:
+    """In the first ``entries``: of each group those first that are there, and groups in that order."""
+    some = units.entry < entries
+    tile, entry, side = units.tile[some], units.entry[some], units.side[some]
+    tile = tile[np.lexsort((side, there_at[tile], entry))]
     order = np.argsort(there_at[tile[side == 0]], kind="stable")
-    place = np.empty(turns, dtype=np.int64)
-    place[order] = np.arange(turns)
-    by_place = np.argsort(place[turn], kind="stable")
-    made = (tile[by_place], units.head[some], place[turn][by_place], side[by_place])
+    place = np.empty(entries, dtype=np.int64)
+    place[order] = np.arange(entries)
+    by_place = np.argsort(place[entry], kind="stable")
+    made = (tile[by_place], units.head[some], place[entry][by_place], side[by_place])
     return _Units(*(np.concatenate([mine, all_of[~some]]) for mine, all_of in zip(made, units)))
 
 

@@ -92,6 +92,8 @@ def _proposals(sizes: tuple[int, ...], steps: int) -> tuple[np.ndarray, np.ndarr
         proposals[step] = r, draw.randrange(sizes[r]), s, draw.randrange(sizes[s])
         thresholds[step] = threshold
         threshold *= ratio
+    proposals.setflags(write=False)
+    thresholds.setflags(write=False)
     return proposals, thresholds
 
 
