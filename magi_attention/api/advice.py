@@ -16,23 +16,23 @@ _ENOUGH = 1.02
 _TOLD: set[tuple[int, int]] = set()  # numbers of ranks and chunk sizes of which it was said
 
 
-def advise_balance(plan: Plan, config: DistAttnConfig, build: Callable[[DistAttnConfig, float], Plan]) -> str | None:
+def advise_balance(plan: Plan, config: DistAttnConfig, build: Callable[..., Plan]) -> str | None:
     """Logs, once for a number of ranks and a chunk size, which chunks would do better; the sentence, if there is one.
 
-    ``build(config, balance)`` plans the same mask anew.
+    ``build(config=, balance=)`` plans the same mask anew.
     """
     now, told = plan.imbalance, (plan.cp_size, plan.chunk_size)
     if now <= _TOLERATED or told in _TOLD:
         return None
     _TOLD.add(told)
     open_size = replace(config, dispatch_config=replace(config.dispatch_config, chunk_size=None))
-    better = build(open_size, _ENOUGH)
+    better = build(config=open_size, balance=_ENOUGH)
     if better.chunk_size >= plan.chunk_size or better.imbalance > 1 + 0.5 * (now - 1):
         return None
     text = (
         f"The heaviest of {plan.cp_size} ranks has {now:.2f} times the mean of the work, because chunks of "
         f"{plan.chunk_size:,} tokens are too large for this mask: DispatchConfig(chunk_size={better.chunk_size}) makes "
-        f"it {better.imbalance:.2f}. MAGI_ATTENTION_MIN_CHUNKS_PER_RANK makes chunks smaller for all masks."
+        f"it {better.imbalance:.2f}. A larger MAGI_ATTENTION_MIN_CHUNKS_PER_RANK makes chunks smaller for all masks."
     )
     _log.warning(text)
     return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional import layout as token_layout
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
-from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
 
 GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
@@ -94,21 +94,13 @@ def magi_attn_flex_key(
     totals = (mask.total_q + pad, mask.total_k + pad)
     key = init_dist_attn_runtime_key(*padded, *totals, *heads, pad, chunk, group, mesh, config)
 
-    def build(config: DistAttnConfig, balance: float | None = None) -> Plan:
-        return build_plan(
-            mask.slices,
-            mask.total_q,
-            cp_size,
-            config=config,
-            num_heads_q=num_heads_q,
-            num_heads_kv=num_heads_kv,
-            head_dim=head_dim,
-            min_chunks_per_rank=flags.min_chunks_per_rank,
-            balance=balance,
-        )
+    build = partial(
+        build_plan, mask.slices, mask.total_q, cp_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv,
+        head_dim=head_dim, min_chunks_per_rank=flags.min_chunks_per_rank,
+    )  # fmt: skip
 
     def make() -> DistAttnRuntimeMgr:
-        plan = build(config)
+        plan = build(config=config)
         if as_transport(group).rank == 0:
             advise_balance(plan, config, build)
         return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)

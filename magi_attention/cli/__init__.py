@@ -87,31 +87,7 @@ def command_version(args: argparse.Namespace) -> int:
 # ---- the parser ---------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="magi", description="Context-parallel attention: run, explain, test.")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    run = commands.add_parser(
-        "run",
-        help="train a small model over several ranks and report, or launch a script",
-        usage="magi run [options]   or   magi run [options] SCRIPT [-- ARGUMENTS]",
-    )
-    run.set_defaults(function=command_run_or_launch)
-    run.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
-    run.add_argument("--data", help="text file or folder; the standard library's sources without it")
-    run.add_argument("--ranks", type=int, help="4 on the CPU; all GPUs up to 4 where there are two or more")
-    run.add_argument("--steps", type=int, default=30)
-    run.add_argument("--seq-len", type=int, default=8192, help="tokens (bytes) per step")
-    run.add_argument("--max-document", type=int, default=2048, help="tokens of the longest document")
-    run.add_argument("--name", help="folder under runs/, or session of a launch; by the time without")
-    run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--degree", type=int, default=1, help="overlap stages")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    run.add_argument("--no-replay", dest="replay", action="store_false", help="skip the single-process run")
-    run.add_argument("--session", help="launch in this session, which `magi up` made")
-    launch.add_dry_run(run)
-    launch.add_spec_options(run)
-
+def _add_explain(commands) -> None:
     explain = commands.add_parser(
         "explain", help="plan a mask for any number of ranks, in tables and pictures"
     )
@@ -137,6 +113,34 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--head-dim", type=int, default=128)
     explain.add_argument("--out", default="runs/explain", help="folder for pictures and page")
     explain.add_argument("--no-pictures", dest="pictures", action="store_false")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="magi", description="Context-parallel attention: run, explain, test.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="train a small model over several ranks and report, or launch a script",
+        usage="magi run [options]   or   magi run [options] SCRIPT [-- ARGUMENTS]",
+    )
+    run.set_defaults(function=command_run_or_launch)
+    run.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
+    run.add_argument("--data", help="text file or folder; the standard library's sources without it")
+    run.add_argument("--ranks", type=int, help="4 on the CPU; all GPUs up to 4 where there are two or more")
+    run.add_argument("--steps", type=int, default=30)
+    run.add_argument("--seq-len", type=int, default=8192, help="tokens (bytes) per step")
+    run.add_argument("--max-document", type=int, default=2048, help="tokens of the longest document")
+    run.add_argument("--name", help="folder under runs/, or session of a launch; by the time without")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--degree", type=int, default=1, help="overlap stages")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    run.add_argument("--no-replay", dest="replay", action="store_false", help="skip the single-process run")
+    run.add_argument("--session", help="launch in this session, which `magi up` made")
+    launch.add_dry_run(run)
+    launch.add_spec_options(run)
+
+    _add_explain(commands)
 
     test = commands.add_parser("test", help="run the test suite; further arguments go to pytest")
     test.set_defaults(function=command_test)

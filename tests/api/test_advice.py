@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_nothing_is_said_where_no_chunk_does_better(caplog):
     assert made(cuts, caplog) == []
     slices = SliceTable([[0, 1, 0, TOTAL, 0]])
     plan = build_plan(slices, TOTAL, WORLD)
-    build = lambda config, balance: build_plan(slices, TOTAL, WORLD, config=config, balance=balance)  # noqa: E731
+    build = partial(build_plan, slices, TOTAL, WORLD)
     assert plan.imbalance == WORLD and advice.advise_balance(plan, DistAttnConfig(), build) is None
 
 
