@@ -269,7 +269,8 @@ def calc_attn(
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``, dispatched, any strides; ``sink`` ``(S, Hq)``, the same on
     all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) over all
     ranks, or None)``. ``softmax_scale`` defaults to ``D ** -0.5``. Collective; differentiable in q, k, v, sink. Under
-    ``torch.compile(fullgraph=True)`` the call is one custom op.
+    ``torch.compile(fullgraph=True)`` the call is one custom op. Hold the key while a CUDA graph that was captured with
+    it is replayed: of keys that nobody holds the least recently used go, with their tables on the GPU.
     """
     if is_compiling():
         has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)

@@ -13,6 +13,7 @@ from magi_attention.api.key import DistAttnRuntimeKey, group_ranks
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.common.enum import AttnMaskType, AttnRole
+from magi_attention.common.held import held_bytes
 from magi_attention.common.intervals import Packing, as_intervals
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
@@ -27,6 +28,13 @@ from magi_attention.kernels import default_registry
 from magi_attention.meta import metas
 from magi_attention.meta.collection import AttnArg, DispatchMeta
 from magi_attention.meta.plan import Plan
+
+_WEIGHED = 2  # keys
+_WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks share is in others
+    *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
+    *("magi_attention.kernels.ffa_plans", "magi_attention.kernels.ffa_remote", "magi_attention.kernels.hand_out"),
+    *("magi_attention.comm.layout", "magi_attention.comm.box_tables", "magi_attention.native.rows"),
+)
 
 
 class DistAttnRuntimeMgr:
@@ -206,11 +214,17 @@ def init_dist_attn_runtime_mgr(
 
 
 class DistAttnRuntimeDict(OrderedDict):
-    """Managers by key, least recently used first. Reading, writing and asking ``in`` all count as use."""
+    """Managers by key, least recently used first. Reading, writing and asking ``in`` all count as use.
 
-    def __init__(self, max_size: int) -> None:
+    Those least recently used go when there are more than ``max_size``, or when the tables of all, on the host and on
+    GPUs, take more than ``max_bytes`` (None for any): with a mask of its own in every step they would fill the GPU.
+    Whoever holds a key holds its manager.
+    """
+
+    def __init__(self, max_size: int, max_bytes: int | None = None) -> None:
         super().__init__()
-        self.max_size = max_size
+        self.max_size, self.max_bytes = max_size, max_bytes
+        self._bytes: dict[int, int] = {}  # of each manager's tables, by its id
 
     def __getitem__(self, key):
         value = super().__getitem__(key)
@@ -227,10 +241,25 @@ class DistAttnRuntimeDict(OrderedDict):
         return found
 
     def __setitem__(self, key, value) -> None:
+        if self.max_bytes is not None:
+            self._weigh()
         super().__setitem__(key, value)
         self.move_to_end(key)
         while len(self) > max(self.max_size, 1):  # the newest entry stays whatever the limit
-            self.popitem(last=False)
+            self._drop_oldest()
+        while len(self) > 1 and self.max_bytes is not None and sum(self._bytes.values()) > self.max_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, manager = self.popitem(last=False)
+        self._bytes.pop(id(manager), None)
+
+    def _weigh(self) -> None:
+        """Tables are made when a key is first used, so the newest keys are weighed when another one comes."""
+        managers = list(self.values())
+        self._bytes = {id(manager): self._bytes.get(id(manager), 0) for manager in managers}
+        for manager in managers[-_WEIGHED:]:
+            self._bytes[id(manager)] = held_bytes(manager, _WITH_TABLES)
 
     def get_most_recent_key(self):
         return next(reversed(self)) if len(self) else None
@@ -244,7 +273,8 @@ class DistAttnRuntimeDictManager:
 
     def _dict(self, ranks: tuple[int, ...]) -> DistAttnRuntimeDict:
         if ranks not in self._dicts:
-            self._dicts[ranks] = DistAttnRuntimeDict(general.dist_attn_runtime_dict_size())
+            limits = general.dist_attn_runtime_dict_size(), general.dist_attn_runtime_dict_mib() * 2**20 or None
+            self._dicts[ranks] = DistAttnRuntimeDict(*limits)
         return self._dicts[ranks]
 
     def get(self, key: DistAttnRuntimeKey, default=None):

@@ -94,6 +94,11 @@ def dist_attn_runtime_dict_size() -> int:
     return registry.get("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE")
 
 
+def dist_attn_runtime_dict_mib() -> int:
+    """How much memory the tables of the kept keys of a process group may take, host and GPU together; 0 for any."""
+    return registry.get("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_MIB")
+
+
 def min_chunks_per_rank() -> int:
     """Every rank gets at least about so many chunks, which bounds the chunk size from above."""
     return registry.get("MAGI_ATTENTION_MIN_CHUNKS_PER_RANK")

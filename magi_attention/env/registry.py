@@ -97,6 +97,7 @@ _GENERAL = (
     _flag("FLATTEN_HEAD_GROUPS", _G, "Head groups as separate tokens; needs QO_COMM."),
     _flag("BWD_HIDE_TAIL_REDUCE", _G, "Hide the last gradient reduce behind the host stage."),
     _int(PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE", _G, "Keys kept per process group.", 1000, 0),
+    _int(PREFIX + "DIST_ATTN_RUNTIME_DICT_MIB", _G, "Memory of the tables of kept keys; 0: any.", 512, 0),
     _int(PREFIX + "MIN_CHUNKS_PER_RANK", _G, "Least chunks per rank; bounds the chunk size.", 8, 1),
     _flag("CPP_BACKEND", _G, "Range classes in C++; they are Python here.", has_effect=False),
     _text(

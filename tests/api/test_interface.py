@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from magi_attention import api
 from magi_attention.api import (
@@ -29,14 +28,6 @@ from magi_attention.api import (
 )
 
 HEADS = dict(num_heads_q=4, num_heads_kv=2, head_dim=8)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def ranges(*pairs) -> AttnRanges:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory the tables of kept keys take: with a new mask in every step it stays within a limit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
+from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, DistAttnRuntimeMgr
+from magi_attention.common.held import held_bytes
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.ffa_plans import Kept
+
+TOTAL = 4096
+
+
+@pytest.fixture
+def limit_of(group, monkeypatch):
+    """Sets the limit of the group's keys, in MiB, and forgets the keys."""
+
+    def set_limit(mib: int) -> None:
+        monkeypatch.setenv("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_MIB", str(mib))
+        dist_attn_runtime_dict_mgr._dicts.clear()
+
+    yield set_limit
+    dist_attn_runtime_dict_mgr._dicts.clear()
+
+
+def new_mask(group: dist.ProcessGroup, seed: int):
+    """A key of packed documents, used as in a step."""
+    rng = np.random.default_rng(seed)
+    cuts = np.unique(np.concatenate([[0, TOTAL], rng.integers(1, TOTAL, 40)])).tolist()
+    documents = AttnRanges.from_ranges([[a, b] for a, b in zip(cuts, cuts[1:])])
+    key = magi_attn_flex_key(
+        documents, documents, "causal", TOTAL, TOTAL, num_heads_q=1, num_heads_kv=1, head_dim=8, pad_size=0,
+        cp_group_or_mesh=group,
+    )  # fmt: skip
+    get_position_ids(key)
+    manager = dist_attn_runtime_dict_mgr.get(key)
+    # What a GPU backend keeps with the slices.
+    plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
+    manager.dist_attn_runtime.part.host.__dict__["_ffa_plans"] = {"forward": Kept(plan, 0, {"list": units})}
+    return key, weakref.ref(manager)
+
+
+def test_tables_of_old_keys_go(group, limit_of):
+    limit_of(4)
+    managers = []
+    gc.disable()
+    try:
+        for seed in range(30):
+            key, manager = new_mask(group, seed)
+            managers.append(manager)
+            del key
+            alive = [m() for m in managers if m() is not None]
+            assert alive[-1] is manager(), "the newest one stays"
+            del alive
+    finally:
+        gc.enable()
+    # Each has 401,000 bytes in plans, and positions: nine are 4 MiB, and one more is not weighed yet.
+    kept = len(dist_attn_runtime_dict_mgr.keys(group))
+    assert 8 <= kept <= 11 and [m() is not None for m in managers] == [False] * (30 - kept) + [True] * kept
+    assert held_bytes([m() for m in managers[-kept:-1]], _WITH_TABLES) <= 4 * 2**20
+
+
+@pytest.mark.parametrize("mib, kept", ((0, 12), (512, 12), (1, 3)))
+def test_the_limit_is_in_the_environment(group, limit_of, mib, kept):
+    limit_of(mib)
+    for seed in range(12):
+        new_mask(group, seed)
+    assert len(dist_attn_runtime_dict_mgr.keys(group)) == kept
+
+
+def test_held_keys_work_when_they_are_no_longer_kept(group, limit_of):
+    limit_of(1)
+    first, manager = new_mask(group, 0)
+    for seed in range(1, 10):
+        new_mask(group, seed)
+    assert first not in dist_attn_runtime_dict_mgr.keys(group) and manager() is not None
+    manager().dist_attn_runtime.part.host.__dict__.pop("_ffa_plans")
+    q = torch.randn(TOTAL, 1, 8)
+    assert calc_attn(q, q, q, first)[0].shape == q.shape
+
+
+def test_use_counts_and_the_newest_stays():
+    kept = DistAttnRuntimeDict(100, max_bytes=1000)
+    for name in "abcd":
+        kept[name] = _Tables(300)
+        kept.get("a")
+    assert list(kept) == ["b", "c", "d", "a"]  # the last one is not weighed yet
+    kept["big"] = _Tables(5000)
+    assert list(kept) == ["c", "d", "a", "big"]
+    kept["next"] = _Tables(1)
+    assert list(kept) == ["next"]
+    assert sum(kept._bytes.values()) == 0 and not DistAttnRuntimeDict(2)._bytes
+
+
+class _Tables:
+    __module__ = DistAttnRuntimeMgr.__module__
+
+    def __init__(self, num_bytes: int) -> None:
+        self.table = np.zeros(num_bytes, dtype=np.uint8)
+
+
+def test_bytes_are_counted_once_and_only_of_ours():
+    x, y = torch.zeros(10), np.zeros(7)
+    table = SliceTable(np.array([[0, 3, 0, 3, 1]]))
+    table.__dict__["_plans"] = {("a", 1): (x, 5), "b": [x, y, {"c": "text"}]}
+    modules = ("magi_attention.common",)
+    assert held_bytes([table, table], modules) == 40 + 56 + table.array.nbytes
+    assert held_bytes([table, x], ("elsewhere",)) == 40
+    table.__dict__["_itself"] = table
+    assert held_bytes(table, modules) == 40 + 56 + table.array.nbytes
