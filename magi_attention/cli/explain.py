@@ -77,7 +77,7 @@ def build_mask(args: argparse.Namespace):
     return Mask.varlen(cu_seqlens, causal=args.mask == "causal")
 
 
-def plan_for(mask, cp_size: int, dispatch: str, args: argparse.Namespace):
+def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str = "min-heap"):
     from magi_attention import config
     from magi_attention.api import DispatchConfig, DistAttnConfig, OverlapConfig, make_plan
     from magi_attention.common.enum import AttnOverlapMode
@@ -106,7 +106,7 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
     from magi_attention.meta.explain import explain
     from magi_attention.report.describe import readable_bytes
 
-    other = explain(plan_for(mask, args.cp, "locality", args))
+    other = explain(plan_for(mask, args.cp, args, "locality"))
     now, then = (max(found["rows_received"]) * found["row_bytes"] for found in (numbers, other))
     if then >= _WORTH_SAYING * now or other["imbalance"] > numbers["imbalance"] + 0.01:
         return None
@@ -124,7 +124,7 @@ def command_explain(args: argparse.Namespace) -> int:
 
     mask = build_mask(args)
     started = time.perf_counter()
-    plan = plan_for(mask, args.cp, args.dispatch, args)
+    plan = plan_for(mask, args.cp, args, args.dispatch)
     seconds = time.perf_counter() - started
     numbers = explain(plan)
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
