@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed attention as custom ops, which is how ``torch.compile`` sees it: one node forward, one backward.
 
-An op takes tensors, numbers and text, so a manager is named by text, its handle, which the keys made for it carry. A
-compiled model is compiled again when it gets a key of another handle. Ranks run the same ops in the same order because
-they compile the same model; what one rank alone leaves out as unused would make the others wait.
+An op takes tensors and numbers, so a manager is named by a number, its handle, which the keys made for it carry along
+with what the shapes of results depend on. A compiled model that gets a key of another handle is compiled once more, for
+any number; but where a module holds the key, whose numbers torch takes for constants. Ranks run the same ops in the
+same order because they compile the same model; what one rank alone leaves out as unused would make the others wait.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +21,13 @@ from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
 
-_managers: weakref.WeakValueDictionary[str, DistAttnRuntimeMgr] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_managers: weakref.WeakValueDictionary[int, DistAttnRuntimeMgr] = weakref.WeakValueDictionary()
+_numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
 
-_OPTIONS = "Tensor? sink, str handle, float? softmax_scale, float softcap, bool return_max_logits"
+_OPTIONS = (
+    "Tensor? sink, SymInt handle, SymInt tail_rows, ScalarType? precision, float? softmax_scale, float softcap, "
+    "bool return_max_logits"
+)
 _FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BWD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
@@ -30,16 +35,27 @@ _BWD = (
 )
 
 
-def handle_of(manager: DistAttnRuntimeMgr) -> str:
-    """The name of a manager; it is forgotten when the manager is."""
-    handle = manager.__dict__.get("compile_handle")
-    if handle is None:
-        handle = manager.__dict__["compile_handle"] = str(next(_numbers))
-        _managers[handle] = manager
-    return handle
+class CompiledFacts(NamedTuple):
+    """What a compiled model knows of a key: the name of its manager, how many rows the forward keeps for the backward,
+    and what is computed in, None for q's dtype."""
+
+    handle: int
+    tail_rows: int
+    precision: torch.dtype | None
 
 
-def _runtime(handle: str) -> AttnRuntime:
+def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
+    """The handle is forgotten when the manager is."""
+    facts = manager.__dict__.get("compiled_facts")
+    if facts is None:
+        runtime = manager.dist_attn_runtime
+        rows = runtime.comms[-1].rows if runtime.keeps_tail else 0
+        facts = manager.__dict__["compiled_facts"] = CompiledFacts(next(_numbers), rows, runtime.policy.precision)
+        _managers[facts.handle] = manager
+    return facts
+
+
+def _runtime(handle: int) -> AttnRuntime:
     manager = _managers.get(handle)
     if manager is None or manager.is_cleared:
         raise UnknownKeyError(
@@ -60,25 +76,25 @@ def _call(runtime: AttnRuntime, tensors: tuple, scale, softcap, return_max_logit
 
 
 @torch.library.custom_op("magi_attention::dist_attn_fwd", mutates_args=(), schema=_FWD)
-def dist_attn_fwd(q, k, v, sink, handle, softmax_scale, softcap, return_max_logits, needs_backward):
+def dist_attn_fwd(
+    q, k, v, sink, handle, tail_rows, precision, softmax_scale, softcap, return_max_logits, needs_backward
+):  # fmt: skip
     """``(out, lse, max_logits or empty, k and v of the last stage or empty)``."""
     runtime = _runtime(handle)
     with runtime.transport.guard("attention forward, input check"):
         call, *qkv = _call(runtime, (q, k, v, sink), softmax_scale, softcap, return_max_logits, needs_backward)
     got = run_forward(call, *qkv, sink)
     max_logits = got.lse.new_empty(0) if got.max_logits is None else got.max_logits
-    rows = runtime.comms[-1].rows if runtime.keeps_tail else 0  # in one launch there is none, but room for it
-    tail = [x.contiguous() for x in got.tail] or [x.new_empty((rows, *x.shape[1:])) for x in qkv[1:]]
+    # In one launch there is no tail, but room for it.
+    tail = [x.contiguous() for x in got.tail] or [x.new_empty((tail_rows, *x.shape[1:])) for x in qkv[1:]]
     return got.out.to(q.dtype), got.lse, max_logits, *tail
 
 
 @dist_attn_fwd.register_fake
-def _(q, k, v, sink, handle, softmax_scale, softcap, return_max_logits, needs_backward):
-    runtime = _runtime(handle)
-    computed = runtime.policy.precision or q.dtype
+def _(q, k, v, sink, handle, tail_rows, precision, softmax_scale, softcap, return_max_logits, needs_backward):
+    computed = precision or q.dtype
     acc, heads = accumulation_dtype(computed), q.shape[1]
-    rows = runtime.comms[-1].rows if runtime.keeps_tail else 0
-    tail = [x.new_empty((rows, *x.shape[1:]), dtype=computed) for x in (k, v)]
+    tail = [x.new_empty((tail_rows, *x.shape[1:]), dtype=computed) for x in (k, v)]
     return (
         q.new_empty((q.shape[0], heads, v.shape[2])),
         q.new_empty((q.shape[0], heads), dtype=acc),
@@ -89,7 +105,8 @@ def _(q, k, v, sink, handle, softmax_scale, softcap, return_max_logits, needs_ba
 
 @torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD)
 def dist_attn_bwd(
-    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, softmax_scale, softcap, return_max_logits
+    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, tail_rows, precision, softmax_scale, softcap,
+    return_max_logits,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink or empty)`` in the dtypes of q, k, v and sink."""
     runtime = _runtime(handle)
@@ -104,25 +121,25 @@ def dist_attn_bwd(
 
 
 @dist_attn_bwd.register_fake
-def _(dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, softmax_scale, softcap, return_max_logits):
+def _(dout, q, k, v, out, lse, k_tail, v_tail, sink, *_options):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     return *grads, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, sink, handle, scale, softcap, return_max_logits, _ = inputs
+    q, k, v, sink, *options, _ = inputs
     out, lse, max_logits, k_tail, v_tail = output
     ctx.save_for_backward(q, k, v, out, lse, k_tail, v_tail, sink)
-    ctx.options = (handle, scale, softcap, return_max_logits)
+    ctx.options = options
     ctx.mark_non_differentiable(lse, max_logits, k_tail, v_tail)
 
 
 def _grad(ctx, dout, *_):
     sink = ctx.saved_tensors[-1]
     dq, dk, dv, dsink = dist_attn_bwd(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None if sink is None else dsink, *[None] * 5
+    return dq, dk, dv, None if sink is None else dsink, *[None] * 7
 
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
 
-__all__ = ["dist_attn_bwd", "dist_attn_fwd", "handle_of"]
+__all__ = ["CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of"]

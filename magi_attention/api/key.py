@@ -22,7 +22,7 @@ from magi_attention.errors import ContractError
 
 @dataclass(frozen=True, eq=False)
 class DistAttnRuntimeKey:
-    """Frozen and hashable; equality is over all fields but ``_manager`` and ``_handle``. Ranges and totals count pads.
+    """Frozen and hashable; equality is over all fields but ``_manager`` and ``_facts``. Ranges and totals count pads.
 
     ``flags`` is the environment as it was when the key was made. ``dispatch_identity`` tells keys apart that
     borrow the dispatch of another mask: the partition they use, or None for a dispatch of their own. A key keeps
@@ -45,7 +45,7 @@ class DistAttnRuntimeKey:
     flags: RuntimeFlags
     dispatch_identity: tuple[tuple[int, ...], ...] | None = None
     _manager: list = field(default_factory=list, repr=False)
-    _handle: str = field(default="", repr=False)  # of the manager, for compiled models
+    _facts: Any = field(default=None, repr=False)  # CompiledFacts of the manager
 
     @cached_property
     def _content(self) -> tuple:

@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_compiling
 
 from magi_attention.api.advice import advise_balance
-from magi_attention.api.compiled import dist_attn_fwd, handle_of
+from magi_attention.api.compiled import dist_attn_fwd, facts_of
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
@@ -269,13 +269,14 @@ def calc_attn(
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``, dispatched, any strides; ``sink`` ``(S, Hq)``, the same on
     all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) over all
     ranks, or None)``. ``softmax_scale`` defaults to ``D ** -0.5``. Collective; differentiable in q, k, v, sink. Under
-    ``torch.compile(fullgraph=True)`` the call is one custom op. Hold the key while a CUDA graph that was captured with
-    it is replayed: of keys that nobody holds the least recently used go, with their tables on the GPU.
+    ``torch.compile(fullgraph=True)`` the call is one custom op, compiled once for all masks where the key is an
+    argument of the model; where a module holds it, for each anew. Hold the key while a CUDA graph that was captured
+    with it is replayed: of keys that nobody holds the least recently used go, with their tables on the GPU.
     """
     if is_compiling():
         has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         needs_backward = torch.is_grad_enabled() and has_grad
-        got = dist_attn_fwd(q, k, v, sink, key._handle, softmax_scale, softcap, return_max_logits, needs_backward)
+        got = dist_attn_fwd(q, k, v, sink, *key._facts, softmax_scale, softcap, return_max_logits, needs_backward)
         return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
     out, lse, max_logits = _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
@@ -326,7 +327,7 @@ def _remember(key: DistAttnRuntimeKey, make) -> DistAttnRuntimeKey:
         manager = make()
         dist_attn_runtime_dict_mgr[key] = manager
     key._manager.append(manager)
-    object.__setattr__(key, "_handle", handle_of(manager))
+    object.__setattr__(key, "_facts", facts_of(manager))
     return key
 
 

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
 
 from magi_attention import api
 from magi_attention.comm.transport import SingleTransport
@@ -79,6 +80,49 @@ def on_two_ranks(rank: int, world: int) -> float:
 
 def test_on_two_ranks():
     assert run_processes(2, on_two_ranks, timeout_s=240) == [0.0, 0.0]
+
+
+def graphs_of_many_masks(group, degree: int, masks: int = 14) -> int:
+    """How often a model is compiled for so many masks; torch gives up after eight."""
+    torch._dynamo.reset()
+    compiled_graphs = []
+
+    def backend(graph, examples):
+        compiled_graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(TOTAL, 16)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for i in range(masks):
+        key = make_key(group, [[0, 20 + 3 * i], [20 + 3 * i, TOTAL]], degree)
+        local = api.dispatch(x, key)
+        results = []
+        for run in (layer, compiled):
+            layer.zero_grad(set_to_none=True)
+            got = run(local, key, None)
+            got[0].square().sum().backward()
+            results.append([got[0].detach(), got[1], got[2], layer.qkv.weight.grad.clone()])
+        assert all(torch.equal(a, b) for a, b in zip(*results)), i
+    return len(compiled_graphs)
+
+
+def test_a_model_is_compiled_once_for_all_masks():
+    assert graphs_of_many_masks(SingleTransport(), 1) == 2  # for one, and then for any
+
+
+def many_masks_on_two_ranks(rank: int, world: int) -> list[int]:
+    """With and without keys of the last stage that the forward keeps, as many as the mask says."""
+    counts = []
+    for degree, hide_tail in ((1, "0"), (2, "1")):
+        os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = hide_tail
+        counts.append(graphs_of_many_masks(dist.group.WORLD, degree))
+    return counts
+
+
+def test_and_on_two_ranks():
+    for plain, with_tail in run_processes(2, many_masks_on_two_ranks, timeout_s=240):
+        assert plain == 2 and with_tail <= 4  # none kept, and one more for any number
 
 
 def test_a_key_that_was_cleared_is_missed():
