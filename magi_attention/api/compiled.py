@@ -36,12 +36,14 @@ _BWD = (
 
 
 class CompiledFacts(NamedTuple):
-    """What a compiled model knows of a key: the name of its manager, how many rows the forward keeps for the backward,
-    and what is computed in, None for q's dtype."""
+    """What a compiled model knows of a key: the name of its manager, this rank's rows, how many rows the forward keeps
+    for the backward, what is computed in, None for q's dtype, and where position ids are wanted."""
 
     handle: int
+    local_rows: int
     tail_rows: int
     precision: torch.dtype | None
+    positions_on: torch.device
 
 
 def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
@@ -49,20 +51,27 @@ def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
     facts = manager.__dict__.get("compiled_facts")
     if facts is None:
         runtime = manager.dist_attn_runtime
-        rows = runtime.comms[-1].rows if runtime.keeps_tail else 0
-        facts = manager.__dict__["compiled_facts"] = CompiledFacts(next(_numbers), rows, runtime.policy.precision)
+        tail_rows, precision = runtime.comms[-1].rows if runtime.keeps_tail else 0, runtime.policy.precision
+        rows, on = manager.layout.num_local, manager.positions_on
+        facts = CompiledFacts(next(_numbers), rows, tail_rows, precision, on)
+        manager.__dict__["compiled_facts"] = facts
         _managers[facts.handle] = manager
     return facts
 
 
-def _runtime(handle: int) -> AttnRuntime:
+def manager_of(handle: int) -> DistAttnRuntimeMgr:
+    """``UnknownKeyError`` if it was dropped or nobody holds it."""
     manager = _managers.get(handle)
     if manager is None or manager.is_cleared:
         raise UnknownKeyError(
             "The dist attn runtime key of a compiled model does not exist! clear_cache() dropped it, or nobody holds "
             "it; make it again with magi_attn_flex_key or magi_attn_varlen_key."
         )
-    return manager.dist_attn_runtime
+    return manager
+
+
+def _runtime(handle: int) -> AttnRuntime:
+    return manager_of(handle).dist_attn_runtime
 
 
 def _call(runtime: AttnRuntime, tensors: tuple, scale, softcap, return_max_logits, needs_backward) -> tuple:
@@ -142,4 +151,4 @@ def _grad(ctx, dout, *_):
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
 
-__all__ = ["CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of"]
+__all__ = ["CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of", "manager_of"]

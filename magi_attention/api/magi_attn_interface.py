@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from magi_attention.api.advice import advise_balance
 from magi_attention.api.compiled import dist_attn_fwd, facts_of
+from magi_attention.api.compiled_rows import gather_rows, position_ids, roll_rows, shard_rows
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
@@ -235,22 +236,30 @@ def make_varlen_key_for_new_mask_after_dispatch(
 def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
     """This rank's rows of ``x``: the global tensor (unpadded total in dim 0, any dtype and other dims), the same
     on all ranks. Backward gathers, so that every rank gets the whole global gradient."""
+    if is_compiling():
+        return shard_rows(x, key._facts.handle, key._facts.local_rows, float(pad_value))
     return token_layout.shard(x, _manager(key).layout, pad_value)
 
 
 def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
     """The unpadded global tensor from every rank's rows. Backward keeps this rank's rows of the gradient; with
     ``is_partial_grad`` the gradients of all ranks are summed first."""
+    if is_compiling():
+        return gather_rows(x, key._facts.handle, key.total_seqlen_q - key.pad_size, is_partial_grad)
     return token_layout.gather(x, _manager(key).layout, is_partial_grad)
 
 
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around."""
+    if is_compiling():
+        return roll_rows(x, key._facts.handle, shift, dim, False)
     return _manager(key).roll(x, shift, dim)
 
 
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """``roll`` with one message per contiguous piece; the same result."""
+    if is_compiling():
+        return roll_rows(x, key._facts.handle, shift, dim, True)
     return _manager(key).roll_simple(x, shift, dim)
 
 
@@ -276,7 +285,8 @@ def calc_attn(
     if is_compiling():
         has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         needs_backward = torch.is_grad_enabled() and has_grad
-        got = dist_attn_fwd(q, k, v, sink, *key._facts, softmax_scale, softcap, return_max_logits, needs_backward)
+        facts, options = key._facts, (softmax_scale, softcap, return_max_logits, needs_backward)
+        got = dist_attn_fwd(q, k, v, sink, facts.handle, facts.tail_rows, facts.precision, *options)
         return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
     out, lse, max_logits = _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
@@ -285,6 +295,8 @@ def calc_attn(
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     """int64 global positions of the local rows (padded length); pad rows report the last real token, so the result
     is a valid index into the unpadded sequence. On the GPU if there is one."""
+    if is_compiling():
+        return position_ids(key._facts.handle, key._facts.local_rows, key._facts.positions_on)
     return _manager(key).get_position_ids()
 
 

@@ -86,7 +86,11 @@ class DistAttnRuntimeMgr:
 
     def get_position_ids(self, attn_role: AttnRole = AttnRole.QUERY) -> torch.Tensor:
         """int64 positions of the local rows, pad rows clipped to the last real token; on the GPU if there is one."""
-        return token_layout.positions(self.layout, "cuda" if torch.cuda.is_available() else "cpu")
+        return token_layout.positions(self.layout, self.positions_on)
+
+    @property
+    def positions_on(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # ---- attention ----------------------------------------------------------------------------------
 

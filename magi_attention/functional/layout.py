@@ -126,8 +126,12 @@ class _Gather(torch.autograd.Function):
         layout: TokenLayout = ctx.layout
         if not ctx.is_partial_grad:
             return grad.index_select(0, layout.index("local", grad.device)), None, None
-        dispatched = grad.index_select(0, layout.index("dispatched", grad.device))
-        return layout.transport.reduce_scatter_v(dispatched, layout.plan.shard_sizes), None, None
+        return _sum_rows(grad, layout), None, None
+
+
+def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    dispatched = x.index_select(0, layout.index("dispatched", x.device))
+    return layout.transport.reduce_scatter_v(dispatched, layout.plan.shard_sizes)
 
 
 class _Roll(torch.autograd.Function):
@@ -218,6 +222,14 @@ def gather(
     if layout.plan.pad_size and not keep_pad:
         rows = rows.narrow(0, 0, layout.plan.total_tokens)
     return rows.movedim(0, dim)
+
+
+def sum_shards(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of global tensors without pads; the gradient of ``gather`` with
+    ``is_partial_grad``."""
+    layout.check_rows(x, 0, layout.plan.total_tokens, "sum_shards")
+    rows = torch.cat([x, x.new_zeros((layout.plan.pad_size, *x.shape[1:]))]) if layout.plan.pad_size else x
+    return _sum_rows(rows, layout)
 
 
 def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple: bool = False) -> torch.Tensor:
