@@ -107,7 +107,9 @@ class BoxGroup:
         """The box ``name`` with room for ``data_bytes``, the same on all ranks; collective where it must grow."""
         box = self._boxes.get(name)
         if box is None or box.data_bytes < data_bytes:
-            box = self._boxes[name] = self._make(name, -(-data_bytes // _GRAIN) * _GRAIN)
+            # One that grows does so by a quarter at least: all ranks wait for it, and who used the old one keeps it.
+            needed = data_bytes if box is None else max(data_bytes, box.data_bytes + box.data_bytes // 4)
+            box = self._boxes[name] = self._make(name, -(-needed // _GRAIN) * _GRAIN)
         return box
 
     def meet(self, stage: str) -> dist.ProcessGroup:
