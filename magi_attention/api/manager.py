@@ -30,6 +30,7 @@ from magi_attention.meta.collection import AttnArg, DispatchMeta
 from magi_attention.meta.plan import Plan
 
 _WEIGHED = 2  # keys
+_LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
 _WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks share is in others
     *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
     *("magi_attention.kernels.ffa_plans", "magi_attention.kernels.ffa_remote", "magi_attention.kernels.hand_out"),
@@ -251,7 +252,7 @@ class DistAttnRuntimeDict(OrderedDict):
         self.move_to_end(key)
         while len(self) > max(self.max_size, 1):  # the newest entry stays whatever the limit
             self._drop_oldest()
-        while len(self) > 1 and self.max_bytes is not None and sum(self._bytes.values()) > self.max_bytes:
+        while len(self) > _LEAST and self.max_bytes is not None and sum(self._bytes.values()) > self.max_bytes:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
