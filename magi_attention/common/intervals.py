@@ -34,6 +34,11 @@ def merge_intervals(ranges: np.ndarray) -> np.ndarray:
     return np.stack([ranges[starts, 0], reach[ends]], axis=1)
 
 
+def ramps(first: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+    """``first[i]`` and the numbers that follow it, ``counts[i]`` of them, one ramp behind the other."""
+    return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
 def intersect_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Points in both unions."""
     a, b = merge_intervals(a), merge_intervals(b)
@@ -44,7 +49,7 @@ def intersect_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     counts = np.maximum(high - low, 0)
     ia = np.repeat(np.arange(len(a)), counts)
-    ib = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    ib = ramps(low, counts)
     return np.stack([np.maximum(a[ia, 0], b[ib, 0]), np.minimum(a[ia, 1], b[ib, 1])], axis=1)
 
 
@@ -75,7 +80,7 @@ def split_at(ranges: np.ndarray, points: np.ndarray) -> np.ndarray:
     low = np.searchsorted(points, ranges[:, 0], side="right")
     high = np.searchsorted(points, ranges[:, 1], side="left")
     counts = np.maximum(high - low, 0)
-    inner = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    inner = ramps(low, counts)
     edges = np.sort(np.concatenate([ranges[:, 0], points[inner]]))
     ends = np.sort(np.concatenate([ranges[:, 1], points[inner]]))
     return np.stack([edges, ends], axis=1)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
@@ -61,7 +62,7 @@ def _spread(start: np.ndarray, end: np.ndarray, block: int) -> tuple[np.ndarray,
     first = start // block
     count = (end - 1) // block - first + 1
     parent = np.repeat(np.arange(len(start)), count)
-    within = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
+    within = ramps(0, count)
     return parent, first[parent] + within
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from magi_attention.common.intervals import ramps
 from magi_attention.errors import ContractError
 from magi_attention.native.rows import (
     ALL_ROWS,
@@ -127,9 +128,7 @@ def list_terms(sources: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np
     sizes = sources[:, 1] - sources[:, 0]
     if not np.array_equal(sizes, targets[:, 1] - targets[:, 0]):
         raise ContractError("An input range and its output range differ in size; make them equal.")
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    source_rows = np.repeat(sources[:, 0], sizes) + within
-    target_rows = np.repeat(targets[:, 0], sizes) + within
+    source_rows, target_rows = ramps(sources[:, 0], sizes), ramps(targets[:, 0], sizes)
     order = np.argsort(target_rows, kind="stable")
     rows, counts = np.unique(target_rows, return_counts=True)
     return rows, np.concatenate([[0], np.cumsum(counts)]), source_rows[order]

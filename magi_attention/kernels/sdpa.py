@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable, trim
 from magi_attention.kernels.correction import safe_lse, safe_softmax, sink_bwd_from_delta
 from magi_attention.kernels.operands import (
@@ -39,7 +40,7 @@ def allowed_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
     """
     length = pieces[:, Q1] - pieces[:, Q0]
     owner = np.repeat(np.arange(len(pieces)), length)
-    i = np.arange(len(owner)) - np.repeat(np.cumsum(length) - length, length)
+    i = ramps(0, length)
     own = pieces[owner]
     first = own[:, K0] + np.where(own[:, TYPE] & INVCAUSAL, i, 0)
     end = own[:, K1] - np.where(own[:, TYPE] & CAUSAL, length[owner] - 1 - i, 0)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from magi_attention.common.intervals import ramps
 from magi_attention.kernels.hand_out import WIDE, fewest_whole, groups_of, starts_of, steps_of_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
@@ -204,7 +205,7 @@ def _listed(cohorts: _Cohorts, heads: int) -> _Units:
     head = np.concatenate([np.repeat(np.arange(heads), n) for n in sizes] or [begin])
     counts = np.bincount(cohorts.group, minlength=len(cohorts.cohort))
     entry = np.repeat(np.arange(len(group)), counts[group])
-    side = np.arange(len(entry)) - np.repeat(np.cumsum(counts[group]) - counts[group], counts[group])
+    side = ramps(0, counts[group])
     at = (np.cumsum(counts) - counts)[group][entry] + side
     return _Units(cohorts.tile[at], head[entry], entry, side)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import Q0, Q1, areas, cut_q, trim
 from magi_attention.errors import ContractError
 
@@ -59,7 +60,7 @@ def split_by_chunk(slices: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, 
     high = np.searchsorted(bounds[:, 0], ordered[:, Q1], side="left")
     counts = np.maximum(high - low, 0)
     slice_of = np.repeat(np.arange(len(ordered)), counts)
-    chunk_of = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    chunk_of = ramps(low, counts)
     pieces, keep = cut_q(ordered[slice_of], bounds[chunk_of, 0], bounds[chunk_of, 1])
     chunk_of, slice_of = chunk_of[keep], slice_of[keep]
     order = np.argsort(chunk_of, kind="stable")

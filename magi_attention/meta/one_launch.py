@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.common.intervals import Packing, merge_intervals, split_at
+from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
 from magi_attention.meta.plan import Plan, cut_by_windows
+from magi_attention.meta.stretches import Stretches
 
 TILE = 128
 MAX_GROUPS = 6  # to 8 (MAGI_BOX_GROUPS): with 3 a causal forward waits longer, more than 5 win nothing
@@ -72,54 +72,12 @@ class OneLaunchPart:
         return self.base + self.rows
 
 
-class _Stretches(NamedTuple):
-    """Consecutive rows of the box, (N,) each: whose, their first global or local row, -1 for zeros, the first one in
-    the box, and how many."""
-
-    owner: np.ndarray
-    source: np.ndarray
-    at: np.ndarray
-    rows: np.ndarray
-
-    def of(self, which: np.ndarray) -> _Stretches:
-        return _Stretches(*(x[which] for x in self))
-
-    def joined(self) -> _Stretches:
-        """Those that go on where the one before ends, in the source and in the box, are one with it."""
-        source, at = self.source + self.rows, self.at + self.rows
-        goes_on = (self.source[:-1] >= 0) & (self.source[1:] == source[:-1]) & (self.at[1:] == at[:-1])
-        first = np.flatnonzero(np.concatenate([np.ones(min(len(at), 1), dtype=bool), ~goes_on]))
-        rows = np.add.reduceat(self.rows, first) if len(first) else self.rows
-        return _Stretches(self.owner[first], self.source[first], self.at[first], rows)
-
-    def cut_at(self, points: np.ndarray) -> _Stretches:
-        """Cut at these rows of the box, ascending."""
-        low = np.searchsorted(points, self.at, side="right")
-        counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
-        which, number = np.repeat(np.arange(len(self.at)), counts), _ramps(low - 1, counts)
-        edges = np.concatenate([points, [np.iinfo(np.int64).max]])
-        begin = np.maximum(self.at[which], np.where(number < 0, 0, edges[number]))
-        end = np.minimum((self.at + self.rows)[which], edges[number + 1])
-        return self.of(which)._part(begin, end)
-
-    def cut_into(self, most: int) -> _Stretches:
-        """Cut into so many rows, the last ones less; zeros stay together."""
-        counts = np.where(self.source < 0, 1, -(-self.rows // most))
-        which, number = np.repeat(np.arange(len(self.at)), counts), _ramps(np.zeros_like(counts), counts)
-        begin, end = self.at[which] + most * number, (self.at + self.rows)[which]
-        return self.of(which)._part(begin, np.where(self.source[which] < 0, end, np.minimum(begin + most, end)))
-
-    def _part(self, begin: np.ndarray, end: np.ndarray) -> _Stretches:
-        source = np.where(self.source < 0, -1, self.source + begin - self.at)
-        return _Stretches(self.owner, source, begin, end - begin)
-
-
 @dataclass(frozen=True, eq=False)
 class _Box:
     """The box of one rank: ``stretches`` of global rows, cut at chunks; ``owners`` and ``arrivals`` of its tiles.
     ``slots`` and ``slot_rows`` (groups, W): number and rows of the slot of a group and an owner, -1 and 0 for none."""
 
-    stretches: _Stretches
+    stretches: Stretches
     owners: np.ndarray
     arrivals: np.ndarray
     slots: np.ndarray
@@ -167,7 +125,7 @@ class OneLaunchPlan:
         cut = _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
         if not len(cut):
             nothing = np.zeros(0, dtype=np.int64)
-            return self._with_slots(rank, _Stretches(nothing, nothing, nothing, nothing), nothing)
+            return self._with_slots(rank, Stretches(nothing, nothing, nothing, nothing), nothing)
         owner, rows = plan.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0]
         # Runs of tiles of one owner, the last of which is padded.
         first = np.flatnonzero(np.concatenate([[True], (np.diff(owner) != 0) | (np.diff(cut[:, 0]) < 0)]))
@@ -177,13 +135,13 @@ class OneLaunchPlan:
         before = np.cumsum(rows) - rows
         at = before + np.repeat(run_at - before[first], counts)
         short = np.flatnonzero(run_rows % TILE)
-        data = _Stretches(owner, cut[:, 0], at, rows)
+        data = Stretches(owner, cut[:, 0], at, rows)
         zeros_at = (run_at + run_rows)[short]
-        zeros = _Stretches(owner[first[short]], np.full(len(short), -1), zeros_at, run_ends[short] - zeros_at)
-        both = _Stretches(*map(np.concatenate, zip(data, zeros)))
+        zeros = Stretches(owner[first[short]], np.full(len(short), -1), zeros_at, run_ends[short] - zeros_at)
+        both = Stretches(*map(np.concatenate, zip(data, zeros)))
         return self._with_slots(rank, both.of(np.argsort(both.at)), np.repeat(owner[first], padded(run_rows) // TILE))
 
-    def _with_slots(self, rank: int, stretches: _Stretches, owners: np.ndarray) -> _Box:
+    def _with_slots(self, rank: int, stretches: Stretches, owners: np.ndarray) -> _Box:
         """Slots are numbered group by group, in each by how far their owner is before ``rank``."""
         groups, world = group_of_tile(len(owners)), self.world
         used, arrivals = np.unique(groups * world + (rank - owners) % world, return_inverse=True)
@@ -206,7 +164,7 @@ class OneLaunchPlan:
         pieces[:, [K0, K1]] += (base + keys.at - keys.source)[window, None]
         return SliceTable(np.concatenate([local, merge(pieces)]))
 
-    def _sent_to(self, reader: int, rank: int, host: Packing) -> _Stretches:
+    def _sent_to(self, reader: int, rank: int, host: Packing) -> Stretches:
         """What ``rank`` sends to the box of ``reader``; sources are local rows."""
         found = self.boxes[reader].stretches
         mine = found.of(np.flatnonzero(found.owner == rank))
@@ -215,7 +173,7 @@ class OneLaunchPlan:
         source[data] = host.localize(rows)[:, 0]
         return mine._replace(source=source).joined()
 
-    def _pieces(self, rank: int, sent: list[_Stretches]) -> tuple[np.ndarray, np.ndarray]:
+    def _pieces(self, rank: int, sent: list[Stretches]) -> tuple[np.ndarray, np.ndarray]:
         """Readers of a group are served evenly: no two ranks that have much for one of them get into each other's way
         while links to others are idle."""
         slots, found = [], []
@@ -243,13 +201,13 @@ class OneLaunchPlan:
             np.stack([*slot, np.zeros_like(slot_key)], axis=1)[by_key].astype(np.int32),
         )
 
-    def _places(self, rank: int, sent: list[_Stretches], local_rows: int) -> np.ndarray:
+    def _places(self, rank: int, sent: list[Stretches], local_rows: int) -> np.ndarray:
         places = np.full((self.world, local_rows), -1, dtype=np.int32)
         for reader, mine in enumerate(sent):
             data = mine.of(np.flatnonzero(mine.source >= 0))
             tiles = np.flatnonzero(self.boxes[reader].owners == rank)  # these follow one another where they return
             first = self.grad_starts[rank, reader] + TILE * np.searchsorted(tiles, data.at // TILE) + data.at % TILE
-            places[reader, _ramps(data.source, data.rows)] = _ramps(first, data.rows)
+            places[reader, ramps(data.source, data.rows)] = ramps(first, data.rows)
         return places
 
     def _target_rows(self, rank: int) -> np.ndarray:
@@ -258,7 +216,7 @@ class OneLaunchPlan:
         order = np.argsort(owners, kind="stable")
         counts = np.bincount(owners, minlength=self.world)
         number = np.empty(len(owners), dtype=np.int64)
-        number[order] = _ramps(np.zeros_like(counts), counts)
+        number[order] = ramps(np.zeros_like(counts), counts)
         return (self.grad_starts[owners, rank] + TILE * number).astype(np.int32)
 
     @cached_property
@@ -278,11 +236,6 @@ def group_of_tile(num_tiles: int) -> np.ndarray:
     """(num_tiles,): the last tiles are in group 0, which is sent first."""
     groups = int(np.clip(num_tiles // _GROUP_TILES, 1, MAX_GROUPS))
     return groups - 1 - np.arange(num_tiles) * groups // max(num_tiles, 1)
-
-
-def _ramps(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``first[i]`` and the numbers that follow it, ``counts[i]`` of them, one ramp behind the other."""
-    return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:

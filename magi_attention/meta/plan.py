@@ -18,6 +18,7 @@ from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.intervals import (
     Packing,
     merge_intervals,
+    ramps,
     split_at,
     subtract_intervals,
     total_length,
@@ -306,7 +307,7 @@ def cut_by_windows(slices: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray,
     low = np.searchsorted(windows[:, 1], slices[:, K0], side="right")
     high = np.searchsorted(windows[:, 0], slices[:, K1], side="left")
     counts = np.maximum(high - low, 0)
-    window = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    window = ramps(low, counts)
     pieces, parent = cut_k(np.repeat(slices, counts, axis=0), windows[window, 0], windows[window, 1])
     return pieces, window[parent]
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stretches of rows on their way into a box: consecutive in the source, global or local rows, and in the box."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_attention.common.intervals import ramps
+
+
+class Stretches(NamedTuple):
+    """(N,) each, int64: whose rows, the first in the source, -1 for zeros, the first in the box, and how many."""
+
+    owner: np.ndarray
+    source: np.ndarray
+    at: np.ndarray
+    rows: np.ndarray
+
+    def of(self, which: np.ndarray) -> Stretches:
+        return Stretches(*(x[which] for x in self))
+
+    def joined(self) -> Stretches:
+        """Those that go on where the one before ends, in the source and in the box, are one with it."""
+        source, at = self.source + self.rows, self.at + self.rows
+        goes_on = (self.source[:-1] >= 0) & (self.source[1:] == source[:-1]) & (self.at[1:] == at[:-1])
+        first = np.flatnonzero(np.concatenate([np.ones(min(len(at), 1), dtype=bool), ~goes_on]))
+        rows = np.add.reduceat(self.rows, first) if len(first) else self.rows
+        return Stretches(self.owner[first], self.source[first], self.at[first], rows)
+
+    def cut_at(self, points: np.ndarray) -> Stretches:
+        """Cut at these rows of the box, ascending."""
+        low = np.searchsorted(points, self.at, side="right")
+        counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
+        which, number = np.repeat(np.arange(len(self.at)), counts), ramps(low - 1, counts)
+        edges = np.concatenate([points, [np.iinfo(np.int64).max]])
+        begin = np.maximum(self.at[which], np.where(number < 0, 0, edges[number]))
+        end = np.minimum((self.at + self.rows)[which], edges[number + 1])
+        return self.of(which)._part(begin, end)
+
+    def cut_into(self, most: int) -> Stretches:
+        """Cut into so many rows, the last ones less; zeros stay together."""
+        counts = np.where(self.source < 0, 1, -(-self.rows // most))
+        which, number = np.repeat(np.arange(len(self.at)), counts), ramps(np.zeros_like(counts), counts)
+        begin, end = self.at[which] + most * number, (self.at + self.rows)[which]
+        return self.of(which)._part(begin, np.where(self.source[which] < 0, end, np.minimum(begin + most, end)))
+
+    def _part(self, begin: np.ndarray, end: np.ndarray) -> Stretches:
+        source = np.where(self.source < 0, -1, self.source + begin - self.at)
+        return Stretches(self.owner, source, begin, end - begin)
+
+
+__all__ = ["Stretches"]
