@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "kernels")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import new_mask  # noqa: E402
-from ffa_simulator import planner_or_skip  # noqa: E402
+
+from magi_attention.testing.libraries import planner_or_skip  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from ffa_simulator import host_or_skip, planner_or_skip, public_backend
+from ffa_simulator import public_backend
 from known_case import KNOWN, Case
+
+from magi_attention.testing.libraries import host_or_skip, planner_or_skip
 
 
 @pytest.fixture(scope="session")

@@ -11,38 +11,18 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.errors import BuildError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import Registry, SdpaBackend, torch_ops
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_plans import RangeTensors
-from magi_attention.native import abi, build, loader
+from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.loader import check, load
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
-
-
-def planner_or_skip() -> None:
-    """Builds the planner library where it is missing or out of date; skips the test where there is no compiler."""
-    try:
-        build.build_all("planner")
-    except BuildError as error:
-        pytest.skip(f"The planner library cannot be built here: {error}")
-    loader._load.cache_clear()
-
-
-def host_or_skip() -> None:
-    """The same for the Python module of prepared launches."""
-    try:
-        build.build_all("host")
-    except BuildError as error:
-        pytest.skip(f"The host module cannot be built here: {error}")
-    loader._load_host.cache_clear()
 
 
 def memory(address: int, shape, strides, kind) -> np.ndarray:

@@ -8,7 +8,6 @@ import heapq
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import planner_or_skip
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.arrival_order import Pace
@@ -17,6 +16,7 @@ from magi_attention.kernels.ffa_remote import TILE, RemoteMask
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROWS, PACK, HEADS = 1024, 8, 64  # tokens of a rank, query heads of a kv head, query heads

@@ -9,18 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ffa_simulator import (
-    Anywhere,
-    CpuRuntime,
-    Simulator,
-    backend,
-    close,
-    inputs,
-    planner_or_skip,
-    public_backend,
-    tensors,
-    truth,
-)
+from ffa_simulator import Anywhere, CpuRuntime, Simulator, backend, close, inputs, public_backend, tensors, truth
 from known_case import KNOWN, Case
 
 from magi_attention.common.mask import Mask
@@ -31,6 +20,7 @@ from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.native import abi, build, jit, loader, toolchain
 from magi_attention.native.ffa import FfaLibrary
+from magi_attention.testing.libraries import planner_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
 SLICES, OPTIONS = Mask.causal(32).slices, AttnOptions(0.25)

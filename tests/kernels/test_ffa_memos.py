@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from ffa_simulator import backend, close, inputs, planner_or_skip, tensors, truth
+from ffa_simulator import backend, close, inputs, tensors, truth
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -16,6 +16,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.testing.libraries import planner_or_skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from ffa_simulator import backend, inputs, planner_or_skip
+from ffa_simulator import backend, inputs
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
@@ -15,6 +15,7 @@ from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.libraries import planner_or_skip
 
 
 def remote_keys(events: list[str]) -> RemoteKeys:

@@ -7,12 +7,12 @@ import heapq
 
 import numpy as np
 import pytest
-from ffa_simulator import planner_or_skip
 
 from magi_attention.common.slices import to_dense
 from magi_attention.errors import ContractError
 from magi_attention.kernels.hand_out import groups_of, starts_of, steps_of_tiles
 from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 

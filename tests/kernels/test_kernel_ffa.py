@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import Simulator, backend, close, inputs, planner_or_skip, tensors, truth
+from ffa_simulator import Simulator, backend, close, inputs, tensors, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from magi_attention.kernels import AttnOptions, Backend, Partial, Problem, Regis
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_operands import CudaRuntime
 from magi_attention.native import jit
+from magi_attention.testing.libraries import planner_or_skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import backend, close, inputs, planner_or_skip, tensors, truth
+from ffa_simulator import backend, close, inputs, tensors, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, query_block
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.native import abi
 from magi_attention.testing import masks
+from magi_attention.testing.libraries import planner_or_skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from ffa_simulator import backend, planner_or_skip
+from ffa_simulator import backend
 
 from magi_attention.comm.transport import SingleTransport
 from magi_attention.common.slices import SliceTable
@@ -21,6 +21,7 @@ from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.succession import Succession
+from magi_attention.testing.libraries import planner_or_skip
 
 ROWS = 32
 # 123 and 164 when this was written; other versions of torch and Python make a few more or fewer.

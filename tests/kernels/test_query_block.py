@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ffa_simulator import planner_or_skip
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -14,6 +13,7 @@ from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing.libraries import planner_or_skip
 
 PROCESSORS = 132
 WIDE, NARROW, HALVES = Steps(80, 0), Steps(64, 0), Steps(64, 2)

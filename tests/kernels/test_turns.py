@@ -9,20 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_model import Schedule, Unit, layers_by_rank, mode_of, run, units_of
 
-from magi_attention.errors import BuildError
-from magi_attention.native import build, loader
 from magi_attention.testing import masks
+from magi_attention.testing.libraries import planner_or_skip
 
 TILE, BLOCK, WIDE_BLOCK = 16, 8, 10  # as 128, 64 and 80
 
 
 @pytest.fixture(scope="module", autouse=True)
 def planner():
-    try:
-        build.build_all("planner")
-    except BuildError as error:
-        pytest.skip(f"The planner library cannot be built here: {error}")
-    loader._load.cache_clear()
+    planner_or_skip()
 
 
 def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, block: int = BLOCK) -> tuple[bool, str]:

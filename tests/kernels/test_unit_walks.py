@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from ffa_simulator import backend, memory, plan_at, planner_or_skip
+from ffa_simulator import backend, memory, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernel_ffa_backward import Case
@@ -22,6 +22,7 @@ from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.abi import WALK_BITS
 from magi_attention.native.abi import WALK_EARLY as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 FEW = UnitShape(heads_kv=3, group=8, processors=40, places=40)

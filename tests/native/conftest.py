@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 from small_tree import make_tree
 
-from magi_attention.errors import BuildError
-from magi_attention.native import build, loader
+from magi_attention.testing.libraries import planner_or_skip
 
 
 @pytest.fixture(scope="module")
 def planner() -> None:
     """The planner library, built where it can be."""
-    try:
-        build.build_all("planner")
-    except BuildError as error:
-        pytest.skip(f"The planner library cannot be built here: {error}")
-    loader._load.cache_clear()
+    planner_or_skip()
 
 
 @pytest.fixture
