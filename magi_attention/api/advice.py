@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from magi_attention.config import DistAttnConfig
+from magi_attention.config import DistAttnConfig, LocalityDispatchAlg, MinHeapDispatchAlg
 from magi_attention.meta.plan import Plan
 
 _log = logging.getLogger("magi_attention.api")
 _TOLERATED = 1.1  # the heaviest rank over the mean
 _ENOUGH = 1.02
+_QUICK = (MinHeapDispatchAlg, LocalityDispatchAlg)  # and never without an answer; others may search for long
 _TOLD: set[tuple[int, int]] = set()  # numbers of ranks and chunk sizes of which it was said
 
 
@@ -22,7 +23,7 @@ def advise_balance(plan: Plan, config: DistAttnConfig, build: Callable[..., Plan
     ``build(config=, balance=)`` plans the same mask anew.
     """
     now, told = plan.imbalance, (plan.cp_size, plan.chunk_size)
-    if now <= _TOLERATED or told in _TOLD:
+    if now <= _TOLERATED or told in _TOLD or not isinstance(config.dispatch_config.alg, _QUICK):
         return None
     _TOLD.add(told)
     open_size = replace(config, dispatch_config=replace(config.dispatch_config, chunk_size=None))

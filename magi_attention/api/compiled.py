@@ -46,6 +46,9 @@ class CompiledFacts(NamedTuple):
     positions_on: torch.device
 
 
+NO_FACTS = CompiledFacts(0, 0, 0, None, torch.device("cpu"))  # of a key that was never made: there is no manager 0
+
+
 def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
     """The handle is forgotten when the manager is."""
     facts = manager.__dict__.get("compiled_facts")
@@ -151,4 +154,4 @@ def _grad(ctx, dout, *_):
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
 
-__all__ = ["CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of", "manager_of"]
+__all__ = ["NO_FACTS", "CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of", "manager_of"]

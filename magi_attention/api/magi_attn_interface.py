@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_compiling
 
 from magi_attention.api.advice import advise_balance
-from magi_attention.api.compiled import dist_attn_fwd, facts_of
+from magi_attention.api.compiled import NO_FACTS, CompiledFacts, dist_attn_fwd, facts_of
 from magi_attention.api.compiled_rows import gather_rows, position_ids, roll_rows, shard_rows
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
 from magi_attention.api.key import (
@@ -237,7 +237,7 @@ def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -
     """This rank's rows of ``x``: the global tensor (unpadded total in dim 0, any dtype and other dims), the same
     on all ranks. Backward gathers, so that every rank gets the whole global gradient."""
     if is_compiling():
-        return shard_rows(x, key._facts.handle, key._facts.local_rows, float(pad_value))
+        return shard_rows(x, _facts(key).handle, _facts(key).local_rows, float(pad_value))
     return token_layout.shard(x, _manager(key).layout, pad_value)
 
 
@@ -245,21 +245,21 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     """The unpadded global tensor from every rank's rows. Backward keeps this rank's rows of the gradient; with
     ``is_partial_grad`` the gradients of all ranks are summed first."""
     if is_compiling():
-        return gather_rows(x, key._facts.handle, key.total_seqlen_q - key.pad_size, is_partial_grad)
+        return gather_rows(x, _facts(key).handle, key.total_seqlen_q - key.pad_size, is_partial_grad)
     return token_layout.gather(x, _manager(key).layout, is_partial_grad)
 
 
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around."""
     if is_compiling():
-        return roll_rows(x, key._facts.handle, shift, dim, False)
+        return roll_rows(x, _facts(key).handle, shift, dim, False)
     return _manager(key).roll(x, shift, dim)
 
 
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """``roll`` with one message per contiguous piece; the same result."""
     if is_compiling():
-        return roll_rows(x, key._facts.handle, shift, dim, True)
+        return roll_rows(x, _facts(key).handle, shift, dim, True)
     return _manager(key).roll_simple(x, shift, dim)
 
 
@@ -285,7 +285,7 @@ def calc_attn(
     if is_compiling():
         has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         needs_backward = torch.is_grad_enabled() and has_grad
-        facts, options = key._facts, (softmax_scale, softcap, return_max_logits, needs_backward)
+        facts, options = _facts(key), (softmax_scale, softcap, return_max_logits, needs_backward)
         got = dist_attn_fwd(q, k, v, sink, facts.handle, facts.tail_rows, facts.precision, *options)
         return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
     out, lse, max_logits = _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
@@ -296,7 +296,8 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     """int64 global positions of the local rows (padded length); pad rows report the last real token, so the result
     is a valid index into the unpadded sequence. On the GPU if there is one."""
     if is_compiling():
-        return position_ids(key._facts.handle, key._facts.local_rows, key._facts.positions_on)
+        facts = _facts(key)
+        return position_ids(facts.handle, facts.local_rows, facts.positions_on)
     return _manager(key).get_position_ids()
 
 
@@ -331,6 +332,10 @@ def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key 
         f"{missing} It was never made in this process or clear_cache() dropped it; make it again with "
         "magi_attn_flex_key or magi_attn_varlen_key."
     )
+
+
+def _facts(key: DistAttnRuntimeKey) -> CompiledFacts:
+    return NO_FACTS if key._facts is None else key._facts
 
 
 def _remember(key: DistAttnRuntimeKey, make) -> DistAttnRuntimeKey:

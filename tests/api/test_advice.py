@@ -11,6 +11,7 @@ import pytest
 
 from magi_attention.api import (
     AttnRanges,
+    BSDispatchAlg,
     DispatchConfig,
     DistAttnConfig,
     advice,
@@ -78,6 +79,13 @@ def test_nothing_is_said_where_no_chunk_does_better(caplog):
     plan = build_plan(slices, TOTAL, WORLD)
     build = partial(build_plan, slices, TOTAL, WORLD)
     assert plan.imbalance == WORLD and advice.advise_balance(plan, DistAttnConfig(), build) is None
+
+
+def test_nothing_is_tried_where_a_trial_may_search_for_long():
+    slices = SliceTable([[a, b, a, b, 1] for a, b in zip(LONG, LONG[1:])])
+    config = DistAttnConfig(dispatch_config=DispatchConfig(alg=BSDispatchAlg()))
+    plan = build_plan(slices, TOTAL, WORLD)
+    assert plan.imbalance > 1.2 and advice.advise_balance(plan, config, None) is None and not advice._TOLD
 
 
 def test_an_empty_mask_is_balanced():

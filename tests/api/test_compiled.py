@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -123,6 +124,14 @@ def many_masks_on_two_ranks(rank: int, world: int) -> list[int]:
 def test_and_on_two_ranks():
     for plain, with_tail in run_processes(2, many_masks_on_two_ranks, timeout_s=240):
         assert plain == 2 and with_tail <= 4  # none kept, and one more for any number
+
+
+def test_a_key_that_was_never_made_is_missed():
+    made = make_key(SingleTransport(), [[0, TOTAL]], 1)
+    key = dataclasses.replace(made, _manager=[], _facts=None)
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(UnknownKeyError, match="does not exist"):
+        compiled(torch.randn(TOTAL, 16), key, None)
 
 
 def test_a_key_that_was_cleared_is_missed():
