@@ -32,6 +32,9 @@ class Config:
     is_dq_over_ds: bool = False
     has_dout_with_q: bool = True
     looks_first: bool = True
+    adders: int = 1  # lanes that add dq in turns
+    places: int = 0  # of what they are told of a step, where they are two
+    is_alone: bool = False  # one of the two adds all
 
 
 class Barrier:
@@ -55,22 +58,26 @@ class Machine:
     def __init__(self, config: Config, units: list[int], rng: np.random.Generator) -> None:
         self.c, self.units, self.rng = config, units, rng
         n = config.stages
-        self.q_full, self.do_full, self.step_full = ([Barrier(1) for _ in range(n)] for _ in range(3))
+        self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for _ in range(2))
+        self.step_full = [Barrier(1) for _ in range(config.places or n)]
         self.q_empty, self.do_empty = ([Barrier(2) for _ in range(n)] for _ in range(2))
         shares = 2 if config.dq == "shares" else 1
-        self.dq_full = [Barrier(2 // shares) for _ in range(shares)]
+        self.dq_full = [Barrier(2 // shares) for _ in range(max(shares, config.adders))]
         self.dq_empty = [Barrier(1) for _ in range(shares)]
         self.ds_empty, self.both, self.over = Barrier(2), Barrier(2), Barrier(2)
         self.words: list[int | None] = [None] * n  # which step a slot tells of
+        self.told: list[int | None] = [None] * config.places
         self.staged: list[tuple[int, bool] | None] = [None] * 2  # dq of a warpgroup: its step; does the unit end?
         self.added: list[list[int]] = [[], []]
-        self.keys_loaded = self.units_begun = 0
+        self.keys_loaded = 0
+        self.units_begun = [0] * config.adders  # all of the one before has been added
         self.units_done = [0, 0]
         self.copies: list[Callable[[], None]] = []  # asynchronous, under way
 
     def run(self) -> None:
         """Raises AssertionError if somebody waits for ever or reads what is not meant."""
-        lanes = [self.copy_queries(), self.add_dq(), self.warpgroup(0), self.warpgroup(1)]
+        adders = [self.add_dq()] if self.c.adders == 1 else [self.add_every_second(who) for who in range(2)]
+        lanes = [self.copy_queries(), *adders, self.warpgroup(0), self.warpgroup(1)]
         waits: list[Wait | None] = [lambda: True] * len(lanes)
         weights = self.rng.choice((0.05, 0.3, 1.0), len(lanes) + 1)
         while any(wait is not None for wait in waits):
@@ -96,11 +103,13 @@ class Machine:
         for unit, steps in enumerate(self.units):
             # The next unit is handed out when the last one's copies have been asked for, in turns when it is added.
             if self.c.dq == "turns":
-                yield lambda unit=unit: self.units_begun >= unit
+                yield lambda unit=unit: min(self.units_begun) >= unit
             for _ in range(steps):
                 yield self.q_empty[ring.slot].is_over(ring.phase ^ 1)
                 self.words[ring.slot] = step
-                self.step_full[ring.slot].arrive()
+                if self.c.places:
+                    self.told[step % self.c.places] = step
+                self.step_full[step % len(self.step_full)].arrive()
                 self.copies.append(self.q_full[ring.slot].arrive)
                 if self.c.has_dout_with_q:
                     yield from self.copy_dout(ring.slot, ring.phase)
@@ -115,7 +124,7 @@ class Machine:
             self.keys_loaded += not looks_first
             if self.c.dq == "turns":
                 phase = yield from self.add_in_turns(ring, phase, first, steps)
-                self.units_begun += 1
+                self.units_begun[0] += 1
             elif self.c.dq == "shares":
                 phase = yield from self.add_shares(phase)
             first += steps
@@ -144,6 +153,32 @@ class Machine:
             ahead, at = ahead - 1, at + 1
         return phase
 
+    def add_every_second(self, who: int) -> Iterator[Wait]:
+        ring, step = Ring(self.c.places), 0
+        for unit, steps in enumerate(self.units):
+            if self.c.is_alone and who == 1:
+                yield lambda unit=unit: min(self.units_begun) >= unit
+                self.units_begun[who] += 1
+                continue
+            if who == 0:
+                yield lambda unit=unit: min(self.units_done) >= unit  # room for its keys
+                self.keys_loaded += 1
+            for _ in range(steps):
+                yield self.step_full[ring.slot].is_over(ring.phase)
+                assert self.told[ring.slot] == step, "what is told of another step"
+                if step % 2 == who or self.c.is_alone:
+                    yield self.dq_full[step & 1].is_over(step >> 1 & 1)
+                    yield lambda: True  # for its turn
+                    for group in (0, 1):
+                        assert self.staged[group] is not None and self.staged[group][0] == step
+                        self.added[group].append(step)
+                        self.staged[group] = None
+                    self.dq_empty[0].arrive()
+                    yield lambda: True  # until it is complete, and passed on
+                ring.advance()
+                step += 1
+            self.units_begun[who] += 1
+
     def add_shares(self, phase: int) -> Generator[Wait, None, int]:
         ends = False
         while not ends:
@@ -170,11 +205,11 @@ class Machine:
                 yield self.q_full[ring.slot].is_over(ring.phase)
             for i in range(steps):
                 if self.c.is_wide and i > 0:
-                    self.announce(group)
+                    self.announce(group, step - 1)
                 before = yield from self.step(group, ring, step, before, i + 1 == steps)
                 step += 1
             if self.c.is_wide:
-                self.announce(group)
+                self.announce(group, step - 1)
             if before is not None:
                 self.q_empty[before].arrive()
             yield from self.meet(self.both)
@@ -189,7 +224,7 @@ class Machine:
         self, group: int, ring: Ring, step: int, before: int | None, ends: bool
     ) -> Generator[Wait, None, int | None]:
         slot, parity = ring.slot, step & 1
-        if not self.c.is_wide:  # those have waited for it in the step before
+        if not self.c.is_wide:  # those have asked in the step before
             yield self.q_full[slot].is_over(ring.phase)
         if before is not None:
             self.q_empty[before].arrive()
@@ -221,10 +256,10 @@ class Machine:
         assert self.staged[group] is None, "dq was written over"
         self.staged[group] = (step, ends)
         if not self.c.is_wide:  # those do so in the next step, or when the unit ends
-            self.announce(group)
+            self.announce(group, step)
 
-    def announce(self, group: int) -> None:
-        self.dq_full[group if self.c.dq == "shares" else 0].arrive()
+    def announce(self, group: int, step: int) -> None:
+        self.dq_full[step & 1 if self.c.adders == 2 else group if self.c.dq == "shares" else 0].arrive()
 
 
 class Ring:

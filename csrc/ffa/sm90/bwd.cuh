@@ -101,7 +101,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);
     if (threadIdx.x == 32) {
-      if (C::kListed && p.units != nullptr)
+      if constexpr (C::kAdders == 2)
+        add_dq<C>(p, smem);
+      else if (C::kListed && p.units != nullptr)
         schedule_listed<C>(p, smem);
       else
         schedule_bwd<C>(p, smem);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and queries that take part in nothing are cleared in shared memory, by a warp of the feeding side.
+// Rows of keys and queries that take part in nothing are cleared in shared memory, by a warp of the feeding side. It hands out units, too,
+// where the lane that does so elsewhere adds dq (C::kAdders).
 #pragma once
 
 #include "../common/copy.cuh"
 #include "bwd_complete.cuh"
+#include "bwd_feed.cuh"
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
 #include "bwd_split.cuh"
@@ -60,7 +62,7 @@ __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int
 template <typename C>
 __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
   Turns turns;
-  Ring<C::kStages> ring;
+  Steps<C> steps;
   if (lane == 0) sts_int(smem.through(), -1);
   auto tell_before = [&] {
     if (!C::kListed || p.units == nullptr || lds_int(smem.through()) < 0) return;
@@ -68,6 +70,10 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     if (lane == 0) tell_complete(p, smem.through());
   };
   while (true) {
+    if constexpr (C::kAdders == 2) {
+      if (lane == 0) publish_in_turns(p, smem, turns);
+      __syncwarp();
+    }
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
     const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
     if (unit.x < 0) break;
@@ -94,6 +100,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
       const int blocks = range.y - range.x;
 #pragma unroll 1
       for (int i = clears ? heads_of_unit<C>(p, unit.w) * blocks : 0; i > 0; --i) {
+        const Ring<C::kStages> ring = steps.now();
         mbar_wait(smem.q_raw(ring.slot), ring.phase);  // and what the step is was said before that was asked for
 #pragma unroll 1
         for (int row = lane; row < C::kQueries; row += 32) {
@@ -107,17 +114,31 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
         fence_async_proxy();
         mbar_arrive(smem.q_full(ring.slot));
         mbar_arrive(smem.do_full(ring.slot));
-        ring.advance();
+        steps.advance();
       }
       __syncwarp();
       if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
+      if constexpr (C::kAdders == 2) {
+        // Two further on: into the place of this one, when all have left it.
+        if (lane == 0 && left > 2) {
+          Turns staged = turns;
+          staged.next_layer();
+          const int4 again = lds_int4(smem.unit(turns.unit_slot()));  // rather than kept
+          stage_layer(p, smem, staged, again.x, again.z - left + 2);
+        }
+        __syncwarp();
+      }
     }
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
+    if constexpr (C::kAdders == 2)
+      if (lane == 0) mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
   }
   tell_before();
+  if constexpr (C::kAdders == 2)
+    if (lane == 0) leave_units(p);
 }
 
 }  // namespace magi

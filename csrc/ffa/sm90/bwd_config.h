@@ -40,6 +40,11 @@ struct BwdConfig {
   // dO is copied by the lane that copies Q; where the words of a step have no second place, by the one that adds dq, which then
   // has read them before they are written anew.
   static constexpr bool kDoutWithQ = !(kOrdered && kStages == 1);
+  // Lanes that add dq in order, each every second step: one alone takes longer for an addition than a step takes. They need the words of
+  // a step for longer than those stay, so there are more places for them.
+  static constexpr int kAdders = kOrdered && kStages == 2 ? 2 : 1;
+  static constexpr int kTurnSlots = kAdders * kStages;
+  static constexpr int kFullBarriers = kAdders == 2 ? 2 : kShares;  // that say dq is there: of each share, or of every second step
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kConsumerRegisters = kOrdered && kD == 64 ? 232 : 240;
@@ -62,7 +67,7 @@ struct BwdConfig {
   static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
   static constexpr uint32_t kStatsAt = kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr int kBarriers = 12 + 6 * kStages + 2 * kShares + (kWide ? 1 : 0);
+  static constexpr int kBarriers = 12 + 5 * kStages + kTurnSlots + 2 * kFullBarriers + (kWide ? 1 : 0);
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
   static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; or one for each of two shares

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feeding side of the backward kernel: three lanes of warpgroup 0, which hand out units; say what each step is and copy its Q and
-// dO; and copy K and V, and add dq where that leaves by way of shared memory. A fourth warp is in bwd_clear.cuh.
+// dO; and copy K and V, and add dq where that leaves by way of shared memory. A fourth warp is in bwd_clear.cuh. Where two lanes add dq
+// (C::kAdders), the first of the three is the second of those, and the fourth warp hands out units.
 #pragma once
+
+#include <type_traits>
 
 #include "../common/copy.cuh"
 #include "bwd_complete.cuh"
@@ -72,6 +75,57 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   publish_end(p, smem, turns);
 }
 
+// Where a lane is among the steps: in the ring of stages and, where two lanes add, of the places of what they are told, in
+// one register.
+template <typename C>
+struct StepRing {
+  Ring<C::kStages> ring;
+  __device__ __forceinline__ Ring<C::kStages> now() const { return ring; }
+  __device__ __forceinline__ void advance() { ring.advance(); }
+};
+template <typename C>
+struct TwoRings {
+  uint32_t place = 0;
+  __device__ __forceinline__ Ring<C::kStages> now() const { return {place & 1, place >> 1}; }
+  __device__ __forceinline__ void advance() { place = (place + 1) & 3; }
+};
+template <typename C>
+using Steps = std::conditional_t<C::kAdders == 2, TwoRings<C>, StepRing<C>>;
+
+// Layer `layer` of a tile, to where `staged` counts, when the one before has left that.
+template <typename C>
+__device__ __forceinline__ void stage_layer(const BwdKernelParams& p, const BwdSmem<C>& smem, const Turns& staged, int tile, int layer) {
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.layer_empty(staged.layer_slot()), staged.layer_phase() ^ 1);
+  mbar_expect(smem.layer_full(staged.layer_slot()), C::kLayerBytes);
+  const int64_t record = layers_of_tile(p.plan, tile).x + layer;
+  load_bytes(smem.layer(staged.layer_slot()), p.plan + plan.words_records + record * (C::kLayerBytes / 4), C::kLayerBytes,
+             smem.layer_full(staged.layer_slot()));
+}
+
+// The next unit where two lanes add, with its first two layers, by a lane of the warp that clears rows: the one before has been added.
+template <typename C>
+__device__ __forceinline__ void publish_in_turns(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns staged) {
+  const int unit = atomicAdd(p.workspace, 1);
+  if (unit >= p.num_units) return publish_none(smem, staged);
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.unit_empty(staged.unit_slot()), staged.unit_phase() ^ 1);
+  // Word by word, as there are few registers.
+  const uint32_t at = smem.unit(staged.unit_slot());
+  int rank, head;
+  unit_coords(p, unit / p.unit_parts, &rank, &head);
+  const int part = unit % p.unit_parts, in_section = head - unit / p.units_per_section * p.heads_per_section;
+  sts_int(at + 4, head);
+  sts_int(at + 12, static_cast<int>(ordered_way(p.order[0], rank >= p.wave)) << kWayBit | (p.order[0] & kByHead ? 1 << kByHeadBit : 0) | part);
+  const int tile = p.plan[plan.words_order + rank];
+  sts_int(at, tile);
+  sts_int(smem.unit_turns(staged.unit_slot()), tile * p.units_per_tile + in_section * p.unit_parts + part);
+  sts_int(at + 8, layers_of_tile(p.plan, tile).y);
+  mbar_arrive(smem.unit_full(staged.unit_slot()));
+#pragma unroll 1
+  for (int layer = 0; layer < min(lds_int(at + 8), 2); ++layer, staged.next_layer()) stage_layer(p, smem, staged, tile, layer);
+}
+
 // The same where the units have been listed.
 template <typename C>
 __device__ void schedule_listed(const BwdKernelParams& p, const BwdSmem<C>& smem) {
@@ -132,7 +186,7 @@ __device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p, co
 template <typename C>
 __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
-  Ring<C::kStages> ring;
+  Steps<C> steps;
   if constexpr (C::kListed) sts_int(smem.prepared(), 0);
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
@@ -152,6 +206,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 #pragma unroll 1
         for (; order.left() > 0; order.step(blocks)) {
           do {
+            const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
             if constexpr (C::kListed)
               if ((i == 0 || is_banded) && p.units != nullptr) wait_until_prepared(p, smem, order.block, smem.unit(turns.unit_slot()));
@@ -162,13 +217,19 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
-            if constexpr (C::kOrdered) mbar_arrive(smem.step_full(ring.slot));
+            if constexpr (C::kAdders == 2) {
+              const uint32_t place = 2 * ring.phase + ring.slot;
+              sts_int(smem.told(place), number | static_cast<uint32_t>(what & kUnitEnds) << 29);
+              mbar_arrive(smem.step_full(place));
+            } else if constexpr (C::kOrdered) {
+              mbar_arrive(smem.step_full(ring.slot));
+            }
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
             mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * stat_floats(C::kQueries), C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
             if constexpr (C::kDoutWithQ) copy_dout<C>(p, smem, ring);
-            ring.advance();
+            steps.advance();
           } while (!by_head() && ++i < heads());
           if (!by_head()) i = 0;
         }
@@ -241,6 +302,47 @@ __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const 
   }
 }
 
+// Whether one lane adds all steps after all: where a tile visits a block in several layers, all its visits have the same turn, and come one
+// after the other only if one lane adds them.
+__device__ __forceinline__ bool adds_alone(const BwdKernelParams& p) { return !(p.order[0] & (kTimed | kInWaves)); }
+
+// The same by two lanes, each of which adds every second step, counted from the start of the CTA: `kWho` 0 or 1, the number of the first.
+// To add takes a lane longer than a step takes the warpgroups, mostly until it is complete and passed on. Each looks at all steps, to know
+// which is the last of the unit. The words of a step are there until four steps later: that one is told when Q of the second after it has been
+// used, which is when dq of the first after it has been taken up, by lanes that have looked at both.
+template <typename C, int kWho>
+__device__ __forceinline__ void add_every_second(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t unit_slot, Ring<C::kTurnSlots>& ring) {
+  static_assert(C::kPasses == 1 && C::kTurnSlots == 4);
+  bool ends;
+#pragma unroll 1
+  do {
+    mbar_wait(smem.step_full(ring.slot), ring.phase);
+    const uint32_t told = lds_int(smem.told(ring.slot)), number = told & ~kLastShares;
+    ends = told & kLastShares;
+    if (ring.slot % 2 == kWho || (kWho == 0 && adds_alone(p))) {
+      const int64_t block = number % static_cast<uint32_t>(p.query_blocks);
+      add_on_turn<C>(p, smem, number, p.turns[block * p.turns_per_block + lds_int(smem.unit_turns(unit_slot))], ring.slot);
+    }
+    ring.advance();
+  } while (!ends);
+}
+
+// One lane, the second that adds.
+template <typename C>
+__device__ void add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  Turns turns;
+  Ring<C::kTurnSlots> ring;
+  while (true) {
+    mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
+    const int4 unit = lds_int4(smem.unit(turns.unit_slot()));
+    if (unit.x < 0) break;
+    if (unit.z > 0 && !adds_alone(p)) add_every_second<C, 1>(p, smem, turns.unit_slot(), ring);
+    mbar_arrive(smem.issued());
+    mbar_arrive(smem.unit_empty(turns.unit_slot()));
+    turns.next_unit();
+  }
+}
+
 // The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of the shares. Where units are listed, all
 // of them have been added at the end, and nothing that comes behind can overtake that (docs/notes/ffa_backward_turns.md).
 template <typename C>
@@ -272,7 +374,7 @@ __device__ __forceinline__ void add_shares(const BwdKernelParams& p, const BwdSm
 template <typename C>
 __device__ void copy_keys_add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
-  Ring<C::kStages> ring;
+  Ring<C::kTurnSlots> ring;
   uint32_t dq_phase = 0;
   while (true) {
     mbar_wait(smem.unit_full(turns.unit_slot()), turns.unit_phase());
@@ -281,6 +383,9 @@ __device__ void copy_keys_add_dq(const BwdKernelParams& p, const BwdSmem<C>& sme
     mbar_wait(smem.kv_empty(), turns.kv_phase() ^ 1);
     if (unit.z == 0) {
       mbar_arrive(smem.kv_raw());  // nothing to load, but dk and dv are staged there
+    } else if constexpr (C::kAdders == 2) {
+      load_keys<C>(p, smem, smem.unit(turns.unit_slot()));
+      add_every_second<C, 0>(p, smem, turns.unit_slot(), ring);
     } else if constexpr (C::kOrdered) {
       add_dq_in_turns<C>(p, smem, turns, ring);
     } else {

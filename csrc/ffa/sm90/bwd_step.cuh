@@ -240,7 +240,8 @@ struct StepWorker {
 
   // That it is there, seen by bulk copies, too.
   __device__ __forceinline__ void announce_dq() const {
-    const uint32_t full = smem.dq_full(share());
+    // Where two lanes add, of the one that has this step's; wide steps are in the next one by now.
+    const uint32_t full = smem.dq_full(C::kAdders == 2 ? (flags & kDsSlot) ^ C::kWide : share());
     fence_async_proxy();
     __syncwarp();
     if (elect_one()) mbar_arrive(full);

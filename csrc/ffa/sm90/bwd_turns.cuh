@@ -122,4 +122,24 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   add_released(turns + static_cast<uint32_t>(lds_int(words)), 1);
 }
 
+// The same where the turn is known and another lane may add the step behind: of the block of dq_sum `number`, when dq is there and its turn
+// has come. `slot` is that of the step among four.
+template <typename C>
+__device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, int turn, uint32_t slot) {
+  int32_t* count = p.turn_flags + number;
+  int seen = load_relaxed(count);
+  mbar_wait(smem.dq_full(slot % 2), slot / 2);
+  while (seen < turn) seen = load_relaxed(count);
+  float* to = p.dq_sum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
+  if (seen == 0)
+    store_bytes(to, smem.dq(), C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
+  else
+    add_bulk_float(to, smem.dq(), C::kGroups * C::kDqBytes);
+  store_commit();
+  store_wait_read();
+  mbar_arrive(smem.dq_empty(0));
+  store_wait_all();
+  add_released(count, 1);
+}
+
 }  // namespace magi

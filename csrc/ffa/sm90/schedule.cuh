@@ -67,14 +67,25 @@ __device__ __forceinline__ void publish_unit(const P& p, const Smem& smem, Turns
   }
 }
 
-// Publishes that there is no more work. The last CTA to get here resets the counter for the next launch on this stream.
-template <typename P, typename Smem>
-__device__ __forceinline__ void publish_end(const P& p, const Smem& smem, const Turns& turns) {
+// Publishes that there is no more work.
+template <typename Smem>
+__device__ __forceinline__ void publish_none(const Smem& smem, const Turns& turns) {
   mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
   sts_int4(smem.unit(turns.unit_slot()), -1, -1, -1, -1);
   mbar_arrive(smem.unit_full(turns.unit_slot()));
+}
+
+// The last CTA to get here, when it has taken its last unit, resets the counter for the next launch on this stream.
+template <typename P>
+__device__ __forceinline__ void leave_units(const P& p) {
   __threadfence();
   if (atomicInc(reinterpret_cast<unsigned*>(p.workspace) + 1, gridDim.x - 1) == gridDim.x - 1) p.workspace[0] = 0;
+}
+
+template <typename P, typename Smem>
+__device__ __forceinline__ void publish_end(const P& p, const Smem& smem, const Turns& turns) {
+  publish_none(smem, turns);
+  leave_units(p);
 }
 
 // One lane. Hands out units two ahead and stages the layer records of each in shared memory.
