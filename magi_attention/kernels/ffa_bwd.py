@@ -2,7 +2,8 @@
 """Backward launches of the CUDA kernels: gradients from the inputs, out, lse and the gradient of out.
 
 The plan is that of the transposed mask. dk and dv are written once by whoever owns the keys; dq is summed in
-float32 in the workspace, in no fixed order unless ``deterministic`` is asked for. The workspace holds that sum, as
+float32 in the workspace, in no fixed order unless ``deterministic`` is asked for; where that is faster whoever adds
+first stores, and the others wait for it. The workspace holds that sum, as
 many floats as q has values on padded heads, so it is taken from torch's allocator for each call and given back, not
 kept. As in the forward, what depends on shapes alone is prepared once, and layouts that the copy engine cannot
 follow are copied.
@@ -76,6 +77,7 @@ class _Prepared:
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
     options: AttnOptions  # held, so that its id, which is part of the key, stays taken
+    waits: bool  # for CTAs of its own kernel: for their turns or for who stores
 
 
 class BackwardCalls:
@@ -85,8 +87,8 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
-        # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
-        self._in_turns: dict[int, Succession] = {}  # device -> its kernels in turns
+        # Such a kernel may hold the multiprocessors that CTAs wait for for which another one waits.
+        self._waiting: dict[int, Succession] = {}  # device -> its kernels that wait for CTAs of their own
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
@@ -102,6 +104,8 @@ class BackwardCalls:
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         remote = mask if isinstance(mask, RemoteKeys) else None
         steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(index))
+        if steps.in_graph is not None and runtime.is_capturing():
+            steps = steps.in_graph
         key = _key(x, options, into is None, grad_dtype, steps, remote)
         call = self._prepared.get(key)
         if call is None:
@@ -139,11 +143,11 @@ class BackwardCalls:
             0 if units is None else units.data_ptr(), stream,
         )  # fmt: skip
         params = call.prefix + tail
-        if call.options.deterministic:
-            succession = self._in_turns.get(index)
+        if call.waits:
+            succession = self._waiting.get(index)
             if succession is None:
                 made = Succession(runtime.event, runtime.stream_object)
-                succession = self._in_turns.setdefault(index, made)
+                succession = self._waiting.setdefault(index, made)
             with succession.next(stream, capturing):
                 status = _start(call.library, params, remote)
         else:
@@ -168,11 +172,12 @@ class BackwardCalls:
             tk = remote.mask.total_k
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
+        order = abi.DQ_IN_TURNS if options.deterministic else abi.DQ_FIRST_STORES if steps.in_graph else abi.DQ_ANY
         prefix, workspace_bytes, list_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, deterministic=int(options.deterministic), query_block=steps.query_block,
+            softcap=options.softcap, dq_order=order, query_block=steps.query_block,
             head_parts=steps.head_parts,
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
@@ -182,7 +187,7 @@ class BackwardCalls:
             log_copy(odd)
         walked = None
         # Units that the kernels list themselves need no other order.
-        if steps.query_block == WIDE and not options.deterministic and (remote is not None or not list_bytes):
+        if steps.query_block == WIDE and order == abi.DQ_ANY and (remote is not None or not list_bytes):
             processors = runtime.processors(q.get_device())
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
@@ -192,7 +197,7 @@ class BackwardCalls:
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
             (heads, heads_kv, options.sm_margin, steps.query_block),
-            q.device, is_empty, bool(odd) or not _is_plain(x), options,
+            q.device, is_empty, bool(odd) or not _is_plain(x), options, order != abi.DQ_ANY,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared

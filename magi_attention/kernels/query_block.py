@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps a backward takes: of 64 queries or of 80, and among how many units the query heads of a tile are shared
-out, see ``docs/notes/ffa_backward_wide.md``.
+out, see ``docs/notes/ffa_backward_wide.md``; and whether the sum of dq is cleared.
 
 Steps of 80 are the faster ones for their size, but round to larger blocks. By how much more is counted; how much they
 gain depends on whether units are many, and on whether dq is summed in order, where halves of the heads are for steps of
 64 alone.
+
+To clear the sum of dq takes as long whatever the mask. Where keys see few queries that is a good part of the time, and
+it is faster if whoever comes first in the order of turns stores and the others wait for that
+(``docs/notes/ffa_backward_turns.md``).
 """
 
 from __future__ import annotations
@@ -28,13 +32,25 @@ _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
+# The first to add stores if a key sees at most so many queries on average: where units are listed, and where they are
+# many; with so many keys at most, as turns are assigned tile by block; and with so many query heads of a kv head, as
+# with one it was slower. Measured with up to 131,072 keys and groups of 8 and 12.
+_MOST_STORED_OF_FEW = 1100
+_MOST_STORED = 2400
+_MOST_KEYS_STORED = 2**17
+_LEAST_GROUP_STORED = 4
 
 
 class Steps(NamedTuple):
-    """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses."""
+    """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
+
+    ``in_graph``: None, or the first to add to a block of dq stores and the others wait for it, except in CUDA graphs:
+    there these steps are taken, as nothing keeps two replays from running beside each other.
+    """
 
     query_block: int
     head_parts: int
+    in_graph: Steps | None = None
 
 
 def steps_of(
@@ -59,16 +75,33 @@ def steps_of(
 
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
-    wide = False
-    if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128:  # there is a kernel
-        units = -(-keys // TILE) * v_shape[1]
-        wide = wide_gains(slices, q_shape[0], keys, units, processors, options.deterministic)
-    is_long = slices.area >= _LONGER_THAN_HALVES * max(keys, 1)
-    if options.deterministic and not is_remote and not (wide and is_long):
+    units = -(-keys // TILE) * v_shape[1]
+    has_wide = not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128  # there is a kernel
+
+    def by_rounding(in_turns: bool) -> Steps:
+        wide = has_wide and wide_gains(slices, q_shape[0], keys, units, processors, in_turns)
+        return Steps(WIDE if wide else NARROW, 0)
+
+    found = by_rounding(options.deterministic)
+    if is_remote:
+        return found
+    if options.deterministic:
+        if found.query_block == WIDE and slices.area >= _LONGER_THAN_HALVES * max(keys, 1):
+            return found
         parts = head_parts_in_turns(slices, q_shape, v_shape, processors)
-        if parts:
-            return Steps(NARROW, parts)
-    return Steps(WIDE if wide else NARROW, 0)
+        return Steps(NARROW, parts) if parts else found
+    is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
+    if has_wide and is_grouped and storing_gains(slices, keys, units, processors):
+        return by_rounding(in_turns=True)._replace(in_graph=found)
+    return found
+
+
+def storing_gains(slices: SliceTable, keys: int, units: int, processors: int) -> bool:
+    """Whether it is faster if the first to add to a block of dq stores, with so many ``units`` of whole tiles."""
+    if units < fewest_whole(processors) or keys > _MOST_KEYS_STORED:
+        return False
+    most = _MOST_STORED if units >= _MANY_UNITS * processors else _MOST_STORED_OF_FEW
+    return 0 < slices.area <= most * keys
 
 
 def wide_gains(slices: SliceTable, queries: int, keys: int, units: int, processors: int, in_turns: bool) -> bool:

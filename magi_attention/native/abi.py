@@ -8,11 +8,12 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)
+DQ_ANY, DQ_IN_TURNS, DQ_FIRST_STORES = range(3)
 FWD, BWD = range(2)
 
 LAYER_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
@@ -119,7 +120,7 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int32) for name in _BWD_INTS),
         ("softmax_scale", c_float),
         ("softcap", c_float),
-        ("deterministic", c_int32),
+        ("dq_order", c_int32),
         ("query_block", c_int32),
         ("head_parts", c_int32),
         *((name, c_int64) for name in _BWD_STRIDES),

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import builds  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend, ffa_bwd  # noqa: E402
+from magi_attention.kernels.query_block import Steps  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 
@@ -95,7 +96,8 @@ def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), builds.make_case("full", 4096).mask.slices
     chosen = ffa_bwd.steps_of
-    for queries, is_ordered, found in ((64, False, (64, 0)), (64, True, (64, 2)), (80, True, (80, 0))):
+    forced = (64, False, Steps(64, 0)), (64, True, Steps(64, 2)), (80, True, Steps(80, 0))
+    for queries, is_ordered, found in forced:
         with builds.forced_steps(queries):
             options = AttnOptions(0.3, deterministic=is_ordered)
             assert ffa_bwd.steps_of(*shapes, slices, options, 132) == found

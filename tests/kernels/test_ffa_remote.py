@@ -91,5 +91,5 @@ def test_turns_where_keys_arrive(monkeypatch) -> None:
         ffa.runtime.current_stream = stream
         args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys(events))
         ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
-    assert events == ["push", "kernel"] * 2 and [c.deterministic for c in calls] == [1, 1]
+    assert events == ["push", "kernel"] * 2 and [c.dq_order for c in calls] == [1, 1]
     assert ("wait", 8) in ffa.runtime.said

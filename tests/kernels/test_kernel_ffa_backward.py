@@ -18,8 +18,9 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, query_block
+from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, ffa_bwd, query_block
 from magi_attention.kernels.ffa_plans import RangeTensors
+from magi_attention.kernels.query_block import Steps
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -344,7 +345,7 @@ def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
     q, k, v = (x.requires_grad_() for x in inputs(16, 16))
     out, _ = flex_flash_attn_func(q, k, v, *Mask.causal(16).slices.tensors(), deterministic=wish)
     out.sum().backward()
-    assert [c.deterministic for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
+    assert [c.dq_order for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
 
 
 def test_kernels_in_turns_follow_one_another_over_streams():
@@ -360,6 +361,19 @@ def test_kernels_in_turns_follow_one_another_over_streams():
     ffa.runtime.capturing, ffa.runtime.current_stream = True, 9
     ffa.backward(*case.tensors, case.slices, in_turns)
     assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before
+
+
+def test_kernels_whose_first_to_add_stores_follow_those_too(monkeypatch):
+    """But not in a capture, as nobody would put replays one after the other: there the sum is cleared."""
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, in_graph=Steps(64, 0)))
+    ffa, simulator = backend()
+    case = Case(MASKS[0])
+    for stream, is_capturing in ((7, False), (8, False), (8, True), (8, False)):
+        ffa.runtime.current_stream, ffa.runtime.capturing = stream, is_capturing
+        ffa.backward(*case.tensors, case.slices, PLAIN)
+    assert ffa.runtime.said == [("record", 7), ("wait", 8), ("record", 8), ("record", 8)]
+    stores = abi.DQ_FIRST_STORES
+    assert [c.dq_order for c in simulator.backward_calls] == [stores, stores, abi.DQ_ANY, stores]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a backward takes steps of 80 queries, and when halves of the heads."""
+"""When a backward takes steps of 80 queries, when halves of the heads, and when the first to add to dq stores."""
 
 from __future__ import annotations
 
@@ -24,9 +24,15 @@ def planner():
     planner_or_skip()
 
 
-def choose(mask: Mask, total: int, in_turns=False, dim: int = 128, processors=PROCESSORS, **options) -> Steps:
-    shapes = (total, 64, dim), (total, 8, dim)
+def choose(
+    mask: Mask, total: int, in_turns=False, dim: int = 128, processors=PROCESSORS, heads=(64, 8), **options
+) -> Steps:
+    shapes = (total, heads[0], dim), (total, heads[1], dim)
     return steps_of(*shapes, mask.slices, AttnOptions(0.3, deterministic=in_turns, **options), processors)
+
+
+def storing(steps: Steps, in_graph: Steps) -> Steps:
+    return steps._replace(in_graph=in_graph)
 
 
 def documents(length: int, total: int) -> Mask:
@@ -38,9 +44,9 @@ def documents(length: int, total: int) -> Mask:
     [
         (Mask.full(4096), 4096, WIDE, WIDE),
         (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 1.045 times as many queries in whole blocks of 80
-        (documents(1024, 4096), 4096, NARROW, WIDE),
-        (documents(512, 4096), 4096, NARROW, NARROW),  # 1.13 times
-        (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, WIDE, HALVES),  # 1.008 times, where keys see few queries
+        (documents(1024, 4096), 4096, storing(WIDE, NARROW), WIDE),
+        (documents(512, 4096), 4096, storing(NARROW, NARROW), NARROW),  # 1.13 times
+        (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, storing(WIDE, WIDE), HALVES),  # 1.008 times
         (Mask.varlen([0, 1300, 2600, 4096]), 4096, NARROW, HALVES),  # 1.023 times
         (Mask.varlen([0, 1500, 4096]), 4096, WIDE, WIDE),  # 1.025 times, where keys see 2,194
         (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, HALVES),
@@ -48,16 +54,17 @@ def documents(length: int, total: int) -> Mask:
         (documents(1280, 5120), 5120, WIDE, HALVES),  # few units, whole blocks of either size
         (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
         (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
-        (documents(2048, 8192), 8192, WIDE, WIDE),  # many units
+        (documents(2048, 8192), 8192, storing(WIDE, WIDE), WIDE),  # many units
+        (documents(2560, 7680), 7680, WIDE, WIDE),
         (Mask.causal(8192), 8192, WIDE, WIDE),
-        (Mask.sliding_window(8192, (1023, 0)), 8192, NARROW, WIDE),  # 1.06 times
-        (documents(512, 8192), 8192, NARROW, NARROW),
-        (documents(640, 8320), 8320, WIDE, WIDE),  # whole blocks of either size
+        (Mask.sliding_window(8192, (1023, 0)), 8192, storing(WIDE, NARROW), WIDE),  # 1.06 times
+        (documents(512, 8192), 8192, storing(NARROW, NARROW), NARROW),
+        (documents(640, 8320), 8320, storing(WIDE, WIDE), WIDE),  # whole blocks of either size
         (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
     ],
     ids=(
         "full", "causal", "four documents", "eight", "four of 1,000", "three", "two", "uneven", "5K", "aligned 5K",
-        "2.5K", "1.25K", "8K", "causal 8K", "window 8K", "short 8K", "aligned", "1K",
+        "2.5K", "1.25K", "8K", "three in 7.5K", "causal 8K", "window 8K", "short 8K", "aligned", "1K",
     ),
 )
 def test_by_rounding_and_the_number_of_units(mask, total, steps, in_turns):
@@ -73,14 +80,36 @@ def test_only_where_there_is_a_kernel():
 
 
 def test_the_choice_is_kept_with_the_mask(monkeypatch):
-    mask, made, gains = documents(2048, 8192), [], query_block.wide_gains
+    mask, made, gains = documents(2560, 7680), [], query_block.wide_gains
     monkeypatch.setattr(query_block, "wide_gains", lambda *a: made.append(a) or gains(*a))
     for _ in range(3):
-        assert choose(mask, 8192) == WIDE and choose(mask, 8192, softcap=1.0) == NARROW
+        assert choose(mask, 7680) == WIDE and choose(mask, 7680, softcap=1.0) == NARROW
     assert len(made) == 1
-    choose(mask, 8192, in_turns=True)
-    choose(mask, 8192, processors=264)  # machines may have GPUs of two kinds
+    choose(mask, 7680, in_turns=True)
+    choose(mask, 7680, processors=264)  # machines may have GPUs of two kinds
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("total, limit", ((4096, 1100), (8192, 2400)), ids=("listed", "many"))
+def test_the_first_stores_where_keys_see_few_queries(total, limit):
+    masks = [Mask.sliding_window(total, (window, 0)) for window in range(limit // 2, 2 * limit, limit // 8)]
+    found = [choose(mask, total).in_graph is not None for mask in masks]
+    assert found == [mask.slices.area <= limit * total for mask in masks]
+    assert {True, False} == set(found)
+
+
+def test_otherwise_nobody_waits_for_whoever_is_first():
+    short = Mask.sliding_window(8192, (500, 0))
+    assert choose(short, 8192) == storing(NARROW, NARROW)
+    assert choose(short, 8192, heads=(32, 8)).in_graph == NARROW
+    for options in (
+        *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}, {"processors": 400}),
+        *({"heads": (24, 8)}, {"heads": (32, 32)}),
+    ):
+        assert choose(short, 8192, **options).in_graph is None, options
+    for total, stores in ((2**17, True), (2**17 + 1, False)):
+        assert (choose(Mask.sliding_window(total, (500, 0)), total).in_graph is not None) == stores
+    assert choose(Mask.sliding_window(1024, (100, 0)), 1024).in_graph is None  # heads are shared out
 
 
 def test_nothing_to_do():

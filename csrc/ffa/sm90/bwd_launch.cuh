@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
+
 #include "../common/host.h"
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
@@ -86,7 +88,8 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
   const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
   k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
-  k->turn_flags = r->turn_flags = a.deterministic ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
+  k->turn_flags = r->turn_flags = a.dq_order ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
+  k->last_turn = a.dq_order == MAGI_DQ_FIRST_STORES ? 1 : INT_MAX;
   r->turns = reinterpret_cast<int32_t*>(workspace + w.turns);
   k->turns = r->turns;
   k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
@@ -207,10 +210,10 @@ template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
   if constexpr (!C::kWide) {
-    if (a.deterministic && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
+    if (a.dq_order && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
     if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
   }
-  if (a.deterministic) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries>>(a, k, sms);
+  if (a.dq_order) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries>>(a, k, sms);
   return start_plain_bwd<C>(a, k, sms);
 }
 
@@ -238,7 +241,7 @@ magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, c
       MAGI_RETURN(launch_first(bwd_list<kRowThreads, C::kQueries>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
       return start_listed_rows<C>(a, r, k.do_map, doing);
     }
-  if (!a.deterministic) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
+  if (!a.dq_order) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
   MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
   return launch_behind(prepare, rows, kRowThreads, 0, a.stream, r, doing);
 }
@@ -272,7 +275,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   MAGI_RETURN(start_rows<C>(a, k, r, rows, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   const char* doing = "launching the end of the backward";
-  if (a.deterministic) {
+  if (a.dq_order) {
     MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, dim3(k.query_blocks * k.heads_q), kRowThreads, 0, a.stream, r, doing));
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }

@@ -42,7 +42,7 @@ struct BwdSplit {
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t units = bwd_tile_units<C>(a), last = units % sms;
-  if (C::kD != 128 || a.deterministic || a.softcap > 0.f || units < 2 * sms) return {};
+  if (C::kD != 128 || a.dq_order || a.softcap > 0.f || units < 2 * sms) return {};
   const int group = a.heads_q / a.heads_kv;
   int parts = group < kTailParts ? group : kTailParts;
   while (group % parts) --parts;
@@ -59,7 +59,7 @@ template <typename C>
 int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
   const int64_t tile_parts = bwd_tiles(a) * head_parts, units = tile_parts * a.heads_kv;
   if (units == 0) return 1;
-  if (a.deterministic && a.head_parts > 1) return a.heads_kv;
+  if (a.dq_order && a.head_parts > 1) return a.heads_kv;
   const int64_t heads = std::min<int64_t>(std::max<int64_t>((2ll * sms + tile_parts / 2) / tile_parts, 1), a.heads_kv);
   const int64_t small = a.heads_kv % heads * tile_parts, sections = (units + sms) / (2ll * sms);
   if (sections > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots)) return static_cast<int>(heads);
@@ -69,7 +69,7 @@ int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms)
 // Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
 template <typename C>
 bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !a.deterministic && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
+  return C::kD == 128 && !a.dq_order && a.softcap == 0.f && a.heads_q / a.heads_kv % kSplitParts == 0 &&
          bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) > 1 && bwd_tile_units<C>(a) <= kMaxListed &&
          bwd_heads_per_section<C>(a, 1, sms) == a.heads_kv && bwd_tile_units<C>(a) < 3ll * sms;
 }
@@ -142,11 +142,11 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   const bool lists = bwd_lists_units<C>(a, sms);
   w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
-  w.order = whole_lines(w.turn_flags + (a.deterministic ? 4 * C::kPasses * blocks : 0));
+  w.order = whole_lines(w.turn_flags + (a.dq_order ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses;
-  w.turns = whole_lines(w.order + (a.deterministic ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.turns_of_block = whole_lines(w.turns + (a.deterministic ? 4 * units * bwd_query_blocks<C>(a) : 0));
-  w.bytes = w.turns_of_block + (a.deterministic ? 8 * bwd_query_blocks<C>(a) : 0);
+  w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
+  w.turns_of_block = whole_lines(w.turns + (a.dq_order ? 4 * units * bwd_query_blocks<C>(a) : 0));
+  w.bytes = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);
   return w;
 }
 

@@ -20,6 +20,9 @@
 // taken up before and will end; all units of a wave get a CTA, as the CTAs that have none of it are at earlier ones.
 //
 // Where a tile visits a block in more than one layer there is no such time either: then the order is that of the ranks.
+//
+// With MAGI_DQ_FIRST_STORES (`last_turn` is 1) all but the first wait for the first alone, and add as they come. What is said of circles holds
+// for that as well, as who is first comes before all others in that order.
 #pragma once
 
 #include "../common/copy.cuh"
@@ -106,7 +109,7 @@ template <typename C>
 __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
                                             uint32_t next_words, int& seen) {
   int32_t* turns = p.turn_flags;
-  const int turn = lds_int(words + 4);
+  const int turn = min(lds_int(words + 4), p.last_turn);
   if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
   while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
   float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
@@ -127,6 +130,7 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
 template <typename C>
 __device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, int turn, uint32_t slot) {
   int32_t* count = p.turn_flags + number;
+  turn = min(turn, p.last_turn);
   int seen = load_relaxed(count);
   mbar_wait(smem.dq_full(slot % 2), slot / 2);
   while (seen < turn) seen = load_relaxed(count);

@@ -83,6 +83,8 @@ magi_status check_bwd(const magi_ffa_bwd_params& p) {
     return fail(MAGI_INVALID_ARGUMENT, "accumulate needs float32 gradients.");
   if (p.grad_dtype != MAGI_FP32 && p.grad_dtype != p.dtype)
     return fail(MAGI_INVALID_ARGUMENT, "Gradients must be float32 or have the dtype of q.");
+  if (p.dq_order < MAGI_DQ_ANY || p.dq_order > MAGI_DQ_FIRST_STORES)
+    return fail(MAGI_INVALID_ARGUMENT, "dq_order is %d; use one of magi_dq_order.", p.dq_order);
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k and sm_margin must be >= 0.");
   return MAGI_OK;

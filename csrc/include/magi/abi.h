@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 9
+#define MAGI_ABI_VERSION 10
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -192,8 +192,14 @@ MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, c
  * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
  * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
  * dk and dv are written once by their owner (where tiles are few, by a sum of parts in a fixed order, which wait in the
- * workspace); dq is summed in float32 in the workspace, in no fixed order unless `deterministic`.
+ * workspace); dq is summed in float32 in the workspace, in the order of `dq_order`.
  */
+typedef enum {
+  MAGI_DQ_ANY = 0,          /* the sum is cleared first */
+  MAGI_DQ_IN_TURNS = 1,     /* an order that plan and sm_margin fix, so dq is the same bits on every run */
+  MAGI_DQ_FIRST_STORES = 2, /* who is first in that order stores, and the others wait for that alone, so nothing is cleared */
+} magi_dq_order;
+/* Kernels with an order wait for CTAs of their own, so two of them must not run beside each other. */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
   int32_t dtype;      /* of q, k, v, out, dout: MAGI_BF16 or MAGI_FP16 */
@@ -203,9 +209,9 @@ typedef struct {
   int32_t sm_margin;  /* SMs to leave free, >= 0 */
   float softmax_scale; /* > 0 */
   float softcap;       /* > 0, or 0 for none */
-  int32_t deterministic; /* 1: dq is summed in an order that plan and sm_margin fix, so it is the same bits on every run */
+  int32_t dq_order;      /* magi_dq_order */
   int32_t query_block;   /* queries of a step: 64; or 80, faster where keys see thousands, for head dims of 65 to 128 without
-                            softcap. 80 and not deterministic: the plan must have words_units */
+                            softcap. 80 and MAGI_DQ_ANY: the plan must have words_units */
   int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to
                             the library. In order, more than one says that tiles are uneven: the longest of all heads come first */
   int64_t q_stride_token, q_stride_head;

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backwards in which the first to add to a block of dq stores, with steps of either size: the tests of the others once
+more, where masks would not choose it, too. That masks do: ``tests/kernels/test_query_block.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_oracle import assert_grads, make_dout, truth
+from forward_oracle import make_inputs
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    pytestmark,
+    test_families_and_gqa,
+    test_random_masks,
+    test_sinks,
+    test_softcap,
+    test_special_slices,
+    test_stages_add_up_in_float32,
+    test_strided_and_misaligned_inputs,
+    test_what_unseen_rows_hold_does_not_matter,
+)
+from test_ffa_backward_deterministic import CASES
+
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.query_block import Steps
+from magi_attention.kernels.types import Grads
+from magi_attention.native import abi
+from magi_attention.testing import masks
+from magi_attention.testing.spawn import run_processes
+
+
+def storing(queries: int):
+    def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
+        is_wide = queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
+        stores = not options.deterministic and not isinstance(mask, RemoteKeys)
+        return Steps(80 if is_wide else 64, 0, in_graph=Steps(64, 0) if stores else None)
+
+    return steps_of
+
+
+@pytest.fixture(autouse=True, params=(64, 80))
+def queries(request, monkeypatch) -> int:
+    monkeypatch.setattr(ffa_bwd, "steps_of", storing(request.param))
+    return request.param
+
+
+@pytest.fixture
+def orders(monkeypatch) -> list[int]:
+    """The order of dq of each launch."""
+    found, start = [], ffa_bwd._start
+
+    def watched(library, params: bytes, remote) -> int:
+        found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_order)
+        return start(library, params, remote)
+
+    monkeypatch.setattr(ffa_bwd, "_start", watched)
+    return found
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (72, 120), (256, 256)), ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_many_times(name, dims, dtype, orders):
+    """Nothing is cleared, and memory holds NaN before: an addition that overtakes the first store would show."""
+    for total, heads in ((1337, (8, 2)), (300, (5, 1)), (65, (2, 2))):
+        x = make_inputs(0, CASES[name](total), total, total, heads, dims, dtype=dtype, device=DEVICE)
+        dout = make_dout(x)
+        want = truth(x, dout)
+        for _ in range(5):
+            assert_grads(x, differentiate(x, dout), want, (name, total, heads))
+    assert orders == 15 * [abi.DQ_FIRST_STORES]
+
+
+@pytest.mark.parametrize("margin", (1, 40, 131))
+def test_with_multiprocessors_left_free(margin):
+    for name, make in CASES.items():
+        x = make_inputs(2, make(1000), 1000, 1000, (8, 2), (128, 128), device=DEVICE)
+        dout = make_dout(x)
+        assert_grads(x, differentiate(x, dout, sm_margin=margin), truth(x, dout), (name, margin))
+
+
+def assert_close(got: Grads, want: Grads, note) -> None:
+    """dk and dv are the same bits; dq but for the order of a float32 sum, rounded to 16 bits."""
+    assert torch.equal(got.dk, want.dk) and torch.equal(got.dv, want.dv), note
+    torch.testing.assert_close(got.dq.float(), want.dq.float(), atol=2e-3, rtol=1.6e-2, msg=lambda m: f"{note}: {m}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beside_other_work(name):
+    total = 4096
+    x = make_inputs(1, CASES[name](total), total, total, (16, 2), (128, 128), device=DEVICE)
+    dout, noise = make_dout(x), torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    want, side = differentiate(x, dout, deterministic=True), torch.cuda.Stream()
+    for n in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(n):
+                noise = torch.nn.functional.normalize(noise @ noise)
+        assert_close(differentiate(x, dout), want, (name, n))
+    torch.cuda.synchronize()
+
+
+def short_units_beside_long_kernels(rank: int, world: int, queries: int) -> bool:
+    ffa_bwd.steps_of = storing(queries)
+    noise, side = torch.randn(4096, 4096, device=DEVICE), torch.cuda.Stream()
+    for name, make in CASES.items():
+        for dim in (64, 128, 256):
+            x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
+            dout = make_dout(x)
+            want = differentiate(x, dout, deterministic=True)
+            for n in range(12):
+                with torch.cuda.stream(side):
+                    for _ in range(n % 4):
+                        torch.mm(noise, noise)
+                assert_close(differentiate(x, dout), want, (name, dim, n))
+    torch.cuda.synchronize()
+    return True
+
+
+def two_at_a_time(rank: int, world: int, queries: int) -> bool:
+    """On two streams, every third in turns: one waits for the other."""
+    ffa_bwd.steps_of = storing(queries)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
+    dout, found = make_dout(x), []
+    want = differentiate(x, dout, deterministic=True)
+    torch.cuda.synchronize()
+    for n in range(30):
+        with torch.cuda.stream(streams[n % 2]):
+            found.append(differentiate(x, dout, deterministic=n % 3 == 0))
+    torch.cuda.synchronize()
+    for n, again in enumerate(found):
+        assert_close(again, want, n)
+    return True
+
+
+@pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_at_a_time), ids=lambda f: f.__name__)
+def test_nobody_waits_for_ever(work, queries):
+    assert run_processes(1, work, queries, timeout_s=100, backend="nccl") == [True]
+
+
+def test_not_in_a_cuda_graph(orders):
+    """Replays may run beside each other, and nobody would put these one after the other."""
+    x = make_inputs(5, masks.causal(900), 900, 900, (8, 2), (128, 128), device=DEVICE)
+    dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
+
+    def step():
+        out, _ = flex_flash_attn_func(*leaves, *ranges, softmax_scale=x.scale)
+        return torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert_grads(x, Grads(*step()), truth(x, dout))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = Grads(*step())
+    for _ in range(3):
+        graph.replay()
+        assert_grads(x, got, truth(x, dout))
+    assert orders == [abi.DQ_FIRST_STORES, abi.DQ_ANY]
