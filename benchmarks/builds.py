@@ -3,13 +3,14 @@
 
     python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
                                 [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
-                                [--steps chosen,64,80]
+                                [--steps chosen,cleared,64,80]
 
 All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
 when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
 table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
 be compressed by gzip; a build is named by its file, or by its folder where files have the same name. With --steps each
-is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80.
+is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80; or with those, but
+the sum of dq cleared where the first to add would store, as NAME+cleared.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
 
-STEPS = ("chosen", str(NARROW), str(WIDE))
+STEPS = ("chosen", "cleared", str(NARROW), str(WIDE))
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -81,14 +82,19 @@ def anew(case: Case) -> Case:
 
 
 @contextmanager
-def forced_steps(queries: int) -> Iterator[None]:
-    """Backwards take steps of so many queries, whatever the mask."""
+def forced_steps(steps: str) -> Iterator[None]:
+    """Backwards take one of ``STEPS``, whatever the mask."""
+    chosen = ffa_bwd.steps_of
 
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
-        halves = options.deterministic and queries == NARROW
-        return Steps(queries, head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
+        if steps == "cleared":
+            found = chosen(q_shape, v_shape, mask, options, processors)
+            return found.in_graph or found
+        halves = options.deterministic and steps == str(NARROW)
+        return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
 
-    chosen, ffa_bwd.steps_of = ffa_bwd.steps_of, steps_of
+    if steps != "chosen":
+        ffa_bwd.steps_of = steps_of
     try:
         yield
     finally:
@@ -96,16 +102,14 @@ def forced_steps(queries: int) -> Iterator[None]:
 
 
 class GradientsBySteps(OurGradients):
-    """``OurGradients`` with steps of so many ``queries``, or those that it chooses."""
+    """``OurGradients`` with one of ``STEPS``."""
 
-    def __init__(self, queries: int | None, *arguments, **options) -> None:
-        self._queries = queries
+    def __init__(self, steps: str, *arguments, **options) -> None:
+        self._steps = steps
         super().__init__(*arguments, **options)
 
     def __call__(self):
-        if self._queries is None:
-            return super().__call__()
-        with forced_steps(self._queries):
+        with forced_steps(self._steps):
             return super().__call__()
 
 
@@ -116,9 +120,8 @@ def makers_of(backends: dict[str, FfaBackend], options: argparse.Namespace) -> d
     found = {}
     for n, b in backends.items():
         for steps, is_ordered in product(options.steps, (False, True) if options.turns else (False,)):
-            queries = None if steps == "chosen" else int(steps)
-            name = n + (f"+{queries}" if queries else "") + "+turns" * is_ordered
-            found[name] = lambda q, k, v, dout, case, b=b, s=queries, d=is_ordered: GradientsBySteps(
+            name = n + (f"+{steps}" if steps != "chosen" else "") + "+turns" * is_ordered
+            found[name] = lambda q, k, v, dout, case, b=b, s=steps, d=is_ordered: GradientsBySteps(
                 s, q, k, v, dout, anew(case), is_both=False, deterministic=d, backend=b
             )
     return found
