@@ -97,7 +97,18 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
   }
 }
 
-// The sum of the two warpgroups' shares of a step's dq, when its turn has come. One lane, beside the next step. `words`: which part
+// Sends the sum of the two warpgroups' shares of a step's dq on its way to block `number` of dq_sum, of all columns of a pass.
+template <typename C>
+__device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number, uint32_t staged, bool is_first) {
+  float* to = p.dq_sum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
+  if (is_first)
+    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
+  else
+    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
+  store_commit();
+}
+
+// The dq of a step, when its turn has come. One lane, beside the next step. `words`: which part
 // of dq_sum, in blocks of all columns of a pass, and the turn; `next_words` those of the next step, or 0; `seen` what its counter
 // was when last looked at, or -1.
 //
@@ -112,12 +123,7 @@ __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t s
   const int turn = min(lds_int(words + 4), p.last_turn);
   if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
   while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
-  float* to = p.dq_sum + static_cast<uint32_t>(lds_int(words)) * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
-  if (seen == 0)
-    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
-  else
-    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
-  store_commit();
+  send_dq<C>(p, lds_int(words), staged, seen == 0);
   seen = next_words != 0 ? load_relaxed(turns + static_cast<uint32_t>(lds_int(next_words))) : -1;
   store_wait_read();
   mbar_arrive(staged_is_free);
@@ -134,12 +140,7 @@ __device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdS
   int seen = load_relaxed(count);
   mbar_wait(smem.dq_full(slot % 2), slot / 2);
   while (seen < turn) seen = load_relaxed(count);
-  float* to = p.dq_sum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
-  if (seen == 0)
-    store_bytes(to, smem.dq(), C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
-  else
-    add_bulk_float(to, smem.dq(), C::kGroups * C::kDqBytes);
-  store_commit();
+  send_dq<C>(p, number, smem.dq(), seen == 0);
   store_wait_read();
   mbar_arrive(smem.dq_empty(0));
   store_wait_all();
