@@ -3,7 +3,7 @@
 
     python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
                                 [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
-                                [--steps chosen,cleared,64,80]
+                                [--steps chosen,cleared,64,80] [--documents 4K] [--window 512]
 
 All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
 when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -29,8 +30,9 @@ from statistics import fmean
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from kernel import DTYPES, FLOPS_PER_PAIR, Result, list_of, make_inputs, parse_size, prepare  # noqa: E402
-from masks import NAMES, Case, make_case  # noqa: E402
+from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
+from kernel import FLOPS_PER_PAIR, Result, make_inputs, prepare  # noqa: E402
+from masks import Case  # noqa: E402
 from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
 from timing import interleaved_us, summary  # noqa: E402
@@ -78,7 +80,7 @@ def why_not(backend: FfaBackend, options: argparse.Namespace) -> str | None:
 
 def anew(case: Case) -> Case:
     """The same case with a mask of its own: plans and lists are kept with a mask, and each build makes its own."""
-    return Case(case.name, case.seqlen, case.documents)
+    return replace(case)
 
 
 @contextmanager
@@ -146,13 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--direction", choices=("forward", "backward"), default="backward")
     add("--turns", action="store_true", help="backward: also with dq summed in a fixed order")
     add("--steps", type=list_of(str, STEPS), default=["chosen"], metavar="A,B", help="backward: " + ", ".join(STEPS))
-    add("--masks", type=list_of(str, NAMES), default=["full", "causal"], metavar="A,B", help=", ".join(NAMES))
-    add("--seqlens", type=list_of(parse_size), default="4K,16K", metavar="4K,16K", help="4K,16K")
-    add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
-    add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
-    add("--dtype", choices=tuple(DTYPES), default="bf16")
-    add("--samples", type=int, default=1, help="draws of the documents of varlen masks (1)")
-    add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
+    add_case_options(parser, ["full", "causal"], "4K,16K", samples=1)
     return parser
 
 
@@ -196,9 +192,8 @@ def means_of(
     reference, *others = makers
     speeds: list[float] = []
     ratios: dict[str, list[float]] = {n: [] for n in others}
-    samples = options.samples if mask.startswith("varlen") else 1
-    for sample in range(samples):
-        case = make_case(mask, seqlen, sample)
+    cases = list(cases_of(options, mask, seqlen))
+    for sample, case in enumerate(cases):
         us, failed = measure(case, makers, options)
         for n, reason in failed.items():
             print(f"{n} on {mask}, {seqlen} tokens, draw {sample}: {reason}", flush=True)
@@ -208,7 +203,7 @@ def means_of(
         speeds.append(FLOPS_PER_PAIR[options.direction] * pairs / us[reference] / 1e6)
         for n in us.keys() & ratios.keys():
             ratios[n].append(us[reference] / us[n])
-    mean = lambda values: fmean(values) if len(values) == samples else None  # noqa: E731
+    mean = lambda values: fmean(values) if len(values) == len(cases) else None  # noqa: E731
     return mean(speeds), {n: mean(r) for n, r in ratios.items()}
 
 

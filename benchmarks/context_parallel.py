@@ -34,6 +34,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from case_options import list_of, parse_size  # noqa: E402
 from cp_attempt import CellEnds, attempt  # noqa: E402
 from cp_gather import AllGather, OneGpu  # noqa: E402
 from cp_kernel import Groups, Kernel, Peer, Setting, State, select_rows  # noqa: E402
@@ -57,7 +58,7 @@ from cp_timing import (  # noqa: E402
 )
 from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
-from kernel import environment, list_of, make_inputs, parse_size  # noqa: E402
+from kernel import environment, make_inputs  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
 

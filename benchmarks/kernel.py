@@ -31,7 +31,8 @@ from statistics import fmean
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from masks import NAMES, Case, make_case  # noqa: E402
+from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
+from masks import NAMES, Case  # noqa: E402
 from peers import OURS_PUBLIC, Unfit, available, installed_peers  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
@@ -40,7 +41,6 @@ from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved
 ROOT = Path(__file__).resolve().parents[1]
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -64,43 +64,14 @@ class Result:
     samples: list[float] = field(default_factory=list)
 
 
-def parse_size(text: str) -> int:
-    """``"4K"`` is 4096, ``"1M"`` 1048576, ``"1000"`` 1000."""
-    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    number = text[:-1] if factor > 1 else text
-    if not number.isdigit() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no length; give one such as 4K or 1000.")
-    return int(number) * factor
-
-
-def list_of(convert, allowed: Sequence[str] | None = None):
-    def parse(text: str) -> list:
-        items = [item.strip() for item in text.split(",") if item.strip()]
-        for item in items:
-            if allowed is not None and item not in allowed:
-                raise argparse.ArgumentTypeError(f"{item!r} is unknown; choose from {', '.join(allowed)}.")
-        if not items:
-            raise argparse.ArgumentTypeError("give at least one, separated by commas.")
-        return [convert(item) for item in items]
-
-    return parse
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     directions = "what to time; both: forward and backward of one training step together (forward)"
     add("--direction", choices=tuple(FLOPS_PER_PAIR), default="forward", help=directions)
-    add("--masks", type=list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
-    default_lengths = "1K,2K,4K,8K,16K,32K,64K"
-    add("--seqlens", type=list_of(parse_size), default=default_lengths, metavar="4K,32K", help=default_lengths)
+    add_case_options(parser, NAMES, "1K,2K,4K,8K,16K,32K,64K", samples=4)
     add("--only", type=list_of(str), metavar="magi,fa3", help="only these implementations")
     add("--no-peers", action="store_true", help="only ours")
-    add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
-    add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
-    add("--dtype", choices=tuple(DTYPES), default="bf16")
-    add("--samples", type=int, default=4, help="draws of the documents of varlen masks, averaged (4)")
-    add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
     add("--graph", action="store_true", help="time CUDA graph replays")
     add("--host", action="store_true", help="also measure host time per call of ours (use short lengths)")
     add("--out", type=Path, help="write OUT.json and OUT.png")
@@ -186,10 +157,8 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
 def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) -> list[Result]:
     """All implementations on one mask and length."""
     results = {n: Result(name, seqlen, n, direction=options.direction) for n in makers}
-    samples = options.samples if name.startswith("varlen") else 1
     spread: dict[str, list[dict[str, float]]] = {n: [] for n in makers}
-    for sample in range(samples):
-        case = make_case(name, seqlen, sample)
+    for case in cases_of(options, name, seqlen):
         operations = FLOPS_PER_PAIR[options.direction] * case.mask.area * options.heads[0] * options.head_dim
         try:
             found = run_sample(case, options, makers, results)

@@ -46,11 +46,13 @@ def sample_documents(total: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """One mask over ``seqlen`` queries and keys. ``documents`` are lengths; one for masks without documents."""
+    """One mask over ``seqlen`` queries and keys. ``documents`` are lengths; one for masks without documents. ``keys``
+    are those that a query sees in a sliding window; None for ``WINDOW``."""
 
     name: str
     seqlen: int
     documents: tuple[int, ...]
+    keys: int | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -62,7 +64,7 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        return WINDOW if self.name == "sliding_window_causal" else None
+        return (self.keys or WINDOW) if self.name == "sliding_window_causal" else None
 
     @cached_property
     def cu_seqlens(self) -> list[int]:
@@ -75,7 +77,7 @@ class Case:
         if self.name == "causal":
             return Mask.causal(self.seqlen)
         if self.name == "sliding_window_causal":
-            return Mask.sliding_window(self.seqlen, (WINDOW - 1, 0))
+            return Mask.sliding_window(self.seqlen, (self.window - 1, 0))
         if self.name == "varlen_block_causal":
             return Mask.block_causal(self.cu_seqlens, BLOCK)
         return Mask.varlen(self.cu_seqlens, causal=self.is_causal)
@@ -104,7 +106,8 @@ class Case:
         if self.name == "causal":
             return lambda b, h, q, k: k <= q
         if self.name == "sliding_window_causal":
-            return lambda b, h, q, k: (k <= q) & (k > q - WINDOW)
+            window = self.window
+            return lambda b, h, q, k: (k <= q) & (k > q - window)
         document = tensor(self.document_of)
         if self.name == "varlen_full":
             return lambda b, h, q, k: document[q] == document[k]
@@ -114,9 +117,17 @@ class Case:
         return lambda b, h, q, k: (document[q] == document[k]) & (k < block_end[q])
 
 
-def make_case(name: str, seqlen: int, sample: int = 0) -> Case:
-    """The case ``name`` of ``NAMES``; varlen ones draw their documents with seed ``sample``."""
+def make_case(
+    name: str, seqlen: int, sample: int = 0, document: int | None = None, window: int | None = None
+) -> Case:
+    """The case ``name`` of ``NAMES``; varlen ones draw their documents with seed ``sample``, or have documents of
+    ``document`` tokens, of which the last is cut. ``window``: see ``Case.keys``."""
     if name not in NAMES:
         raise ValueError(f"Unknown mask {name!r}; use {', '.join(NAMES)}.")
-    documents = tuple(sample_documents(seqlen, sample)) if name.startswith("varlen") else (seqlen,)
-    return Case(name, seqlen, documents)
+    if not name.startswith("varlen"):
+        documents = [seqlen]
+    elif document is None:
+        documents = sample_documents(seqlen, sample)
+    else:
+        documents = [min(document, seqlen - at) for at in range(0, seqlen, document)]
+    return Case(name, seqlen, tuple(documents), window)

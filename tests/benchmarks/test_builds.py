@@ -14,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import builds  # noqa: E402
+from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend, ffa_bwd  # noqa: E402
 from magi_attention.kernels.query_block import Steps  # noqa: E402
@@ -95,7 +96,7 @@ def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     assert header[2:] == [n + way for n in ("old", "new") for way in ("", "+cleared", "+64", "+80")]
     assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 64, 64, 80]] * 2
     monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
-    shapes, slices = ((4096, 64, 128), (4096, 8, 128)), builds.make_case("full", 4096).mask.slices
+    shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
     chosen = ffa_bwd.steps_of
     ways = ("64", False, Steps(64, 0)), ("64", True, Steps(64, 2)), ("80", True, Steps(80, 0))
     for way, is_ordered, found in (*ways, ("cleared", False, Steps(64, 2)), ("chosen", False, chosen())):

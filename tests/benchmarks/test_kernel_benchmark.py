@@ -19,6 +19,7 @@ import masks  # noqa: E402
 import peers  # noqa: E402
 import reference  # noqa: E402
 import timing  # noqa: E402
+from case_options import parse_size  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
 
@@ -135,9 +136,9 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             parse(bad)
     assert "diagonal" in capsys.readouterr().err
-    assert kernel.parse_size("1m") == 2**20
+    assert parse_size("1m") == 2**20
     with pytest.raises(argparse.ArgumentTypeError):
-        kernel.parse_size("-1")
+        parse_size("-1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
