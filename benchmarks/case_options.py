@@ -44,7 +44,7 @@ def add_case_options(parser: argparse.ArgumentParser, masks: Sequence[str], seql
     add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--samples", type=int, default=samples, help=f"draws of the documents of varlen masks, averaged ({samples})")
     add("--documents", type=parse_size, metavar="4K", help="varlen masks: documents of so many tokens, none drawn")
-    add("--window", type=parse_size, default=WINDOW, metavar="1K", help="keys that a query sees in its window (1K)")
+    add("--window", type=parse_size, metavar="512", help=f"keys that a query sees in its window ({WINDOW})")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
 
 

@@ -289,8 +289,9 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str
 
 
 def settings_of(options: argparse.Namespace) -> dict:
-    """What decides what is measured: all options but those of files."""
-    return {k: v for k, v in vars(options).items() if k not in ("out", "show")}
+    """What decides what is measured: all options but those of files; documents and window if they are not as usual."""
+    usual = {k for k in ("documents", "window") if getattr(options, k) is None}
+    return {k: v for k, v in vars(options).items() if k not in usual | {"out", "show"}}
 
 
 def save(results: Sequence[Result], names: Sequence[str], options: argparse.Namespace, out: Path) -> None:

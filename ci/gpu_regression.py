@@ -108,8 +108,9 @@ def command(direction: str, settings: dict, out: Path) -> list[str]:
         if settings.get(key):
             line += [f"--{key}", ",".join(map(str, settings[key]))]
     line += ["--heads", *map(str, settings["heads"])]
-    for key in ("head_dim", "dtype", "samples", "repeats"):
-        line += [f"--{key.replace('_', '-')}", str(settings[key])]
+    for key in ("head_dim", "dtype", "samples", "repeats", "documents", "window"):
+        if settings.get(key) is not None:
+            line += [f"--{key.replace('_', '-')}", str(settings[key])]
     return line + [f"--{key.replace('_', '-')}" for key in ("no_peers", "graph", "host") if settings.get(key)]
 
 

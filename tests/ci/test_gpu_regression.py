@@ -236,6 +236,16 @@ def test_committed_results_are_baselines_of_themselves():
         assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
 
 
+def test_masks_other_than_usual_are_asked_for_again():
+    import kernel
+
+    options = kernel.make_parser().parse_args("--masks varlen_full --documents 512 --window 100".split())
+    settings = json.loads(json.dumps(kernel.settings_of(options)))
+    line = gr.command("forward", settings, Path("x"))
+    assert kernel.settings_of(kernel.make_parser().parse_args(line[2:])) == settings
+    assert (settings["documents"], settings["window"]) == (512, 100)
+
+
 def test_committed_results_of_several_gpus_are_baselines_of_themselves():
     files = sorted(gr.BASELINES.glob("context_parallel_*.json"))
     assert files
