@@ -5,10 +5,12 @@
 // that see many), or by bulk copies in a fixed order or after a first one that stores (kOrdered, see bwd_turns.cuh).
 #pragma once
 
+#include "bwd_add.cuh"
 #include "bwd_clear.cuh"
 #include "bwd_epilogue.cuh"
 #include "bwd_feed.cuh"
 #include "bwd_step.cuh"
+#include "bwd_units.cuh"
 
 namespace magi {
 

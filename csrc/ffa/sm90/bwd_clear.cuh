@@ -9,6 +9,7 @@
 #include "bwd_plan.cuh"
 #include "bwd_smem.cuh"
 #include "bwd_split.cuh"
+#include "bwd_units.cuh"
 #include "schedule.cuh"
 
 namespace magi {

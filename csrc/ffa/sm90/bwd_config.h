@@ -70,7 +70,7 @@ struct BwdConfig {
   static constexpr int kBarriers = 12 + 5 * kStages + kTurnSlots + 2 * kFullBarriers + (kWide ? 1 : 0);
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
-  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage; or one for each of two shares
+  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage, of two adders one for each place; or one for each of two shares
   static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kShares == 2 ? 8 : 0);
   static constexpr uint32_t kLeftAt = kUnitTurnsAt + (kOrdered ? 8 : 0);
   static constexpr uint32_t kThroughAt = kLeftAt + 4;

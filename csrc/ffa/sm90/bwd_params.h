@@ -34,7 +34,7 @@ struct BwdKernelParams {
   const int32_t* order;
   int32_t wave;  // ranks of which all units can be in work at the same time
   int32_t turns_per_block, units_per_tile;  // of a section
-  int32_t last_turn;  // who comes later does not wait for longer
+  int32_t last_turn;  // whoever has a later turn comes on when this one's has come; 1: when the first has stored
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;

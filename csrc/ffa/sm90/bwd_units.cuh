@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hands out the units of the backward kernel: by a lane of its own, in the order of the plan or as they are listed; or, where two lanes
+// add dq (C::kAdders), by a lane of the warp that clears rows (bwd_clear.cuh).
+#pragma once
+
+#include "bwd_plan.cuh"
+#include "bwd_smem.cuh"
+#include "bwd_split.cuh"
+#include "schedule.cuh"
+
+namespace magi {
+
+// In order, a unit may wait for those before it, so they are taken up in order too, whichever CTA starts first.
+template <typename C>
+__device__ __forceinline__ int next_unit(const BwdKernelParams& p) {
+  return atomicAdd(p.workspace, 1) + (C::kOrdered ? 0 : gridDim.x);
+}
+template <typename C>
+__device__ __forceinline__ int first_unit(const BwdKernelParams& p) {
+  return C::kOrdered ? next_unit<C>(p) : blockIdx.x;
+}
+
+// In order: how a unit walks its layers, in its fourth word.
+__device__ __forceinline__ int ordered_walk(const BwdKernelParams& p, int rank) {
+  return static_cast<int>(ordered_way(p.order[0], rank >= p.wave)) << kWayBit | (p.order[0] & kByHead ? 1 << kByHeadBit : 0);
+}
+
+// One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
+// before have been issued: the look-ups then travel behind its last steps. In order, when all of its dq has been added: a unit
+// that is taken but not begun might be the one whose turn the unit before waits for.
+template <typename C>
+__device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  Turns turns;
+#pragma unroll 1
+  for (int unit = first_unit<C>(p); unit < p.num_units; unit = next_unit<C>(p)) {
+    mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
+    const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+    int whole = unit, split = 0;  // of parts, the unit they belong to; first parts of all come before second parts
+    if (C::kSplit && unit >= p.whole_units) {
+      const int in_split = unit - p.whole_units, slot = in_split % p.split_slots;
+      whole = p.whole_units + slot;
+      split = in_split / p.split_slots | (slot + 1) << kSlotBit;
+    }
+    int tile, head_unit, walk;
+    if constexpr (C::kTold) {
+      const int2 told = *reinterpret_cast<const int2*>(p.plan + plan.words_units + 2 * (whole / p.unit_parts));  // magi_walked_unit
+      tile = told.x;
+      head_unit = told.y >> MAGI_WALK_BITS;
+      walk = (told.y & MAGI_WALK_EARLY) << kToldBit;
+    } else {
+      int rank;
+      unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
+      // Turns follow the order of the plan.
+      tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
+      if constexpr (C::kOrdered)
+        walk = ordered_walk(p, rank);
+      else
+        walk = static_cast<int>(whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly) << kWayBit;
+    }
+    if constexpr (C::kOrdered) {
+      const int first_head = unit / p.units_per_section * p.heads_per_section;
+      sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);
+    }
+    publish_unit(p, smem, turns, tile, head_unit, layers_of_tile(p.plan, tile), whole % p.unit_parts | split | walk, plan.words_records, C::kLayerBytes / 4);
+    mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
+  }
+  publish_end(p, smem, turns);
+}
+
+// The same where the units have been listed.
+template <typename C>
+__device__ void schedule_listed(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  Turns turns;
+  while (load_acquire(p.workspace + kListedWord) == 0) {
+  }
+  start_next_kernel();  // which may not even read what is listed before it is
+#pragma unroll 1
+  for (int unit = atomicAdd(p.workspace, 1); unit < p.workspace[kUnitsWord]; unit = atomicAdd(p.workspace, 1)) {
+    mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
+    const int4 row = p.units[unit];
+    const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
+    publish_unit(p, smem, turns, row.x, row.y, layers_of_tile(p.plan, row.x), row.z, records_at, C::kLayerBytes / 4);
+    mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // as above
+  }
+  publish_end(p, smem, turns);
+  wait_for_kernel_before();  // so that what comes behind this kernel is behind that, too
+}
+
+// Layer `layer` of a tile, to where `staged` counts, when the one before has left that.
+template <typename C>
+__device__ __forceinline__ void stage_layer(const BwdKernelParams& p, const BwdSmem<C>& smem, const Turns& staged, int tile, int layer) {
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.layer_empty(staged.layer_slot()), staged.layer_phase() ^ 1);
+  mbar_expect(smem.layer_full(staged.layer_slot()), C::kLayerBytes);
+  const int64_t record = layers_of_tile(p.plan, tile).x + layer;
+  load_bytes(smem.layer(staged.layer_slot()), p.plan + plan.words_records + record * (C::kLayerBytes / 4), C::kLayerBytes,
+             smem.layer_full(staged.layer_slot()));
+}
+
+// The next unit where two lanes add, with its first two layers, by a lane of the warp that clears rows: the one before has been added.
+template <typename C>
+__device__ __forceinline__ void publish_in_turns(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns staged) {
+  const int unit = atomicAdd(p.workspace, 1);
+  if (unit >= p.num_units) return publish_none(smem, staged);
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.unit_empty(staged.unit_slot()), staged.unit_phase() ^ 1);
+  // Word by word, as there are few registers.
+  const uint32_t at = smem.unit(staged.unit_slot());
+  int rank, head;
+  unit_coords(p, unit / p.unit_parts, &rank, &head);
+  const int part = unit % p.unit_parts, in_section = head - unit / p.units_per_section * p.heads_per_section;
+  sts_int(at + 4, head);
+  sts_int(at + 12, ordered_walk(p, rank) | part);
+  const int tile = p.plan[plan.words_order + rank];
+  sts_int(at, tile);
+  sts_int(smem.unit_turns(staged.unit_slot()), tile * p.units_per_tile + in_section * p.unit_parts + part);
+  sts_int(at + 8, layers_of_tile(p.plan, tile).y);
+  mbar_arrive(smem.unit_full(staged.unit_slot()));
+#pragma unroll 1
+  for (int layer = 0; layer < min(lds_int(at + 8), 2); ++layer, staged.next_layer()) stage_layer(p, smem, staged, tile, layer);
+}
+
+}  // namespace magi
