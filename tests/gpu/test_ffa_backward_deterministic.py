@@ -14,6 +14,7 @@ import pytest
 import torch
 from backward_oracle import assert_grads, make_dout, options_of, truth
 from forward_oracle import make_inputs
+from graph_capture import capture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_ffa_backward import (  # noqa: F401
@@ -201,16 +202,9 @@ def test_in_a_cuda_graph():
 
     def step():
         out, _ = flex_flash_attn_func(*leaves, *ranges, deterministic=True)
-        return torch.autograd.grad(out, leaves, dout)
+        return Grads(*torch.autograd.grad(out, leaves, dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        want = Grads(*step())
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = Grads(*step())
+    graph, want, got = capture(step)
     for _ in range(3):
         graph.replay()
         assert_same_bits(got, want, "graph")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from backward_oracle import assert_grads, assert_same, make_dout, truth
 from forward_oracle import make_inputs
+from graph_capture import capture
 from test_ffa_backward import DEVICE, differentiate, explicit_backend_in_poisoned_memory, pytestmark  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
@@ -49,15 +50,7 @@ def test_cuda_graph_of_forward_and_backward_follows_values_and_ranges():
         out, _ = flex_flash_attn_func(*leaves, *ranges)
         return torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, _, got = capture(step, warm_ups=2)
     for seed, (cu, kind) in enumerate((([0, 100, 300], 1), ([0, 1, 300], 2), ([0, 299, 300], 0))):
         new = make_inputs(seed, masks.varlen(cu, kind), 300, 300, (8, 2), (128, 128), device=DEVICE)
         new_dout = make_dout(new, seed)

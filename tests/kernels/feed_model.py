@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of ``csrc/ffa/sm90/bwd_feed.cuh`` and the warpgroups of ``bwd_step.cuh``: processes that wait and arrive.
+"""The lanes of ``csrc/ffa/sm90/bwd_feed.cuh`` and ``bwd_add.cuh``, the warpgroups of ``bwd_step.cuh``: processes that
+wait and arrive.
 
 Barriers count phases as mbarriers do, by parity, so a lane that is two phases late waits for ever, as it would. Who
 runs next is drawn, with some slower than others. What a run shows: everything ends, the words of a step are still those
@@ -143,15 +144,19 @@ class Machine:
                 continue
             yield self.dq_full[0].is_over(phase)
             phase ^= 1
-            yield lambda: True  # for its turn
-            for group in (0, 1):
-                assert self.staged[group] is not None and self.staged[group][0] == at
-                self.added[group].append(at)
-                self.staged[group] = None
-            self.dq_empty[0].arrive()
-            yield lambda: True  # until it is complete, and passed on
+            yield from self.send_dq(at)
             ahead, at = ahead - 1, at + 1
         return phase
+
+    def send_dq(self, step: int) -> Iterator[Wait]:
+        """Of both warpgroups, when it is there."""
+        yield lambda: True  # for its turn
+        for group in (0, 1):
+            assert self.staged[group] is not None and self.staged[group][0] == step
+            self.added[group].append(step)
+            self.staged[group] = None
+        self.dq_empty[0].arrive()
+        yield lambda: True  # until it is complete, and passed on
 
     def add_every_second(self, who: int) -> Iterator[Wait]:
         ring, step = Ring(self.c.places), 0
@@ -168,13 +173,7 @@ class Machine:
                 assert self.told[ring.slot] == step, "what is told of another step"
                 if step % 2 == who or self.c.is_alone:
                     yield self.dq_full[step & 1].is_over(step >> 1 & 1)
-                    yield lambda: True  # for its turn
-                    for group in (0, 1):
-                        assert self.staged[group] is not None and self.staged[group][0] == step
-                        self.added[group].append(step)
-                        self.staged[group] = None
-                    self.dq_empty[0].arrive()
-                    yield lambda: True  # until it is complete, and passed on
+                    yield from self.send_dq(step)
                 ring.advance()
                 step += 1
             self.units_begun[who] += 1
