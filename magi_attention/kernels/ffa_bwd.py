@@ -87,8 +87,8 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
-        # Such a kernel may hold the multiprocessors that CTAs wait for for which another one waits.
-        self._waiting: dict[int, Succession] = {}  # device -> its kernels that wait for CTAs of their own
+        # A kernel that waits for its own CTAs may hold the multiprocessors that those of another such kernel wait for.
+        self._waiting: dict[int, Succession] = {}  # device -> these kernels
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
@@ -172,7 +172,7 @@ class BackwardCalls:
             tk = remote.mask.total_k
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
-        order = abi.DQ_IN_TURNS if options.deterministic else abi.DQ_FIRST_STORES if steps.in_graph else abi.DQ_ANY
+        order = abi.DQ_IN_TURNS if options.deterministic else abi.DQ_FIRST_STORES if steps.first_stores else abi.DQ_ANY
         prefix, workspace_bytes, list_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,

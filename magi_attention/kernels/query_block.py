@@ -44,13 +44,17 @@ _LEAST_GROUP_STORED = 4
 class Steps(NamedTuple):
     """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
 
-    ``in_graph``: None, or the first to add to a block of dq stores and the others wait for it, except in CUDA graphs:
-    there these steps are taken, as nothing keeps two replays from running beside each other.
+    ``in_graph``: where the first to add to a block of dq stores and the others wait for it, what is taken in its place
+    in CUDA graphs, as nothing keeps two replays from running beside each other; None elsewhere.
     """
 
     query_block: int
     head_parts: int
     in_graph: Steps | None = None
+
+    @property
+    def first_stores(self) -> bool:
+        return self.in_graph is not None
 
 
 def steps_of(

@@ -93,7 +93,7 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
 @pytest.mark.parametrize("total, limit", ((4096, 1100), (8192, 2400)), ids=("listed", "many"))
 def test_the_first_stores_where_keys_see_few_queries(total, limit):
     masks = [Mask.sliding_window(total, (window, 0)) for window in range(limit // 2, 2 * limit, limit // 8)]
-    found = [choose(mask, total).in_graph is not None for mask in masks]
+    found = [choose(mask, total).first_stores for mask in masks]
     assert found == [mask.slices.area <= limit * total for mask in masks]
     assert {True, False} == set(found)
 
@@ -106,10 +106,10 @@ def test_otherwise_nobody_waits_for_whoever_is_first():
         *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}, {"processors": 400}),
         *({"heads": (24, 8)}, {"heads": (32, 32)}),
     ):
-        assert choose(short, 8192, **options).in_graph is None, options
+        assert not choose(short, 8192, **options).first_stores, options
     for total, stores in ((2**17, True), (2**17 + 1, False)):
-        assert (choose(Mask.sliding_window(total, (500, 0)), total).in_graph is not None) == stores
-    assert choose(Mask.sliding_window(1024, (100, 0)), 1024).in_graph is None  # heads are shared out
+        assert choose(Mask.sliding_window(total, (500, 0)), total).first_stores == stores
+    assert not choose(Mask.sliding_window(1024, (100, 0)), 1024).first_stores  # heads are shared out
 
 
 def test_nothing_to_do():
