@@ -10,7 +10,7 @@ when it is hotter, differs by more than most changes do. Each result is compared
 table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
 be compressed by gzip; a build is named by its file, or by its folder where files have the same name. With --steps each
 is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80; or with those, but
-the sum of dq cleared where the first to add would store, as NAME+cleared.
+the sum of dq cleared where whoever comes first would store, as NAME+cleared.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def forced_steps(steps: str) -> Iterator[None]:
 
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
         if steps == "cleared":
-            found = chosen(q_shape, v_shape, mask, options, processors)
-            return found.in_graph or found
+            return chosen(q_shape, v_shape, mask, options, processors)._replace(first_stores=False)
         halves = options.deterministic and steps == str(NARROW)
         return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
 

@@ -2,8 +2,7 @@
 """Backward launches of the CUDA kernels: gradients from the inputs, out, lse and the gradient of out.
 
 The plan is that of the transposed mask. dk and dv are written once by whoever owns the keys; dq is summed in
-float32 in the workspace, in no fixed order unless ``deterministic`` is asked for; where that is faster whoever adds
-first stores, and the others wait for it. The workspace holds that sum, as
+float32 in the workspace, in no fixed order unless ``deterministic`` is asked for. The workspace holds that sum, as
 many floats as q has values on padded heads, so it is taken from torch's allocator for each call and given back, not
 kept. As in the forward, what depends on shapes alone is prepared once, and layouts that the copy engine cannot
 follow are copied.
@@ -77,7 +76,6 @@ class _Prepared:
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
     options: AttnOptions  # held, so that its id, which is part of the key, stays taken
-    waits: bool  # for CTAs of its own kernel: for their turns or for who stores
 
 
 class BackwardCalls:
@@ -87,8 +85,8 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
-        # A kernel that waits for its own CTAs may hold the multiprocessors that those of another such kernel wait for.
-        self._waiting: dict[int, Succession] = {}  # device -> these kernels
+        # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
+        self._in_turns: dict[int, Succession] = {}  # device -> its kernels in turns
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
@@ -104,8 +102,6 @@ class BackwardCalls:
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
         remote = mask if isinstance(mask, RemoteKeys) else None
         steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(index))
-        if steps.in_graph is not None and runtime.is_capturing():
-            steps = steps.in_graph
         key = _key(x, options, into is None, grad_dtype, steps, remote)
         call = self._prepared.get(key)
         if call is None:
@@ -143,11 +139,11 @@ class BackwardCalls:
             0 if units is None else units.data_ptr(), stream,
         )  # fmt: skip
         params = call.prefix + tail
-        if call.waits:
-            succession = self._waiting.get(index)
+        if call.options.deterministic:
+            succession = self._in_turns.get(index)
             if succession is None:
                 made = Succession(runtime.event, runtime.stream_object)
-                succession = self._waiting.setdefault(index, made)
+                succession = self._in_turns.setdefault(index, made)
             with succession.next(stream, capturing):
                 status = _start(call.library, params, remote)
         else:
@@ -197,7 +193,7 @@ class BackwardCalls:
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
             (heads, heads_kv, options.sm_margin, steps.query_block),
-            q.device, is_empty, bool(odd) or not _is_plain(x), options, order != abi.DQ_ANY,
+            q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared

@@ -7,8 +7,7 @@ gain depends on whether units are many, and on whether dq is summed in order, wh
 64 alone.
 
 To clear the sum of dq takes as long whatever the mask. Where keys see few queries that is a good part of the time, and
-it is faster if whoever comes first in the order of turns stores and the others wait for that
-(``docs/notes/ffa_backward_turns.md``).
+it is faster if whoever comes first to a block stores (``docs/notes/ffa_backward_turns.md``).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
-# The first to add stores if a key sees at most so many queries on average: where units are listed, and where they are
-# many; with so many keys at most, as turns are assigned tile by block; and with so many query heads of a kv head, as
-# with one it was slower. Measured with up to 131,072 keys and groups of 8 and 12.
+# Whoever comes first stores if a key sees at most so many queries on average, where units are listed and where they
+# are many; with so many keys at most; and with so many query heads of a kv head, as with one it was slower. Measured
+# with up to 131,072 keys and groups of 8 and 12.
 _MOST_STORED_OF_FEW = 1100
-_MOST_STORED = 2400
+_MOST_STORED = 3600
 _MOST_KEYS_STORED = 2**17
 _LEAST_GROUP_STORED = 4
 
@@ -44,17 +43,12 @@ _LEAST_GROUP_STORED = 4
 class Steps(NamedTuple):
     """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
 
-    ``in_graph``: where the first to add to a block of dq stores and the others wait for it, what is taken in its place
-    in CUDA graphs, as nothing keeps two replays from running beside each other; None elsewhere.
+    ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared.
     """
 
     query_block: int
     head_parts: int
-    in_graph: Steps | None = None
-
-    @property
-    def first_stores(self) -> bool:
-        return self.in_graph is not None
+    first_stores: bool = False
 
 
 def steps_of(
@@ -96,12 +90,12 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
         return Steps(NARROW, parts) if parts else found
     is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
     if has_wide and is_grouped and storing_gains(slices, keys, units, processors):
-        return by_rounding(in_turns=True)._replace(in_graph=found)
+        return by_rounding(in_turns=True)._replace(first_stores=True)
     return found
 
 
 def storing_gains(slices: SliceTable, keys: int, units: int, processors: int) -> bool:
-    """Whether it is faster if the first to add to a block of dq stores, with so many ``units`` of whole tiles."""
+    """Whether it is faster if whoever comes first to a block of dq stores, with so many ``units`` of whole tiles."""
     if units < fewest_whole(processors) or keys > _MOST_KEYS_STORED:
         return False
     most = _MOST_STORED if units >= _MANY_UNITS * processors else _MOST_STORED_OF_FEW

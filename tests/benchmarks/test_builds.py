@@ -89,17 +89,17 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
 def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     made = {}
     monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(80, 0, in_graph=Steps(64, 2)))
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(80, 0, first_stores=True))
     arguments = ["--steps", "chosen,cleared,64,80", "--masks", "full", *SHORT]
     assert builds.main([*map(str, files), *arguments]) == 0
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header[2:] == [n + way for n in ("old", "new") for way in ("", "+cleared", "+64", "+80")]
-    assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 64, 64, 80]] * 2
+    assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 80, 64, 80]] * 2
     monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
     chosen = ffa_bwd.steps_of
     ways = ("64", False, Steps(64, 0)), ("64", True, Steps(64, 2)), ("80", True, Steps(80, 0))
-    for way, is_ordered, found in (*ways, ("cleared", False, Steps(64, 2)), ("chosen", False, chosen())):
+    for way, is_ordered, found in (*ways, ("cleared", False, Steps(80, 0)), ("chosen", False, chosen())):
         with builds.forced_steps(way):
             options = AttnOptions(0.3, deterministic=is_ordered)
             assert ffa_bwd.steps_of(*shapes, slices, options, 132) == found

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backwards in which the first to add to a block of dq stores, with steps of either size: the tests of the others once
-more, where masks would not choose it, too. That masks do: ``tests/kernels/test_query_block.py``."""
+"""Backwards in which whoever comes first to a block of dq stores, with steps of either size: the tests of the others
+once more, where masks would not choose it, too. That masks do: ``tests/kernels/test_query_block.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.query_block import Steps
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
-from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes
 
 
@@ -40,7 +39,7 @@ def storing(queries: int):
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
         is_wide = queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
         stores = not options.deterministic and not isinstance(mask, RemoteKeys)
-        return Steps(80 if is_wide else 64, 0, in_graph=Steps(64, 0) if stores else None)
+        return Steps(80 if is_wide else 64, 0, first_stores=stores)
 
     return steps_of
 
@@ -124,7 +123,7 @@ def short_units_beside_long_kernels(rank: int, world: int, queries: int) -> bool
 
 
 def two_at_a_time(rank: int, world: int, queries: int) -> bool:
-    """On two streams, every third in turns: one waits for the other."""
+    """On two streams, every third in turns."""
     ffa_bwd.steps_of = storing(queries)
     streams = [torch.cuda.Stream() for _ in range(2)]
     x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
@@ -140,26 +139,35 @@ def two_at_a_time(rank: int, world: int, queries: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_at_a_time), ids=lambda f: f.__name__)
-def test_nobody_waits_for_ever(work, queries):
-    assert run_processes(1, work, queries, timeout_s=100, backend="nccl") == [True]
-
-
-def test_not_in_a_cuda_graph(orders):
-    """Replays may run beside each other, and nobody would put these one after the other."""
-    x = make_inputs(5, masks.causal(900), 900, 900, (8, 2), (128, 128), device=DEVICE)
+def graphs_beside_each_other(rank: int, world: int, queries: int) -> bool:
+    """Replays of two graphs, which nobody puts one after the other."""
+    ffa_bwd.steps_of = storing(queries)
+    x = make_inputs(5, CASES["documents"](3000), 3000, 3000, (16, 2), (128, 128), device=DEVICE)
     dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
 
-    def step():
+    def step() -> Grads:
         out, _ = flex_flash_attn_func(*leaves, *ranges, softmax_scale=x.scale)
         return Grads(*torch.autograd.grad(out, leaves, dout))
 
-    want = truth(x, dout)
-    graph, before, got = capture(step)
-    assert_grads(x, before, want)
-    for _ in range(3):
-        for grad in (got.dq, got.dk, got.dv):
-            grad.fill_(float("nan"))
-        graph.replay()
-        assert_grads(x, got, want)
-    assert orders == [abi.DQ_FIRST_STORES, abi.DQ_ANY]
+    want = differentiate(x, dout, deterministic=True)
+    pairs = [capture(step)[::2] for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in pairs]
+    torch.cuda.synchronize()
+    for n in range(20):
+        for stream, (graph, got) in zip(streams, pairs):
+            with torch.cuda.stream(stream):
+                for grad in (got.dq, got.dk, got.dv):
+                    grad.fill_(float("nan"))
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, got in pairs:
+            assert_close(got, want, ("graphs", n))
+    return True
+
+
+WORK = (short_units_beside_long_kernels, two_at_a_time, graphs_beside_each_other)
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda f: f.__name__)
+def test_nobody_waits_for_ever(work, queries):
+    assert run_processes(1, work, queries, timeout_s=100, backend="nccl") == [True]

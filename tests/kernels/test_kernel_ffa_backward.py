@@ -363,17 +363,15 @@ def test_kernels_in_turns_follow_one_another_over_streams():
     assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before
 
 
-def test_kernels_whose_first_to_add_stores_follow_those_too(monkeypatch):
-    """But not in a capture, as nobody would put replays one after the other: there the sum is cleared."""
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, in_graph=Steps(64, 0)))
+def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
+    """In a capture, too."""
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, first_stores=True))
     ffa, simulator = backend()
     case = Case(MASKS[0])
-    for stream, is_capturing in ((7, False), (8, False), (8, True), (8, False)):
+    for stream, is_capturing in ((7, False), (8, False), (8, True)):
         ffa.runtime.current_stream, ffa.runtime.capturing = stream, is_capturing
         ffa.backward(*case.tensors, case.slices, PLAIN)
-    assert ffa.runtime.said == [("record", 7), ("wait", 8), ("record", 8), ("record", 8)]
-    stores = abi.DQ_FIRST_STORES
-    assert [c.dq_order for c in simulator.backward_calls] == [stores, stores, abi.DQ_ANY, stores]
+    assert not ffa.runtime.said and [c.dq_order for c in simulator.backward_calls] == 3 * [abi.DQ_FIRST_STORES]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of the backward: nobody waits for ever, and sums have one order or one first, however slow which CTA is."""
+"""Turns of the deterministic backward: nobody waits for ever, and sums have one order, however slow which CTA is."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ def planner():
 
 
 def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, block: int = BLOCK) -> tuple[bool, str]:
-    """Two runs with different CTAs slow, and two in which only the first is waited for; the mode that was used."""
+    """Two runs with different CTAs slow; the mode that was used."""
     tiles = layers_by_rank(slices, total_q, total_k, TILE, block)
     units = units_of(tiles, schedule)
     first, second = (run(units, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
     assert first == second, "the order depends on who is slow"
     visits = [(u.head, head, at, u.rank) for u in units for head, at in u.steps]
     assert sorted(visits) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
-    for n in (2, 3):
-        stored = run(units, schedule.ctas, np.random.default_rng([seed, n]), last_turn=1)
-        assert {key: (ranks[0], sorted(ranks)) for key, ranks in stored.items()} == {
-            key: (ranks[0], sorted(ranks)) for key, ranks in first.items()
-        }
     return mode_of(tiles, schedule)
 
 

@@ -130,14 +130,11 @@ def _steps(blocks_of, heads: int, by_head: bool) -> list[tuple[int, int]]:
     return steps
 
 
-def run(
-    units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0, last_turn: int = 2**31 - 1
-) -> dict[tuple, list[int]]:
+def run(units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
     """Ranks in the order in which they added to each (kind, head, block).
 
     Units are taken up in order by whichever CTA is free; who goes on next is up to ``rng``. With ``early``, which the
-    kernel does not do, a CTA takes its next unit when so many additions of the last one are still to come. With a
-    ``last_turn`` of 1 all others wait for the first alone.
+    kernel does not do, a CTA takes its next unit when so many additions of the last one are still to come.
 
     Raises:
         AssertionError: everybody waits.
@@ -156,7 +153,7 @@ def run(
             else:
                 unit, step = job
                 head, block = unit.steps[step]
-                if len(added.get((unit.head, head, block), ())) >= min(unit.turns[step], last_turn):
+                if len(added.get((unit.head, head, block), ())) >= unit.turns[step]:
                     able.append(cta)
         assert able, "every CTA waits for another"
         weights = favourites[able]

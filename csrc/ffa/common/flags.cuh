@@ -32,4 +32,11 @@ __device__ __forceinline__ void add_released(int32_t* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// What was there before.
+__device__ __forceinline__ int swap_if_equal(int32_t* address, int expected, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(address), "r"(expected), "r"(value) : "memory");
+  return before;
+}
+
 }  // namespace magi

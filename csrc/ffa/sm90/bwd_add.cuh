@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const 
     const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
     sts_int(smem.turn(ring.slot), step.x * C::kPasses + pass);
     const int unit_at = lds_int(smem.unit_turns(turns.unit_slot()));
-    turn = p.turns[static_cast<int64_t>(block_of<C::kQueries>(step.y)) * p.turns_per_block + unit_at];
+    if (!p.first_stores) turn = p.turns[static_cast<int64_t>(block_of<C::kQueries>(step.y)) * p.turns_per_block + unit_at];
     ends = step.z & kUnitEnds;
     ring.advance();
     ++ahead;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_dq_in_turns(const BwdKernelParams& p, const 
 
 // Whether one lane adds all steps after all: where a tile visits a block in several layers, all its visits have the same turn, and come one
 // after the other only if one lane adds them.
-__device__ __forceinline__ bool adds_alone(const BwdKernelParams& p) { return !(p.order[0] & (kTimed | kInWaves)); }
+__device__ __forceinline__ bool adds_alone(const BwdKernelParams& p) { return !p.first_stores && !(p.order[0] & (kTimed | kInWaves)); }
 
 // The same by two lanes, each of which adds every second step, counted from the start of the CTA: `kWho` 0 or 1, the number of the first.
 // To add takes a lane longer than a step takes the warpgroups, mostly until it is complete and passed on. Each looks at all steps, to know
@@ -69,7 +69,7 @@ __device__ __forceinline__ void add_every_second(const BwdKernelParams& p, const
     ends = told & kLastShares;
     if (ring.slot % 2 == kWho || (kWho == 0 && adds_alone(p))) {
       const int64_t block = number % static_cast<uint32_t>(p.query_blocks);
-      add_on_turn<C>(p, smem, number, p.turns[block * p.turns_per_block + lds_int(smem.unit_turns(unit_slot))], ring.slot);
+      add_on_turn<C>(p, smem, number, p.turns + block * p.turns_per_block + lds_int(smem.unit_turns(unit_slot)), ring.slot);
     }
     ring.advance();
   } while (!ends);

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <climits>
-
 #include "../common/host.h"
 #include "bwd.cuh"
 #include "bwd_expect.cuh"
@@ -89,7 +87,7 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
   k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
   k->turn_flags = r->turn_flags = a.dq_order ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
-  k->last_turn = a.dq_order == MAGI_DQ_FIRST_STORES ? 1 : INT_MAX;
+  k->first_stores = r->first_stores = a.dq_order == MAGI_DQ_FIRST_STORES;
   r->turns = reinterpret_cast<int32_t*>(workspace + w.turns);
   k->turns = r->turns;
   k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);

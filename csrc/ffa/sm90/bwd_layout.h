@@ -145,7 +145,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.order = whole_lines(w.turn_flags + (a.dq_order ? 4 * C::kPasses * blocks : 0));
   const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses;
   w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.turns_of_block = whole_lines(w.turns + (a.dq_order ? 4 * units * bwd_query_blocks<C>(a) : 0));
+  w.turns_of_block = whole_lines(w.turns + (a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * bwd_query_blocks<C>(a) : 0));
   w.bytes = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);
   return w;
 }

@@ -34,7 +34,7 @@ struct BwdKernelParams {
   const int32_t* order;
   int32_t wave;  // ranks of which all units can be in work at the same time
   int32_t turns_per_block, units_per_tile;  // of a section
-  int32_t last_turn;  // whoever has a later turn comes on when this one's has come; 1: when the first has stored
+  int32_t first_stores;  // whoever comes first, in place of turns
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
   int64_t dk_stride_part, dv_stride_part;
@@ -78,6 +78,7 @@ struct BwdRowParams {
   int32_t* turns;
   int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section
   int2* turns_of_block;  // how many there are, and a number that grows with the time at which the last one is expected
+  int32_t first_stores;    // as in BwdKernelParams: turns are counted and not given out
   int32_t wave, heads_per_part, passes, num_tiles;
   int32_t heads_per_section;  // kv heads
   int32_t units_per_tile;  // in a section

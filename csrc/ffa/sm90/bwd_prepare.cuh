@@ -71,7 +71,10 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
     if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
     if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
       wait_for_kernel_before();
-      assign_turns<kRowThreads, kQueries>(p, block);
+      if (p.first_stores)
+        count_turns<kRowThreads, kQueries>(p, block);
+      else
+        assign_turns<kRowThreads, kQueries>(p, block);
     }
   }
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * dq_block_floats(kQueries));

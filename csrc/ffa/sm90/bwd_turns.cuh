@@ -21,8 +21,7 @@
 //
 // Where a tile visits a block in more than one layer there is no such time either: then the order is that of the ranks.
 //
-// With MAGI_DQ_FIRST_STORES (`last_turn` is 1) all but the first wait for the first alone, and add as they come. What is said of circles holds
-// for that as well, as who is first comes before all others in that order.
+// With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete.
 #pragma once
 
 #include "../common/copy.cuh"
@@ -97,6 +96,39 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
   }
 }
 
+// The same without the turns: only how many visits there are, and when the last is expected.
+template <int kThreads, int kQueries>
+__device__ void count_turns(const BwdRowParams& p, int block) {
+  __shared__ int count, last;
+  const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
+  const int32_t* starts = p.order + 1 + p.num_tiles;
+  if (threadIdx.x == 0) count = last = 0;
+  __syncthreads();
+  for (int rank = threadIdx.x; rank < p.num_tiles; rank += kThreads) {
+    const uint64_t mine = visits_of<kQueries>(p, order[rank], rank, starts[rank * p.units_per_tile], block);
+    if ((mine & 0xffff) == 0) continue;
+    atomicAdd(&count, static_cast<int>(mine & 0xffff));
+    atomicMax(&last, static_cast<int>(min(mine >> 16, static_cast<uint64_t>(0xfffff))));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) p.turns_of_block[block] = make_int2(count, last);
+}
+
+// With MAGI_DQ_FIRST_STORES: in a block's counter, that somebody is about to store and nothing is there yet. Less than any count, so the
+// last kernel waits on.
+constexpr int kClaimed = -(1 << 30);
+
+// Whether the dq at hand is the first of its block and is to be stored, where whoever comes first does; waits until there is something to
+// add to. That takes no longer than a store: who has claimed a block has its dq at hand. `seen`: the counter, at some time.
+__device__ __forceinline__ bool claims_first(int32_t* count, int seen) {
+  if (seen == 0) {
+    seen = swap_if_equal(count, 0, kClaimed);
+    if (seen == 0) return true;
+  }
+  while (seen == kClaimed) seen = load_relaxed(count);
+  return false;
+}
+
 // Sends the sum of the two warpgroups' shares of a step's dq on its way to block `number` of dq_sum, of all columns of a pass.
 template <typename C>
 __device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number, uint32_t staged, bool is_first) {
@@ -120,31 +152,38 @@ template <typename C>
 __device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
                                             uint32_t next_words, int& seen) {
   int32_t* turns = p.turn_flags;
-  const int turn = min(lds_int(words + 4), p.last_turn);
-  if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
-  while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
-  send_dq<C>(p, lds_int(words), staged, seen == 0);
+  bool is_first;
+  if (p.first_stores) {
+    is_first = claims_first(turns + static_cast<uint32_t>(lds_int(words)), max(seen, 0));
+  } else {
+    const int turn = lds_int(words + 4);
+    if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
+    while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
+    is_first = seen == 0;
+  }
+  send_dq<C>(p, lds_int(words), staged, is_first);
   seen = next_words != 0 ? load_relaxed(turns + static_cast<uint32_t>(lds_int(next_words))) : -1;
   store_wait_read();
   mbar_arrive(staged_is_free);
   store_wait_all();
-  add_released(turns + static_cast<uint32_t>(lds_int(words)), 1);
+  add_released(turns + static_cast<uint32_t>(lds_int(words)), p.first_stores && is_first ? 1 - kClaimed : 1);
 }
 
-// The same where the turn is known and another lane may add the step behind: of the block of dq_sum `number`, when dq is there and its turn
-// has come. `slot` is that of the step among four.
+// The same where another lane may add the step behind: of the block of dq_sum `number`, when dq is there and its turn has come, which is
+// `*turn_at`. `slot` is that of the step among four.
 template <typename C>
-__device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, int turn, uint32_t slot) {
+__device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, const int32_t* turn_at, uint32_t slot) {
   int32_t* count = p.turn_flags + number;
-  turn = min(turn, p.last_turn);
+  const int turn = p.first_stores ? 0 : *turn_at;
   int seen = load_relaxed(count);
   mbar_wait(smem.dq_full(slot % 2), slot / 2);
   while (seen < turn) seen = load_relaxed(count);
-  send_dq<C>(p, number, smem.dq(), seen == 0);
+  const bool is_first = p.first_stores ? claims_first(count, seen) : seen == 0;
+  send_dq<C>(p, number, smem.dq(), is_first);
   store_wait_read();
   mbar_arrive(smem.dq_empty(0));
   store_wait_all();
-  add_released(count, 1);
+  add_released(count, p.first_stores && is_first ? 1 - kClaimed : 1);
 }
 
 }  // namespace magi

@@ -197,9 +197,9 @@ MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, c
 typedef enum {
   MAGI_DQ_ANY = 0,          /* the sum is cleared first */
   MAGI_DQ_IN_TURNS = 1,     /* an order that plan and sm_margin fix, so dq is the same bits on every run */
-  MAGI_DQ_FIRST_STORES = 2, /* who is first in that order stores, and the others wait for that alone, so nothing is cleared */
+  MAGI_DQ_FIRST_STORES = 2, /* whoever comes first to a block stores, so nothing is cleared */
 } magi_dq_order;
-/* Kernels with an order wait for CTAs of their own, so two of them must not run beside each other. */
+/* In turns a kernel waits for CTAs of its own, so two of those must not run beside each other. */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
   int32_t dtype;      /* of q, k, v, out, dout: MAGI_BF16 or MAGI_FP16 */
