@@ -183,9 +183,11 @@ class BackwardCalls:
             log_copy(odd)
         walked = None
         # Units that the kernels list themselves need no other order.
-        if steps.query_block == WIDE and order == abi.DQ_ANY and (remote is not None or not list_bytes):
+        is_told = steps.query_block == WIDE and order == abi.DQ_ANY and (remote is not None or not list_bytes)
+        if is_told or steps.by_document:
             processors = runtime.processors(q.get_device())
-            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1))
+            places = max(processors - options.sm_margin, 1)
+            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         of_key = grad if remote is None else number
         prepared = _Prepared(

@@ -7,7 +7,8 @@ gain depends on whether units are many, and on whether dq is summed in order, wh
 64 alone.
 
 To clear the sum of dq takes as long whatever the mask. Where keys see few queries that is a good part of the time, and
-it is faster if whoever comes first to a block stores (``docs/notes/ffa_backward_turns.md``).
+it is faster if whoever comes first to a block stores (``docs/notes/ffa_backward_turns.md``). And packed documents are
+mostly faster one after the other (``docs/notes/ffa_backward_order.md``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole, tile_steps
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.types import AttnOptions
+from magi_attention.kernels.unit_walks import UnitShape, gain_by_document
+from magi_attention.native.tile_plan import TilePlan
 
 # So many queries in wide steps take as long as one in narrow steps, by what was measured: where units are many; and in
 # turns, if a unit has all query heads of its tile.
@@ -31,24 +34,29 @@ _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
-# Whoever comes first stores if a key sees at most so many queries on average, where units are listed and where they
-# are many; with so many keys at most; and with so many query heads of a kv head, as with one it was slower. Measured
-# with up to 131,072 keys and groups of 8 and 12.
+# Whoever comes first stores if a key sees at most so many queries on average: where units are listed, where they are
+# many, and where these are taken up by document; and with so many query heads of a kv head, as with one it was slower.
+# Measured with groups of 4 to 16.
 _MOST_STORED_OF_FEW = 1100
 _MOST_STORED = 3600
-_MOST_KEYS_STORED = 2**17
+_MOST_STORED_BY_DOCUMENT = 10_000
 _LEAST_GROUP_STORED = 4
+# What one document after the other has to gain, as a logarithm; and where that adds to what storing gains.
+_LEAST_BY_DOCUMENT = 0.08
+_LEAST_AND_STORED = -0.04
 
 
 class Steps(NamedTuple):
     """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
 
-    ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared.
+    ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared. ``by_document``: units
+    are taken up one document after the other.
     """
 
     query_block: int
     head_parts: int
     first_stores: bool = False
+    by_document: bool = False
 
 
 def steps_of(
@@ -83,23 +91,62 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     found = by_rounding(options.deterministic)
     if is_remote:
         return found
+    case = _Case(q_shape, v_shape, slices, keys, processors, units)
     if options.deterministic:
-        if found.query_block == WIDE and slices.area >= _LONGER_THAN_HALVES * max(keys, 1):
-            return found
-        parts = head_parts_in_turns(slices, q_shape, v_shape, processors)
-        return Steps(NARROW, parts) if parts else found
-    is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
-    if has_wide and is_grouped and storing_gains(slices, keys, units, processors):
-        return by_rounding(in_turns=True)._replace(first_stores=True)
+        return _in_turns(case, found)
+    if has_wide and case.is_whole and q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1] and slices.area:
+        seen = slices.area / keys
+        is_close = case.is_many and seen <= _MOST_STORED_BY_DOCUMENT
+        is_by_document = (is_close or seen <= _MOST_STORED_OF_FEW) and _gain_by_document(case) > (
+            _LEAST_AND_STORED if case.is_many else _LEAST_BY_DOCUMENT
+        )
+        if is_by_document or seen <= (_MOST_STORED if case.is_many else _MOST_STORED_OF_FEW):
+            return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
+    if found.query_block == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
+        return found._replace(by_document=True)
     return found
 
 
-def storing_gains(slices: SliceTable, keys: int, units: int, processors: int) -> bool:
-    """Whether it is faster if whoever comes first to a block of dq stores, with so many ``units`` of whole tiles."""
-    if units < fewest_whole(processors) or keys > _MOST_KEYS_STORED:
-        return False
-    most = _MOST_STORED if units >= _MANY_UNITS * processors else _MOST_STORED_OF_FEW
-    return 0 < slices.area <= most * keys
+class _Case(NamedTuple):
+    """What of a call steps depend on; ``units`` of whole tiles."""
+
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    slices: SliceTable
+    keys: int
+    processors: int
+    units: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.units >= fewest_whole(self.processors)
+
+    @property
+    def is_many(self) -> bool:
+        return self.units >= _MANY_UNITS * self.processors
+
+
+def _in_turns(case: _Case, found: Steps) -> Steps:
+    if case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
+        return found._replace(by_document=True)
+    if found.query_block == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
+        parts = head_parts_in_turns(case.slices, case.q_shape, case.v_shape, case.processors)
+        if parts:
+            return Steps(NARROW, parts)
+    is_by_document = case.is_whole and _gain_by_document(case) > _LEAST_BY_DOCUMENT
+    return found._replace(by_document=is_by_document)
+
+
+def _gain_by_document(case: _Case) -> float:
+    """See ``unit_walks.gain_by_document``. Kept with the slices, which never change."""
+    heads_kv = case.v_shape[1]
+    shape = UnitShape(heads_kv, case.q_shape[1] // max(heads_kv, 1), case.processors, case.processors)
+    kept = case.slices.__dict__.setdefault("_gains_by_document", {})
+    key = (case.q_shape[0], case.keys, shape)
+    if key not in kept:
+        plan = TilePlan.of_table(case.slices, case.q_shape[0], case.keys, TILE, 2, is_transposed=True, is_kept=True)
+        kept[key] = gain_by_document(plan, shape)
+    return kept[key]
 
 
 def wide_gains(slices: SliceTable, queries: int, keys: int, units: int, processors: int, in_turns: bool) -> bool:

@@ -12,7 +12,8 @@ others in the order in which those end. Tiles with which no period can be filled
 same length, which begin and end together. The last periods go by cost, so that all multiprocessors end together.
 
 Where a section of heads is a period, as at 32K on 132 multiprocessors, or tiles see different ends, as of documents,
-the list is that of the plan's own order, head by head.
+the list is that of the plan's own order, head by head; or one document after the other, where that is faster
+(``unit_documents``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from magi_attention.common.intervals import ramps
 from magi_attention.kernels.hand_out import WIDE, fewest_whole, groups_of, starts_of, steps_of_tiles
+from magi_attention.kernels.unit_documents import Walked, by_document, document_order, gain
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
@@ -38,21 +40,24 @@ _LEAST_ALIGNED = 0.9  # of the work, which must be of tiles that see the last bl
 
 class UnitShape(NamedTuple):
     """What of a call a list depends on, besides the mask: ``group`` query heads share a kv head; ``places`` of the
-    ``processors`` of the device are left to the call."""
+    ``processors`` of the device are left to the call; ``by_document``: one document after the other, whatever is said
+    above."""
 
     heads_kv: int
     group: int
     processors: int
     places: int
+    by_document: bool = False
 
 
 class _Tiles(NamedTuple):
     """Of each tile the first block that it sees, how many, and whether that is all from there to the last of
-    ``blocks``."""
+    ``blocks``, and in one layer."""
 
     first: np.ndarray
     count: np.ndarray
     is_aligned: np.ndarray
+    is_single: np.ndarray
     blocks: int
 
 
@@ -63,12 +68,18 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
     """
     plan = TilePlan(words)
     tiles = _tiles(plan)
-    units = _in_order(plan, tiles, shape)
-    if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
-        units = _in_periods(tiles, shape, there_at)
+    if shape.by_document:
+        units = by_document(_walked(tiles), shape.heads_kv)
+    else:
+        units = _in_order(plan, tiles, shape)
+        if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
+            units = _in_periods(tiles, shape, there_at)
     rows = np.column_stack([units[:, 0], units[:, 1] << abi.WALK_BITS | units[:, 2]]).astype(np.int32).ravel()
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
-    abi.TilePlanHeader.from_buffer(made).words_units = len(words)
+    header = abi.TilePlanHeader.from_buffer(made)
+    header.words_units = len(words)
+    if shape.by_document:  # where dq is summed in order, that is the order of the tiles
+        made[header.words_order :][: header.num_tiles] = document_order(_walked(tiles))
     return made
 
 
@@ -79,7 +90,22 @@ def _tiles(plan: TilePlan) -> _Tiles:
     one = np.minimum(begin, max(len(low) - 1, 0))
     first = np.where(layers > 0, low[one], 0) if len(low) else np.zeros(len(begin), dtype=np.int64)
     ends = np.where(layers > 0, high[one], 0) if len(low) else first
-    return _Tiles(first, steps_of_tiles(plan, WIDE), (layers == 1) & (ends == blocks), blocks)
+    return _Tiles(first, steps_of_tiles(plan, WIDE), (layers == 1) & (ends == blocks), layers == 1, blocks)
+
+
+def gain_by_document(plan: TilePlan, shape: UnitShape) -> float:
+    """By how much a backward is faster if it takes up one document after the other, as a logarithm; see
+    ``unit_documents.gain``."""
+    tiles = _tiles(plan)
+    if _wants_periods(tiles, shape) or tiles.count.max(initial=0) >= abi.WALK_EARLY:
+        return -1.0
+    units, walked = _in_order(plan, tiles, shape), _walked(tiles)
+    back = np.where(units[:, 2] == abi.WALK_EARLY, tiles.first[units[:, 0]], units[:, 2])
+    return gain(walked, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
+
+
+def _walked(tiles: _Tiles) -> Walked:
+    return Walked(tiles.first, tiles.count, tiles.is_single, tiles.blocks)
 
 
 def _heads_per_section(tiles: int, shape: UnitShape) -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a backward takes steps of 80 queries, when halves of the heads, and when whoever comes first to dq stores."""
+"""When a backward takes steps of 80 queries, halves of the heads, one document after the other, and when whoever comes
+first to dq stores."""
 
 from __future__ import annotations
 
@@ -35,6 +36,10 @@ def storing(steps: Steps) -> Steps:
     return steps._replace(first_stores=True)
 
 
+def by_document(steps: Steps) -> Steps:
+    return steps._replace(by_document=True)
+
+
 def documents(length: int, total: int) -> Mask:
     return Mask.varlen(list(range(0, total + 1, length)))
 
@@ -45,7 +50,7 @@ def documents(length: int, total: int) -> Mask:
         (Mask.full(4096), 4096, WIDE, WIDE),
         (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 1.045 times as many queries in whole blocks of 80
         (documents(1024, 4096), 4096, storing(WIDE), WIDE),
-        (documents(512, 4096), 4096, storing(NARROW), NARROW),  # 1.13 times
+        (documents(512, 4096), 4096, by_document(storing(NARROW)), by_document(NARROW)),  # 1.13 times
         (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, storing(WIDE), HALVES),  # 1.008 times
         (Mask.varlen([0, 1300, 2600, 4096]), 4096, NARROW, HALVES),  # 1.023 times
         (Mask.varlen([0, 1500, 4096]), 4096, WIDE, WIDE),  # 1.025 times, where keys see 2,194
@@ -54,12 +59,12 @@ def documents(length: int, total: int) -> Mask:
         (documents(1280, 5120), 5120, WIDE, HALVES),  # few units, whole blocks of either size
         (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
         (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
-        (documents(2048, 8192), 8192, storing(WIDE), WIDE),  # many units
-        (documents(2560, 7680), 7680, storing(WIDE), WIDE),
+        (documents(2048, 8192), 8192, by_document(storing(WIDE)), WIDE),  # many units
+        (documents(2560, 7680), 7680, by_document(storing(WIDE)), WIDE),
         (Mask.causal(8192), 8192, WIDE, WIDE),
         (Mask.sliding_window(8192, (1023, 0)), 8192, storing(WIDE), WIDE),  # 1.06 times
-        (documents(512, 8192), 8192, storing(NARROW), NARROW),
-        (documents(640, 8320), 8320, storing(WIDE), WIDE),  # whole blocks of either size
+        (documents(512, 8192), 8192, by_document(storing(NARROW)), NARROW),
+        (documents(640, 8320), 8320, by_document(storing(WIDE)), WIDE),  # whole blocks of either size
         (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
     ],
     ids=(
@@ -107,9 +112,43 @@ def test_otherwise_the_sum_is_cleared():
         *({"heads": (24, 8)}, {"heads": (32, 32)}),
     ):
         assert not choose(short, 8192, **options).first_stores, options
-    for total, stores in ((2**17, True), (2**17 + 1, False)):
-        assert choose(Mask.sliding_window(total, (500, 0)), total).first_stores == stores
     assert not choose(Mask.sliding_window(1024, (100, 0)), 1024).first_stores  # heads are shared out
+
+
+def causal_documents(length: int, total: int) -> Mask:
+    return Mask.varlen(list(range(0, total + 1, length)), causal=True)
+
+
+def test_one_document_after_the_other():
+    """Where that gains by the estimate; together with storing where keys see up to 10,000 queries; alone with few query
+    heads of a kv head; in turns with any head dim; not beside keys that arrive, nor where heads are shared out."""
+    many = causal_documents(4096, 65536)
+    assert choose(many, 65536) == by_document(storing(WIDE))
+    assert choose(many, 65536, in_turns=True) == by_document(WIDE)
+    for dim in (64, 256):
+        assert choose(many, 65536, dim=dim) == NARROW
+        assert choose(many, 65536, dim=dim, in_turns=True) == by_document(NARROW)
+    assert choose(many, 65536, softcap=1.0) == NARROW
+    longer = causal_documents(16384, 4 * 65536)
+    assert choose(longer, 4 * 65536) == by_document(storing(WIDE)) and longer.slices.area < 10_000 * 4 * 65536
+    longest = causal_documents(32768, 8 * 65536)
+    assert not choose(longest, 8 * 65536).first_stores
+    assert choose(causal_documents(4096, 8192), 8192) == storing(WIDE)  # ends later
+    assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == NARROW  # whose units are not told
+    assert choose(causal_documents(1280, 65280), 65280, heads=(24, 8)) == by_document(WIDE)
+    assert not choose(causal_documents(512, 2048), 2048, heads=(64, 8)).by_document
+
+
+def test_the_gain_is_told_once(monkeypatch):
+    asked, tell = [], query_block.gain_by_document
+    monkeypatch.setattr(query_block, "gain_by_document", lambda *a: asked.append(a) or tell(*a))
+    mask = causal_documents(4096, 65536)
+    for in_turns in (False, True, False):
+        choose(mask, 65536, in_turns=in_turns)
+    choose(mask, 65536, softcap=1.0)
+    assert len(asked) == 1
+    choose(mask, 65536, heads=(32, 4))
+    assert len(asked) == 2
 
 
 def test_nothing_to_do():

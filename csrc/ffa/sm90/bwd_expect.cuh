@@ -39,7 +39,11 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   __syncthreads();
   const bool by_head = bands > 0, timed = !by_head && p.num_tiles <= kMaxTimed;
   const int lane = threadIdx.x;
-  if (lane == 0) p.order[0] = (by_head ? kByHead : 0) | (visits_twice ? 0 : timed ? kTimed : kInWaves);
+  if (lane == 0) {
+    // Of plans in order only those have units whose tiles are ordered by document.
+    const int by_document = has_units(p.plan) ? kByDocument : 0;
+    p.order[0] = (by_head ? kByHead : 0) | by_document | (visits_twice ? 0 : timed ? kTimed : kInWaves);
+  }
   if (lane >= 32) return;
   // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
   constexpr int kPlaces = kMaxWave / 32;

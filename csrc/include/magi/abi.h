@@ -36,7 +36,7 @@ typedef enum { MAGI_FWD = 0, MAGI_BWD = 1 } magi_kind;
  * Layout in memory, int32 words, one buffer:
  *   header  16 words  magi_tile_plan_header
  *   tiles   8 words each, num_tiles of them: magi_tile_desc
- *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first)
+ *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first); of plans with units possibly another order
  *   records layer_words each, at words_records: magi_layer, then tile_tokens pairs (lo, hi)
  * Sections start at multiples of 16 bytes; layer_words is a multiple of 4.
  */
@@ -56,7 +56,8 @@ typedef struct {
   int32_t status;       /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
   int32_t has_unseen;   /* 1 if some key in [0, total_k) is seen by no query */
   int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take the same */
-  int32_t words_units;       /* of the units of a backward in steps of 80, in the order in which they are taken up; 0: none */
+  int32_t words_units;       /* of the units of a backward in steps of 80, in the order in which they are taken up; 0: none. With a dq_order only
+                                whether there are some counts: then `order` is one document after the other, and tiles are walked from the end */
 } magi_tile_plan_header;
 
 /* One of words_units, num_tiles * heads_kv of them. */

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backwards that take up one document after the other: where units are told, where whoever comes first stores, and in
+turns, with steps of either size; under masks that would not choose it, too. That masks do:
+``tests/kernels/test_query_block.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from backward_oracle import assert_grads, make_dout, options_of, truth
+from forward_oracle import make_inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    pytestmark,
+)
+from test_ffa_backward_deterministic import CASES, assert_same_bits
+
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.kernels.types import Grads
+from magi_attention.testing import masks
+from magi_attention.testing.spawn import run_processes
+
+WAYS = {
+    "told": (Steps(80, 0, by_document=True), False),
+    "stores, narrow": (Steps(64, 0, first_stores=True, by_document=True), False),
+    "stores, wide": (Steps(80, 0, first_stores=True, by_document=True), False),
+    "turns, narrow": (Steps(64, 0, by_document=True), True),
+    "turns, wide": (Steps(80, 0, by_document=True), True),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+MANY = (80, 40)  # heads, of which few tiles are many units, as has to be where these are told
+
+
+def force(monkeypatch, way: str) -> bool:
+    """Whether the way is in turns."""
+    steps, in_turns = WAYS[way]
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
+    return in_turns
+
+
+@each_way
+@each_dtype
+@pytest.mark.parametrize("name", CASES)
+def test_right(way, name, dtype, monkeypatch):
+    in_turns = force(monkeypatch, way)
+    for total, dims in ((1337, (128, 128)), (1400, (72, 120))):
+        x = make_inputs(0, CASES[name](total), total, total, MANY, dims, dtype=dtype, device=DEVICE)
+        dout = make_dout(x)
+        want, first = truth(x, dout), differentiate(x, dout, deterministic=in_turns)
+        assert_grads(x, first, want, (name, total))
+        for _ in range(2):
+            again = differentiate(x, dout, deterministic=in_turns)
+            assert_same_bits(again, first, (name, total)) if in_turns else assert_grads(x, again, want, (name, total))
+
+
+@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("name", CASES)
+def test_other_head_dims(name, dim, monkeypatch):
+    """In turns, where they choose it; and where whoever comes first stores."""
+    for way in ("turns, narrow", "stores, narrow"):
+        in_turns = force(monkeypatch, way)
+        x = make_inputs(1, CASES[name](900), 900, 900, (8, 2), (dim, dim), device=DEVICE)
+        dout = make_dout(x)
+        assert_grads(x, differentiate(x, dout, deterministic=in_turns), truth(x, dout), (name, way))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "told"])
+def test_random_masks(way, monkeypatch):
+    in_turns = force(monkeypatch, way)
+
+    @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        sizes=st.tuples(st.integers(1, 700), st.integers(1, 700)),
+        count=st.integers(1, 40),
+        heads=st.sampled_from([(4, 4), (8, 1), (5, 1), (6, 2)]),
+    )
+    def run(seed, sizes, count, heads):
+        slices = masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count)
+        x = make_inputs(seed % 1000, slices, *sizes, heads, (128, 128), device=DEVICE)
+        dout = make_dout(x, seed % 1000)
+        assert_grads(x, differentiate(x, dout, deterministic=in_turns), truth(x, dout), (seed, sizes, count, heads))
+
+    run()
+
+
+@pytest.mark.parametrize("lengths", ([1024] * 16, [4096] * 4 + [300] * 8 + [2000], [700, 5200, 90, 9000]), ids=len)
+def test_as_chosen(lengths, monkeypatch):
+    """Long ones, against the plan's own order with steps of the same size, which round dS alike; with multiprocessors
+    left free, too."""
+    total, chosen, ffa = sum(lengths), [], FfaBackend()
+    documents = masks.varlen(np.cumsum([0, *lengths]).tolist(), 1)
+    x = make_inputs(2, documents, total, total, (32, 4), (128, 128), device=DEVICE)
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+
+    def backward(steps=None, **options) -> Grads:
+        """As chosen, or with ``steps``."""
+        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: steps or chosen.append(steps_of(*a)) or chosen[-1])
+        return ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, replace(options_of(x), **options))
+
+    first = backward(deterministic=True)
+    for margin in (0, 60):
+        for in_turns in (True, False, False):
+            got = backward(deterministic=in_turns, sm_margin=margin)
+            want = backward(Steps(chosen[-1].query_block, 0), sm_margin=margin)
+            for mine, theirs in zip((got.dq, got.dk, got.dv), (want.dq, want.dk, want.dv)):
+                torch.testing.assert_close(mine.float(), theirs.float(), atol=4e-3, rtol=1.6e-2)
+            if in_turns and margin == 0:
+                assert_same_bits(got, first, lengths)
+    assert [s.by_document for s in chosen if s.first_stores] == 4 * [True], chosen
+
+
+def nobody_waits(rank: int, world: int, way: str) -> bool:
+    """Beside other kernels, which hold multiprocessors while units are handed out."""
+    steps, in_turns = WAYS[way]
+    ffa_bwd.steps_of = lambda *_: steps
+    noise, side = torch.randn(4096, 4096, device=DEVICE), torch.cuda.Stream()
+    for lengths in ([300, 1300, 700], [128] * 20, [2000, 90]):
+        total = sum(lengths)
+        documents = masks.varlen(np.cumsum([0, *lengths]).tolist(), 1)
+        x = make_inputs(3, documents, total, total, MANY, (128, 128), device=DEVICE)
+        dout = make_dout(x)
+        want = differentiate(x, dout, deterministic=in_turns)
+        for n in range(12):
+            with torch.cuda.stream(side):
+                for _ in range(n % 4):
+                    torch.mm(noise, noise)
+            got = differentiate(x, dout, deterministic=in_turns)
+            assert torch.equal(got.dk, want.dk) and torch.equal(got.dv, want.dv), (lengths, n)
+            torch.testing.assert_close(got.dq.float(), want.dq.float(), atol=0 if in_turns else 2e-3, rtol=1.6e-2)
+    torch.cuda.synchronize()
+    return True
+
+
+@each_way
+def test_nobody_waits_for_ever(way):
+    assert run_processes(1, nobody_waits, way, timeout_s=100, backend="nccl") == [True]

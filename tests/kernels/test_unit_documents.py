@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units one document after the other: all of them, walked in step by a model of the cache, and only where it gains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_unit_walks import in_plan_order, is_complete, misses, plan_of, units_of
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels import unit_documents, unit_walks
+from magi_attention.kernels.unit_walks import UnitShape, gain_by_document, with_units
+from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.testing.masks import random_slices
+
+H100 = UnitShape(heads_kv=8, group=8, processors=132, places=132)
+BY_DOCUMENT = H100._replace(by_document=True)
+KEPT = 28  # blocks of 8 query heads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def plan_for(mask: Mask) -> TilePlan:
+    return plan_of(mask.slices, mask.total_q, mask.total_k)
+
+
+def documents(lengths, causal: bool = True) -> TilePlan:
+    return plan_for(Mask.varlen(np.cumsum([0, *lengths]).tolist(), causal=causal))
+
+
+def walked(plan: TilePlan) -> unit_documents.Walked:
+    return unit_walks._walked(unit_walks._tiles(plan))
+
+
+def backwards(plan: TilePlan, units: np.ndarray) -> np.ndarray:
+    """Units with the number of blocks in place of what stands for it."""
+    first = walked(plan).first[units[:, 0]]
+    return np.column_stack([units[:, :2], np.where(units[:, 2] == unit_walks.abi.WALK_EARLY, first, units[:, 2])])
+
+
+MANY = {
+    "sixteen of 4,096": (16 * [4096], True), "of 2,000": (32 * [2000] + [1536], True), "of 256": (256 * [256], True),
+    "mixed": ([700, 5200, 1800, 9000, 3100] * 4, True), "few short": (8 * [1024], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_causal_documents_follow_one_another(name):
+    plan = documents(*MANY[name])
+    before, listed = in_plan_order(plan.words, H100), units_of(with_units(plan.words, BY_DOCUMENT), 8)
+    assert gain_by_document(plan, H100) > 0.1 and is_complete(listed, len(plan.tiles), 8)
+    was, now = (misses(plan, units, 132, KEPT) for units in (before, listed))
+    assert now < (0.9 if name == "mixed" else 0.7) * was, (was, now)
+    tiles = walked(plan)
+    assert np.array_equal(listed[:, 2], tiles.count[listed[:, 0]])
+    ends = (tiles.first + tiles.count)[listed[:, 0]]
+    changes = 1 + np.count_nonzero(np.diff(ends))
+    assert changes == len(np.unique(ends)), "tiles of a document are not together"
+
+
+IN_STEP = {
+    "few": lambda: documents(4 * [4096]), "two long": lambda: documents([4096, 4096]),
+    "one": lambda: documents([16384]), "one, full": lambda: documents([8192], causal=False),
+    "of a tile": lambda: documents(128 * [128]), "full": lambda: documents(16 * [4096], causal=False),
+    "window": lambda: plan_for(Mask.sliding_window(16384, (1023, 0))),
+    "nothing": lambda: plan_of(SliceTable([]), 4096, 4096),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_nothing_is_gained(name):
+    assert gain_by_document(IN_STEP[name](), H100) < 0.05
+
+
+def test_of_two_evils_the_smaller():
+    """What ends earlier counts, not what is missed alone."""
+    tiles = walked(documents(4 * [4096]))
+    units = in_plan_order(documents(4 * [4096]).words, H100)
+    assert unit_documents.missed(tiles, unit_documents.by_document(tiles, 8), 132, KEPT) < 0.1
+    assert unit_documents.gain(tiles, backwards(documents(4 * [4096]), units), 8, 132, 8) < 0
+
+
+@pytest.mark.parametrize("lengths", (8 * [4096], 16 * [4096], 32 * [4096], 32 * [2000], 64 * [1024]), ids=str)
+def test_the_estimate_is_near_the_model(lengths):
+    plan = documents(lengths)
+    before, after = in_plan_order(plan.words, H100), unit_documents.by_document(walked(plan), 8)
+    for units in (before, after):
+        estimate = unit_documents.missed(walked(plan), backwards(plan, units), 132, KEPT)
+        assert abs(estimate - misses(plan, units, 132, KEPT)) < 0.25
+
+
+def test_the_order_of_the_plan_is_that_of_the_documents():
+    """Kernels in order follow it, and see by the units that it is another one."""
+    plan = documents([300, 2000, 129, 700])
+    made = TilePlan(with_units(plan.words, BY_DOCUMENT))
+    tiles = walked(plan)
+    ends = (tiles.first + tiles.count)[made.order].tolist()
+    assert sorted(made.order.tolist()) == list(range(len(plan.tiles)))
+    assert made.header.words_units and ends[0] == -(-2300 // 80)  # the longest
+    assert np.array_equal(plan.order, TilePlan(plan.words).order) and not np.array_equal(plan.order, made.order)
+    assert with_units(plan.words, H100)[made.header.words_order :][0] == plan.order[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 12))
+def test_every_unit_once(seed, heads, places):
+    rng = np.random.default_rng(seed)
+    total_q, total_k = (int(n) for n in rng.integers(1, 3000, 2))
+    plan = plan_of(random_slices(rng, total_q, total_k, max_slices=8), total_q, total_k)
+    tiles = walked(plan)
+    units = unit_documents.by_document(tiles, heads)
+    assert is_complete(units, len(plan.tiles), heads), (seed, heads)
+    assert np.array_equal(units[:, 2], tiles.count[units[:, 0]])
+    assert sorted(unit_documents.document_order(tiles).tolist()) == list(range(len(plan.tiles)))
+    shape = UnitShape(heads, 4, places, places)
+    assert np.isfinite(gain_by_document(plan, shape)), (seed, heads, places)
