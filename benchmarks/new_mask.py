@@ -84,7 +84,8 @@ class Clock:
 
 def _units(steps) -> UnitShape | None:
     """Of which a plan has a list, see ``BackwardCalls``; that the library lists them itself is left out."""
-    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS) if steps.query_block == WIDE else None
+    is_told = steps.query_block == WIDE and not steps.first_stores or steps.by_document
+    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if is_told else None
 
 
 def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:

@@ -23,6 +23,7 @@ from magi_attention.kernels.hand_out import starts_of
 _KEPT = 224  # blocks of one query head that stay in L2
 _UNIT = 0.1  # blocks, what it takes to begin and end a unit
 _LOOKED = 40_000  # visits
+_ONE_IN = 4  # blocks
 _LOOKED_AT = 0.4  # of the work, where those are in the middle, as the longest documents come first
 _TIME_BITS, _TICKS = 32, 100  # of a number with a time, and so many a block
 _LEAST_SINGLE = 0.9  # of the work, which must be of tiles of one layer
@@ -39,22 +40,26 @@ class Walked(NamedTuple):
     blocks: int
 
 
-def missed(tiles: Walked, units: np.ndarray, places: int, kept: float) -> float:
+def missed(tiles: Walked, units: np.ndarray, starts: np.ndarray, places: int, kept: float) -> float:
     """The share of visits whose block is not among the last ``kept`` ones, of ``_LOOKED`` visits.
 
-    ``units`` (U, 3): tile, head and how many blocks are walked backwards before the others. The time between two
-    visits of a block is compared with what it takes to read ``kept`` others at the rate of what is missed.
+    ``units`` (U, 3): tile, head and how many blocks are walked backwards before the others; they start at ``starts``
+    (U,), blocks. The time between two visits of a block is compared with what it takes to read ``kept`` others at the
+    rate of what is missed. Of one block in four, as it is the same for the others.
     """
     lengths = tiles.count[units[:, 0]]
-    starts, before = starts_of(lengths + _UNIT, places), np.cumsum(lengths)
+    before = np.cumsum(lengths)
     begin = max(_LOOKED_AT * int(before[-1]) - _LOOKED / 2, 0)
     some = slice(*np.searchsorted(before, (begin, begin + _LOOKED)).tolist())
-    units, lengths = units[some], lengths[some]
-    unit = np.repeat(np.arange(len(units)), lengths)
-    at = ramps(0, lengths)
-    first, back = tiles.first[units[unit, 0]], np.minimum(units[:, 2], lengths)[unit]
-    block = np.where(at < back, first + lengths[unit] - 1 - at, first + at - back)
-    time = starts[some][unit] + at
+    units, lengths, starts = units[some], lengths[some], starts[some]
+    first = tiles.first[units[:, 0]]
+    turn = first + lengths - np.minimum(units[:, 2], lengths)  # walked backwards from here on
+    first_seen = -(-first // _ONE_IN)
+    seen = -(-(first + lengths) // _ONE_IN) - first_seen
+    unit = np.repeat(np.arange(len(units)), seen)
+    block = _ONE_IN * ramps(first_seen, seen)
+    back, end = turn[unit], (first + lengths)[unit]
+    time = starts[unit] + np.where(block >= back, end - 1 - block, end - back + block - first[unit])
     key = units[unit, 1] * tiles.blocks + block
     # Sorted as one number, block and head before time: that is much faster than by two.
     order = np.sort(key << _TIME_BITS | (time * _TICKS).astype(np.int64))
@@ -79,16 +84,13 @@ def gain(tiles: Walked, units: np.ndarray, heads: int, places: int, group: int) 
     documents = len(np.unique(_documents_of(tiles)[tiles.count > 0]))
     if documents < 2 or _LEAST_TILES * documents > len(tiles.count):
         return -1.0
-    kept, others = _KEPT / group, by_document(tiles, heads)
-    before, after = (missed(tiles, some, places, kept) for some in (units, others))
-    even = log(_end(tiles, units, places) / _end(tiles, others, places))
-    return even + before**2 - after**2 / 2
-
-
-def _end(tiles: Walked, units: np.ndarray, places: int) -> float:
-    """When all units are through."""
-    times = tiles.count[units[:, 0]] + _UNIT
-    return float((starts_of(times, places) + times).max())
+    shares, ends = [], []
+    for some in (units, by_document(tiles, heads)):
+        times = tiles.count[some[:, 0]] + _UNIT
+        starts = starts_of(times, places)
+        shares.append(missed(tiles, some, starts, places, _KEPT / group))
+        ends.append(float((starts + times).max()))
+    return log(ends[0] / ends[1]) + shares[0] ** 2 - shares[1] ** 2 / 2
 
 
 def _documents_of(tiles: Walked) -> np.ndarray:
