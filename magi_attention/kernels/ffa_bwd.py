@@ -182,9 +182,13 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         walked = None
-        # Units that the kernels list themselves need no other order.
-        is_told = steps.query_block == WIDE and order == abi.DQ_ANY and (remote is not None or not list_bytes)
-        if is_told or steps.by_document:
+        # Units that the kernels list themselves need no other order. In turns, or where whoever comes first stores,
+        # kernels follow the order of the tiles, which is another one by document.
+        if order == abi.DQ_ANY:
+            is_told = steps.query_block == WIDE and (remote is not None or not list_bytes)
+        else:
+            is_told = steps.by_document
+        if is_told:
             processors = runtime.processors(q.get_device())
             places = max(processors - options.sm_margin, 1)
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ffa_simulator import backend, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernel_ffa_backward import Case
 from test_unit_walks import in_plan_order, is_complete, misses, plan_of, units_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import unit_documents, unit_walks
+from magi_attention.kernels import AttnOptions, ffa_bwd, unit_documents, unit_walks
 from magi_attention.kernels.hand_out import starts_of
+from magi_attention.kernels.query_block import Steps
 from magi_attention.kernels.unit_walks import UnitShape, gain_by_document, with_units
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
@@ -125,3 +128,30 @@ def test_every_unit_once(seed, heads, places):
     assert sorted(unit_documents.document_order(tiles).tolist()) == list(range(len(plan.tiles)))
     shape = UnitShape(heads, 4, places, places)
     assert np.isfinite(gain_by_document(plan, shape)), (seed, heads, places)
+
+
+@pytest.mark.parametrize("lists_itself", (False, True))
+@pytest.mark.parametrize("way", ("told", "stores", "turns", "narrow"))
+def test_the_kernel_gets_the_order(way, lists_itself, monkeypatch):
+    """Where units are told and the kernel does not list them itself; and with an order of dq in steps of any size."""
+    steps = Steps(64 if way == "narrow" else 80, 0, way == "stores", by_document=True)
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
+    ffa, simulator = backend()
+    if not lists_itself:
+        simulator.list_bytes = 0
+    options = AttnOptions(0.3, deterministic=way in ("turns", "narrow"))
+    case = Case(Mask.varlen([0, 48, 128], causal=True).slices, 128, 128, options, dims=(128, 128))
+    ffa.backward(*case.tensors, case.slices, options)
+    plan = plan_at(simulator.backward_calls[0].plan)
+    by_cost = plan_of_call(case, plan).order.tolist()
+    if way == "told" and lists_itself:
+        assert plan.header.words_units == 0 and plan.order.tolist() == by_cost
+        return
+    order = unit_documents.document_order(walked(plan)).tolist()
+    assert plan.header.words_units and plan.order.tolist() == order != by_cost
+
+
+def plan_of_call(case: Case, plan: TilePlan) -> TilePlan:
+    """The same in the order of cost."""
+    header = plan.header
+    return TilePlan.of_table(case.slices, 128, 128, header.tile_tokens, header.num_groups, is_transposed=True)
