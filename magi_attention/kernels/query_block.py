@@ -34,16 +34,21 @@ _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
-# Whoever comes first stores if a key sees at most so many queries on average: where units are listed, where they are
-# many, and where these are taken up by document; and with so many query heads of a kv head, as with one it was slower.
-# Measured with groups of 4 to 16.
-_MOST_STORED_OF_FEW = 1100
-_MOST_STORED = 3600
-_MOST_STORED_BY_DOCUMENT = 10_000
-_LEAST_GROUP_STORED = 4
-# What one document after the other has to gain, as a logarithm; and where that adds to what storing gains.
-_LEAST_BY_DOCUMENT = 0.08
-_LEAST_AND_STORED = -0.04
+_LEAST_GROUP_STORED = 4  # query heads of a kv head, from which on whoever comes first stores, as with one it was slower
+_LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
+
+
+class _Stores(NamedTuple):
+    """Whoever comes first stores if a key sees at most so many queries on average: in the plan's own order, and by
+    document, which has to gain so much then. Measured with groups of 4 to 16."""
+
+    most: int
+    most_by_document: int
+    least_gain: float
+
+
+_OF_FEW = _Stores(1100, 1100, _LEAST_BY_DOCUMENT)  # where units are listed by the kernels
+_OF_MANY = _Stores(3600, 10_000, -0.04)
 
 
 class Steps(NamedTuple):
@@ -94,13 +99,11 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     case = _Case(q_shape, v_shape, slices, keys, processors, units)
     if options.deterministic:
         return _in_turns(case, found)
-    if has_wide and case.is_whole and q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1] and slices.area:
-        seen = slices.area / keys
-        is_close = case.is_many and seen <= _MOST_STORED_BY_DOCUMENT
-        is_by_document = (is_close or seen <= _MOST_STORED_OF_FEW) and _gain_by_document(case) > (
-            _LEAST_AND_STORED if case.is_many else _LEAST_BY_DOCUMENT
-        )
-        if is_by_document or seen <= (_MOST_STORED if case.is_many else _MOST_STORED_OF_FEW):
+    is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
+    if has_wide and case.is_whole and is_grouped and slices.area:
+        stores, seen = _OF_MANY if case.is_many else _OF_FEW, slices.area / keys
+        is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
+        if is_by_document or seen <= stores.most:
             return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
     if found.query_block == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
         return found._replace(by_document=True)
