@@ -9,6 +9,7 @@ import torch
 from backward_oracle import assert_grads, make_dout, truth
 from forward_oracle import make_inputs
 from graph_capture import capture
+from long_kernels import beside_long_kernels
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
     differentiate,
@@ -107,18 +108,13 @@ def test_beside_other_work(name):
 
 def short_units_beside_long_kernels(rank: int, world: int, queries: int) -> bool:
     ffa_bwd.steps_of = storing(queries)
-    noise, side = torch.randn(4096, 4096, device=DEVICE), torch.cuda.Stream()
     for name, make in CASES.items():
         for dim in (64, 128, 256):
             x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
             dout = make_dout(x)
             want = differentiate(x, dout, deterministic=True)
-            for n in range(12):
-                with torch.cuda.stream(side):
-                    for _ in range(n % 4):
-                        torch.mm(noise, noise)
+            for n in beside_long_kernels():
                 assert_close(differentiate(x, dout), want, (name, dim, n))
-    torch.cuda.synchronize()
     return True
 
 
