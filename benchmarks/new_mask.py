@@ -40,7 +40,6 @@ from magi_attention.config import (
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape, table_plan
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
-from magi_attention.kernels.hand_out import WIDE
 from magi_attention.kernels.query_block import steps_of
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import UnitShape
@@ -84,8 +83,8 @@ class Clock:
 
 def _units(steps) -> UnitShape | None:
     """Of which a plan has a list, see ``BackwardCalls``; that the library lists them itself is left out."""
-    is_told = steps.query_block == WIDE and not steps.first_stores or steps.by_document
-    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if is_told else None
+    has_list = steps.has_list(in_turns=False, lists_itself=False)
+    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if has_list else None
 
 
 def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:

@@ -32,7 +32,6 @@ from magi_attention.kernels.ffa_operands import (
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
-from magi_attention.kernels.hand_out import WIDE
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.types import AttnOptions, Grads
@@ -182,13 +181,7 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         walked = None
-        # Units that the kernels list themselves need no other order. In turns, or where whoever comes first stores,
-        # kernels follow the order of the tiles, which is another one by document.
-        if order == abi.DQ_ANY:
-            is_told = steps.query_block == WIDE and (remote is not None or not list_bytes)
-        else:
-            is_told = steps.by_document
-        if is_told:
+        if steps.has_list(options.deterministic, lists_itself=remote is None and list_bytes > 0):
             processors = runtime.processors(q.get_device())
             places = max(processors - options.sm_margin, 1)
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)

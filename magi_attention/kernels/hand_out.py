@@ -15,6 +15,8 @@ from magi_attention.native.toolchain import PLANNER
 
 TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
+UNIT = 0.1  # wide steps, what it takes to begin and end a unit
+IN_L2 = 192  # blocks of 80 queries of one head whose Q, dO and dq stay in L2
 
 
 def fewest_whole(processors: int) -> int:
@@ -48,6 +50,28 @@ def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
     before = np.concatenate([[0], np.cumsum(-(-high // queries) - low // queries)])
     begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
     return before[begin + layers] - before[begin]
+
+
+class TileWalks(NamedTuple):
+    """Of each tile of a transposed plan, (num_tiles,), the first block of 80 queries that it sees and how many, and
+    whether these are in one layer; there are ``blocks``."""
+
+    first: np.ndarray
+    count: np.ndarray
+    is_single: np.ndarray
+    blocks: int
+
+    @property
+    def is_aligned(self) -> np.ndarray:
+        """(num_tiles,) whether that is all from the first to the last of all blocks."""
+        return self.is_single & (self.first + self.count == self.blocks)
+
+
+def walks_of_tiles(plan: TilePlan) -> TileWalks:
+    begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
+    low = plan.records[:, 0].astype(np.int64) // WIDE
+    first = np.where(layers > 0, low[np.minimum(begin, len(low) - 1)], 0) if len(low) else np.zeros_like(begin)
+    return TileWalks(first, steps_of_tiles(plan, WIDE), layers == 1, -(-plan.header.total_k // WIDE))
 
 
 def starts_of(times: np.ndarray, places: int) -> np.ndarray:

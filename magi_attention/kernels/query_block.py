@@ -63,6 +63,16 @@ class Steps(NamedTuple):
     first_stores: bool = False
     by_document: bool = False
 
+    def has_list(self, in_turns: bool, lists_itself: bool) -> bool:
+        """Whether the plan says in which order units are taken up, which a kernel that ``lists_itself`` does not need.
+
+        In turns, or where whoever comes first stores, kernels follow the order of the tiles, and have units only where
+        that is by document.
+        """
+        if in_turns or self.first_stores:
+            return self.by_document
+        return self.query_block == WIDE and not lists_itself
+
 
 def steps_of(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], mask: SliceTable | RangeTensors | RemoteKeys,

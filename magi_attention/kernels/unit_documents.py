@@ -13,15 +13,12 @@ holds was read since then has to be read again (``docs/notes/ffa_backward_order.
 from __future__ import annotations
 
 from math import log
-from typing import NamedTuple
 
 import numpy as np
 
 from magi_attention.common.intervals import ramps
-from magi_attention.kernels.hand_out import starts_of
+from magi_attention.kernels.hand_out import IN_L2, UNIT, TileWalks, starts_of
 
-_KEPT = 224  # blocks of one query head that stay in L2
-_UNIT = 0.1  # blocks, what it takes to begin and end a unit
 _LOOKED = 40_000  # visits
 _ONE_IN = 4  # blocks
 _LOOKED_AT = 0.4  # of the work, where those are in the middle, as the longest documents come first
@@ -30,17 +27,7 @@ _LEAST_SINGLE = 0.9  # of the work, which must be of tiles of one layer
 _LEAST_TILES = 2  # of a document on average
 
 
-class Walked(NamedTuple):
-    """Of each tile, (num_tiles,), the first block that it sees and how many, and whether these are in one layer;
-    ``blocks`` there are."""
-
-    first: np.ndarray
-    count: np.ndarray
-    is_single: np.ndarray
-    blocks: int
-
-
-def missed(tiles: Walked, units: np.ndarray, starts: np.ndarray, places: int, kept: float) -> float:
+def missed(tiles: TileWalks, units: np.ndarray, starts: np.ndarray, places: int, kept: float) -> float:
     """The share of visits whose block is not among the last ``kept`` ones, of ``_LOOKED`` visits.
 
     ``units`` (U, 3): tile, head and how many blocks are walked backwards before the others; they start at ``starts``
@@ -74,7 +61,7 @@ def missed(tiles: Walked, units: np.ndarray, starts: np.ndarray, places: int, ke
     return (low + high) / 2
 
 
-def gain(tiles: Walked, units: np.ndarray, heads: int, places: int, group: int) -> float:
+def gain(tiles: TileWalks, units: np.ndarray, heads: int, places: int, group: int) -> float:
     """By how much it is faster to take up units ``by_document`` than as ``units``, as a logarithm; less than nothing
     where that cannot be told. Measured with documents of 512 to 52,000 tokens, from 4K to 512K, and groups of 4 to 16.
     """
@@ -86,21 +73,21 @@ def gain(tiles: Walked, units: np.ndarray, heads: int, places: int, group: int) 
         return -1.0
     shares, ends = [], []
     for some in (units, by_document(tiles, heads)):
-        times = tiles.count[some[:, 0]] + _UNIT
+        times = tiles.count[some[:, 0]] + UNIT
         starts = starts_of(times, places)
-        shares.append(missed(tiles, some, starts, places, _KEPT / group))
+        shares.append(missed(tiles, some, starts, places, IN_L2 / group))
         ends.append(float((starts + times).max()))
     return log(ends[0] / ends[1]) + shares[0] ** 2 - shares[1] ** 2 / 2
 
 
-def _documents_of(tiles: Walked) -> np.ndarray:
+def _documents_of(tiles: TileWalks) -> np.ndarray:
     """(num_tiles,) a number for each document. Tiles that end with the same block are of one; one of several layers is
     alone, and so is one that sees nothing."""
     alone = tiles.blocks + 1 + np.arange(len(tiles.count))
     return np.where(tiles.is_single & (tiles.count > 0), tiles.first + tiles.count, alone)
 
 
-def document_order(tiles: Walked) -> np.ndarray:
+def document_order(tiles: TileWalks) -> np.ndarray:
     """(num_tiles,) tiles: those that see nothing, then the longest document first, in each the longest tile."""
     document = np.unique(_documents_of(tiles), return_inverse=True)[1]
     longest = np.zeros(len(tiles.count), dtype=np.int64)
@@ -108,7 +95,7 @@ def document_order(tiles: Walked) -> np.ndarray:
     return np.lexsort((-tiles.count, document, -longest[document], tiles.count > 0))
 
 
-def by_document(tiles: Walked, heads: int) -> np.ndarray:
+def by_document(tiles: TileWalks, heads: int) -> np.ndarray:
     """(U, 3) all units: tile, head and how many blocks are walked backwards, which is all of them. In each document
     head by head."""
     order = document_order(tiles)

@@ -23,16 +23,22 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_attention.common.intervals import ramps
-from magi_attention.kernels.hand_out import WIDE, fewest_whole, groups_of, starts_of, steps_of_tiles
-from magi_attention.kernels.unit_documents import Walked, by_document, document_order, gain
+from magi_attention.kernels.hand_out import (
+    IN_L2,
+    UNIT,
+    TileWalks,
+    fewest_whole,
+    groups_of,
+    starts_of,
+    walks_of_tiles,
+)
+from magi_attention.kernels.unit_documents import by_document, document_order, gain
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
 _SLACK = 12  # blocks by which tiles may miss a period and still fill it
 _BEYOND = (1, 2, 3, 4)  # by which they may be longer: the one that suits all tiles best is taken
 _UNFILLED = 24  # blocks, what a period that is not filled counts for then
-_IN_STEP = 192  # blocks of one query head that stay in L2
-_UNIT = 0.1  # blocks, what it takes to begin and end a unit
 _LAST_PERIODS = 2
 _MOST_OUT = 0.1  # of the work, which may be out of step
 _LEAST_ALIGNED = 0.9  # of the work, which must be of tiles that see the last block
@@ -50,26 +56,16 @@ class UnitShape(NamedTuple):
     by_document: bool = False
 
 
-class _Tiles(NamedTuple):
-    """Of each tile the first block that it sees, how many, and whether that is all from there to the last of
-    ``blocks``, and in one layer."""
-
-    first: np.ndarray
-    count: np.ndarray
-    is_aligned: np.ndarray
-    is_single: np.ndarray
-    blocks: int
-
-
 def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None = None) -> np.ndarray:
-    """The words of a transposed plan with the list of its units behind them (``magi_walked_unit``).
+    """The words of a transposed plan with the list of its units behind them (``magi_walked_unit``). By document, its
+    tiles are in that order, too, for kernels that sum dq in order.
 
     ``there_at`` (tiles,) says in which order the keys of tiles arrive while the kernel runs.
     """
     plan = TilePlan(words)
-    tiles = _tiles(plan)
+    tiles = walks_of_tiles(plan)
     if shape.by_document:
-        units = by_document(_walked(tiles), shape.heads_kv)
+        units = by_document(tiles, shape.heads_kv)
     else:
         units = _in_order(plan, tiles, shape)
         if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
@@ -78,34 +74,20 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
     header = abi.TilePlanHeader.from_buffer(made)
     header.words_units = len(words)
-    if shape.by_document:  # where dq is summed in order, that is the order of the tiles
-        made[header.words_order :][: header.num_tiles] = document_order(_walked(tiles))
+    if shape.by_document:
+        made[header.words_order :][: header.num_tiles] = document_order(tiles)
     return made
-
-
-def _tiles(plan: TilePlan) -> _Tiles:
-    low, high = plan.records[:, 0].astype(np.int64) // WIDE, -(-plan.records[:, 1].astype(np.int64) // WIDE)
-    begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
-    blocks = -(-plan.header.total_k // WIDE)
-    one = np.minimum(begin, max(len(low) - 1, 0))
-    first = np.where(layers > 0, low[one], 0) if len(low) else np.zeros(len(begin), dtype=np.int64)
-    ends = np.where(layers > 0, high[one], 0) if len(low) else first
-    return _Tiles(first, steps_of_tiles(plan, WIDE), (layers == 1) & (ends == blocks), layers == 1, blocks)
 
 
 def gain_by_document(plan: TilePlan, shape: UnitShape) -> float:
     """By how much a backward is faster if it takes up one document after the other, as a logarithm; see
     ``unit_documents.gain``."""
-    tiles = _tiles(plan)
+    tiles = walks_of_tiles(plan)
     if _wants_periods(tiles, shape) or tiles.count.max(initial=0) >= abi.WALK_EARLY:
         return -1.0
-    units, walked = _in_order(plan, tiles, shape), _walked(tiles)
+    units = _in_order(plan, tiles, shape)
     back = np.where(units[:, 2] == abi.WALK_EARLY, tiles.first[units[:, 0]], units[:, 2])
-    return gain(walked, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
-
-
-def _walked(tiles: _Tiles) -> Walked:
-    return Walked(tiles.first, tiles.count, tiles.is_single, tiles.blocks)
+    return gain(tiles, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
 
 
 def _heads_per_section(tiles: int, shape: UnitShape) -> int:
@@ -118,7 +100,7 @@ def _heads_per_section(tiles: int, shape: UnitShape) -> int:
     return min(max((at_once + tiles // 2) // tiles, 1), heads)
 
 
-def _in_order(plan: TilePlan, tiles: _Tiles, shape: UnitShape) -> np.ndarray:
+def _in_order(plan: TilePlan, tiles: TileWalks, shape: UnitShape) -> np.ndarray:
     """(units, 3) tile, head and walk, section by section, in each the costliest tiles first; those that all
     multiprocessors begin with walk early, the others forwards. The first section may have an order of its own."""
     at_once = _heads_per_section(len(tiles.first), shape)
@@ -142,18 +124,18 @@ def _order_of(plan: TilePlan, is_first: bool) -> np.ndarray:
     return plan.words[at:][: len(plan.tiles)] if is_first and at else plan.order
 
 
-def _wants_periods(tiles: _Tiles, shape: UnitShape) -> bool:
+def _wants_periods(tiles: TileWalks, shape: UnitShape) -> bool:
     total, num = int(tiles.count.sum()), len(tiles.count)
     is_long = num > shape.places and tiles.blocks < abi.WALK_EARLY
     return is_long and int(tiles.count[tiles.is_aligned].sum()) >= _LEAST_ALIGNED * total
 
 
-def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> float:
+def _share_out_of_step(units: np.ndarray, tiles: TileWalks, shape: UnitShape) -> float:
     """Of the work of the second and third section, by its distance from the clock; of the first where there are no
     others."""
-    size, kept = len(tiles.first) * _heads_per_section(len(tiles.first), shape), _IN_STEP / shape.group
+    size, kept = len(tiles.first) * _heads_per_section(len(tiles.first), shape), IN_L2 / shape.group
     some = units[: 3 * size]
-    starts = starts_of(tiles.count[some[:, 0]] + _UNIT, shape.places)
+    starts = starts_of(tiles.count[some[:, 0]] + UNIT, shape.places)
     out = work = 0.0
     for begin in range(size if len(units) > size else 0, len(some), size):
         at = slice(begin, begin + size)
@@ -166,7 +148,7 @@ def _share_out_of_step(units: np.ndarray, tiles: _Tiles, shape: UnitShape) -> fl
     return out / work if work else 0.0
 
 
-def _in_periods(tiles: _Tiles, shape: UnitShape, there_at: np.ndarray | None) -> np.ndarray:
+def _in_periods(tiles: TileWalks, shape: UnitShape, there_at: np.ndarray | None) -> np.ndarray:
     """The same list in periods, see above. Tiles that see nothing come first: at the end there is a last round to be
     shared out. The first period begins with tiles that are there."""
     cohorts = _cohorts(tiles)
@@ -193,7 +175,7 @@ class _Cohorts(NamedTuple):
     cohort: np.ndarray
 
 
-def _cohorts(tiles: _Tiles) -> _Cohorts:
+def _cohorts(tiles: TileWalks) -> _Cohorts:
     """First the groups that fill a period."""
     tried = [groups_of(tiles.count, tiles.blocks + beyond) for beyond in _BEYOND]
     missing = [tiles.blocks - np.bincount(group, tiles.count[tile]).astype(np.int64) for tile, group in tried]
@@ -249,10 +231,10 @@ def _first_there(units: _Units, entries: int, there_at: np.ndarray) -> _Units:
     return _Units(*(np.concatenate([mine, all_of[~some]]) for mine, all_of in zip(made, units)))
 
 
-def _walks(tile: np.ndarray, period: np.ndarray, tiles: _Tiles, places: int) -> np.ndarray:
+def _walks(tile: np.ndarray, period: np.ndarray, tiles: TileWalks, places: int) -> np.ndarray:
     """How many blocks each takes backwards: as many as the clock is behind its first one, by the time at which the
     first unit of its period starts."""
-    starts = starts_of(tiles.count[tile] + _UNIT, places)
+    starts = starts_of(tiles.count[tile] + UNIT, places)
     _, begins, which = np.unique(period, return_index=True, return_inverse=True)
     clock = (starts - starts[begins][which]) % tiles.blocks
     clock = np.where(clock > tiles.blocks - _SLACK, 0, clock)

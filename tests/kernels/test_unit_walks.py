@@ -17,7 +17,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, query_block, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
-from magi_attention.kernels.hand_out import WIDE, starts_of
+from magi_attention.kernels.hand_out import WIDE, starts_of, walks_of_tiles
 from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.abi import WALK_BITS
 from magi_attention.native.abi import WALK_EARLY as EARLY
@@ -86,7 +86,7 @@ def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
 
 def in_plan_order(words: np.ndarray, shape: UnitShape) -> np.ndarray:
     plan = TilePlan(words)
-    return unit_walks._in_order(plan, unit_walks._tiles(plan), shape)
+    return unit_walks._in_order(plan, walks_of_tiles(plan), shape)
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,14 +211,14 @@ def test_sections_of_heads(tiles, heads):
     assert [sorted(set(part[:, 1].tolist())) for part in np.split(units, ends[:-1] * tiles)] == [
         list(range(end - count, end)) for end, count in zip(ends.tolist(), heads)
     ]
-    counts = unit_walks._tiles(plan).count[units[:, 0]]
+    counts = walks_of_tiles(plan).count[units[:, 0]]
     end = max(starts_of(counts, 132) + counts)
     assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
 
 
 def test_groups_fill_a_period():
     total = 128 * 100
-    tiles = unit_walks._tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
+    tiles = walks_of_tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
     tile, group, cohort = unit_walks._cohorts(tiles)
     assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(cohort) >= 0).all()
     filled = cohort == cohort[0]
@@ -232,7 +232,7 @@ def test_what_fills_no_period_comes_together():
     total_q, many = 6400, 100 * 128
     slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
     plan = plan_of(slices, total_q, total_q + many)
-    tiles, shape = unit_walks._tiles(plan), UnitShape(3, 8, 20, 20)
+    tiles, shape = walks_of_tiles(plan), UnitShape(3, 8, 20, 20)
     tile, group, cohort = unit_walks._cohorts(tiles)
     _, which, sizes = np.unique(cohort, return_inverse=True, return_counts=True)
     largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a period

@@ -16,7 +16,7 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
   static constexpr bool kCapped = kCapped_;  // scores have a softcap
-  // dq is summed in an order that does not depend on time: see bwd_turns.cuh.
+  // dq is summed in an order that does not depend on time, or after a first one that stores: see bwd_turns.cuh.
   static constexpr bool kOrdered = kOrdered_;
   // Units may be split: see bwd_split.cuh.
   static constexpr bool kSplit = kSplit_;

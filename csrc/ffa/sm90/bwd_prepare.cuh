@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel before the main one of the backward, over the rows of queries: it computes delta = sum(out * dout) and the offsets of
-// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns. Where units are listed there is
+// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns, or only counts them. Where units are listed there is
 // bwd_prepare_listed.cuh.
 #pragma once
 

@@ -21,7 +21,8 @@
 //
 // Where a tile visits a block in more than one layer there is no such time either: then the order is that of the ranks.
 //
-// With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete.
+// With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
+// handed out as above all the same, and additions counted, for the last kernel.
 #pragma once
 
 #include "../common/copy.cuh"
