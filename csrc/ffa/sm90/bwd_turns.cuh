@@ -25,8 +25,6 @@
 // handed out as above all the same, and additions counted, for the last kernel.
 #pragma once
 
-#include "../common/copy.cuh"
-#include "../common/flags.cuh"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
 
@@ -113,78 +111,6 @@ __device__ void count_turns(const BwdRowParams& p, int block) {
   }
   __syncthreads();
   if (threadIdx.x == 0) p.turns_of_block[block] = make_int2(count, last);
-}
-
-// With MAGI_DQ_FIRST_STORES: in a block's counter, that somebody is about to store and nothing is there yet. Less than any count, so the
-// last kernel waits on.
-constexpr int kClaimed = -(1 << 30);
-
-// Whether the dq at hand is the first of its block and is to be stored, where whoever comes first does; waits until there is something to
-// add to. That takes no longer than a store: who has claimed a block has its dq at hand. `seen`: the counter, at some time.
-__device__ __forceinline__ bool claims_first(int32_t* count, int seen) {
-  if (seen == 0) {
-    seen = swap_if_equal(count, 0, kClaimed);
-    if (seen == 0) return true;
-  }
-  while (seen == kClaimed) seen = load_relaxed(count);
-  return false;
-}
-
-// Sends the sum of the two warpgroups' shares of a step's dq on its way to block `number` of dq_sum, of all columns of a pass.
-template <typename C>
-__device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number, uint32_t staged, bool is_first) {
-  float* to = p.dq_sum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kQueries));
-  if (is_first)
-    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
-  else
-    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
-  store_commit();
-}
-
-// The dq of a step, when its turn has come. One lane, beside the next step. `words`: which part
-// of dq_sum, in blocks of all columns of a pass, and the turn; `next_words` those of the next step, or 0; `seen` what its counter
-// was when last looked at, or -1.
-//
-// What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have got to the place in L2 where the next
-// tile adds. Without a release some additions come before the one that they should follow, and some are lost to the store of the first
-// (docs/notes/ffa_backward_turns.md). Who waits needs no acquire: it reads nothing, its addition is made in L2, and is not asked for
-// before the count has been seen.
-template <typename C>
-__device__ __forceinline__ void add_in_turn(const BwdKernelParams& p, uint32_t staged, uint32_t staged_is_free, uint32_t words,
-                                            uint32_t next_words, int& seen) {
-  int32_t* turns = p.turn_flags;
-  bool is_first;
-  if (p.first_stores) {
-    is_first = claims_first(turns + static_cast<uint32_t>(lds_int(words)), max(seen, 0));
-  } else {
-    const int turn = lds_int(words + 4);
-    if (turn == 0) seen = -1;  // what was seen may be from before this CTA's own visit
-    while (seen < turn) seen = load_relaxed(turns + static_cast<uint32_t>(lds_int(words)));
-    is_first = seen == 0;
-  }
-  send_dq<C>(p, lds_int(words), staged, is_first);
-  seen = next_words != 0 ? load_relaxed(turns + static_cast<uint32_t>(lds_int(next_words))) : -1;
-  store_wait_read();
-  mbar_arrive(staged_is_free);
-  store_wait_all();
-  add_released(turns + static_cast<uint32_t>(lds_int(words)), p.first_stores && is_first ? 1 - kClaimed : 1);
-}
-
-// The same where another lane may add the step behind: of the block of dq_sum `number`, when dq is there and its turn has come, which is
-// `*turn_at`. `slot` is that of the step among four.
-template <typename C>
-__device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, const int32_t* turn_at, uint32_t slot) {
-  int32_t* count = p.turn_flags + number;
-  const int turn = p.first_stores ? 0 : *turn_at;
-  int seen = load_relaxed(count);
-  mbar_wait(smem.dq_full(slot % 2), slot / 2);
-  while (seen < turn) seen = load_relaxed(count);
-  const bool is_first = p.first_stores ? claims_first(count, seen) : seen == 0;
-  send_dq<C>(p, number, smem.dq(), is_first);
-  store_wait_read();
-  mbar_arrive(smem.dq_empty(0));
-  store_wait_all();
-  add_released(count, p.first_stores && is_first ? 1 - kClaimed : 1);
 }
 
 }  // namespace magi
