@@ -20,10 +20,10 @@ Wait = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Config:
-    """Of ``BwdConfig``: stages of Q and dO; how dq leaves; what goes on into the next step; who copies dO.
+    """Of ``BwdConfig``: stages of Q and dO; how dq leaves; what goes on into the next step.
 
-    With ``looks_first`` the lane that adds dq in turns looks at the first step of a unit before it asks for the keys,
-    without which nobody gets further than that.
+    In turns lanes that add dq are told of steps in two ``places`` each: one if there is one stage, else two, of which
+    one adds all if it ``is_alone``.
     """
 
     stages: int
@@ -31,11 +31,16 @@ class Config:
     is_flying: bool
     is_wide: bool = False
     is_dq_over_ds: bool = False
-    has_dout_with_q: bool = True
-    looks_first: bool = True
-    adders: int = 1  # lanes that add dq in turns
-    places: int = 0  # of what they are told of a step, where they are two
-    is_alone: bool = False  # one of the two adds all
+    is_alone: bool = False
+    places_of_each: int = 2
+
+    @property
+    def adders(self) -> int:
+        return 2 if self.dq == "turns" and self.stages == 2 else 1
+
+    @property
+    def places(self) -> int:
+        return self.adders * self.places_of_each
 
 
 class Barrier:
@@ -60,7 +65,7 @@ class Machine:
         self.c, self.units, self.rng = config, units, rng
         n = config.stages
         self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for _ in range(2))
-        self.step_full = [Barrier(1) for _ in range(config.places or n)]
+        self.step_full = [Barrier(1) for _ in range(config.places)]
         self.q_empty, self.do_empty = ([Barrier(2) for _ in range(n)] for _ in range(2))
         shares = 2 if config.dq == "shares" else 1
         self.dq_full = [Barrier(2 // shares) for _ in range(max(shares, config.adders))]
@@ -71,13 +76,14 @@ class Machine:
         self.staged: list[tuple[int, bool] | None] = [None] * 2  # dq of a warpgroup: its step; does the unit end?
         self.added: list[list[int]] = [[], []]
         self.keys_loaded = 0
-        self.units_begun = [0] * config.adders  # all of the one before has been added
+        self.units_begun = [0, 0]  # all of the one before has been added
         self.units_done = [0, 0]
         self.copies: list[Callable[[], None]] = []  # asynchronous, under way
 
     def run(self) -> None:
         """Raises AssertionError if somebody waits for ever or reads what is not meant."""
-        adders = [self.add_dq()] if self.c.adders == 1 else [self.add_every_second(who) for who in range(2)]
+        in_turns = self.c.dq == "turns"
+        adders = [self.add_every_second(who) for who in range(2)] if in_turns else [self.add_dq()]
         lanes = [self.copy_queries(), *adders, self.warpgroup(0), self.warpgroup(1)]
         waits: list[Wait | None] = [lambda: True] * len(lanes)
         weights = self.rng.choice((0.05, 0.3, 1.0), len(lanes) + 1)
@@ -108,45 +114,21 @@ class Machine:
             for _ in range(steps):
                 yield self.q_empty[ring.slot].is_over(ring.phase ^ 1)
                 self.words[ring.slot] = step
-                if self.c.places:
+                if self.c.dq == "turns":
                     self.told[step % self.c.places] = step
-                self.step_full[step % len(self.step_full)].arrive()
+                    self.step_full[step % self.c.places].arrive()
                 self.copies.append(self.q_full[ring.slot].arrive)
-                if self.c.has_dout_with_q:
-                    yield from self.copy_dout(ring.slot, ring.phase)
+                yield from self.copy_dout(ring.slot, ring.phase)
                 ring.advance()
                 step += 1
 
     def add_dq(self) -> Iterator[Wait]:
-        ring, phase, first = Ring(self.c.stages), 0, 0
-        for unit, steps in enumerate(self.units):
+        phase = 0
+        for unit in range(len(self.units)):
             yield lambda unit=unit: min(self.units_done) >= unit  # room for its keys
-            looks_first = self.c.dq == "turns" and self.c.looks_first
-            self.keys_loaded += not looks_first
-            if self.c.dq == "turns":
-                phase = yield from self.add_in_turns(ring, phase, first, steps)
-                self.units_begun[0] += 1
-            elif self.c.dq == "shares":
+            self.keys_loaded += 1
+            if self.c.dq == "shares":
                 phase = yield from self.add_shares(phase)
-            first += steps
-
-    def add_in_turns(self, ring: Ring, phase: int, first: int, steps: int) -> Generator[Wait, None, int]:
-        ahead, looked_at, at = 0, 0, first
-        while looked_at < steps or ahead > 0:
-            if looked_at < steps and ahead < self.c.stages:
-                yield self.step_full[ring.slot].is_over(ring.phase)
-                assert self.words[ring.slot] == first + looked_at, "the words of another step"
-                if not self.c.has_dout_with_q:
-                    yield from self.copy_dout(ring.slot, ring.phase)
-                ring.advance()
-                self.keys_loaded += self.c.looks_first and looked_at == 0
-                ahead, looked_at = ahead + 1, looked_at + 1
-                continue
-            yield self.dq_full[0].is_over(phase)
-            phase ^= 1
-            yield from self.send_dq(at)
-            ahead, at = ahead - 1, at + 1
-        return phase
 
     def send_dq(self, step: int) -> Iterator[Wait]:
         """Of both warpgroups, when it is there."""
@@ -159,9 +141,9 @@ class Machine:
         yield lambda: True  # until it is complete, and passed on
 
     def add_every_second(self, who: int) -> Iterator[Wait]:
-        ring, step = Ring(self.c.places), 0
+        ring, step, is_alone = Ring(self.c.places), 0, self.c.is_alone or self.c.adders == 1
         for unit, steps in enumerate(self.units):
-            if self.c.is_alone and who == 1:
+            if who == 1 and is_alone:
                 yield lambda unit=unit: min(self.units_begun) >= unit
                 self.units_begun[who] += 1
                 continue
@@ -171,8 +153,8 @@ class Machine:
             for _ in range(steps):
                 yield self.step_full[ring.slot].is_over(ring.phase)
                 assert self.told[ring.slot] == step, "what is told of another step"
-                if step % 2 == who or self.c.is_alone:
-                    yield self.dq_full[step & 1].is_over(step >> 1 & 1)
+                if step % 2 == who or is_alone:
+                    yield self.dq_full[step % self.c.adders].is_over(step // self.c.adders & 1)
                     yield from self.send_dq(step)
                 ring.advance()
                 step += 1
@@ -258,7 +240,7 @@ class Machine:
             self.announce(group, step)
 
     def announce(self, group: int, step: int) -> None:
-        self.dq_full[step & 1 if self.c.adders == 2 else group if self.c.dq == "shares" else 0].arrive()
+        self.dq_full[step % self.c.adders if self.c.dq == "turns" else group if self.c.dq == "shares" else 0].arrive()
 
 
 class Ring:

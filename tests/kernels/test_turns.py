@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turns_model import Schedule, Unit, layers_by_rank, mode_of, run, units_of
+from turns_model import Schedule, Unit, expected_starts, layers_by_rank, mode_of, run, units_of
 
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -42,6 +42,9 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, blo
         kinds=st.integers(1, 3),
         heads=st.integers(1, 3),
         most_timed=st.sampled_from((0, 1024)),
+        sections=st.integers(1, 3),
+        last_kinds=st.integers(0, 3),
+        few_heads=st.sampled_from((0, 4)),
     ),
     block=st.sampled_from((BLOCK, WIDE_BLOCK)),
 )
@@ -56,11 +59,29 @@ def test_every_way_to_order_is_met():
         "waves of bands": masks.sliding_window(total, 60),
         "ranks": masks.random_slices(np.random.default_rng(3), total, total, max_slices=40),
     }
+    schedules = (
+        Schedule(7, 1, 2),
+        Schedule(8, 2, 2, sections=2),
+        Schedule(30, 2, 1),
+        Schedule(6, 2, 2, sections=3, last_kinds=1),
+        Schedule(5, 1, 1, most_timed=0, sections=2),
+    )
     for seed, slices in enumerate(families.values()):
-        for schedule in (Schedule(7, 1, 2), Schedule(8, 2, 2), Schedule(30, 2, 1), Schedule(5, 1, 1, most_timed=0)):
+        for schedule in schedules:
             for block in (BLOCK, WIDE_BLOCK):
                 found.add(check(getattr(slices, "array", slices), total, total, schedule, seed, block))
     assert {mode for _, mode in found} == {"timed", "waves", "ranks"} and (True, "waves") in found
+
+
+def test_later_sections_have_turns_of_their_own():
+    """Where units walk in both directions: those behind the first begin at other times."""
+    tiles = layers_by_rank(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
+    units = units_of(tiles, Schedule(6, 2, 2, sections=3, last_kinds=1))
+    turns = [{(u.rank, u.head % 2): u.turns for u in units if u.head // 2 == section} for section in range(3)]
+    assert turns[0] != turns[1]
+    assert turns[2] == {key: turns[1][key] for key in turns[2]} and len(turns[2]) == len(tiles)
+    one_way = Schedule(16, 2, 1, sections=2)
+    assert one_way.is_one_way and len(expected_starts(tiles, "timed", False, one_way)) == 1
 
 
 def test_a_wrong_order_is_found():

@@ -14,6 +14,9 @@ import numpy as np
 
 from magi_attention.native.tile_plan import TilePlan, transposed
 
+TICKS = 32  # of expected time: one block
+LATE_HALVES = 3  # of a step
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -25,23 +28,37 @@ class Layer:
 @dataclass(frozen=True)
 class Unit:
     rank: int
-    head: int  # kv head and part of its query heads, in a section
+    head: int  # kv head and part of its query heads
     steps: tuple[tuple[int, int], ...]  # (query head of the part, block)
     turns: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``ctas`` multiprocessors; ``kinds`` units of each tile in a section, of ``heads`` query heads each."""
+    """``ctas`` multiprocessors; ``kinds`` units of each tile in a section, of ``heads`` query heads each.
+
+    There are so many ``sections``, the last of ``last_kinds``.
+    """
 
     ctas: int
     kinds: int
     heads: int
     most_timed: int = 1024
+    sections: int = 1
+    last_kinds: int = 0
+    few_heads: int = 4
 
     @property
     def wave(self) -> int:
         return max(1, self.ctas // self.kinds)
+
+    @property
+    def is_one_way(self) -> bool:
+        """Whether all walk backwards, unless head by head."""
+        return self.heads <= self.few_heads and self.wave >= 8 * self.heads
+
+    def kinds_of(self, section: int) -> int:
+        return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
 
 
 def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:
@@ -71,40 +88,65 @@ def walk(layer: Layer, backwards: int) -> list[int]:
     return [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
 
 
-def backwards_of(layer: Layer, mode: str, by_head: bool, is_late: bool) -> int:
-    if mode == "ranks":
+def backwards_of(layer: Layer, mode: str, by_head: bool, rank: int, schedule: Schedule) -> int:
+    if mode == "ranks" or (schedule.is_one_way and not by_head):
         return layer.end - layer.first
-    return 0 if is_late or by_head else min(layer.first, layer.end - layer.first)
+    return 0 if rank >= schedule.wave or by_head else min(layer.first, layer.end - layer.first)
 
 
 def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
-    """All units of a section with their turns, in the order in which they are taken up."""
+    """All units with their turns, in the order in which they are taken up."""
     by_head, mode = mode_of(tiles, schedule)
-    ends, starts = [0] * schedule.ctas, {}
-    for rank, layers in enumerate(tiles):
-        for kind in range(schedule.kinds):
-            start = heapq.heappop(ends)
-            heapq.heappush(ends, start + sum(x.end - x.first for x in layers))
-            starts[rank, kind] = start * (schedule.heads if by_head else 1)
     walks = [
-        [walk(x, backwards_of(x, mode, by_head, rank >= schedule.wave)) for x in layers]
-        for rank, layers in enumerate(tiles)
+        [walk(x, backwards_of(x, mode, by_head, rank, schedule)) for x in layers] for rank, layers in enumerate(tiles)
+    ]
+    tables = [
+        [_turns(walks, [start[kind] for start in starts], mode, by_head, schedule) for kind in range(schedule.kinds)]
+        for starts in expected_starts(tiles, mode, by_head, schedule)
     ]
     units = []
-    for kind in range(schedule.kinds):
-        visits: dict[int, list[tuple]] = {}
+    for section in range(schedule.sections):
+        table = tables[min(section, len(tables) - 1)]
         for rank, blocks_of in enumerate(walks):
-            for key, block in _expected(blocks_of, starts[rank, kind], rank, mode, by_head, schedule):
-                visits.setdefault(block, []).append((*key, rank))
-        turns = {}
-        for block, keys in visits.items():
-            keys.sort()
-            for turn, key in enumerate(keys):
-                turns.setdefault((key[-1], block), turn)  # of the first visit, where there are several
-        for rank, blocks_of in enumerate(walks):
-            steps = _steps(blocks_of, schedule.heads, by_head)
-            units.append(Unit(rank, kind, tuple(steps), tuple(turns[rank, b] for _, b in steps)))
-    return sorted(units, key=lambda u: (u.rank, u.head))
+            steps = tuple(_steps(blocks_of, schedule.heads, by_head))
+            for kind in range(schedule.kinds_of(section)):
+                turns = tuple(table[kind][rank, block] for _, block in steps)
+                units.append(Unit(rank, section * schedule.kinds + kind, steps, turns))
+    return units
+
+
+def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
+    """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
+    is_one_way = by_head or schedule.is_one_way
+    late, ends_after = (0 if is_one_way else TICKS * halves // (2 * schedule.heads) for halves in (LATE_HALVES, 5))
+    is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
+    has_two = schedule.sections > 1 and is_compared and not is_one_way and mode == "timed"
+    ends: list[int] = []
+    tables = []
+    for _ in range(2 if has_two else 1):
+        starts = []
+        for rank, layers in enumerate(tiles):
+            starts.append([])
+            for _ in range(schedule.kinds):
+                start = heapq.heappop(ends) if len(ends) == schedule.ctas else rank * late
+                heapq.heappush(ends, start + TICKS * sum(x.end - x.first for x in layers) + ends_after)
+                starts[rank].append(start * (schedule.heads if by_head else 1))
+        tables.append(starts)
+    return tables
+
+
+def _turns(walks, starts: list[int], mode: str, by_head: bool, schedule: Schedule) -> dict[tuple[int, int], int]:
+    """By rank and block; of the first visit, where there are several."""
+    visits: dict[int, list[tuple]] = {}
+    for rank, blocks_of in enumerate(walks):
+        for key, block in _expected(blocks_of, starts[rank], rank, mode, by_head, schedule):
+            visits.setdefault(block, []).append((*key, rank))
+    turns: dict[tuple[int, int], int] = {}
+    for block, keys in visits.items():
+        keys.sort()
+        for turn, key in enumerate(keys):
+            turns.setdefault((key[-1], block), turn)
+    return turns
 
 
 def _expected(blocks_of, start, rank, mode, by_head, schedule):
@@ -114,10 +156,11 @@ def _expected(blocks_of, start, rank, mode, by_head, schedule):
             if mode == "ranks":
                 yield (rank,), block
             elif mode == "timed":
-                yield (time + at,), block
+                yield (time + TICKS * at,), block
             else:
-                yield (rank // schedule.wave, number if by_head else 0, (start if by_head else time) + at), block
-        time += len(blocks)
+                time_of_head = (start if by_head else time) + TICKS * at
+                yield (rank // schedule.wave, number if by_head else 0, time_of_head), block
+        time += TICKS * len(blocks)
 
 
 def _steps(blocks_of, heads: int, by_head: bool) -> list[tuple[int, int]]:

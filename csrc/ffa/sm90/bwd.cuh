@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_bwd(const __grid_constant_
     registers_shrink<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_queries<C>(p, smem);
     if (threadIdx.x == 32) {
-      if constexpr (C::kAdders == 2)
+      if constexpr (C::kOrdered)
         add_dq<C>(p, smem);
       else if (C::kListed && p.units != nullptr)
         schedule_listed<C>(p, smem);

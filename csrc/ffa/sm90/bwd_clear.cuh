@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of keys and queries that take part in nothing are cleared in shared memory, by a warp of the feeding side. It hands out units, too,
-// where the lane that does so elsewhere adds dq (C::kAdders).
+// where the lane that does so elsewhere adds dq (C::kOrdered).
 #pragma once
 
 #include "../common/copy.cuh"
@@ -71,7 +71,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     if (lane == 0) tell_complete(p, smem.through());
   };
   while (true) {
-    if constexpr (C::kAdders == 2) {
+    if constexpr (C::kOrdered) {
       if (lane == 0) publish_in_turns(p, smem, turns);
       __syncwarp();
     }
@@ -120,7 +120,7 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
       __syncwarp();
       if (lane == 0) mbar_arrive(smem.layer_empty(turns.layer_slot()));
       turns.next_layer();
-      if constexpr (C::kAdders == 2) {
+      if constexpr (C::kOrdered) {
         // Two further on: into the place of this one, when all have left it.
         if (lane == 0 && left > 2) {
           Turns staged = turns;
@@ -134,11 +134,11 @@ __device__ void clear_unseen(const BwdKernelParams& p, const BwdSmem<C>& smem, i
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
-    if constexpr (C::kAdders == 2)
+    if constexpr (C::kOrdered)
       if (lane == 0) mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
   }
   tell_before();
-  if constexpr (C::kAdders == 2)
+  if constexpr (C::kOrdered)
     if (lane == 0) leave_units(p);
 }
 

@@ -36,14 +36,11 @@ struct BwdConfig {
   static constexpr int kShares = kDirectDq ? 0 : kOrdered ? 1 : 2;  // in which it is handed over: of both warpgroups, or of each
   static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
   static constexpr int kDqValues = kQueries * kDqColumns / 128;  // of them, by one thread
-  static constexpr int kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered && kD == 128 ? 2 : 3;  // of Q and dO
-  // dO is copied by the lane that copies Q; where the words of a step have no second place, by the one that adds dq, which then
-  // has read them before they are written anew.
-  static constexpr bool kDoutWithQ = !(kOrdered && kStages == 1);
-  // Lanes that add dq in order, each every second step: one alone takes longer for an addition than a step takes. They need the words of
-  // a step for longer than those stay, so there are more places for them.
+  static constexpr int kStages = kWide ? 2 : kD > 128 ? 1 : kOrdered ? 2 : 3;  // of Q and dO
+  // Lanes that add dq in order, each every second step: one alone takes longer for an addition than a step takes, but for head dims above
+  // 128, whose steps are longer. They need to know of a step for longer than its words stay, so there are places for what they are told.
   static constexpr int kAdders = kOrdered && kStages == 2 ? 2 : 1;
-  static constexpr int kTurnSlots = kAdders * kStages;
+  static constexpr int kToldSlots = kOrdered ? 2 * kAdders : kStages;  // those of others are not used, but keep offsets as they were timed
   static constexpr int kFullBarriers = kAdders == 2 ? 2 : kShares;  // that say dq is there: of each share, or of every second step
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
@@ -67,11 +64,11 @@ struct BwdConfig {
   static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
   static constexpr uint32_t kStatsAt = kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
-  static constexpr int kBarriers = 12 + 5 * kStages + kTurnSlots + 2 * kFullBarriers + (kWide ? 1 : 0);
+  static constexpr int kBarriers = 12 + 5 * kStages + kToldSlots + 2 * kFullBarriers + (kWide ? 1 : 0);
   static constexpr uint32_t kUnitsAt = kBarriersAt + (8 * kBarriers + 15) / 16 * 16;  // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kUnitsAt + 32;                                 // one for each stage, likewise
-  static constexpr uint32_t kTurnsAt = kStepsAt + 16 * kStages;  // two words for each stage, of two adders one for each place; or one for each of two shares
-  static constexpr uint32_t kUnitTurnsAt = kTurnsAt + (kOrdered ? 8 * kStages : kShares == 2 ? 8 : 0);
+  static constexpr uint32_t kToldAt = kStepsAt + 16 * kStages;  // a word for each place, or for each of two shares
+  static constexpr uint32_t kUnitTurnsAt = kToldAt + (kOrdered ? 4 * kToldSlots : kShares == 2 ? 8 : 0);
   static constexpr uint32_t kLeftAt = kUnitTurnsAt + (kOrdered ? 8 : 0);
   static constexpr uint32_t kThroughAt = kLeftAt + 4;
   static constexpr uint32_t kPreparedAt = kThroughAt + 4;
@@ -88,6 +85,7 @@ struct BwdConfig {
 constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;      // ranks, see bwd_turns.cuh
 constexpr int kMaxTimed = 1024;    // tiles
+constexpr int kTicks = 32;         // of expected time: one block
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts = 8;      // at most, of a unit of the last round

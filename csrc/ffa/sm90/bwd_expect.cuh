@@ -9,14 +9,71 @@
 
 namespace magi {
 
-// One CTA of kThreads: the flags of the plan, and when each unit of a section is expected to start, in blocks of one head.
+// From so few query heads of a unit on all units walk backwards, if so many ranks for each of them are in work at the same time.
+constexpr int kFewHeads = 4, kManyRanks = 8;
+
+// The flags of a plan with these layers.
+__device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, bool visits_twice) {
+  if (visits_twice) return by_head ? kByHead : 0;
+  const int flags = (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
+  // Of plans in order only those have units whose tiles are ordered by document.
+  const bool is_late = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
+  if (has_units(p.plan) || is_late) return flags | kAllBackwards;
+  return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
+}
+
+// One warp: when each unit of a section is expected to start, in ticks of one head; of the first, and of the second behind it.
+__device__ __forceinline__ void expect_starts(const BwdRowParams& p, int flags, const int32_t* costs, int32_t* starts) {
+  // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
+  constexpr int kPlaces = kMaxWave / 32;
+  const int lane = threadIdx.x, units = p.num_tiles * p.units_per_tile, scale = flags & kByHead ? p.heads_per_part : 1;
+  // What waiting for those before it takes a unit of the first, in halves of a step: twice what an addition takes, as to expect it late costs
+  // less than early. And to begin and end a unit takes two steps and a half.
+  const int late_halves = p.dim_blocks == 1 ? 5 : p.dim_blocks == 2 ? 3 : 2;
+  const bool is_one_way = flags & (kByHead | kAllBackwards);
+  const int late = is_one_way ? 0 : kTicks * late_halves / (2 * p.heads_per_part), ends_after = is_one_way ? 0 : 5 * kTicks / (2 * p.heads_per_part);
+  unsigned ends[kPlaces];
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    const int unit = lane + 32 * i, start = unit / p.units_per_tile * late;
+    const bool is_there = unit < min(p.places, units);
+    ends[i] = is_there ? start + kTicks * costs[unit / p.units_per_tile] + ends_after : ~0u;
+    if (is_there) starts[unit] = start;
+  }
+  int rank = p.places / p.units_per_tile, kind = p.places % p.units_per_tile;
+  auto cost_of = [&](int at) { return at < p.num_tiles ? kTicks * costs[at] + ends_after : 0; };
+  unsigned cost = cost_of(rank), next_cost = cost_of(rank + 1);
+  const int all = flags & kLaterTurns ? 2 * units : units;
+  for (int unit = p.places; unit < all; ++unit, ++kind) {
+    if (kind == p.units_per_tile) {
+      kind = 0;
+      cost = next_cost;
+      if (++rank == p.num_tiles) rank = 0;
+      next_cost = cost_of(rank + 1 == p.num_tiles ? 0 : rank + 1);
+    }
+    unsigned mine = ~0u;
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) mine = min(mine, ends[i]);
+    const unsigned first = __reduce_min_sync(0xffffffff, mine);
+    if (lane == 0) starts[unit] = first * scale;
+    bool taken = lane != __ffs(__ballot_sync(0xffffffff, mine == first)) - 1;
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      if (taken || ends[i] != first) continue;
+      ends[i] = first + cost;
+      taken = true;
+    }
+  }
+}
+
+// One CTA of kThreads: the flags of the plan, and when units are expected to start.
 template <int kThreads, int kQueries>
 __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   __shared__ int bands, visits_twice;
   start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
-  int32_t *costs = p.order + 1, *starts = costs + p.num_tiles;
+  int32_t* costs = p.order + 1;
   if (threadIdx.x == 0) bands = visits_twice = 0;
   __syncthreads();
   for (int rank = threadIdx.x; rank < p.num_tiles; rank += kThreads) {
@@ -37,46 +94,10 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
     if (twice) visits_twice = 1;
   }
   __syncthreads();
-  const bool by_head = bands > 0, timed = !by_head && p.num_tiles <= kMaxTimed;
-  const int lane = threadIdx.x;
-  if (lane == 0) {
-    // Of plans in order only those have units whose tiles are ordered by document.
-    const int by_document = has_units(p.plan) ? kByDocument : 0;
-    p.order[0] = (by_head ? kByHead : 0) | by_document | (visits_twice ? 0 : timed ? kTimed : kInWaves);
-  }
-  if (lane >= 32) return;
-  // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
-  constexpr int kPlaces = kMaxWave / 32;
-  const int units = p.num_tiles * p.units_per_tile;
-  unsigned ends[kPlaces];
-#pragma unroll
-  for (int i = 0; i < kPlaces; ++i) {
-    const int unit = lane + 32 * i;
-    ends[i] = unit < min(p.places, units) ? costs[unit / p.units_per_tile] : ~0u;
-    if (unit < min(p.places, units)) starts[unit] = 0;
-  }
-  int rank = p.places / p.units_per_tile, kind = p.places % p.units_per_tile;
-  unsigned cost = rank < p.num_tiles ? costs[rank] : 0, next_cost = rank + 1 < p.num_tiles ? costs[rank + 1] : 0;
-  for (int unit = p.places; unit < units; ++unit, ++kind) {
-    if (kind == p.units_per_tile) {
-      kind = 0;
-      cost = next_cost;
-      ++rank;
-      next_cost = rank + 1 < p.num_tiles ? costs[rank + 1] : 0;
-    }
-    unsigned mine = ~0u;
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) mine = min(mine, ends[i]);
-    const unsigned first = __reduce_min_sync(0xffffffff, mine);
-    if (lane == 0) starts[unit] = first * (by_head ? p.heads_per_part : 1);
-    bool taken = lane != __ffs(__ballot_sync(0xffffffff, mine == first)) - 1;
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      if (taken || ends[i] != first) continue;
-      ends[i] = first + cost;
-      taken = true;
-    }
-  }
+  if (threadIdx.x >= 32) return;
+  const int flags = flags_of(p, bands > 0, visits_twice);
+  if (threadIdx.x == 0) p.order[0] = flags;
+  expect_starts(p, flags, costs, costs + p.num_tiles);
 }
 
 }  // namespace magi

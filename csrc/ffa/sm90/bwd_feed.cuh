@@ -58,8 +58,8 @@ __device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p, co
   if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
 }
 
-// Where a lane is among the steps: in the ring of stages and, where two lanes add, of the places of what they are told, in
-// one register.
+// Where a lane is among the steps: in the ring of stages and, in order, of the places of what the lanes that add are told, in one
+// register.
 template <typename C>
 struct StepRing {
   Ring<C::kStages> ring;
@@ -69,11 +69,11 @@ struct StepRing {
 template <typename C>
 struct TwoRings {
   uint32_t place = 0;
-  __device__ __forceinline__ Ring<C::kStages> now() const { return {place & 1, place >> 1}; }
-  __device__ __forceinline__ void advance() { place = (place + 1) & 3; }
+  __device__ __forceinline__ Ring<C::kStages> now() const { return {place % C::kStages, C::kStages == 2 ? place >> 1 : place}; }
+  __device__ __forceinline__ void advance() { place = (place + 1) % C::kToldSlots; }
 };
 template <typename C>
-using Steps = std::conditional_t<C::kAdders == 2, TwoRings<C>, StepRing<C>>;
+using Steps = std::conditional_t<C::kOrdered, TwoRings<C>, StepRing<C>>;
 
 // One lane. Says what each step is, and copies its Q, stats and dO.
 template <typename C>
@@ -110,18 +110,17 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
                      what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
-            if constexpr (C::kAdders == 2) {
-              const uint32_t place = 2 * ring.phase + ring.slot;
-              sts_int(smem.told(place), number | static_cast<uint32_t>(what & kUnitEnds) << 29);
+            if constexpr (C::kOrdered) {
+              const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
+              const uint32_t place = C::kStages == 2 ? 2 * ring.phase + ring.slot : steps.place;  // without a register of its own
+              sts_int(smem.told(place), (number * C::kPasses + pass) | static_cast<uint32_t>(what & kUnitEnds) << 29);
               mbar_arrive(smem.step_full(place));
-            } else if constexpr (C::kOrdered) {
-              mbar_arrive(smem.step_full(ring.slot));
             }
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);
             mbar_expect(bar, C::kQueryBytes + C::kStatBytes + (bar == smem.q_raw(ring.slot) ? C::kQueryBytes : 0));
             load_bytes(smem.stats(ring.slot), p.stats + static_cast<uint64_t>(number) * stat_floats(C::kQueries), C::kStatBytes, bar);
             load_rows<C>(smem.q(ring.slot), C::kQueries, &p.q_map, bar, order.block * C::kQueries, head, kEvictLast);
-            if constexpr (C::kDoutWithQ) copy_dout<C>(p, smem, ring);
+            copy_dout<C>(p, smem, ring);
             steps.advance();
           } while (!by_head() && ++i < heads());
           if (!by_head()) i = 0;

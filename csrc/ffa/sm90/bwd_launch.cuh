@@ -95,7 +95,8 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   r->heads_per_section = k->heads_per_section;
   r->passes = C::kPasses;
   r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts;
-  k->turns_per_block = k->num_tiles * r->units_per_tile;
+  r->turn_tables = bwd_turn_tables<C>(a, k->head_parts, sms);
+  k->turns_per_block = k->num_tiles * r->units_per_tile * r->turn_tables;
   r->places = bwd_grid(a, sms) < kMaxWave ? bwd_grid(a, sms) : kMaxWave;
 }
 

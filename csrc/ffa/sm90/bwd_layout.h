@@ -66,6 +66,13 @@ int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms)
   return sections < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
 }
 
+// Tables of turns: where there are several sections, those behind the first have one of their own; but not of more tiles than are
+// compared, where a table is large (half a gigabyte at a million tokens) and times count among few.
+template <typename C>
+int bwd_turn_tables(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+  return bwd_tiles(a) <= kMaxTimed && bwd_heads_per_section<C>(a, head_parts, sms) < a.heads_kv ? 2 : 1;
+}
+
 // Whether units may be listed anew, and tiles perhaps split: units are few, of one section, and the heads can be shared out.
 template <typename C>
 bool bwd_lists_units(const magi_ffa_bwd_params& a, int sms) {
@@ -143,7 +150,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.dq_order ? 4 * C::kPasses * blocks : 0));
-  const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses;
+  const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses * bwd_turn_tables<C>(a, parts, sms);
   w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
   w.turns_of_block = whole_lines(w.turns + (a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * bwd_query_blocks<C>(a) : 0));
   w.bytes = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);

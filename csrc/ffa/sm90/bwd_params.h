@@ -28,12 +28,12 @@ struct BwdKernelParams {
   float* stats;         // (head, block of queries, stat_floats)
   float* dq_sum;        // (head, block of queries, block of 64 columns, dq_block_floats)
   // Only where dq is summed in order: whose turn it is, (head, block of queries, pass); the turn of each unit, (block of
-  // queries, tile, kv heads of a section, parts of a unit); and the flags of the plan.
+  // queries, table, tile, kv heads of a section, parts of a unit); and the flags of the plan.
   int32_t* turn_flags;
   const int32_t* turns;
   const int32_t* order;
   int32_t wave;  // ranks of which all units can be in work at the same time
-  int32_t turns_per_block, units_per_tile;  // of a section
+  int32_t turns_per_block, units_per_tile;  // of all tables, of a section
   int32_t first_stores;  // whoever comes first, in place of turns
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
@@ -76,12 +76,13 @@ struct BwdRowParams {
   int32_t dim_blocks;     // of 64 columns in dq_sum
   int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
   int32_t* turns;
-  int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section
+  int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section by each table, in ticks
   int2* turns_of_block;  // how many there are, and a number that grows with the time at which the last one is expected
   int32_t first_stores;    // as in BwdKernelParams: turns are counted and not given out
   int32_t wave, heads_per_part, passes, num_tiles;
   int32_t heads_per_section;  // kv heads
   int32_t units_per_tile;  // in a section
+  int32_t turn_tables;     // of the first section, and of the others
   int32_t places;          // CTAs of the main kernel, as far as they are counted
   // As in BwdKernelParams, and what is listed with them: the header, what `left` is at the start, blocks of queries in the order in
   // which they are first needed.

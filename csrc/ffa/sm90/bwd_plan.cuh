@@ -74,12 +74,13 @@ __device__ __forceinline__ int blocks_backwards(int2 blocks, Way way) {
 __device__ __forceinline__ int blocks_backwards(int2 blocks, int told) { return min(told == MAGI_WALK_EARLY ? blocks.x : told, blocks.y - blocks.x); }
 
 // How dq is summed in order, see bwd_turns.cuh: flags of a plan. All heads of a layer one after the other, or all heads of a block;
-// whether expected times count, among all tiles or in waves, or else ranks alone; and whether the order is one document after the other.
-enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4, kByDocument = 8 };
+// whether expected times count, among all tiles or in waves, or else ranks alone; whether all units walk backwards; and whether sections
+// of heads behind the first have turns of their own.
+enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4, kAllBackwards = 8, kLaterTurns = 16 };
 
 __device__ __forceinline__ Way ordered_way(int flags, bool late) {
   // Tiles of a document end at the same block, and so do others often, and the longest comes first.
-  if (flags & kByDocument || !(flags & (kTimed | kInWaves))) return Way::kBackwards;
+  if (flags & kAllBackwards || !(flags & (kTimed | kInWaves))) return Way::kBackwards;
   return late || flags & kByHead ? Way::kForwards : Way::kEarly;
 }
 

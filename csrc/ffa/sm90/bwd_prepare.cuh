@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
       if (p.first_stores)
         count_turns<kRowThreads, kQueries>(p, block);
       else
-        assign_turns<kRowThreads, kQueries>(p, block);
+        for (int table = 0; table < (p.order[0] & kLaterTurns ? 2 : 1); ++table) assign_turns<kRowThreads, kQueries>(p, block, table);
     }
   }
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * dq_block_floats(kQueries));

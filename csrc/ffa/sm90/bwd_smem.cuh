@@ -51,10 +51,8 @@ struct BwdSmem {
   // than the layer's slot on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
-  // Of a step whose dq is added in order: number of its part of dq_sum, and its turn.
-  __device__ uint32_t turn(uint32_t s) const { return base + C::kTurnsAt + 8 * s; }
-  // Where two lanes add: number of the head and block of a step, kLastShares in the last of a unit.
-  __device__ uint32_t told(uint32_t s) const { return base + C::kTurnsAt + 4 * s; }
+  // Of a step whose dq is added in order: number of its part of dq_sum, kLastShares in the last of a unit.
+  __device__ uint32_t told(uint32_t s) const { return base + C::kToldAt + 4 * s; }
   __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
   // Layers of the unit that are left, of the lane that copies Q, which has no register for it.
   __device__ uint32_t left() const { return base + C::kLeftAt; }
@@ -64,25 +62,25 @@ struct BwdSmem {
   __device__ uint32_t prepared() const { return base + C::kPreparedAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   // Of a share of dq, see kShares; where two lanes add, each has its own that says dq is there.
-  __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 5 * C::kStages + C::kTurnSlots + 2 * share); }
-  __device__ uint32_t dq_empty(uint32_t share) const { return bar(13 + 5 * C::kStages + C::kTurnSlots + 2 * share); }
+  __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 5 * C::kStages + C::kToldSlots + 2 * share); }
+  __device__ uint32_t dq_empty(uint32_t share) const { return bar(13 + 5 * C::kStages + C::kToldSlots + 2 * share); }
   // Of wide steps: dS has been read by both warpgroups. And where there are two shares, which block of dq_sum one is for, and whether
   // it is the last of the unit.
-  __device__ uint32_t ds_empty() const { return bar(12 + 5 * C::kStages + C::kTurnSlots + 2 * C::kFullBarriers); }
-  __device__ uint32_t dq_number(uint32_t share) const { return base + C::kTurnsAt + 4 * share; }
+  __device__ uint32_t ds_empty() const { return bar(12 + 5 * C::kStages + C::kToldSlots + 2 * C::kFullBarriers); }
+  __device__ uint32_t dq_number(uint32_t share) const { return base + C::kToldAt + 4 * share; }
 
   // With `clears` Q, stats and dO are handed over by a whole warp, lane by lane.
   __device__ void init_barriers(bool clears) const {
     for (uint32_t s = 0; s < 2; ++s) {
       mbar_init(unit_full(s), 1);
-      mbar_init(unit_empty(s), C::kConsumerWarps + 2 + C::kAdders);
+      mbar_init(unit_empty(s), C::kConsumerWarps + 3 + C::kOrdered);
       mbar_init(layer_full(s), 1);
       mbar_init(layer_empty(s), C::kConsumerWarps + 2);
     }
     mbar_init(kv_raw(), 1);
     mbar_init(kv_full(), 1);
     mbar_init(kv_empty(), C::kGroups);
-    mbar_init(issued(), C::kAdders);
+    mbar_init(issued(), 1 + C::kOrdered);
     if constexpr (!C::kDirectDq)
       for (uint32_t share = 0; share < C::kShares; ++share) {
         mbar_init(dq_full(share), C::kConsumerWarps / C::kShares);
@@ -98,7 +96,7 @@ struct BwdSmem {
       mbar_init(q_raw(s), 1);
     }
     if constexpr (C::kOrdered)
-      for (uint32_t s = 0; s < C::kTurnSlots; ++s) mbar_init(step_full(s), 1);
+      for (uint32_t s = 0; s < C::kToldSlots; ++s) mbar_init(step_full(s), 1);
     mbar_init_fence();
   }
 };

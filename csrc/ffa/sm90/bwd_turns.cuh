@@ -5,9 +5,15 @@
 // its turn. The order is fixed beforehand, by the time at which a tile should get to the block, so that waits are short: the start
 // of its unit, by a simulation of how units are handed out, and the block's place in its walk.
 //
+// The simulation counts with what makes units late. Of the first, which begin together and mostly with the same blocks, each has to wait for
+// those before it: about a step. And in sections of heads behind the first units begin when units of the one before end, so those
+// have a table of turns of their own. Both matter where units walk in both directions: who is expected before another, and late, is
+// waited for by all that meet. Where a block is few steps, because few query heads share keys, no simulation is near enough: there all walk
+// backwards, one behind the other, which costs hits in L2 where query heads are many (docs/notes/ffa_backward_turns.md).
+//
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
-// of their last one and not before, and what ended there before it starts has ended here. (Were a unit taken earlier, it could be
+// of their last one and not before, and what ended there before it starts has ended here, as have the sections before. (Were a unit taken earlier, it could be
 // the one that the CTA's last unit waits for; where a CTA starts late because other kernels hold its multiprocessor, this happens.)
 // The simulation has no more units at a time than there are CTAs. All CTAs are taken to be resident sooner or later, one on each
 // multiprocessor: other kernels may delay that, but none that holds a multiprocessor may wait for this one, and no second kernel
@@ -30,7 +36,7 @@
 
 namespace magi {
 
-// When the unit of a tile that starts at `start` is expected at a block, from bit 16 on, and how often it visits it.
+// When the unit of a tile that starts at `start` is expected at a block, in ticks, from bit 16 on, and how often it visits it.
 template <int kQueries>
 __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, int rank, int start, int block) {
   const int2 layers = layers_of_tile(p.plan, tile);
@@ -41,29 +47,30 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
   for (int i = 0; i < layers.y; ++i) {
     const int2 blocks = layer_blocks<kQueries>(p.plan, layers.x + i);
     if (block < blocks.x || block >= blocks.y) {
-      time += by_rank ? 0 : flags & kByHead ? 1ull << 36 : blocks.y - blocks.x;
+      time += by_rank ? 0 : flags & kByHead ? 1ull << 36 : kTicks * (blocks.y - blocks.x);
       continue;
     }
     ++count;
     if (by_rank) continue;
     const int backwards = blocks_backwards(blocks, ordered_way(flags, rank >= p.wave));
-    time += block >= blocks.y - backwards ? blocks.y - 1 - block : backwards + block - blocks.x;
+    time += kTicks * (block >= blocks.y - backwards ? blocks.y - 1 - block : backwards + block - blocks.x);
     break;
   }
   return time << 16 | min(count, 0xffffu);
 }
 
-// A whole CTA: the turns of all units of a section at one block of queries. Units of the same heads and pass are compared. And how many
-// there are, which is the same for all heads, and when the last is expected, which is told of the first.
+// A whole CTA: the turns at one block of queries of all units of a section that starts as `table` says. Units of the same heads and pass are
+// compared. And how many there are, which is the same for all heads, and when the last is expected, which is told of the first.
 template <int kThreads, int kQueries>
-__device__ void assign_turns(const BwdRowParams& p, int block) {
+__device__ void assign_turns(const BwdRowParams& p, int block, int table) {
   __shared__ uint64_t visits[kMaxTimed];
   __shared__ int before[kMaxTimed];
   __shared__ int last;
   static_assert(kMaxWave <= kMaxTimed, "a wave is compared");
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
-  const int32_t* starts = p.order + 1 + p.num_tiles;
-  const int flags = p.order[0], per_tile = p.units_per_tile;
+  const int flags = p.order[0], per_tile = p.units_per_tile, units = p.num_tiles * per_tile;
+  const int32_t* starts = p.order + 1 + p.num_tiles + table * units;
+  int32_t* turns = p.turns + static_cast<int64_t>(block) * p.turn_tables * units + table * units;
   const int ranks = flags & kTimed ? p.num_tiles : flags & kInWaves ? p.wave : kMaxWave;  // that are compared
   const int kinds = min(per_tile, kMaxTimed / ranks);                                     // at a time
   if (threadIdx.x == 0) last = 0;
@@ -83,7 +90,7 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
         int turn = before[i % width];
         for (int j = i % width; j < here; j += width)
           if (visits[j] >> 16 < mine >> 16 || (visits[j] >> 16 == mine >> 16 && j < i)) turn += visits[j] & 0xffff;
-        p.turns[(static_cast<int64_t>(block) * p.num_tiles + order[first + i / width]) * per_tile + kind + i % width] = turn;
+        turns[order[first + i / width] * per_tile + kind + i % width] = turn;
         if (kind + i % width == 0) atomicMax(&last, min(first, 0x7ff) << 20 | static_cast<int>(min(mine >> 16, static_cast<uint64_t>(0xfffff))));
       }
       __syncthreads();
@@ -91,7 +98,7 @@ __device__ void assign_turns(const BwdRowParams& p, int block) {
         for (int j = i; j < here; j += width) before[i] += visits[j] & 0xffff;
       __syncthreads();
     }
-    if (kind == 0 && threadIdx.x == 0) p.turns_of_block[block] = make_int2(before[0], last);
+    if (table == 0 && kind == 0 && threadIdx.x == 0) p.turns_of_block[block] = make_int2(before[0], last);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hands out the units of the backward kernel: by a lane of its own, in the order of the plan or as they are listed; or, where two lanes
-// add dq (C::kAdders), by a lane of the warp that clears rows (bwd_clear.cuh).
+// Hands out the units of the backward kernel: by a lane of its own, in the order of the plan or as they are listed; or, where dq is
+// summed in order (C::kOrdered), by a lane of the warp that clears rows (bwd_clear.cuh).
 #pragma once
 
 #include "bwd_plan.cuh"
@@ -10,29 +10,18 @@
 
 namespace magi {
 
-// In order, a unit may wait for those before it, so they are taken up in order too, whichever CTA starts first.
-template <typename C>
-__device__ __forceinline__ int next_unit(const BwdKernelParams& p) {
-  return atomicAdd(p.workspace, 1) + (C::kOrdered ? 0 : gridDim.x);
-}
-template <typename C>
-__device__ __forceinline__ int first_unit(const BwdKernelParams& p) {
-  return C::kOrdered ? next_unit<C>(p) : blockIdx.x;
-}
-
 // In order: how a unit walks its layers, in its fourth word.
 __device__ __forceinline__ int ordered_walk(const BwdKernelParams& p, int rank) {
   return static_cast<int>(ordered_way(p.order[0], rank >= p.wave)) << kWayBit | (p.order[0] & kByHead ? 1 << kByHeadBit : 0);
 }
 
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
-// before have been issued: the look-ups then travel behind its last steps. In order, when all of its dq has been added: a unit
-// that is taken but not begun might be the one whose turn the unit before waits for.
+// before have been issued: the look-ups then travel behind its last steps.
 template <typename C>
 __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   Turns turns;
 #pragma unroll 1
-  for (int unit = first_unit<C>(p); unit < p.num_units; unit = next_unit<C>(p)) {
+  for (int unit = blockIdx.x; unit < p.num_units; unit = atomicAdd(p.workspace, 1) + gridDim.x) {
     mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
     int whole = unit, split = 0;  // of parts, the unit they belong to; first parts of all come before second parts
@@ -50,16 +39,8 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     } else {
       int rank;
       unit_coords(p, whole / p.unit_parts, &rank, &head_unit);
-      // Turns follow the order of the plan.
-      tile = C::kOrdered ? p.plan[plan.words_order + rank] : tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
-      if constexpr (C::kOrdered)
-        walk = ordered_walk(p, rank);
-      else
-        walk = static_cast<int>(whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly) << kWayBit;
-    }
-    if constexpr (C::kOrdered) {
-      const int first_head = unit / p.units_per_section * p.heads_per_section;
-      sts_int(smem.unit_turns(turns.unit_slot()), tile * p.units_per_tile + (head_unit - first_head) * p.unit_parts + unit % p.unit_parts);
+      tile = tile_of(p, plan.words_order, plan.words_first_order, whole / p.unit_parts, rank);
+      walk = static_cast<int>(whole % p.units_per_section >= gridDim.x ? Way::kForwards : Way::kEarly) << kWayBit;
     }
     publish_unit(p, smem, turns, tile, head_unit, layers_of_tile(p.plan, tile), whole % p.unit_parts | split | walk, plan.words_records, C::kLayerBytes / 4);
     mbar_wait(smem.issued(), turns.unit_slot() ^ 1);  // a phase for each unit, and this one has been counted
@@ -97,7 +78,9 @@ __device__ __forceinline__ void stage_layer(const BwdKernelParams& p, const BwdS
              smem.layer_full(staged.layer_slot()));
 }
 
-// The next unit where two lanes add, with its first two layers, by a lane of the warp that clears rows: the one before has been added.
+// The next unit in order, with its first two layers, by a lane of the warp that clears rows, when all dq of the one before has been added: a
+// unit that is taken but not begun might be the one whose turn that waits for. Units may wait for those before them, so they are taken up in
+// order, whichever CTA starts first, and by the order of the plan, which turns follow.
 template <typename C>
 __device__ __forceinline__ void publish_in_turns(const BwdKernelParams& p, const BwdSmem<C>& smem, Turns staged) {
   const int unit = atomicAdd(p.workspace, 1);
@@ -105,15 +88,16 @@ __device__ __forceinline__ void publish_in_turns(const BwdKernelParams& p, const
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   mbar_wait(smem.unit_empty(staged.unit_slot()), staged.unit_phase() ^ 1);
   // Word by word, as there are few registers.
-  const uint32_t at = smem.unit(staged.unit_slot());
+  const uint32_t at = smem.unit(staged.unit_slot()), turns = smem.unit_turns(staged.unit_slot());
   int rank, head;
   unit_coords(p, unit / p.unit_parts, &rank, &head);
   const int part = unit % p.unit_parts, in_section = head - unit / p.units_per_section * p.heads_per_section;
+  sts_int(turns, (p.order[0] & kLaterTurns && unit >= p.units_per_section ? p.units_per_section : 0) + in_section * p.unit_parts + part);
   sts_int(at + 4, head);
   sts_int(at + 12, ordered_walk(p, rank) | part);
   const int tile = p.plan[plan.words_order + rank];
   sts_int(at, tile);
-  sts_int(smem.unit_turns(staged.unit_slot()), tile * p.units_per_tile + in_section * p.unit_parts + part);
+  sts_int(turns, lds_int(turns) + tile * p.units_per_tile);
   sts_int(at + 8, layers_of_tile(p.plan, tile).y);
   mbar_arrive(smem.unit_full(staged.unit_slot()));
 #pragma unroll 1
