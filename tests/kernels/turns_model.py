@@ -15,7 +15,6 @@ import numpy as np
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
-LATE_HALVES = 3  # of a step
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Schedule:
     sections: int = 1
     last_kinds: int = 0
     few_heads: int = 4
+    late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
+    has_later_turns: bool = True  # sections behind the first have their own
 
     @property
     def wave(self) -> int:
@@ -118,9 +119,11 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
     """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
     is_one_way = by_head or schedule.is_one_way
-    late, ends_after = (0 if is_one_way else TICKS * halves // (2 * schedule.heads) for halves in (LATE_HALVES, 5))
+    halves = (0, 0) if is_one_way else (schedule.late_halves, 5)  # of a step
+    late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
-    has_two = schedule.sections > 1 and is_compared and not is_one_way and mode == "timed"
+    is_later = schedule.has_later_turns and schedule.sections > 1
+    has_two = is_later and is_compared and not is_one_way and mode == "timed"
     ends: list[int] = []
     tables = []
     for _ in range(2 if has_two else 1):
