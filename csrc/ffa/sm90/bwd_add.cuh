@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds dq where that leaves by way of shared memory: in order (bwd_turns.cuh) or after whoever comes first, by two lanes; or, where
+// Adds dq where that leaves by way of shared memory: in order (bwd_turns.cuh) or after whoever comes first, by two lanes or one; or, where
 // steps are wide, as it comes. The first of these lanes also asks for the keys of each unit.
 #pragma once
 

@@ -22,7 +22,8 @@ __device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, boo
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 
-// One warp: when each unit of a section is expected to start, in ticks of one head; of the first, and of the second behind it.
+// One warp: when each unit of a section is expected to start, in ticks of one head; of the first, and of the second behind it. Where there are
+// several, each has more units than there are places.
 __device__ __forceinline__ void expect_starts(const BwdRowParams& p, int flags, const int32_t* costs, int32_t* starts) {
   // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
   constexpr int kPlaces = kMaxWave / 32;
