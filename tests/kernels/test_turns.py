@@ -3,11 +3,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turns_model import Schedule, Unit, expected_starts, layers_by_rank, mode_of, run, units_of
+from turns_model import (
+    END_HALVES,
+    MANY_RANKS,
+    TICKS,
+    Schedule,
+    Unit,
+    expected_starts,
+    layers_by_rank,
+    mode_of,
+    run,
+    units_of,
+)
 
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -82,6 +95,15 @@ def test_later_sections_have_turns_of_their_own():
     assert turns[2] == {key: turns[1][key] for key in turns[2]} and len(turns[2]) == len(tiles)
     one_way = Schedule(16, 2, 1, sections=2)
     assert one_way.is_one_way and len(expected_starts(tiles, "timed", False, one_way)) == 1
+
+
+def test_the_numbers_are_those_of_the_kernel():
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+    expect, config = (folder / "bwd_expect.cuh").read_text(), (folder / "bwd_config.h").read_text()
+    schedule = Schedule(132, 1, 1)
+    assert f"kFewHeads = {schedule.few_heads}, kManyRanks = {MANY_RANKS};" in expect
+    assert f"p.dim_blocks == 2 ? {schedule.late_halves} :" in expect and f"{END_HALVES} * kTicks / (2 *" in expect
+    assert f"kTicks = {TICKS};" in config and f"kMaxTimed = {schedule.most_timed};" in config
 
 
 def test_a_wrong_order_is_found():

@@ -15,6 +15,8 @@ import numpy as np
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
+MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
+END_HALVES = 5  # of a step, what it takes to begin and end a unit
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Schedule:
     @property
     def is_one_way(self) -> bool:
         """Whether all walk backwards, unless head by head."""
-        return self.heads <= self.few_heads and self.wave >= 8 * self.heads
+        return self.heads <= self.few_heads and self.wave >= MANY_RANKS * self.heads
 
     def kinds_of(self, section: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
@@ -119,7 +121,7 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
     """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
     is_one_way = by_head or schedule.is_one_way
-    halves = (0, 0) if is_one_way else (schedule.late_halves, 5)  # of a step
+    halves = (0, 0) if is_one_way else (schedule.late_halves, END_HALVES)
     late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
     is_later = schedule.has_later_turns and schedule.sections > 1

@@ -17,8 +17,8 @@ __device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, boo
   if (visits_twice) return by_head ? kByHead : 0;
   const int flags = (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
   // Of plans in order only those have units whose tiles are ordered by document.
-  const bool is_late = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
-  if (has_units(p.plan) || is_late) return flags | kAllBackwards;
+  const bool is_one_way = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
+  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards;
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 

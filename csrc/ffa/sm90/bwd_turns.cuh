@@ -29,6 +29,8 @@
 //
 // With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
 // handed out as above all the same, and additions counted, for the last kernel.
+//
+// tests/kernels/turns_model.py has the same rules in Python, with an adversary; turns_times.py what they cost.
 #pragma once
 
 #include "bwd_params.h"
