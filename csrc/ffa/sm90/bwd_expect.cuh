@@ -6,6 +6,7 @@
 #include "../common/barrier.cuh"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
+#include "bwd_starts.cuh"
 
 namespace magi {
 
@@ -22,49 +23,15 @@ __device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, boo
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 
-// One warp: when each unit of a section is expected to start, in ticks of one head; of the first, and of the second behind it. Where there are
-// several, each has more units than there are places.
-__device__ __forceinline__ void expect_starts(const BwdRowParams& p, int flags, const int32_t* costs, int32_t* starts) {
-  // Lane l keeps the ends of what CTAs l, l + 32, ... are at; the next unit goes to the one that ends first.
-  constexpr int kPlaces = kMaxWave / 32;
-  const int lane = threadIdx.x, units = p.num_tiles * p.units_per_tile, scale = flags & kByHead ? p.heads_per_part : 1;
+// How units of the first section are handed out, and of the second behind it. Where there are several, each has more units than there are
+// places.
+__device__ __forceinline__ HandOut hand_out_of(const BwdRowParams& p, int flags) {
   // What waiting for those before it takes a unit of the first, in halves of a step: twice what an addition takes, as to expect it late costs
   // less than early. And to begin and end a unit takes two steps and a half.
   const int late_halves = p.dim_blocks == 1 ? 5 : p.dim_blocks == 2 ? 3 : 2;
   const bool is_one_way = flags & (kByHead | kAllBackwards);
   const int late = is_one_way ? 0 : kTicks * late_halves / (2 * p.heads_per_part), ends_after = is_one_way ? 0 : 5 * kTicks / (2 * p.heads_per_part);
-  unsigned ends[kPlaces];
-#pragma unroll
-  for (int i = 0; i < kPlaces; ++i) {
-    const int unit = lane + 32 * i, start = unit / p.units_per_tile * late;
-    const bool is_there = unit < min(p.places, units);
-    ends[i] = is_there ? start + kTicks * costs[unit / p.units_per_tile] + ends_after : ~0u;
-    if (is_there) starts[unit] = start;
-  }
-  int rank = p.places / p.units_per_tile, kind = p.places % p.units_per_tile;
-  auto cost_of = [&](int at) { return at < p.num_tiles ? kTicks * costs[at] + ends_after : 0; };
-  unsigned cost = cost_of(rank), next_cost = cost_of(rank + 1);
-  const int all = flags & kLaterTurns ? 2 * units : units;
-  for (int unit = p.places; unit < all; ++unit, ++kind) {
-    if (kind == p.units_per_tile) {
-      kind = 0;
-      cost = next_cost;
-      if (++rank == p.num_tiles) rank = 0;
-      next_cost = cost_of(rank + 1 == p.num_tiles ? 0 : rank + 1);
-    }
-    unsigned mine = ~0u;
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) mine = min(mine, ends[i]);
-    const unsigned first = __reduce_min_sync(0xffffffff, mine);
-    if (lane == 0) starts[unit] = first * scale;
-    bool taken = lane != __ffs(__ballot_sync(0xffffffff, mine == first)) - 1;
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      if (taken || ends[i] != first) continue;
-      ends[i] = first + cost;
-      taken = true;
-    }
-  }
+  return {p.num_tiles, p.units_per_tile, p.places, late, ends_after, flags & kByHead ? p.heads_per_part : 1, (flags & kLaterTurns) != 0};
 }
 
 // One CTA of kThreads: the flags of the plan, and when units are expected to start.
@@ -98,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   if (threadIdx.x >= 32) return;
   const int flags = flags_of(p, bands > 0, visits_twice);
   if (threadIdx.x == 0) p.order[0] = flags;
-  expect_starts(p, flags, costs, costs + p.num_tiles);
+  expect_starts(hand_out_of(p, flags), costs, costs + p.num_tiles);
 }
 
 }  // namespace magi
