@@ -177,6 +177,31 @@ def test_options():
         assert_same_bits(differentiate(x, dout, deterministic=True), first, options)
 
 
+@pytest.mark.parametrize("dim, heads", ((64, 16), (128, 16), (256, 8)))
+@pytest.mark.parametrize("name", CASES)
+def test_units_that_begin_apart(name, dim, heads):
+    """One query head for each kv head, and one section, of almost two units for each multiprocessor of an H100."""
+    total = 1900
+    x = make_inputs(7, CASES[name](total), total, total, (heads, heads), (dim, dim), device=DEVICE)
+    dout = make_dout(x)
+    first = differentiate(x, dout, deterministic=True)
+    assert_grads(x, first, truth(x, dout), (name, dim))
+    for _ in range(3):
+        assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, dim))
+
+
+def test_later_sections():
+    """Those behind the first have turns of their own, and the last is smaller: 88 kv heads each on an H100."""
+    total, heads = 300, (1500, 300)
+    for name, make in CASES.items():
+        x = make_inputs(6, make(total), total, total, heads, (64, 64), device=DEVICE)
+        dout = make_dout(x)
+        first = differentiate(x, dout, deterministic=True)
+        assert_grads(x, first, truth(x, dout), name)
+        for _ in range(3):
+            assert_same_bits(differentiate(x, dout, deterministic=True), first, name)
+
+
 def test_more_tiles_than_are_compared():
     """Beyond 128K keys the order is that of waves. Gradients as without the wish, but for the order of the sums."""
     total = 140_000

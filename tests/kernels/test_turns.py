@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_model import (
+    BLOCKS_APART,
     END_HALVES,
     MANY_RANKS,
     TICKS,
@@ -58,11 +59,32 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, blo
         sections=st.integers(1, 3),
         last_kinds=st.integers(0, 3),
         few_heads=st.sampled_from((0, 4)),
+        may_be_apart=st.booleans(),
     ),
     block=st.sampled_from((BLOCK, WIDE_BLOCK)),
 )
 def test_random_masks(seed, sizes, count, schedule, block):
     check(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count), *sizes, schedule, seed, block)
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**31),
+    total=st.integers(1, 400),
+    count=st.integers(1, 12),
+    ctas=st.integers(MANY_RANKS, 3 * MANY_RANKS),
+)
+def test_units_that_begin_apart(seed, total, count, ctas):
+    """One section of units of one query head, whose walks come round."""
+    schedule, rng = Schedule(ctas, 1, 1), np.random.default_rng(seed)
+    assert schedule.is_apart
+    ends = np.unique(rng.integers(0, total + 1, count))
+    slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2)))
+    check(slices.array, total, total, schedule, seed)
+    tiles = layers_by_rank(slices.array, total, total, TILE, BLOCK)
+    for unit in units_of(tiles, schedule):
+        at = [block for _, block in unit.steps]
+        assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[unit.rank]), "comes round once"
 
 
 def test_every_way_to_order_is_met():
@@ -99,11 +121,14 @@ def test_later_sections_have_turns_of_their_own():
 
 def test_the_numbers_are_those_of_the_kernel():
     folder = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
-    expect, config = (folder / "bwd_expect.cuh").read_text(), (folder / "bwd_config.h").read_text()
+    expect, config, plan = (
+        (folder / name).read_text() for name in ("bwd_expect.cuh", "bwd_config.h", "bwd_plan.cuh")
+    )
     schedule = Schedule(132, 1, 1)
-    assert f"kFewHeads = {schedule.few_heads}, kManyRanks = {MANY_RANKS};" in expect
+    assert f"kFewHeads = {schedule.few_heads}, kManyRanks = {MANY_RANKS};" in config
     assert f"p.dim_blocks == 2 ? {schedule.late_halves} :" in expect and f"{END_HALVES} * kTicks / (2 *" in expect
     assert f"kTicks = {TICKS};" in config and f"kMaxTimed = {schedule.most_timed};" in config
+    assert f"kBlocksApart = {BLOCKS_APART};" in plan
 
 
 def test_a_wrong_order_is_found():

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from turns_model import Schedule, layers_by_rank, units_of
+from turns_model import MANY_RANKS, Schedule, layers_by_rank, units_of
 from turns_times import Times, time_of
 
-from magi_attention.kernels.hand_out import TILE, WIDE
+from magi_attention.kernels.hand_out import NARROW, TILE, WIDE
 from magi_attention.kernels.unit_walks import UnitShape, _heads_per_section
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
 CTAS = 132
+WIDE_TIMES = Times()
+NARROW_TIMES = Times(step=1.5, seen=0.5)  # head dim 64, steps of 64
 UNEVEN = np.cumsum([0, 3000, 200, 1700, 100, 900, 1300, 992]).tolist()  # documents
 LONG = [3503, 249, 924, 9659, 1248, 801]
 MASKS = {
@@ -23,7 +25,7 @@ MASKS = {
     "full documents": masks.varlen(UNEVEN, 0),
     "causal documents": masks.varlen(UNEVEN, 1),
 }
-SHAPES = {"16 on 16": (16, 1), "32 on 16": (16, 2), "32 on 8": (8, 4), "48 on 8": (8, 6), "64 on 8": (8, 8)}
+SHAPES = {f"{kv * group} on {kv}": (kv, group) for kv, group in ((8, 1), (16, 1), (16, 2), (8, 4), (8, 6), (8, 8))}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,31 +33,45 @@ def planner():
     planner_or_skip()
 
 
-def schedule_of(tiles: int, heads_kv: int, group: int) -> Schedule:
+def schedule_of(tiles: int, heads_kv: int, group: int, may_be_twice: bool = True) -> Schedule:
+    """As ``bwd_heads_per_section``: with few query heads to a kv head sections are twice as large."""
     at_once = _heads_per_section(tiles, UnitShape(heads_kv, group, CTAS, CTAS))
+    twice = _heads_per_section(tiles, UnitShape(heads_kv, group, 2 * CTAS, CTAS))
+    if may_be_twice and group <= 2 and CTAS // twice >= MANY_RANKS * group:
+        at_once = twice
     sections = -(-heads_kv // at_once)
     return Schedule(CTAS, at_once, group, sections=sections, last_kinds=heads_kv - (sections - 1) * at_once)
 
 
-def cost_of(slices, total: int, heads: tuple[int, int], **changes) -> float:
-    tiles = layers_by_rank(slices.array, total, total, TILE, WIDE)
-    units = units_of(tiles, replace(schedule_of(len(tiles), *heads), **changes))
-    return time_of(units, CTAS, Times()) / time_of(units, CTAS, Times(), in_turns=False)
+def cost_of(
+    slices, total: int, heads: tuple[int, int], times: Times = WIDE_TIMES, may_be_twice: bool = True, **changes
+) -> float:
+    tiles = layers_by_rank(slices.array, total, total, TILE, WIDE if times is WIDE_TIMES else NARROW)
+    changes.setdefault("late_halves", 3 if times is WIDE_TIMES else 5)
+    units = units_of(tiles, replace(schedule_of(len(tiles), *heads, may_be_twice), **changes))
+    return time_of(units, CTAS, times) / time_of(units, CTAS, times, in_turns=False)
 
 
+@pytest.mark.parametrize("is_narrow", (False, True), ids=("128", "64"))
 @pytest.mark.parametrize("heads", SHAPES)
 @pytest.mark.parametrize("name", MASKS)
-def test_turns_cost_little(name, heads):
+def test_turns_cost_little(name, heads, is_narrow):
     slices = MASKS[name]
-    cost = cost_of(slices, int(slices.array[:, 1].max()), SHAPES[heads])
+    times = NARROW_TIMES if is_narrow else WIDE_TIMES
+    cost = cost_of(slices, int(slices.array[:, 1].max()), SHAPES[heads], times)
     print(f"{cost:.3f}")
     assert 1.0 <= cost < 1.2
 
 
 def test_what_each_rule_is_for():
     causal = MASKS["causal"]
-    assert cost_of(causal, 8192, (16, 1), few_heads=0, late_halves=0) > 1.4, "all backwards"
+    assert cost_of(causal, 8192, (16, 1), may_be_twice=False, few_heads=0, late_halves=0) > 1.4, "all backwards"
     assert cost_of(causal, 8192, (8, 6), late_halves=0) > 1.08 > cost_of(causal, 8192, (8, 6)), "those behind are late"
+    short, narrow = masks.causal(4096), NARROW_TIMES
+    assert cost_of(short, 4096, (8, 1), narrow, may_be_apart=False) > 1.3, "apart"
+    assert cost_of(short, 4096, (8, 1), narrow) < 1.12
+    assert cost_of(causal, 8192, (16, 1), narrow, may_be_twice=False) > 1.2, "large sections"
+    assert cost_of(causal, 8192, (16, 1), narrow) < 1.15
     long = masks.varlen(np.cumsum([0, *LONG]).tolist(), 0)
     assert cost_of(long, 16384, (4, 8), has_later_turns=False) > 1.2 > 1.05 > cost_of(long, 16384, (4, 8)), "their own"
 

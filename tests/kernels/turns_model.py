@@ -17,6 +17,7 @@ from magi_attention.native.tile_plan import TilePlan, transposed
 TICKS = 32  # of expected time: one block
 MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
 END_HALVES = 5  # of a step, what it takes to begin and end a unit
+BLOCKS_APART = 3  # that units begin apart, which all walk one way
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Schedule:
     few_heads: int = 4
     late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
     has_later_turns: bool = True  # sections behind the first have their own
+    may_be_apart: bool = True  # those that begin together may begin some blocks apart
 
     @property
     def wave(self) -> int:
@@ -59,6 +61,10 @@ class Schedule:
     def is_one_way(self) -> bool:
         """Whether all walk backwards, unless head by head."""
         return self.heads <= self.few_heads and self.wave >= MANY_RANKS * self.heads
+
+    @property
+    def is_apart(self) -> bool:
+        return self.may_be_apart and self.is_one_way and self.heads == 1 and self.sections == 1
 
     def kinds_of(self, section: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
@@ -87,8 +93,22 @@ def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
     return by_head, "timed" if not by_head and len(tiles) <= schedule.most_timed else "waves"
 
 
-def walk(layer: Layer, backwards: int) -> list[int]:
-    return [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
+def walk(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
+    """``shift``: from so many blocks before the end on, and round, where all is walked backwards."""
+    blocks = [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
+    at = shift % max(len(blocks), 1)
+    return blocks[at:] + blocks[:at]
+
+
+def shift_of(rank: int, tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> int:
+    if by_head or mode != "timed" or not schedule.is_apart:
+        return 0
+    follows = rank < schedule.wave or cost_of(tiles[rank]) == cost_of(tiles[rank - schedule.wave])
+    return BLOCKS_APART * (rank % schedule.wave) if follows else 0
+
+
+def cost_of(layers: list[Layer]) -> int:
+    return sum(x.end - x.first for x in layers)
 
 
 def backwards_of(layer: Layer, mode: str, by_head: bool, rank: int, schedule: Schedule) -> int:
@@ -101,7 +121,11 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
     """All units with their turns, in the order in which they are taken up."""
     by_head, mode = mode_of(tiles, schedule)
     walks = [
-        [walk(x, backwards_of(x, mode, by_head, rank, schedule)) for x in layers] for rank, layers in enumerate(tiles)
+        [
+            walk(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, by_head, schedule))
+            for x in layers
+        ]
+        for rank, layers in enumerate(tiles)
     ]
     tables = [
         [_turns(walks, [start[kind] for start in starts], mode, by_head, schedule) for kind in range(schedule.kinds)]
@@ -121,7 +145,8 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
     """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
     is_one_way = by_head or schedule.is_one_way
-    halves = (0, 0) if is_one_way else (schedule.late_halves, END_HALVES)
+    is_apart = schedule.is_apart and mode == "timed" and not by_head
+    halves = 0 if is_one_way else schedule.late_halves, 0 if is_one_way and not is_apart else END_HALVES
     late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
     is_later = schedule.has_later_turns and schedule.sections > 1
@@ -134,7 +159,7 @@ def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule
             starts.append([])
             for _ in range(schedule.kinds):
                 start = heapq.heappop(ends) if len(ends) == schedule.ctas else rank * late
-                heapq.heappush(ends, start + TICKS * sum(x.end - x.first for x in layers) + ends_after)
+                heapq.heappush(ends, start + TICKS * cost_of(layers) + ends_after)
                 starts[rank].append(start * (schedule.heads if by_head else 1))
         tables.append(starts)
     return tables

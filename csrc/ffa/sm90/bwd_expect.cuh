@@ -10,16 +10,14 @@
 
 namespace magi {
 
-// From so few query heads of a unit on all units walk backwards, if so many ranks for each of them are in work at the same time.
-constexpr int kFewHeads = 4, kManyRanks = 8;
-
 // The flags of a plan with these layers.
 __device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, bool visits_twice) {
   if (visits_twice) return by_head ? kByHead : 0;
   const int flags = (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
   // Of plans in order only those have units whose tiles are ordered by document.
   const bool is_one_way = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
-  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards;
+  const bool is_apart = is_one_way && flags & kTimed && p.heads_per_part == 1 && p.heads_per_section == p.heads_kv;
+  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards | (is_apart ? kApart : 0);
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 
@@ -30,7 +28,8 @@ __device__ __forceinline__ HandOut hand_out_of(const BwdRowParams& p, int flags)
   // less than early. And to begin and end a unit takes two steps and a half.
   const int late_halves = p.dim_blocks == 1 ? 5 : p.dim_blocks == 2 ? 3 : 2;
   const bool is_one_way = flags & (kByHead | kAllBackwards);
-  const int late = is_one_way ? 0 : kTicks * late_halves / (2 * p.heads_per_part), ends_after = is_one_way ? 0 : 5 * kTicks / (2 * p.heads_per_part);
+  const int late = is_one_way ? 0 : kTicks * late_halves / (2 * p.heads_per_part);
+  const int ends_after = is_one_way && !(flags & kApart) ? 0 : 5 * kTicks / (2 * p.heads_per_part);
   return {p.num_tiles, p.units_per_tile, p.places, late, ends_after, flags & kByHead ? p.heads_per_part : 1, (flags & kLaterTurns) != 0};
 }
 

@@ -94,10 +94,19 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       int i = 0;
       do {
         auto blocks = [&] { return blocks_of_unit<C>(smem.layer(turns.layer_slot()), lds_int(smem.unit(turns.unit_slot()) + 12)); };
-        BlockOrder order = C::kTold ? BlockOrder(blocks(), lds_int(smem.unit(turns.unit_slot()) + 12) >> kToldBit & MAGI_WALK_EARLY)
-                                    : BlockOrder(blocks(), Way(lds_int(smem.unit(turns.unit_slot()) + 12) >> kWayBit & 3));
+        auto word = [&] { return lds_int(smem.unit(turns.unit_slot()) + 12); };
+        auto way = [&] { return Way(word() >> kWayBit & 3); };
+        auto step = [&](BlockOrder& order) {
+          if constexpr (C::kOrdered)
+            order.step(blocks, [&] { return way() == Way::kBackwards; });
+          else
+            order.step(blocks);
+        };
+        BlockOrder order = C::kTold      ? BlockOrder(blocks(), word() >> kToldBit & MAGI_WALK_EARLY)
+                           : C::kOrdered ? BlockOrder(blocks(), way(), word() >> kShiftBit)
+                                         : BlockOrder(blocks(), way());
 #pragma unroll 1
-        for (; order.left() > 0; order.step(blocks)) {
+        for (; order.left() > 0; step(order)) {
           do {
             const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);

@@ -56,14 +56,26 @@ BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
 // caller asks for parts, because tiles are uneven, it is one, so that the longest of all heads come first.
 // Lists of wide steps have the same rule, but for what is split, in magi_attention/kernels/unit_walks.py.
 template <typename C>
-int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+int bwd_heads_at_once(const magi_ffa_bwd_params& a, int head_parts, int sms, int64_t at_once) {
   const int64_t tile_parts = bwd_tiles(a) * head_parts, units = tile_parts * a.heads_kv;
-  if (units == 0) return 1;
-  if (a.dq_order && a.head_parts > 1) return a.heads_kv;
-  const int64_t heads = std::min<int64_t>(std::max<int64_t>((2ll * sms + tile_parts / 2) / tile_parts, 1), a.heads_kv);
-  const int64_t small = a.heads_kv % heads * tile_parts, sections = (units + sms) / (2ll * sms);
+  const int64_t heads = std::min<int64_t>(std::max<int64_t>((at_once + tile_parts / 2) / tile_parts, 1), a.heads_kv);
+  const int64_t small = a.heads_kv % heads * tile_parts, sections = (units + at_once / 2) / at_once;
   if (sections > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots)) return static_cast<int>(heads);
   return sections < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
+}
+
+// In turns, where one or two query heads share keys, a section is twice that, as long as all can walk one way: units that begin together at
+// the same blocks wait for each other, and of as many heads there are half as many (docs/notes/ffa_backward_turns.md).
+template <typename C>
+int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
+  if (bwd_tiles(a) * a.heads_kv == 0) return 1;
+  if (a.dq_order && a.head_parts > 1) return a.heads_kv;
+  const int group = a.heads_q / a.heads_kv / head_parts;
+  if (a.dq_order == MAGI_DQ_IN_TURNS && group <= 2) {
+    const int heads = bwd_heads_at_once<C>(a, head_parts, sms, 4ll * sms);
+    if (sms / (heads * head_parts * C::kPasses) >= kManyRanks * group) return heads;
+  }
+  return bwd_heads_at_once<C>(a, head_parts, sms, 2ll * sms);
 }
 
 // Tables of turns: where there are several sections, those behind the first have one of their own; but not of more tiles than are

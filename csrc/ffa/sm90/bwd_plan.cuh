@@ -74,14 +74,29 @@ __device__ __forceinline__ int blocks_backwards(int2 blocks, Way way) {
 __device__ __forceinline__ int blocks_backwards(int2 blocks, int told) { return min(told == MAGI_WALK_EARLY ? blocks.x : told, blocks.y - blocks.x); }
 
 // How dq is summed in order, see bwd_turns.cuh: flags of a plan. All heads of a layer one after the other, or all heads of a block;
-// whether expected times count, among all tiles or in waves, or else ranks alone; whether all units walk backwards; and whether sections
-// of heads behind the first have turns of their own.
-enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4, kAllBackwards = 8, kLaterTurns = 16 };
+// whether expected times count, among all tiles or in waves, or else ranks alone; whether all units walk backwards; whether sections of
+// heads behind the first have turns of their own; and whether those that begin together begin some blocks apart.
+enum : int32_t { kByHead = 1, kTimed = 2, kInWaves = 4, kAllBackwards = 8, kLaterTurns = 16, kApart = 32 };
 
 __device__ __forceinline__ Way ordered_way(int flags, bool late) {
   // Tiles of a document end at the same block, and so do others often, and the longest comes first.
   if (flags & kAllBackwards || !(flags & (kTimed | kInWaves))) return Way::kBackwards;
   return late || flags & kByHead ? Way::kForwards : Way::kEarly;
+}
+
+// How many blocks before the end of each layer the unit of a rank begins, where units begin apart: those blocks come last. One that is as long
+// as the one that it follows takes its place. `order`: flags of the plan, then the costs of the ranks.
+constexpr int kBlocksApart = 3;
+__device__ __forceinline__ int ordered_shift(const int32_t* order, int rank, int wave) {
+  if (!(order[0] & kApart) || (rank >= wave && order[1 + rank] != order[1 + rank - wave])) return 0;
+  return kBlocksApart * (rank % wave);
+}
+
+// When a unit comes to a block of a layer that it walks so, in blocks from the first.
+__device__ __forceinline__ int place_in_walk(int2 blocks, Way way, int shift, int block) {
+  const int count = blocks.y - blocks.x, backwards = blocks_backwards(blocks, way), from_end = blocks.y - 1 - block;
+  if (way == Way::kBackwards) return from_end - shift % count + (from_end < shift % count ? count : 0);
+  return from_end < backwards ? from_end : backwards + block - blocks.x;
 }
 
 // Blocks in that way.
@@ -95,6 +110,13 @@ struct BlockOrder {
     count = blocks.y - blocks.x | backwards << 16;
     block = backwards > 0 ? blocks.y - 1 : blocks.x;
   }
+  // Backwards, from so many blocks before the end on, and round.
+  __device__ __forceinline__ BlockOrder(int2 blocks, Way way, int shift) : BlockOrder(blocks, way) {
+    if (shift == 0) return;
+    shift %= blocks.y - blocks.x;
+    block -= shift;
+    count -= shift << 16;
+  }
   __device__ __forceinline__ int left() const { return count & 0xffff; }
   // `blocks()` are those of the constructor, looked up again rather than kept.
   template <typename Blocks>
@@ -106,6 +128,14 @@ struct BlockOrder {
     }
     count -= 1 << 16;
     block = count >> 16 ? block - 1 : blocks().x;
+  }
+  // The same of a walk that may begin before the end: what is left after its first part is walked backwards, too, if it `goes_round()`.
+  template <typename Blocks, typename Round>
+  __device__ __forceinline__ void step(Blocks blocks, Round goes_round) {
+    step(blocks);
+    if (count == 0 || count >> 16 != 0 || !goes_round()) return;
+    block = blocks().y - 1;
+    count |= count << 16;
   }
 };
 

@@ -7,6 +7,7 @@
 #include "../common/shared.cuh"
 #include "bwd_config.h"
 #include "bwd_params.h"
+#include "bwd_plan.cuh"
 
 namespace magi {
 
@@ -111,6 +112,8 @@ struct BwdPart {
 };
 constexpr int kToldBit = 8;
 constexpr int kWayBit = 16, kByHeadBit = 18, kCutBit = 19, kSlotBit = 20;
+constexpr int kShiftBit = 20;  // in order, in place of a slot: see ordered_shift
+static_assert(kBlocksApart * kMaxWave < 1 << (31 - kShiftBit), "a shift in the word of a unit");
 static_assert(kMostHeadParts == 1 << kToldBit && kToldBit + MAGI_WALK_BITS == kSlotBit, "parts, a walk and a slot in one word");
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.

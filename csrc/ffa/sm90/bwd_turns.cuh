@@ -10,6 +10,8 @@
 // have a table of turns of their own. Both matter where units walk in both directions: who is expected before another, and late, is
 // waited for by all that meet. Where a block is few steps, because few query heads share keys, no simulation is near enough: there all walk
 // backwards, one behind the other, which costs hits in L2 where query heads are many (docs/notes/ffa_backward_turns.md).
+// With one query head to each kv head the start counts, too, when all wait one behind the other at the last block: sections have twice as
+// many heads (bwd_heads_per_section), and where there is only one, units begin some blocks apart and come round (ordered_shift).
 //
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
@@ -54,8 +56,7 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
     }
     ++count;
     if (by_rank) continue;
-    const int backwards = blocks_backwards(blocks, ordered_way(flags, rank >= p.wave));
-    time += kTicks * (block >= blocks.y - backwards ? blocks.y - 1 - block : backwards + block - blocks.x);
+    time += kTicks * place_in_walk(blocks, ordered_way(flags, rank >= p.wave), ordered_shift(p.order, rank, p.wave), block);
     break;
   }
   return time << 16 | min(count, 0xffffu);

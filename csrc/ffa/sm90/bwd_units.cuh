@@ -12,7 +12,8 @@ namespace magi {
 
 // In order: how a unit walks its layers, in its fourth word.
 __device__ __forceinline__ int ordered_walk(const BwdKernelParams& p, int rank) {
-  return static_cast<int>(ordered_way(p.order[0], rank >= p.wave)) << kWayBit | (p.order[0] & kByHead ? 1 << kByHeadBit : 0);
+  const int flags = p.order[0], way = static_cast<int>(ordered_way(flags, rank >= p.wave));
+  return way << kWayBit | (flags & kByHead ? 1 << kByHeadBit : 0) | ordered_shift(p.order, rank, p.wave) << kShiftBit;
 }
 
 // One lane. There are few units and they are long, so the next one is taken as late as possible, when all copies of the one
