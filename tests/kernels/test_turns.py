@@ -16,6 +16,7 @@ from turns_model import (
     TICKS,
     Schedule,
     Unit,
+    begins_apart,
     expected_starts,
     layers_by_rank,
     mode_of,
@@ -77,11 +78,11 @@ def test_random_masks(seed, sizes, count, schedule, block):
 def test_units_that_begin_apart(seed, total, count, ctas):
     """One section of units of one query head, whose walks come round."""
     schedule, rng = Schedule(ctas, 1, 1), np.random.default_rng(seed)
-    assert schedule.is_apart
     ends = np.unique(rng.integers(0, total + 1, count))
     slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2)))
     check(slices.array, total, total, schedule, seed)
     tiles = layers_by_rank(slices.array, total, total, TILE, BLOCK)
+    assert begins_apart(tiles, "timed", schedule)
     for unit in units_of(tiles, schedule):
         at = [block for _, block in unit.steps]
         assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[unit.rank]), "comes round once"

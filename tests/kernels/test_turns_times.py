@@ -24,6 +24,7 @@ MASKS = {
     "causal": masks.causal(8192),
     "full documents": masks.varlen(UNEVEN, 0),
     "causal documents": masks.varlen(UNEVEN, 1),
+    "window": masks.sliding_window(8192, 512),
 }
 SHAPES = {f"{kv * group} on {kv}": (kv, group) for kv, group in ((8, 1), (16, 1), (16, 2), (8, 4), (8, 6), (8, 8))}
 

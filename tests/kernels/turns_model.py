@@ -51,7 +51,7 @@ class Schedule:
     few_heads: int = 4
     late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
     has_later_turns: bool = True  # sections behind the first have their own
-    may_be_apart: bool = True  # those that begin together may begin some blocks apart
+    may_be_apart: bool = True  # some blocks, if they begin together; not where L2 has to keep too much then
 
     @property
     def wave(self) -> int:
@@ -61,10 +61,6 @@ class Schedule:
     def is_one_way(self) -> bool:
         """Whether all walk backwards, unless head by head."""
         return self.heads <= self.few_heads and self.wave >= MANY_RANKS * self.heads
-
-    @property
-    def is_apart(self) -> bool:
-        return self.may_be_apart and self.is_one_way and self.heads == 1 and self.sections == 1
 
     def kinds_of(self, section: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
@@ -84,9 +80,13 @@ def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, bl
     return found
 
 
+def is_banded(tiles: list[list[Layer]]) -> bool:
+    return sum(1 if layer.is_band else -1 for layers in tiles for layer in layers) > 0
+
+
 def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
     """(all heads of a layer one after the other, "timed", "waves" or "ranks")."""
-    by_head = sum(1 if layer.is_band else -1 for layers in tiles for layer in layers) > 0
+    by_head = schedule.heads > 1 and is_banded(tiles)
     pairs = [(a, b) for layers in tiles for i, a in enumerate(layers) for b in layers[:i]]
     if any(len(layers) > 8 for layers in tiles) or any(a.first < b.end and b.first < a.end for a, b in pairs):
         return by_head, "ranks"
@@ -100,8 +100,13 @@ def walk(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
     return blocks[at:] + blocks[:at]
 
 
-def shift_of(rank: int, tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> int:
-    if by_head or mode != "timed" or not schedule.is_apart:
+def begins_apart(tiles: list[list[Layer]], mode: str, schedule: Schedule) -> bool:
+    is_one_way = schedule.may_be_apart and schedule.is_one_way and mode == "timed"
+    return is_one_way and schedule.heads == schedule.sections == 1 and not is_banded(tiles)
+
+
+def shift_of(rank: int, tiles: list[list[Layer]], mode: str, schedule: Schedule) -> int:
+    if not begins_apart(tiles, mode, schedule):
         return 0
     follows = rank < schedule.wave or cost_of(tiles[rank]) == cost_of(tiles[rank - schedule.wave])
     return BLOCKS_APART * (rank % schedule.wave) if follows else 0
@@ -122,7 +127,7 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
     by_head, mode = mode_of(tiles, schedule)
     walks = [
         [
-            walk(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, by_head, schedule))
+            walk(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, schedule))
             for x in layers
         ]
         for rank, layers in enumerate(tiles)
@@ -145,8 +150,8 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
     """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
     is_one_way = by_head or schedule.is_one_way
-    is_apart = schedule.is_apart and mode == "timed" and not by_head
-    halves = 0 if is_one_way else schedule.late_halves, 0 if is_one_way and not is_apart else END_HALVES
+    has_end = not is_one_way or begins_apart(tiles, mode, schedule)
+    halves = 0 if is_one_way else schedule.late_halves, END_HALVES if has_end else 0
     late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
     is_later = schedule.has_later_turns and schedule.sections > 1

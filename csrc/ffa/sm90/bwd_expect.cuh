@@ -10,14 +10,21 @@
 
 namespace magi {
 
-// The flags of a plan with these layers.
-__device__ __forceinline__ int flags_of(const BwdRowParams& p, bool by_head, bool visits_twice) {
+// Whether units that all walk one way begin some blocks apart. Bands are apart as they are. Of several sections, or several heads of a unit,
+// it lost where it was timed: what units walk is all over Q, dO and dq then, of which L2 has to keep more.
+__device__ __forceinline__ bool begin_apart(const BwdRowParams& p, int flags, bool is_banded) {
+  const int64_t bytes = 8ll * 64 * p.dim_blocks * p.heads_q * p.total_q;  // of Q, dO and dq, of one head 8 for each value
+  return !is_banded && flags & kTimed && p.heads_per_part == 1 && p.heads_per_section == p.heads_kv && bytes <= kMostApart;
+}
+
+// The flags of a plan with these layers, most of which `is_banded`.
+__device__ __forceinline__ int flags_of(const BwdRowParams& p, bool is_banded, bool visits_twice) {
+  const bool by_head = is_banded && (p.first_stores || p.heads_per_part > 1);  // of one head blocks have an expected time
   if (visits_twice) return by_head ? kByHead : 0;
   const int flags = (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
   // Of plans in order only those have units whose tiles are ordered by document.
   const bool is_one_way = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
-  const bool is_apart = is_one_way && flags & kTimed && p.heads_per_part == 1 && p.heads_per_section == p.heads_kv;
-  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards | (is_apart ? kApart : 0);
+  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards | (is_one_way && begin_apart(p, flags, is_banded) ? kApart : 0);
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 
