@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp that simulates how units are handed out (bwd_starts.cuh), as 32 threads that meet wherever its lanes do.
+// What turns rest on, compiled for the CPU: the warp that simulates how units are handed out (bwd_starts.cuh), as 32 threads that meet
+// wherever its lanes do, and the order in which units walk their blocks (bwd_plan.cuh).
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -10,6 +11,21 @@
 
 #define __device__
 #define __forceinline__ inline
+
+using std::max;
+using std::min;
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
+int __shfl_sync(unsigned, int, int);
 
 namespace {
 thread_local struct {
@@ -36,6 +52,7 @@ unsigned __ballot_sync(unsigned, bool mine) {
 int __popc(unsigned word) { return __builtin_popcount(word); }
 }  // namespace
 
+#include "ffa/sm90/bwd_plan.cuh"
 #include "ffa/sm90/bwd_starts.cuh"
 
 extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* starts) {
@@ -50,3 +67,20 @@ extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* s
   for (auto& lane : lanes) lane.join();
   pthread_barrier_destroy(&meeting);
 }
+
+// Blocks `first` to `end` in the order of the walk, and the place that each is said to have in it.
+extern "C" int walk_of(int first, int end, int way, int shift, int32_t* blocks, int32_t* places) {
+  const int2 range{first, end};
+  const auto how = static_cast<magi::Way>(way);
+  const auto again = [&] { return range; };
+  int count = 0;
+  for (magi::BlockOrder order(range, how, shift); order.left() > 0; order.step(again, [&] { return how == magi::Way::kBackwards; })) {
+    if (count == end - first) return -1;
+    blocks[count] = order.block;
+    places[count++] = magi::place_in_walk(range, how, shift, order.block);
+  }
+  return count;
+}
+
+extern "C" int shift_of(const int32_t* order, int rank, int wave) { return magi::ordered_shift(order, rank, wave); }
+extern "C" int way_of(int flags, int late) { return static_cast<int>(magi::ordered_way(flags, late != 0)); }
