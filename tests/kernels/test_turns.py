@@ -123,7 +123,7 @@ def test_later_sections_have_turns_of_their_own():
 def test_the_numbers_are_those_of_the_kernel():
     folder = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
     expect, config, plan = (
-        (folder / name).read_text() for name in ("bwd_expect.cuh", "bwd_config.h", "bwd_plan.cuh")
+        (folder / name).read_text() for name in ("bwd_starts.cuh", "bwd_config.h", "bwd_plan.cuh")
     )
     schedule = Schedule(132, 1, 1)
     assert f"kFewHeads = {schedule.few_heads}, kManyRanks = {MANY_RANKS};" in config

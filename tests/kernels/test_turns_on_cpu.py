@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from turns_model import BLOCKS_APART, Layer, walk
+from turns_model import BLOCKS_APART, END_HALVES, Layer, Schedule, begins_apart, expected_starts, mode_of, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
@@ -113,3 +113,44 @@ def test_which_way(library):
     assert [library.way_of(IN_WAVES | BY_HEAD, late) for late in (0, 1)] == [FORWARDS] * 2
     assert [library.way_of(flags | ALL_BACKWARDS, 1) for flags in (TIMED, IN_WAVES)] == [BACKWARDS] * 2
     assert library.way_of(0, 0) == BACKWARDS, "by rank"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_is_that_of_the_model(library, seed):
+    """Head dim 128, in turns: flags of random sizes, and the starts that follow from them."""
+    rng, met = np.random.default_rng(seed), set()
+    for _ in range(200):
+        kinds, heads, sections = (int(rng.choice(n)) for n in ((1, 2, 4, 8, 16, 40), (1, 2, 4, 5, 8), (1, 1, 3)))
+        tiles, ctas = int(rng.choice((1, 30, 64, 1100))), int(rng.choice((132, 78, 8)))
+        if sections > 1 and tiles * kinds < ctas:
+            continue
+        is_banded, twice = rng.random() < 0.4, rng.random() < 0.1
+        layer = Layer(0, int(rng.integers(1, 9)), is_banded)
+        layers = [[layer, layer] if twice else [layer]] * tiles
+        schedule = Schedule(ctas, kinds, heads, sections=sections, last_kinds=kinds)
+        tables = 2 if sections > 1 and tiles <= schedule.most_timed else 1
+        total, wave = kinds * sections, schedule.wave
+        words = (80, tiles, total * heads, total, heads, kinds, kinds, wave, ctas, tables, 2, 0)
+        sizes = np.array(words, dtype=np.int32)
+        hand_out = np.full(4, NOT_SET, dtype=np.int32)
+        flags = library.flags_of(at(sizes), int(is_banded), int(twice), at(hand_out))
+        by_head, mode = mode_of(layers, schedule)
+        is_one_way = schedule.is_one_way and not by_head and mode != "ranks"
+        has_second = len(expected_starts(layers, mode, by_head, schedule)) == 2
+        expected = {BY_HEAD: by_head, TIMED: mode == "timed", IN_WAVES: mode == "waves", ALL_BACKWARDS: is_one_way}
+        expected |= {LATER_TURNS: has_second, APART: begins_apart(layers, mode, schedule)}
+        assert flags == sum(flag for flag, is_set in expected.items() if is_set), (sizes, is_banded, twice)
+        halves = 0 if by_head or is_one_way else schedule.late_halves
+        has_end = not (by_head or is_one_way) or expected[APART]
+        ticks = [TICKS * n // (2 * heads) for n in (halves, END_HALVES if has_end else 0)]
+        assert hand_out.tolist() == [*ticks, heads if by_head else 1, has_second], (sizes, is_banded, twice)
+        met.add(flags)
+    assert len(met) >= 7, met
+
+
+def test_no_more_begins_apart_than_was_timed(library):
+    """64 MB of Q, dO and dq: 16 heads of 4K at head dim 128."""
+    for total, is_apart in ((4096, True), (4097, False)):
+        sizes = np.array([total, 33, 16, 16, 1, 16, 16, 8, 132, 1, 2, 0], dtype=np.int32)
+        found = library.flags_of(at(sizes), 0, 0, at(np.zeros(4, dtype=np.int32)))
+        assert found == TIMED | ALL_BACKWARDS | is_apart * APART

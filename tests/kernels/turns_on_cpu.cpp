@@ -52,7 +52,6 @@ unsigned __ballot_sync(unsigned, bool mine) {
 int __popc(unsigned word) { return __builtin_popcount(word); }
 }  // namespace
 
-#include "ffa/sm90/bwd_plan.cuh"
 #include "ffa/sm90/bwd_starts.cuh"
 
 extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* starts) {
@@ -84,3 +83,22 @@ extern "C" int walk_of(int first, int end, int way, int shift, int32_t* blocks, 
 
 extern "C" int shift_of(const int32_t* order, int rank, int wave) { return magi::ordered_shift(order, rank, wave); }
 extern "C" int way_of(int flags, int late) { return static_cast<int>(magi::ordered_way(flags, late != 0)); }
+
+// Of BwdRowParams what flags depend on, for a plan without words_units.
+struct Sizes {
+  int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_part, heads_per_section, units_per_tile, wave, places, turn_tables, dim_blocks,
+      first_stores;
+  const int32_t* plan;
+};
+
+// The flags of a plan, and what its units are handed out by: late, ends_after, scale and has_second.
+extern "C" int flags_of(const int32_t* sizes, int is_banded, int visits_twice, int32_t* hand_out) {
+  const magi_tile_plan_header plan{};
+  const Sizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11],
+                reinterpret_cast<const int32_t*>(&plan)};
+  const int flags = magi::flags_of(p, is_banded != 0, visits_twice != 0);
+  const magi::HandOut found = magi::hand_out_of(p, flags);
+  const int words[] = {found.late, found.ends_after, found.scale, found.has_second};
+  std::copy(words, words + 4, hand_out);
+  return flags;
+}
