@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from turns_model import (
     BLOCKS_APART,
     END_HALVES,
+    LARGE_SECTIONS,
     MANY_RANKS,
     TICKS,
     Schedule,
@@ -129,7 +130,7 @@ def test_the_numbers_are_those_of_the_kernel():
     assert f"kFewHeads = {schedule.few_heads}, kManyRanks = {MANY_RANKS};" in config
     assert f"p.dim_blocks == 2 ? {schedule.late_halves} :" in expect and f"{END_HALVES} * kTicks / (2 *" in expect
     assert f"kTicks = {TICKS};" in config and f"kMaxTimed = {schedule.most_timed};" in config
-    assert f"kBlocksApart = {BLOCKS_APART};" in plan
+    assert f"kBlocksApart = {BLOCKS_APART};" in plan and f"kLargeSections = {LARGE_SECTIONS};" in config
 
 
 def test_a_wrong_order_is_found():

@@ -5,18 +5,27 @@ walk their blocks, against the model."""
 from __future__ import annotations
 
 import ctypes
-import heapq
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from turns_model import BLOCKS_APART, END_HALVES, Layer, Schedule, begins_apart, expected_starts, mode_of, walk
+from turns_model import (
+    BLOCKS_APART,
+    END_HALVES,
+    TICKS,
+    Layer,
+    Schedule,
+    begins_apart,
+    expected_starts,
+    handed_out,
+    mode_of,
+    walk,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
-TICKS = 32  # kTicks
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
 NOT_SET = -7
@@ -51,18 +60,6 @@ def starts_of(library):
     return call
 
 
-def by_heap(costs, per_tile: int, places: int, late: int, ends_after: int, scale: int, sections: int) -> list[int]:
-    """In the order of the list each unit begins at the place that is free first."""
-    ends: list[int] = []
-    starts = []
-    for unit in range(sections * len(costs) * per_tile):
-        rank = unit // per_tile % len(costs)
-        start = heapq.heappop(ends) if len(ends) == places else rank * late
-        heapq.heappush(ends, start + TICKS * int(costs[rank]) + ends_after)
-        starts.append(start * scale)
-    return starts
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_units_start_as_by_a_heap(starts_of, seed):
     rng = np.random.default_rng(seed)
@@ -73,14 +70,14 @@ def test_units_start_as_by_a_heap(starts_of, seed):
         costs = np.sort(rng.integers(0, rng.choice((2, 64, 4000)), tiles))[::-1]
         sections = 2 if tiles * per_tile >= places and rng.random() < 0.5 else 1
         sizes = (tiles, per_tile, places, late, ends_after, max(scale, 1), sections == 2)
-        expected = by_heap(costs, per_tile, places, late, ends_after, max(scale, 1), sections)
+        expected = handed_out(costs, per_tile, places, late, ends_after, max(scale, 1), sections)
         np.testing.assert_array_equal(starts_of(sizes, costs, len(expected)), expected, err_msg=f"{seed=} {sizes}")
 
 
 def test_empty_tiles_and_a_scale(starts_of):
     """Units that take no time start one after the other at the same time, and by head times count for each."""
     costs = np.array([3, 3, 0, 0, 0])
-    expected = by_heap(costs, 2, 3, 0, 0, 4, 1)
+    expected = handed_out(costs, 2, 3, 0, 0, 4, 1)
     assert expected[-1] == 3 * TICKS * 4 and 0 in expected
     np.testing.assert_array_equal(starts_of((5, 2, 3, 0, 0, 4, 0), costs, 10), expected)
 
@@ -99,9 +96,11 @@ def test_units_walk_as_the_model_does(library, way):
 
 def test_units_begin_apart_as_in_the_model(library):
     costs, wave = [60, 60, 60, 60, 60, 50, 60, 40], 3
-    shifts = lambda flags: [  # noqa: E731
-        library.shift_of(at(np.array([flags, *costs], dtype=np.int32)), rank, wave) for rank in range(len(costs))
-    ]
+
+    def shifts(flags: int) -> list[int]:
+        order = np.array([flags, *costs], dtype=np.int32)
+        return [library.shift_of(at(order), rank, wave) for rank in range(len(costs))]
+
     assert shifts(TIMED | ALL_BACKWARDS) == [0] * len(costs)
     follow = [0, 1, 2, 0, 1, 0, 0, 0]  # as the first three; the sixth and the last are not as long as what they follow
     assert shifts(TIMED | ALL_BACKWARDS | APART) == [BLOCKS_APART * n for n in follow]
@@ -154,3 +153,10 @@ def test_no_more_begins_apart_than_was_timed(library):
         sizes = np.array([total, 33, 16, 16, 1, 16, 16, 8, 132, 1, 2, 0], dtype=np.int32)
         found = library.flags_of(at(sizes), 0, 0, at(np.zeros(4, dtype=np.int32)))
         assert found == TIMED | ALL_BACKWARDS | is_apart * APART
+
+
+def test_whoever_comes_first_walks_bands_head_by_head(library):
+    """Also where one head is all: forwards, as it was timed; in turns such bands have expected times."""
+    for first_stores, flags in ((1, BY_HEAD | IN_WAVES), (0, TIMED | ALL_BACKWARDS)):
+        sizes = np.array([4096, 32, 16, 16, 1, 16, 16, 8, 132, 1, 2, first_stores], dtype=np.int32)
+        assert library.flags_of(at(sizes), 1, 0, at(np.zeros(4, dtype=np.int32))) == flags

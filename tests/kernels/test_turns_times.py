@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from turns_model import MANY_RANKS, Schedule, layers_by_rank, units_of
+from turns_model import LARGE_SECTIONS, MANY_RANKS, Schedule, layers_by_rank, units_of
 from turns_times import Times, time_of
 
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE
@@ -38,7 +38,7 @@ def schedule_of(tiles: int, heads_kv: int, group: int, may_be_twice: bool = True
     """As ``bwd_heads_per_section``: with few query heads to a kv head sections are twice as large."""
     at_once = _heads_per_section(tiles, UnitShape(heads_kv, group, CTAS, CTAS))
     twice = _heads_per_section(tiles, UnitShape(heads_kv, group, 2 * CTAS, CTAS))
-    if may_be_twice and group <= 2 and CTAS // twice >= MANY_RANKS * group:
+    if may_be_twice and group <= LARGE_SECTIONS and CTAS // twice >= MANY_RANKS * group:
         at_once = twice
     sections = -(-heads_kv // at_once)
     return Schedule(CTAS, at_once, group, sections=sections, last_kinds=heads_kv - (sections - 1) * at_once)

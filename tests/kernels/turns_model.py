@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of ``csrc/ffa/sm90/bwd_turns.cuh`` and ``bwd_expect.cuh`` once more, in plain Python, and an adversary.
+"""The turns of ``csrc/ffa/sm90/bwd_turns.cuh`` and ``bwd_starts.cuh`` once more, in plain Python, and an adversary.
 
 Times, flags and turns follow the kernels line by line; the adversary then runs the CTAs in the worst order that it
-can think of. What it shows is that the rules leave nobody waiting for ever, not that the CUDA code keeps to them.
+can think of. What it shows is that the rules leave nobody waiting for ever; that the CUDA code keeps to the times,
+flags and walks is for ``test_turns_on_cpu.py``, to the turns for the tests on a GPU.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ TICKS = 32  # of expected time: one block
 MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
 END_HALVES = 5  # of a step, what it takes to begin and end a unit
 BLOCKS_APART = 3  # that units begin apart, which all walk one way
+LARGE_SECTIONS = 2  # query heads of a unit up to which sections are twice as large, if all still walk one way
 
 
 @dataclass(frozen=True)
@@ -156,18 +159,24 @@ def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
     is_later = schedule.has_later_turns and schedule.sections > 1
     has_two = is_later and is_compared and not is_one_way and mode == "timed"
+    scale, sections = schedule.heads if by_head else 1, 2 if has_two else 1
+    costs = [cost_of(layers) for layers in tiles]
+    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, sections)
+    return np.array(starts).reshape(sections, len(tiles), schedule.kinds).tolist()
+
+
+def handed_out(
+    costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, sections: int = 1
+) -> list[int]:
+    """When each unit begins, of ``kinds`` for each tile: in the order of the list at the CTA that ends first."""
     ends: list[int] = []
-    tables = []
-    for _ in range(2 if has_two else 1):
-        starts = []
-        for rank, layers in enumerate(tiles):
-            starts.append([])
-            for _ in range(schedule.kinds):
-                start = heapq.heappop(ends) if len(ends) == schedule.ctas else rank * late
-                heapq.heappush(ends, start + TICKS * cost_of(layers) + ends_after)
-                starts[rank].append(start * (schedule.heads if by_head else 1))
-        tables.append(starts)
-    return tables
+    starts = []
+    for unit in range(sections * len(costs) * kinds):
+        rank = unit // kinds % len(costs)
+        start = heapq.heappop(ends) if len(ends) == ctas else rank * late
+        heapq.heappush(ends, start + TICKS * int(costs[rank]) + ends_after)
+        starts.append(start * scale)
+    return starts
 
 
 def _turns(walks, starts: list[int], mode: str, by_head: bool, schedule: Schedule) -> dict[tuple[int, int], int]:

@@ -88,6 +88,7 @@ constexpr int kMaxTimed = 1024;    // tiles
 constexpr int kTicks = 32;         // of expected time: one block
 // In turns: from so few query heads of a unit on all units walk backwards, if so many ranks for each of them are in work at the same time.
 constexpr int kFewHeads = 4, kManyRanks = 8;
+constexpr int kLargeSections = 2;  // query heads of a unit up to which sections are twice as large, then
 constexpr int64_t kMostApart = 64 << 20;  // bytes that such units walk, if they begin apart: up to there it was timed
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out

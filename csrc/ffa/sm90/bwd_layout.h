@@ -64,16 +64,16 @@ int bwd_heads_at_once(const magi_ffa_bwd_params& a, int head_parts, int sms, int
   return sections < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
 }
 
-// In turns, where one or two query heads share keys, a section is twice that, as long as all can walk one way: units that begin together at
+// In turns, with one or two query heads in a unit, a section is twice that, as long as all can walk one way: units that begin together at
 // the same blocks wait for each other, and of as many heads there are half as many (docs/notes/ffa_backward_turns.md).
 template <typename C>
 int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
   if (bwd_tiles(a) * a.heads_kv == 0) return 1;
   if (a.dq_order && a.head_parts > 1) return a.heads_kv;
-  const int group = a.heads_q / a.heads_kv / head_parts;
-  if (a.dq_order == MAGI_DQ_IN_TURNS && group <= 2) {
+  const int heads_per_part = a.heads_q / a.heads_kv / head_parts;
+  if (a.dq_order == MAGI_DQ_IN_TURNS && heads_per_part <= kLargeSections) {
     const int heads = bwd_heads_at_once<C>(a, head_parts, sms, 4ll * sms);
-    if (sms / (heads * head_parts * C::kPasses) >= kManyRanks * group) return heads;
+    if (sms / (heads * head_parts * C::kPasses) >= kManyRanks * heads_per_part) return heads;
   }
   return bwd_heads_at_once<C>(a, head_parts, sms, 2ll * sms);
 }

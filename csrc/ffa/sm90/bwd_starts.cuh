@@ -15,7 +15,7 @@ struct HandOut {
   int late;             // by which units of a tile that begin first are behind those of the tile before
   int ends_after;       // in addition to its blocks, what a unit takes
   int scale;            // by which starts are multiplied
-  bool has_second;      // a section behind it, of units that are all behind the first in each place
+  bool has_second;      // another section behind it has starts of its own
 };
 
 // Whether units that all walk one way begin some blocks apart. Bands are apart as they are. Of several sections, or several heads of a unit,

@@ -15,8 +15,9 @@
 //
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
-// of their last one and not before, and what ended there before it starts has ended here, as have the sections before. (Were a unit taken earlier, it could be
-// the one that the CTA's last unit waits for; where a CTA starts late because other kernels hold its multiprocessor, this happens.)
+// of their last one and not before, and what ended there before it starts has ended here, as have the sections before. (Were a
+// unit taken earlier, it could be the one that the CTA's last unit waits for; where a CTA starts late because other kernels hold
+// its multiprocessor, this happens.)
 // The simulation has no more units at a time than there are CTAs. All CTAs are taken to be resident sooner or later, one on each
 // multiprocessor: other kernels may delay that, but none that holds a multiprocessor may wait for this one, and no second kernel
 // in turns may run beside it on another stream: each could hold what the other waits for
@@ -32,7 +33,9 @@
 // With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
 // handed out as above all the same, and additions counted, for the last kernel.
 //
-// tests/kernels/turns_model.py has the same rules in Python, with an adversary; turns_times.py what they cost.
+// Which order fits a plan and when units are expected to start is in bwd_starts.cuh, how they walk in bwd_plan.cuh, who waits in bwd_add.cuh.
+// tests/kernels/turns_model.py has the same rules in Python, with an adversary; turns_times.py what they cost; test_turns_on_cpu.py that
+// these files keep to them.
 #pragma once
 
 #include "bwd_params.h"
