@@ -177,12 +177,23 @@ def test_options():
         assert_same_bits(differentiate(x, dout, deterministic=True), first, options)
 
 
-@pytest.mark.parametrize("dim, heads", ((64, 16), (128, 16), (256, 8)))
+# One section, of about two units for each multiprocessor of an H100: many tiles of few heads, few of many; one query
+# head in a unit, or two; and three, which do not begin apart.
+FEW_HEADS = (
+    (64, (16, 16), 1900),
+    (128, (16, 16), 1900),
+    (256, (8, 8), 1900),
+    (64, (32, 32), 1000),
+    (128, (24, 24), 1000),
+    (64, (16, 8), 4000),
+    (64, (96, 32), 1000),
+)
+
+
+@pytest.mark.parametrize("dim, heads, total", FEW_HEADS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_units_that_begin_apart(name, dim, heads):
-    """One query head for each kv head, and one section, of almost two units for each multiprocessor of an H100."""
-    total = 1900
-    x = make_inputs(7, CASES[name](total), total, total, (heads, heads), (dim, dim), device=DEVICE)
+def test_units_that_begin_apart(name, dim, heads, total):
+    x = make_inputs(7, CASES[name](total), total, total, heads, (dim, dim), device=DEVICE)
     dout = make_dout(x)
     first = differentiate(x, dout, deterministic=True)
     assert_grads(x, first, truth(x, dout), (name, dim))

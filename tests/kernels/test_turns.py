@@ -61,7 +61,9 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, blo
         sections=st.integers(1, 3),
         last_kinds=st.integers(0, 3),
         few_heads=st.sampled_from((0, 4)),
-        may_be_apart=st.booleans(),
+        few_if_kept=st.sampled_from((0, 1, 3)),
+        most_apart=st.sampled_from((0, 1, 2)),
+        walked=st.sampled_from((0.0, 0.5, 1.5)),
     ),
     block=st.sampled_from((BLOCK, WIDE_BLOCK)),
 )
@@ -74,18 +76,20 @@ def test_random_masks(seed, sizes, count, schedule, block):
     seed=st.integers(0, 2**31),
     total=st.integers(1, 400),
     count=st.integers(1, 12),
-    ctas=st.integers(MANY_RANKS, 3 * MANY_RANKS),
+    ctas=st.integers(1, 3 * MANY_RANKS),
+    kinds=st.integers(1, 3),
+    heads=st.integers(1, 2),
 )
-def test_units_that_begin_apart(seed, total, count, ctas):
-    """One section of units of one query head, whose walks come round."""
-    schedule, rng = Schedule(ctas, 1, 1), np.random.default_rng(seed)
+def test_units_that_begin_apart(seed, total, count, ctas, kinds, heads):
+    """One section of units of one or two query heads, whose walks come round."""
+    schedule, rng = Schedule(ctas, kinds, heads, few_if_kept=4, most_apart=2), np.random.default_rng(seed)
     ends = np.unique(rng.integers(0, total + 1, count))
     slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2)))
     check(slices.array, total, total, schedule, seed)
     tiles = layers_by_rank(slices.array, total, total, TILE, BLOCK)
     assert begins_apart(tiles, "timed", schedule)
     for unit in units_of(tiles, schedule):
-        at = [block for _, block in unit.steps]
+        at = [block for head, block in unit.steps if head == 0]
         assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[unit.rank]), "comes round once"
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What turns rest on, compiled for the CPU: when units are expected to start, against a heap; and in which order they
-walk their blocks, against the model."""
+walk their blocks, against the model; and what the last kernel takes up."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
 NOT_SET = -7
+MOST_KEPT = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -114,49 +115,95 @@ def test_which_way(library):
     assert library.way_of(0, 0) == BACKWARDS, "by rank"
 
 
+def test_the_last_kernel_takes_up_all(library):
+    """Each 64 columns of each head of each block once, a section after the other, and in each by rank; then nothing."""
+    cases = (7, 2, 40, 16, 2), (3, 1, 120, 44, 1), (1, 1, 1, 1, 4), (5, 8, 4, 4, 2)
+    for blocks, group, heads_kv, per_section, dims in cases:
+        heads = group * heads_kv
+        wanted = [
+            (rank, head, d)
+            for first in range(0, heads, per_section * group)
+            for rank in range(blocks)
+            for head in range(first, min(first + per_section * group, heads))
+            for d in range(dims)
+        ]
+        sizes = np.array([blocks, heads, heads_kv, per_section, dims], dtype=np.int32)
+        found = np.full((len(wanted) + 5000, 3), NOT_SET, dtype=np.int32)
+        library.items_of(at(sizes), len(found), at(found))
+        assert found[: len(wanted)].tolist() == [list(x) for x in wanted]
+        assert (found[len(wanted) :, 0] == -1).all(), "a smaller last section ends where its heads do"
+
+
+# Of head dims 64, 128 and 256.
+FEW_IF_KEPT, MOST_APART, LATE_HALVES = ({1: a, 2: b, 4: c} for a, b, c in ((4, 1, 0), (2, 1, 1), (5, 3, 2)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_is_that_of_the_model(library, seed):
-    """Head dim 128, in turns: flags of random sizes, and the starts that follow from them."""
+    """In turns: flags of random sizes, and the starts that follow from them."""
     rng, met = np.random.default_rng(seed), set()
     for _ in range(200):
         kinds, heads, sections = (int(rng.choice(n)) for n in ((1, 2, 4, 8, 16, 40), (1, 2, 4, 5, 8), (1, 1, 3)))
         tiles, ctas = int(rng.choice((1, 30, 64, 1100))), int(rng.choice((132, 78, 8)))
         if sections > 1 and tiles * kinds < ctas:
             continue
-        is_banded, twice = rng.random() < 0.4, rng.random() < 0.1
-        layer = Layer(0, int(rng.integers(1, 9)), is_banded)
-        layers = [[layer, layer] if twice else [layer]] * tiles
-        schedule = Schedule(ctas, kinds, heads, sections=sections, last_kinds=kinds)
+        bands, twice = int(rng.choice((0, 0, 1, tiles // 2, tiles))), rng.random() < 0.1
+        end, dims = int(rng.integers(1, 9)), int(rng.choice((1, 2, 4)))
+        layers = [[Layer(0, end, rank < bands)] * (2 if twice else 1) for rank in range(tiles)]
+        heads_q, total_q = kinds * sections * heads, int(rng.choice((80, 4096, 20000)))
+        walked = 8 * 64 * dims * heads_q * total_q / MOST_KEPT
+        by_dim = {"few_if_kept": FEW_IF_KEPT[dims], "most_apart": MOST_APART[dims], "late_halves": LATE_HALVES[dims]}
+        schedule = Schedule(ctas, kinds, heads, sections=sections, last_kinds=kinds, walked=walked, **by_dim)
         tables = 2 if sections > 1 and tiles <= schedule.most_timed else 1
         total, wave = kinds * sections, schedule.wave
-        words = (80, tiles, total * heads, total, heads, kinds, kinds, wave, ctas, tables, 2, 0)
+        words = (total_q, tiles, heads_q, total, heads, kinds, kinds, wave, ctas, tables, dims, 0)
         sizes = np.array(words, dtype=np.int32)
         hand_out = np.full(4, NOT_SET, dtype=np.int32)
-        flags = library.flags_of(at(sizes), int(is_banded), int(twice), at(hand_out))
+        layers_of_all = (bands * (1 + twice), (tiles - bands) * (1 + twice))
+        flags = library.flags_of(at(sizes), *layers_of_all, int(twice), at(hand_out))
         by_head, mode = mode_of(layers, schedule)
         is_one_way = schedule.is_one_way and not by_head and mode != "ranks"
         has_second = len(expected_starts(layers, mode, by_head, schedule)) == 2
         expected = {BY_HEAD: by_head, TIMED: mode == "timed", IN_WAVES: mode == "waves", ALL_BACKWARDS: is_one_way}
         expected |= {LATER_TURNS: has_second, APART: begins_apart(layers, mode, schedule)}
-        assert flags == sum(flag for flag, is_set in expected.items() if is_set), (sizes, is_banded, twice)
+        assert flags == sum(flag for flag, is_set in expected.items() if is_set), (sizes, bands, twice)
         halves = 0 if by_head or is_one_way else schedule.late_halves
         has_end = not (by_head or is_one_way) or expected[APART]
         ticks = [TICKS * n // (2 * heads) for n in (halves, END_HALVES if has_end else 0)]
-        assert hand_out.tolist() == [*ticks, heads if by_head else 1, has_second], (sizes, is_banded, twice)
+        assert hand_out.tolist() == [*ticks, heads if by_head else 1, has_second], (sizes, bands, twice)
         met.add(flags)
     assert len(met) >= 7, met
 
 
 def test_no_more_begins_apart_than_was_timed(library):
-    """64 MB of Q, dO and dq: 16 heads of 4K at head dim 128."""
-    for total, is_apart in ((4096, True), (4097, False)):
-        sizes = np.array([total, 33, 16, 16, 1, 16, 16, 8, 132, 1, 2, 0], dtype=np.int32)
-        found = library.flags_of(at(sizes), 0, 0, at(np.zeros(4, dtype=np.int32)))
-        assert found == TIMED | ALL_BACKWARDS | is_apart * APART
+    """64 MB of Q, dO and dq: 16 heads of 4K at head dim 128; half of that with two heads in a unit of head dim 64."""
+
+    def found(total: int, heads: tuple[int, int], dims: int, bands: int = 0) -> int:
+        q, kv = heads
+        sizes = np.array([total, 33, q, kv, q // kv, kv, kv, 8, 132, 1, dims, 0], dtype=np.int32)
+        return library.flags_of(at(sizes), bands, 33 - bands, 0, at(np.zeros(4, dtype=np.int32)))
+
+    apart, together = TIMED | ALL_BACKWARDS | APART, TIMED | ALL_BACKWARDS
+    assert [found(n, (16, 16), 2) for n in (4096, 4097)] == [apart, together]
+    assert [found(n, (16, 8), 1) for n in (4096, 4097)] == [apart, together]
+    assert found(1000, (16, 8), 2) == TIMED, "two heads of head dim 128 walk both ways, with so few ranks"
+    assert found(1000, (16, 16), 2, bands=1) == together, "bands are apart as they are"
+
+
+def test_few_heads_walk_one_way_however_few_ranks(library):
+    """If L2 keeps what they walk: up to four of head dim 64, one of 128, none of 256."""
+
+    def is_one_way(heads: int, dims: int, total: int = 1000) -> bool:
+        sizes = np.array([total, 8, 32 * heads, 32, heads, 32, 32, 4, 132, 1, dims, 0], dtype=np.int32)
+        return bool(library.flags_of(at(sizes), 0, 8, 0, at(np.zeros(4, dtype=np.int32))) & ALL_BACKWARDS)
+
+    assert [heads for heads in (1, 2, 4, 5) if is_one_way(heads, 1)] == [1, 2, 4]
+    assert [[heads for heads in (1, 2) if is_one_way(heads, dims)] for dims in (2, 4)] == [[1], []]
+    assert is_one_way(4, 1, 1024) and not is_one_way(4, 1, 1025)
 
 
 def test_whoever_comes_first_walks_bands_head_by_head(library):
     """Also where one head is all: forwards, as it was timed; in turns such bands have expected times."""
     for first_stores, flags in ((1, BY_HEAD | IN_WAVES), (0, TIMED | ALL_BACKWARDS)):
         sizes = np.array([4096, 32, 16, 16, 1, 16, 16, 8, 132, 1, 2, first_stores], dtype=np.int32)
-        assert library.flags_of(at(sizes), 1, 0, at(np.zeros(4, dtype=np.int32))) == flags
+        assert library.flags_of(at(sizes), 17, 16, 0, at(np.zeros(4, dtype=np.int32))) == flags

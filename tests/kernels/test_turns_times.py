@@ -18,6 +18,7 @@ from magi_attention.testing.libraries import planner_or_skip
 CTAS = 132
 WIDE_TIMES = Times()
 NARROW_TIMES = Times(step=1.5, seen=0.5)  # head dim 64, steps of 64
+MOST_KEPT = 64 << 20  # kMostKept
 UNEVEN = np.cumsum([0, 3000, 200, 1700, 100, 900, 1300, 992]).tolist()  # documents
 LONG = [3503, 249, 924, 9659, 1248, 801]
 MASKS = {
@@ -34,23 +35,42 @@ def planner():
     planner_or_skip()
 
 
-def schedule_of(tiles: int, heads_kv: int, group: int, may_be_twice: bool = True) -> Schedule:
-    """As ``bwd_heads_per_section``: with few query heads to a kv head sections are twice as large."""
+def schedule_of(tiles: int, heads_kv: int, group: int, dim: int = 128, may_be_twice: bool = True) -> Schedule:
+    """As ``bwd_heads_per_section``: with few query heads to a kv head sections are twice as large.
+
+    Of head dim 64 more units walk one way, and begin apart, and they are later.
+    """
     at_once = _heads_per_section(tiles, UnitShape(heads_kv, group, CTAS, CTAS))
     twice = _heads_per_section(tiles, UnitShape(heads_kv, group, 2 * CTAS, CTAS))
     if may_be_twice and group <= LARGE_SECTIONS and CTAS // twice >= MANY_RANKS * group:
         at_once = twice
     sections = -(-heads_kv // at_once)
-    return Schedule(CTAS, at_once, group, sections=sections, last_kinds=heads_kv - (sections - 1) * at_once)
+    last = heads_kv - (sections - 1) * at_once
+    walked = 8 * dim * tiles * TILE * heads_kv * group / MOST_KEPT
+    found = Schedule(CTAS, at_once, group, sections=sections, last_kinds=last, walked=walked)
+    return replace(found, few_if_kept=4, most_apart=2, late_halves=5) if dim == 64 else found
 
 
 def cost_of(
     slices, total: int, heads: tuple[int, int], times: Times = WIDE_TIMES, may_be_twice: bool = True, **changes
 ) -> float:
     tiles = layers_by_rank(slices.array, total, total, TILE, WIDE if times is WIDE_TIMES else NARROW)
-    changes.setdefault("late_halves", 3 if times is WIDE_TIMES else 5)
-    units = units_of(tiles, replace(schedule_of(len(tiles), *heads, may_be_twice), **changes))
+    dim = 128 if times is WIDE_TIMES else 64
+    units = units_of(tiles, replace(schedule_of(len(tiles), *heads, dim, may_be_twice), **changes))
     return time_of(units, CTAS, times) / time_of(units, CTAS, times, in_turns=False)
+
+
+SHORT = ((1024, (24, 1)), (1024, (32, 1)), (2048, (8, 1)), (4096, (8, 2)), (4096, (8, 3)))
+
+
+@pytest.mark.parametrize("total, heads", SHORT, ids=str)
+@pytest.mark.parametrize("name", ("causal", "window"))
+def test_short_calls_too(name, total, heads):
+    """Head dim 64: few tiles of many heads, units that begin together, windows that half of the tiles see cut off."""
+    slices = masks.causal(total) if name == "causal" else masks.sliding_window(total, total // 4)
+    cost = cost_of(slices, total, heads, NARROW_TIMES)
+    print(f"{cost:.3f}")
+    assert 1.0 <= cost < 1.2
 
 
 @pytest.mark.parametrize("is_narrow", (False, True), ids=("128", "64"))
@@ -69,8 +89,13 @@ def test_what_each_rule_is_for():
     assert cost_of(causal, 8192, (16, 1), may_be_twice=False, few_heads=0, late_halves=0) > 1.4, "all backwards"
     assert cost_of(causal, 8192, (8, 6), late_halves=0) > 1.08 > cost_of(causal, 8192, (8, 6)), "those behind are late"
     short, narrow = masks.causal(4096), NARROW_TIMES
-    assert cost_of(short, 4096, (8, 1), narrow, may_be_apart=False) > 1.3, "apart"
+    shorter = masks.causal(1024)
+    assert cost_of(short, 4096, (8, 1), narrow, most_apart=0) > 1.3, "apart"
     assert cost_of(short, 4096, (8, 1), narrow) < 1.12
+    assert cost_of(short, 4096, (8, 2), narrow, most_apart=1) > 1.15, "two heads, too"
+    assert cost_of(short, 4096, (8, 2), narrow) < 1.05
+    assert cost_of(short, 4096, (8, 3), narrow, few_if_kept=0) > 1.15, "one way however few"
+    assert cost_of(shorter, 1024, (24, 1), narrow, few_if_kept=0) > 1.5 > 1.15 > cost_of(shorter, 1024, (24, 1), narrow)
     assert cost_of(causal, 8192, (16, 1), narrow, may_be_twice=False) > 1.2, "large sections"
     assert cost_of(causal, 8192, (16, 1), narrow) < 1.15
     long = masks.varlen(np.cumsum([0, *LONG]).tolist(), 0)

@@ -52,9 +52,11 @@ class Schedule:
     sections: int = 1
     last_kinds: int = 0
     few_heads: int = 4
+    few_if_kept: int = 1  # the same however few ranks are in work, if L2 keeps what is walked
+    most_apart: int = 1  # heads of units that begin some blocks apart then
+    walked: float = 0.0  # bytes of Q, dO and dq, of those that L2 keeps
     late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
     has_later_turns: bool = True  # sections behind the first have their own
-    may_be_apart: bool = True  # some blocks, if they begin together; not where L2 has to keep too much then
 
     @property
     def wave(self) -> int:
@@ -63,7 +65,8 @@ class Schedule:
     @property
     def is_one_way(self) -> bool:
         """Whether all walk backwards, unless head by head."""
-        return self.heads <= self.few_heads and self.wave >= MANY_RANKS * self.heads
+        is_few_anyway = self.heads <= self.few_if_kept and self.walked <= 1
+        return self.heads <= self.few_heads and (self.wave >= MANY_RANKS * self.heads or is_few_anyway)
 
     def kinds_of(self, section: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
@@ -104,8 +107,9 @@ def walk(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
 
 
 def begins_apart(tiles: list[list[Layer]], mode: str, schedule: Schedule) -> bool:
-    is_one_way = schedule.may_be_apart and schedule.is_one_way and mode == "timed"
-    return is_one_way and schedule.heads == schedule.sections == 1 and not is_banded(tiles)
+    may_be = schedule.heads <= schedule.most_apart and schedule.heads * schedule.walked <= 1 and schedule.sections == 1
+    has_bands = any(layer.is_band for layers in tiles for layer in layers)
+    return may_be and schedule.is_one_way and mode == "timed" and not has_bands
 
 
 def shift_of(rank: int, tiles: list[list[Layer]], mode: str, schedule: Schedule) -> int:

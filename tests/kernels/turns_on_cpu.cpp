@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What turns rest on, compiled for the CPU: the warp that simulates how units are handed out (bwd_starts.cuh), as 32 threads that meet
-// wherever its lanes do, and the order in which units walk their blocks (bwd_plan.cuh).
+// wherever its lanes do, and the order in which units walk their blocks (bwd_plan.cuh). And what the last kernel takes up
+// (bwd_finish_items.cuh).
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -52,6 +53,7 @@ unsigned __ballot_sync(unsigned, bool mine) {
 int __popc(unsigned word) { return __builtin_popcount(word); }
 }  // namespace
 
+#include "ffa/sm90/bwd_finish_items.cuh"
 #include "ffa/sm90/bwd_starts.cuh"
 
 extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* starts) {
@@ -92,13 +94,28 @@ struct Sizes {
 };
 
 // The flags of a plan, and what its units are handed out by: late, ends_after, scale and has_second.
-extern "C" int flags_of(const int32_t* sizes, int is_banded, int visits_twice, int32_t* hand_out) {
+extern "C" int flags_of(const int32_t* sizes, int bands, int others, int visits_twice, int32_t* hand_out) {
   const magi_tile_plan_header plan{};
   const Sizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11],
                 reinterpret_cast<const int32_t*>(&plan)};
-  const int flags = magi::flags_of(p, is_banded != 0, visits_twice != 0);
+  const int flags = magi::flags_of(p, bands, others, visits_twice != 0);
   const magi::HandOut found = magi::hand_out_of(p, flags);
   const int words[] = {found.late, found.ends_after, found.scale, found.has_second};
   std::copy(words, words + 4, hand_out);
   return flags;
+}
+
+// Of BwdRowParams what items depend on.
+struct ItemSizes {
+  int32_t query_blocks, heads_q, heads_kv, heads_per_section, dim_blocks;
+};
+
+// Rank, head and 64 columns of each of so many items.
+extern "C" void items_of(const int32_t* sizes, int count, int32_t* items) {
+  const ItemSizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+  for (int number = 0; number < count; ++number) {
+    const magi::FinishItem x = magi::finish_item(p, number);
+    const int32_t words[] = {x.rank, x.head, x.d};
+    std::copy(words, words + 3, items + 3 * number);
+  }
 }

@@ -89,14 +89,19 @@ constexpr int kTicks = 32;         // of expected time: one block
 // In turns: from so few query heads of a unit on all units walk backwards, if so many ranks for each of them are in work at the same time.
 constexpr int kFewHeads = 4, kManyRanks = 8;
 constexpr int kLargeSections = 2;  // query heads of a unit up to which sections are twice as large, then
-constexpr int64_t kMostApart = 64 << 20;  // bytes that such units walk, if they begin apart: up to there it was timed
+// Where L2 keeps most of Q, dO and dq (so many bytes were timed): how many query heads of a unit are few however few ranks are in work, and
+// with how many units may begin apart.
+constexpr int64_t kMostKept = 64 << 20;
+constexpr int64_t walked_bytes(int64_t heads_q, int64_t total_q, int dim_blocks) { return heads_q * total_q * 8 * 64 * dim_blocks; }
+constexpr int few_if_kept(int dim_blocks) { return dim_blocks == 1 ? kFewHeads : dim_blocks == 2 ? 1 : 0; }
+constexpr int most_apart(int dim_blocks) { return dim_blocks == 1 ? 2 : 1; }
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts = 8;      // at most, of a unit of the last round
 constexpr int kMaxListed = 512;    // tiles of kv heads
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
-// Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken, and whether
-// their order is known (bwd_complete.cuh).
+// Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken (in turns, too),
+// and whether their order is known (bwd_complete.cuh).
 constexpr int kSplitWord = 2, kUnitsWord = 3, kPlaceWord = 4, kOrderedWord = 5;
 // Whether units are listed; whether they were from the start, and with them the order of the blocks; and how many groups of warps of
 // the kernel that prepares the rows are through (bwd_prepare_listed.cuh).

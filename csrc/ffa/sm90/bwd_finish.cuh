@@ -70,38 +70,45 @@ __device__ __forceinline__ void write_float_dq(const BwdRowParams& p, const floa
   }
 }
 
+// 64 columns of a block of one head, by the warpgroup that has `staged`; its threads do `meanwhile` when the sum is on its way, which is zero
+// unless it `is_there`. Sums are read in L2: this CTA may have been there since before they were written, with lines in its first cache
+// that CTAs of the kernels before have left.
+template <typename T, int kQueries, typename Meanwhile>
+__device__ __forceinline__ void finish_columns(const BwdRowParams& p, uint8_t (&staged)[kQueries * 128], int block, int head, int d, bool is_there,
+                                               float factor, Meanwhile meanwhile) {
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+  const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * dq_block_floats(kQueries)) + thread;
+  float4 x[DqChunk<kQueries>::kCount];
+#pragma unroll
+  for (int i = 0; i < DqChunk<kQueries>::kCount; ++i) x[i] = is_there ? __ldcg(sum + 128 * i) : make_float4(0, 0, 0, 0);
+  meanwhile();
+  if (p.grads_are_float) {
+    write_float_dq<kQueries>(p, x, factor, block * kQueries, head, d * 64, thread);
+    return;
+  }
+  stage_dq<T, kQueries>(smem_addr(staged), x, factor, thread);
+  named_barrier(1 + group, 128);
+#pragma unroll
+  for (int i = thread; i < kQueries * 8; i += 128) {
+    const int token = block * kQueries + i / 8, column = d * 64 + i % 8 * 8;
+    if (token >= p.total_q || column >= p.head_dim) continue;
+    const uint4 value = *reinterpret_cast<const uint4*>(staged + i / 8 * 128 + ((i % 8 ^ (i / 8 & 7)) << 4));
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.dq) + (static_cast<int64_t>(token) * p.heads_q + head) * p.head_dim + column) = value;
+  }
+  named_barrier(1 + group, 128);
+}
+
 // A block of one head, by a CTA; warpgroup i takes blocks of 64 columns i, i + 2, ... All threads do `meanwhile` once, when the
 // first of them are on their way.
 template <typename T, int kQueries, typename Meanwhile>
 __device__ __forceinline__ void finish_block(const BwdRowParams& p, int block, int head, float factor, Meanwhile meanwhile) {
   __shared__ __align__(128) uint8_t staged[2][kQueries * 128];
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
-  for (int d = group; d < p.dim_blocks; d += 2) {
-    const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + (number * p.dim_blocks + d) * dq_block_floats(kQueries)) + thread;
-    // In order the first to add stores, so where nobody did there is nothing. Counters and sums are read in L2: this CTA may have
-    // been there since before they were written, with lines in its first cache that CTAs of the kernels before have left.
-    const bool is_there = p.turn_flags == nullptr || load_relaxed(p.turn_flags + number * p.passes + d / (p.dim_blocks / p.passes)) > 0;
-    float4 x[DqChunk<kQueries>::kCount];
-#pragma unroll
-    for (int i = 0; i < DqChunk<kQueries>::kCount; ++i) x[i] = is_there ? __ldcg(sum + 128 * i) : make_float4(0, 0, 0, 0);
-    if (d == group) meanwhile();
-    if (p.grads_are_float) {
-      write_float_dq<kQueries>(p, x, factor, block * kQueries, head, d * 64, thread);
-      continue;
-    }
-    stage_dq<T, kQueries>(smem_addr(staged[group]), x, factor, thread);
-    named_barrier(1 + group, 128);
-#pragma unroll
-    for (int i = thread; i < kQueries * 8; i += 128) {
-      const int token = block * kQueries + i / 8, column = d * 64 + i % 8 * 8;
-      if (token >= p.total_q || column >= p.head_dim) continue;
-      const uint4 value = *reinterpret_cast<const uint4*>(staged[group] + i / 8 * 128 + ((i % 8 ^ (i / 8 & 7)) << 4));
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.dq) + (static_cast<int64_t>(token) * p.heads_q + head) * p.head_dim +
-                                column) = value;
-    }
-    named_barrier(1 + group, 128);
-  }
+  const int group = threadIdx.x / 128;
+  for (int d = group; d < p.dim_blocks; d += 2)
+    finish_columns<T, kQueries>(p, staged[group], block, head, d, true, factor, [&] {
+      if (d == group) meanwhile();
+    });
 }
 
 // One CTA per head and block of queries.

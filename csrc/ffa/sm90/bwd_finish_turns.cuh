@@ -8,43 +8,88 @@
 #pragma once
 
 #include "bwd_finish.cuh"
+#include "bwd_finish_items.cuh"
 
 namespace magi {
 
-// The block that is expected to be complete after so many others. Of many blocks the order is that of their numbers.
-__device__ __forceinline__ int block_in_order(const BwdRowParams& p, int rank) {
-  __shared__ int keys[kRowThreads], found;
-  if (p.query_blocks > kRowThreads) return rank;
-  const int mine = threadIdx.x;
-  if (mine < p.query_blocks) keys[mine] = __ldcg(p.turns_of_block + mine).y;
-  __syncthreads();
-  if (mine < p.query_blocks) {
-    int before = 0;
-    for (int i = 0; i < p.query_blocks; ++i) before += keys[i] < keys[mine] || (keys[i] == keys[mine] && i < mine);
-    if (before == rank) found = mine;
+constexpr int finish_turns_ctas(int queries) { return queries == kQueryBlock ? 4 : 3; }  // of a multiprocessor
+
+// By a whole CTA: blocks in the order in which they should be complete. Of more than it has threads that is the order of their numbers.
+struct SortedBlocks {
+  int blocks[kRowThreads];
+  int keys[kRowThreads];
+
+  __device__ __forceinline__ void sort(const BwdRowParams& p) {
+    const int mine = threadIdx.x;
+    if (p.query_blocks > kRowThreads) return;
+    if (mine < p.query_blocks) keys[mine] = __ldcg(p.turns_of_block + mine).y;
+    __syncthreads();
+    if (mine < p.query_blocks) {
+      int before = 0;
+      for (int i = 0; i < p.query_blocks; ++i) before += keys[i] < keys[mine] || (keys[i] == keys[mine] && i < mine);
+      blocks[before] = mine;
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  return found;
+  __device__ __forceinline__ int at(const BwdRowParams& p, int rank) const { return p.query_blocks > kRowThreads ? rank : blocks[rank]; }
+};
+
+// An item, of which block and how many add to it.
+struct FinishJob {
+  int block, head, d, turns;  // block -1: nothing is left
+};
+
+// `counts`: there are turns.
+__device__ __forceinline__ FinishJob finish_job(const BwdRowParams& p, const SortedBlocks& sorted, int number, bool counts) {
+  const FinishItem x = finish_item(p, number);
+  if (x.rank < 0 || !counts) return {x.rank, x.head, x.d, 0};
+  const int block = sorted.at(p, x.rank);
+  return {block, x.head, x.d, __ldcg(p.turns_of_block + block).x};
 }
 
-// One CTA per head and block of queries.
+__device__ __forceinline__ bool is_complete(const BwdRowParams& p, const FinishJob& x) {
+  if (x.turns == 0) return true;
+  const int pass = x.d / (p.dim_blocks / p.passes);
+  return load_acquire(p.turn_flags + (static_cast<int64_t>(x.head) * p.query_blocks + x.block) * p.passes + pass) >= x.turns;
+}
+
+// The warpgroups of a few CTAs take up items until there are no more. While one is on its way, the next is taken and it is looked up whether
+// that is there; none is taken earlier, as whoever takes it may have to wait.
 template <typename T, int kQueries>
-__global__ void __launch_bounds__(kRowThreads, 3) bwd_finish_turns(const __grid_constant__ BwdRowParams p) {
+__global__ void __launch_bounds__(kRowThreads, finish_turns_ctas(kQueries)) bwd_finish_turns(const __grid_constant__ BwdRowParams p) {
+  __shared__ __align__(128) uint8_t staged[2][kQueries * 128];
+  __shared__ SortedBlocks sorted;
+  __shared__ FinishJob jobs[2][2];  // of each warpgroup, at hand and the next
   const bool fits = bwd_plan_fits(p.plan, p.total_q, p.total_k);
-  // What comes after this kernel is behind the main one, too; and without a plan nobody counts.
-  if (!fits || blockIdx.x + 1 == gridDim.x) wait_for_kernel_before();
-  const int per_section = p.heads_per_section * (p.heads_q / p.heads_kv);
-  const int first = blockIdx.x / (per_section * p.query_blocks) * per_section;
-  const int heads = min(per_section, p.heads_q - first), at = blockIdx.x - first * p.query_blocks;
-  const int block = fits ? block_in_order(p, at / heads) : at / heads, head = first + at % heads;
-  if (fits && threadIdx.x < p.passes) {
-    const int32_t* flag = p.turn_flags + (static_cast<int64_t>(head) * p.query_blocks + block) * p.passes + threadIdx.x;
-    const int turns = __ldcg(p.turns_of_block + block).x;
-    while (load_acquire(flag) < turns) __nanosleep(200);
+  if (fits)
+    sorted.sort(p);
+  else
+    wait_for_kernel_before();  // without a plan nobody counts
+  const int group = uniform(threadIdx.x / 128), leads = threadIdx.x % 128 == 0;
+  FinishJob next;
+  bool is_there;
+  auto look_ahead = [&](int number) {
+    next = finish_job(p, sorted, number, fits);
+    is_there = is_complete(p, next);
+  };
+  if (leads) look_ahead(2 * blockIdx.x + group);
+  for (int slot = 0;; slot ^= 1) {
+    if (leads) {
+      for (; !is_there; is_there = is_complete(p, next)) __nanosleep(200);
+      jobs[group][slot] = next;
+    }
+    named_barrier(1 + group, 128);
+    // In uniform registers, or there are too few of the others.
+    const int block = uniform(jobs[group][slot].block), head = uniform(jobs[group][slot].head), d = uniform(jobs[group][slot].d);
+    if (block < 0) break;
+    // The first to add stores, so where nobody did there is nothing.
+    finish_columns<T, kQueries>(p, staged[group], block, head, d, fits && jobs[group][slot].turns > 0,
+                                fits ? p.grad_scale : __int_as_float(0x7fffffff), [&] {
+                                  if (leads) look_ahead(2 * gridDim.x + atomicAdd(p.workspace + kPlaceWord, 1));
+                                });
   }
-  __syncthreads();
-  // In uniform registers, or there are too few of the others.
-  finish_block<T, kQueries>(p, uniform(block), uniform(head), fits ? p.grad_scale : __int_as_float(0x7fffffff), [] {});
+  // What comes after this kernel is behind the main one, too.
+  if (blockIdx.x + 1 == gridDim.x) wait_for_kernel_before();
 }
 
 }  // namespace magi

@@ -275,7 +275,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   MAGI_RETURN(start_variant<C>(a, k, sms));
   const char* doing = "launching the end of the backward";
   if (a.dq_order) {
-    MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, dim3(k.query_blocks * k.heads_q), kRowThreads, 0, a.stream, r, doing));
+    const int64_t items = static_cast<int64_t>(k.query_blocks) * k.heads_q * r.dim_blocks, most = finish_turns_ctas(C::kQueries) * sms;
+    const dim3 grid(static_cast<uint32_t>(std::min<int64_t>((items + 1) / 2, most)));
+    MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, grid, kRowThreads, 0, a.stream, r, doing));
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));

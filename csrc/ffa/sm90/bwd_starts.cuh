@@ -18,23 +18,30 @@ struct HandOut {
   bool has_second;      // another section behind it has starts of its own
 };
 
-// Whether units that all walk one way begin some blocks apart. Bands are apart as they are. Of several sections, or several heads of a unit,
+// Whether units that all walk one way begin some blocks apart. Bands are apart as they are. Of several sections, or of more heads in a unit,
 // it lost where it was timed: what units walk is all over Q, dO and dq then, of which L2 has to keep more.
 template <typename P>
-__device__ __forceinline__ bool begin_apart(const P& p, int flags, bool is_banded) {
-  const int64_t bytes = 8ll * 64 * p.dim_blocks * p.heads_q * p.total_q;  // of Q, dO and dq, of one head 8 for each value
-  return !is_banded && flags & kTimed && p.heads_per_part == 1 && p.heads_per_section == p.heads_kv && bytes <= kMostApart;
+__device__ __forceinline__ bool begin_apart(const P& p, int flags, int bands) {
+  return bands == 0 && flags & kTimed && p.heads_per_part <= most_apart(p.dim_blocks) && p.heads_per_section == p.heads_kv &&
+         p.heads_per_part * walked_bytes(p.heads_q, p.total_q, p.dim_blocks) <= kMostKept;
 }
 
-// The flags of a plan with these layers, most of which `is_banded`.
+// Whether so many query heads of a unit are few: their blocks are short steps.
 template <typename P>
-__device__ __forceinline__ int flags_of(const P& p, bool is_banded, bool visits_twice) {
-  const bool by_head = is_banded && (p.first_stores || p.heads_per_part > 1);  // of one head blocks have an expected time
+__device__ __forceinline__ bool has_few_heads(const P& p) {
+  if (p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part) return true;
+  return p.heads_per_part <= few_if_kept(p.dim_blocks) && walked_bytes(p.heads_q, p.total_q, p.dim_blocks) <= kMostKept;
+}
+
+// The flags of a plan with so many layers that are bands, and others.
+template <typename P>
+__device__ __forceinline__ int flags_of(const P& p, int bands, int others, bool visits_twice) {
+  const bool by_head = bands > others && (p.first_stores || p.heads_per_part > 1);  // of one head blocks have an expected time
   if (visits_twice) return by_head ? kByHead : 0;
   const int flags = (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
   // Of plans in order only those have units whose tiles are ordered by document.
-  const bool is_one_way = !p.first_stores && !by_head && p.heads_per_part <= kFewHeads && p.wave >= kManyRanks * p.heads_per_part;
-  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards | (is_one_way && begin_apart(p, flags, is_banded) ? kApart : 0);
+  const bool is_one_way = !p.first_stores && !by_head && has_few_heads(p);
+  if (has_units(p.plan) || is_one_way) return flags | kAllBackwards | (is_one_way && begin_apart(p, flags, bands) ? kApart : 0);
   return flags | (!p.first_stores && !by_head && p.turn_tables == 2 ? kLaterTurns : 0);
 }
 

@@ -11,7 +11,8 @@
 // waited for by all that meet. Where a block is few steps, because few query heads share keys, no simulation is near enough: there all walk
 // backwards, one behind the other, which costs hits in L2 where query heads are many (docs/notes/ffa_backward_turns.md).
 // With one query head to each kv head the start counts, too, when all wait one behind the other at the last block: sections have twice as
-// many heads (bwd_heads_per_section), and where there is only one, units begin some blocks apart and come round (begin_apart).
+// many heads (bwd_heads_per_section), and where there is only one and L2 keeps what units walk, these begin some blocks apart and come round
+// (begin_apart).
 //
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
