@@ -14,6 +14,8 @@ import pytest
 from turns_model import (
     BLOCKS_APART,
     END_HALVES,
+    MOST_KEPT,
+    OF_DIM,
     TICKS,
     Layer,
     Schedule,
@@ -29,7 +31,6 @@ SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
 NOT_SET = -7
-MOST_KEPT = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,6 @@ def test_the_last_kernel_takes_up_all(library):
         assert (found[len(wanted) :, 0] == -1).all(), "a smaller last section ends where its heads do"
 
 
-# Of head dims 64, 128 and 256.
-FEW_IF_KEPT, MOST_APART, LATE_HALVES = ({1: a, 2: b, 4: c} for a, b, c in ((4, 1, 0), (2, 1, 1), (5, 3, 2)))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_is_that_of_the_model(library, seed):
     """In turns: flags of random sizes, and the starts that follow from them."""
@@ -152,8 +149,9 @@ def test_the_order_is_that_of_the_model(library, seed):
         layers = [[Layer(0, end, rank < bands)] * (2 if twice else 1) for rank in range(tiles)]
         heads_q, total_q = kinds * sections * heads, int(rng.choice((80, 4096, 20000)))
         walked = 8 * 64 * dims * heads_q * total_q / MOST_KEPT
-        by_dim = {"few_if_kept": FEW_IF_KEPT[dims], "most_apart": MOST_APART[dims], "late_halves": LATE_HALVES[dims]}
-        schedule = Schedule(ctas, kinds, heads, sections=sections, last_kinds=kinds, walked=walked, **by_dim)
+        schedule = Schedule(
+            ctas, kinds, heads, sections=sections, last_kinds=kinds, walked=walked, **OF_DIM[64 * dims]
+        )
         tables = 2 if sections > 1 and tiles <= schedule.most_timed else 1
         total, wave = kinds * sections, schedule.wave
         words = (total_q, tiles, heads_q, total, heads, kinds, kinds, wave, ctas, tables, dims, 0)

@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from turns_model import LARGE_SECTIONS, MANY_RANKS, Schedule, layers_by_rank, units_of
+from turns_model import Schedule, layers_by_rank, schedule_of, units_of
 from turns_times import Times, time_of
 
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE
-from magi_attention.kernels.unit_walks import UnitShape, _heads_per_section
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
 CTAS = 132
 WIDE_TIMES = Times()
 NARROW_TIMES = Times(step=1.5, seen=0.5)  # head dim 64, steps of 64
-MOST_KEPT = 64 << 20  # kMostKept
 UNEVEN = np.cumsum([0, 3000, 200, 1700, 100, 900, 1300, 992]).tolist()  # documents
 LONG = [3503, 249, 924, 9659, 1248, 801]
 MASKS = {
@@ -35,28 +33,13 @@ def planner():
     planner_or_skip()
 
 
-def schedule_of(tiles: int, heads_kv: int, group: int, dim: int = 128, may_be_twice: bool = True) -> Schedule:
-    """As ``bwd_heads_per_section``: with few query heads to a kv head sections are twice as large.
-
-    Of head dim 64 more units walk one way, and begin apart, and they are later.
-    """
-    at_once = _heads_per_section(tiles, UnitShape(heads_kv, group, CTAS, CTAS))
-    twice = _heads_per_section(tiles, UnitShape(heads_kv, group, 2 * CTAS, CTAS))
-    if may_be_twice and group <= LARGE_SECTIONS and CTAS // twice >= MANY_RANKS * group:
-        at_once = twice
-    sections = -(-heads_kv // at_once)
-    last = heads_kv - (sections - 1) * at_once
-    walked = 8 * dim * tiles * TILE * heads_kv * group / MOST_KEPT
-    found = Schedule(CTAS, at_once, group, sections=sections, last_kinds=last, walked=walked)
-    return replace(found, few_if_kept=4, most_apart=2, late_halves=5) if dim == 64 else found
-
-
 def cost_of(
     slices, total: int, heads: tuple[int, int], times: Times = WIDE_TIMES, may_be_twice: bool = True, **changes
 ) -> float:
     tiles = layers_by_rank(slices.array, total, total, TILE, WIDE if times is WIDE_TIMES else NARROW)
     dim = 128 if times is WIDE_TIMES else 64
-    units = units_of(tiles, replace(schedule_of(len(tiles), *heads, dim, may_be_twice), **changes))
+    schedule = schedule_of(total, *heads, dim, CTAS, may_be_twice)
+    units = units_of(tiles, replace(schedule, **changes))
     return time_of(units, CTAS, times) / time_of(units, CTAS, times, in_turns=False)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from magi_attention.kernels.hand_out import TILE, fewest_whole
+from magi_attention.kernels.unit_walks import UnitShape, _heads_per_section
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
@@ -21,6 +23,12 @@ MANY_RANKS = 8  # in work at a time for each of few heads, from which on all wal
 END_HALVES = 5  # of a step, what it takes to begin and end a unit
 BLOCKS_APART = 3  # that units begin apart, which all walk one way
 LARGE_SECTIONS = 2  # query heads of a unit up to which sections are twice as large, if all still walk one way
+MOST_KEPT = 64 << 20  # bytes of Q, dO and dq, of which L2 keeps most
+OF_DIM = {  # by head dim
+    64: {"few_if_kept": 4, "most_apart": 2, "late_halves": 5},
+    128: {"few_if_kept": 1, "most_apart": 1, "late_halves": 3},
+    256: {"few_if_kept": 0, "most_apart": 1, "late_halves": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,26 @@ class Schedule:
 
     def kinds_of(self, section: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
+
+
+def schedule_of(
+    tokens: int, heads_kv: int, group: int, dim: int, ctas: int = 132, may_be_twice: bool = True
+) -> Schedule:
+    """Of as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in turns, and what
+    depends on the head dim."""
+    tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
+    shares = [n for n in range(1, group + 1) if group % n == 0]
+    parts = next((n for n in shares if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
+    heads = group // parts
+    at_once, twice = (
+        _heads_per_section(tiles * parts, UnitShape(heads_kv, group, n * ctas, n * ctas)) for n in (1, 2)
+    )
+    if may_be_twice and heads <= LARGE_SECTIONS and ctas // (twice * parts * passes) >= MANY_RANKS * heads:
+        at_once = twice
+    kinds, sections = at_once * parts * passes, -(-heads_kv // at_once)
+    last = heads_kv * parts * passes - (sections - 1) * kinds
+    walked = 8 * dim * tokens * heads_kv * group / MOST_KEPT
+    return Schedule(ctas, kinds, heads, sections=sections, last_kinds=last, walked=walked, **OF_DIM[dim])
 
 
 def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:

@@ -18,6 +18,16 @@
 namespace magi {
 
 template <typename C>
+magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const BwdBytes needs = bwd_bytes<C>(a, sms);
+  bytes[0] = needs.workspace;
+  bytes[1] = needs.list;
+  return MAGI_OK;
+}
+
+template <typename C>
 magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, BwdKernelParams* k) {
   const CUtensorMapDataType type =
       a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a backward is cut into units, and what its workspace holds. Host side.
+// How a backward is cut into units, and what its workspace holds. Host side, without CUDA: tests compile it for machines that have none.
 #pragma once
 
 #include <algorithm>
 
 #include "../../include/magi/abi.h"
-#include "../common/host.h"
 #include "bwd_config.h"
 
 namespace magi {
@@ -169,13 +168,14 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   return w;
 }
 
+// Of the workspace, and of a list of units, 0 where there is none.
+struct BwdBytes {
+  int64_t workspace, list;
+};
+
 template <typename C>
-magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
-  int sms = 0;
-  MAGI_RETURN(multiprocessors(&sms));
-  bytes[0] = bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes;
-  bytes[1] = bwd_lists_units<C>(a, sms) ? bwd_list_layout<C>(a).bytes : 0;
-  return MAGI_OK;
+BwdBytes bwd_bytes(const magi_ffa_bwd_params& a, int sms) {
+  return {bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes, bwd_lists_units<C>(a, sms) ? bwd_list_layout<C>(a).bytes : 0};
 }
 
 }  // namespace magi

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a backward is cut into units and what its workspace holds (bwd_layout.h), compiled for the CPU.
+#include <cstdint>
+
+#include "ffa/sm90/bwd_layout.h"
+
+namespace {
+template <typename C>
+void write(const magi_ffa_bwd_params& a, int sms, int64_t* found) {
+  const int parts = magi::bwd_head_parts<C>(a, sms);
+  const magi::BwdBytes bytes = magi::bwd_bytes<C>(a, sms);
+  const int64_t words[] = {parts, magi::bwd_heads_per_section<C>(a, parts, sms), magi::bwd_turn_tables<C>(a, parts, sms), bytes.workspace, bytes.list};
+  std::copy(words, words + 5, found);
+}
+}  // namespace
+
+// On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a section, tables of turns; bytes of the workspace and of a list.
+extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
+  const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;
+  if (dim <= 64)
+    write<magi::BwdConfig<int, 64, false>>(*a, sms, found);
+  else if (dim > 128)
+    write<magi::BwdConfig<int, 256, false>>(*a, sms, found);
+  else if (a->query_block == magi::kWideBlock)
+    write<magi::BwdConfig<int, 128, false, false, false, magi::kWideBlock>>(*a, sms, found);
+  else
+    write<magi::BwdConfig<int, 128, false>>(*a, sms, found);
+}

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the backward is cut into units, by the library's own code compiled for the CPU: Python that follows the same
+rules, and what its workspace holds."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from turns_model import schedule_of
+
+from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole
+from magi_attention.kernels.unit_walks import UnitShape, _heads_per_section
+from magi_attention.native import abi
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("layout_on_cpu.cpp")
+SMS = (132, 78, 8)
+
+
+class Layout(NamedTuple):
+    head_parts: int
+    heads_per_section: int
+    turn_tables: int
+    workspace: int
+    list: int
+
+
+@pytest.fixture(scope="module")
+def layout_of(tmp_path_factory):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile csrc/ffa/sm90/bwd_layout.h for the CPU")
+    path = tmp_path_factory.mktemp("layout") / "layout.so"
+    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", "-Wall", "-I", ROOT / "csrc", SOURCE, "-o", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(path))
+
+    def call(tokens: int, heads: tuple[int, int], dim: int, order: int, sms: int = 132, **fields) -> Layout:
+        params = abi.FfaBwdParams(
+            total_q=tokens, total_k=tokens, heads_q=heads[0], heads_kv=heads[1], head_dim=dim, head_dim_v=dim,
+            dq_order=order, **{"query_block": NARROW, **fields},
+        )  # fmt: skip
+        found = np.zeros(5, dtype=np.int64)
+        library.layout_of(ctypes.byref(params), sms, ctypes.c_void_p(found.ctypes.data))
+        return Layout(*found.tolist())
+
+    return call
+
+
+def calls(seed: int):
+    """(tokens, heads, dim, sms)"""
+    rng = np.random.default_rng(seed)
+    for _ in range(400):
+        tokens = int(np.exp(rng.uniform(np.log(100), np.log(400_000))))
+        heads_kv, group = int(rng.choice((1, 2, 3, 8, 20, 32, 64, 100))), int(rng.choice((1, 2, 3, 4, 6, 8)))
+        yield tokens, (heads_kv * group, heads_kv), int(rng.choice((64, 128, 256))), int(rng.choice(SMS))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_turns_are_those_of_the_model(layout_of, seed):
+    """Sections, shares of heads and tables of turns."""
+    tables = set()
+    for tokens, (heads, heads_kv), dim, sms in calls(seed):
+        found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_IN_TURNS, sms)
+        schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
+        case = (tokens, heads, heads_kv, dim, sms)
+        assert found.head_parts * schedule.heads * heads_kv == heads, case
+        assert found.heads_per_section * found.head_parts * (2 if dim == 256 else 1) == schedule.kinds, case
+        is_compared = -(-tokens // TILE) <= schedule.most_timed
+        assert found.turn_tables == (2 if schedule.sections > 1 and is_compared else 1), case
+        tables.add(found.turn_tables)
+    assert tables == {1, 2}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lists_have_the_sections_of_the_library(layout_of, seed):
+    """``unit_walks`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not shared out."""
+    for tokens, (heads, heads_kv), _, sms in calls(seed):
+        tiles, group = -(-tokens // TILE), heads // heads_kv
+        found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_STORES, sms, query_block=WIDE)
+        is_whole = tiles * heads_kv >= fewest_whole(sms)
+        assert (found.head_parts == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
+        if found.head_parts == 1:
+            assert found.heads_per_section == _heads_per_section(tiles, UnitShape(heads_kv, group, sms, sms))
+
+
+def test_what_a_caller_asks_for(layout_of):
+    """Two shares of the heads or more, and then all heads in one section."""
+    for order in (abi.DQ_IN_TURNS, abi.DQ_FIRST_STORES):
+        assert layout_of(4096, (64, 8), 128, order, head_parts=2)[:2] == (2, 8)
+    assert layout_of(4096, (24, 8), 128, abi.DQ_IN_TURNS, head_parts=2)[:2] == (3, 8), "two do not divide three"
+
+
+def test_a_workspace_has_no_gradients_of_keys(layout_of):
+    """32K, 64 heads on 8: the sum of dq and the offsets and deltas of its rows, in turns 0.2% more."""
+    tokens, heads = 32768, 64
+    for order, most in ((abi.DQ_FIRST_STORES, 1.0005), (abi.DQ_IN_TURNS, 1.004)):
+        found = layout_of(tokens, (heads, 8), 128, order, query_block=WIDE)
+        rows = -(-tokens // WIDE) * WIDE
+        wanted = 4 * rows * heads * (128 + 2)
+        assert wanted < found.workspace < most * wanted, found.workspace / wanted
+
+
+def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
+    """1K: four parts of dk and dv in float32, because tiles are too few for the multiprocessors."""
+    found = layout_of(1024, (64, 8), 128, abi.DQ_ANY)
+    assert found.head_parts == 4 and found.list == 0
+    wanted = 4 * (1024 * 64 * (128 + 2) + 4 * 2 * 1024 * 8 * 128)
+    assert wanted < found.workspace < 1.001 * wanted
