@@ -177,13 +177,28 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   return launch_behind(ffa_bwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k, "launching the backward kernel");
 }
 
+// A kernel over rows, which may start while the one before in the stream is ending if it is `beside` that.
+template <typename Params>
+magi_status launch_rows(void (*kernel)(Params), dim3 grid, bool beside, void* stream, const Params& params, const char* doing) {
+  if (beside) return launch_behind(kernel, grid, kRowThreads, 0, stream, params, doing);
+  kernel<<<grid, kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return cuda_status(cudaGetLastError(), doing);
+}
+
+// The same behind the main kernel. CTAs that wait for that take the first multiprocessors that are free, for as long as it runs: so not where
+// some are to be left to others.
+template <typename Params>
+magi_status launch_last(const magi_ffa_bwd_params& a, void (*kernel)(Params), dim3 grid, const Params& params, const char* doing) {
+  return launch_rows(kernel, grid, a.sm_margin == 0, a.stream, params, doing);
+}
+
 template <typename T>
 magi_status join_parts(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   BwdJoinParams j{static_cast<const float*>(k.dk), static_cast<const float*>(k.dv), a.dk, a.dv, k.dk_stride_part,
                   k.dv_stride_part, k.head_parts, a.grad_dtype == MAGI_FP32, a.accumulate};
   const int64_t most = j.dk_count > j.dv_count ? j.dk_count : j.dv_count;
   const dim3 grid(static_cast<uint32_t>((most / 4 + kRowThreads - 1) / kRowThreads));
-  return launch_behind(bwd_join<T>, grid, kRowThreads, 0, a.stream, j, "launching the sum of the heads' parts");
+  return launch_last(a, bwd_join<T>, grid, j, "launching the sum of the heads' parts");
 }
 
 inline BwdSplitJoinParams split_join_params(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
@@ -201,18 +216,9 @@ magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, in
       using T = typename C::T;
       if (k.units != nullptr) return start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries, true>>(a, k, sms);
       MAGI_RETURN((start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
-      return launch_behind(bwd_join_split<typename C::T>, dim3(8 * sms), kRowThreads, 0, a.stream, split_join_params(a, k),
-                           "launching the sum of the parts of split units");
+      return launch_last(a, bwd_join_split<typename C::T>, dim3(8 * sms), split_join_params(a, k), "launching the sum of the parts of split units");
     }
   return start_bwd<C>(a, k, sms);
-}
-
-template <typename Params>
-magi_status launch_first(void (*kernel)(Params), dim3 grid, int threads, bool beside, void* stream, const Params& params,
-                         const char* doing) {
-  if (beside) return launch_behind(kernel, grid, threads, 0, stream, params, doing);
-  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return cuda_status(cudaGetLastError(), doing);
 }
 
 template <typename C>
@@ -247,12 +253,12 @@ magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, c
   const char* doing = "launching the start of the backward";
   if constexpr (C::kD == 128)
     if (r.units != nullptr) {
-      MAGI_RETURN(launch_first(bwd_list<kRowThreads, C::kQueries>, dim3(1), kRowThreads, beside, a.stream, r, "launching the list of units"));
+      MAGI_RETURN(launch_rows(bwd_list<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the list of units"));
       return start_listed_rows<C>(a, r, k.do_map, doing);
     }
-  if (!a.dq_order) return launch_first(prepare, rows, kRowThreads, beside, a.stream, r, doing);
-  MAGI_RETURN(launch_first((bwd_expect<kRowThreads, C::kQueries>), dim3(1), kRowThreads, beside, a.stream, r, "launching the plan of the turns"));
-  return launch_behind(prepare, rows, kRowThreads, 0, a.stream, r, doing);
+  if (!a.dq_order) return launch_rows(prepare, rows, beside, a.stream, r, doing);
+  MAGI_RETURN(launch_rows(bwd_expect<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the plan of the turns"));
+  return launch_rows(prepare, rows, true, a.stream, r, doing);
 }
 
 template <typename C>
@@ -287,15 +293,15 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if (a.dq_order) {
     const int64_t items = static_cast<int64_t>(k.query_blocks) * k.heads_q * r.dim_blocks, most = finish_turns_ctas(C::kQueries) * sms;
     const dim3 grid(static_cast<uint32_t>(std::min<int64_t>((items + 1) / 2, most)));
-    MAGI_RETURN(launch_behind(bwd_finish_turns<T, C::kQueries>, grid, kRowThreads, 0, a.stream, r, doing));
+    MAGI_RETURN(launch_last(a, bwd_finish_turns<T, C::kQueries>, grid, r, doing));
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));
   if constexpr (C::kD == 128)
     if (r.units != nullptr)
-      return launch_behind(bwd_finish_listed<T, C::kQueries>, dim3(finish_listed_ctas(C::kQueries) * sms), kRowThreads, 0, a.stream,
-                           BwdFinishParams{r, split_join_params(a, k), k.group / kSplitParts}, doing);
-  return launch_behind(bwd_finish<T, C::kQueries>, rows, kRowThreads, 0, a.stream, r, doing);
+      return launch_last(a, bwd_finish_listed<T, C::kQueries>, dim3(finish_listed_ctas(C::kQueries) * sms),
+                         BwdFinishParams{r, split_join_params(a, k), k.group / kSplitParts}, doing);
+  return launch_last(a, bwd_finish<T, C::kQueries>, rows, r, doing);
 }
 
 // Calls `run` with the configuration for a call.
