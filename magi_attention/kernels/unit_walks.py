@@ -90,7 +90,7 @@ def gain_by_document(plan: TilePlan, shape: UnitShape) -> float:
     return gain(tiles, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
 
 
-def _heads_per_section(tiles: int, shape: UnitShape) -> int:
+def heads_per_section(tiles: int, shape: UnitShape) -> int:
     """As many that the longest tiles of a section, one for each multiprocessor, are half of it. One section or two are
     alike: the long tiles of a small one behind the other would end alone."""
     heads, at_once = shape.heads_kv, 2 * shape.processors
@@ -103,7 +103,7 @@ def _heads_per_section(tiles: int, shape: UnitShape) -> int:
 def _in_order(plan: TilePlan, tiles: TileWalks, shape: UnitShape) -> np.ndarray:
     """(units, 3) tile, head and walk, section by section, in each the costliest tiles first; those that all
     multiprocessors begin with walk early, the others forwards. The first section may have an order of its own."""
-    at_once = _heads_per_section(len(tiles.first), shape)
+    at_once = heads_per_section(len(tiles.first), shape)
     parts = next(
         (n for n in range(1, shape.group + 1)
          if not shape.group % n and n * len(tiles.first) * shape.heads_kv >= fewest_whole(shape.processors)),
@@ -133,7 +133,7 @@ def _wants_periods(tiles: TileWalks, shape: UnitShape) -> bool:
 def _share_out_of_step(units: np.ndarray, tiles: TileWalks, shape: UnitShape) -> float:
     """Of the work of the second and third section, by its distance from the clock; of the first where there are no
     others."""
-    size, kept = len(tiles.first) * _heads_per_section(len(tiles.first), shape), IN_L2 / shape.group
+    size, kept = len(tiles.first) * heads_per_section(len(tiles.first), shape), IN_L2 / shape.group
     some = units[: 3 * size]
     starts = starts_of(tiles.count[some[:, 0]] + UNIT, shape.places)
     out = work = 0.0

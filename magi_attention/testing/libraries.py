@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
 from magi_attention.errors import BuildError
 from magi_attention.native import build, loader
 
@@ -17,6 +23,27 @@ def host_or_skip() -> None:
     """The same for the Python module of prepared launches."""
     _build_or_skip("host", "host module")
     loader._load_host.cache_clear()
+
+
+def compiled_or_skip(folder: Path, sources: Sequence[Path], includes: Sequence[Path], *flags: str) -> ctypes.CDLL:
+    """C++ sources as a shared library in ``folder``, for the CPU; skips the test where there is no g++.
+
+    Raises:
+        AssertionError: the sources do not compile; its text is the compiler's.
+    """
+    import pytest
+
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip(f"There is no g++ to compile {', '.join(s.name for s in sources)} with; install one.")
+    path = folder / f"{sources[0].stem}.so"
+    paths = [*(f"-I{i}" for i in includes), *map(str, sources), "-o", str(path)]
+    done = subprocess.run(
+        [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *paths],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(path))
 
 
 def _build_or_skip(name: str, what: str) -> None:

@@ -5,8 +5,6 @@ walk their blocks, against the model; and what the last kernel takes up."""
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,9 @@ from turns_model import (
     walk,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+from magi_attention.testing.libraries import compiled_or_skip
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
@@ -35,16 +35,8 @@ NOT_SET = -7
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile csrc/ffa/sm90/bwd_starts.cuh for the CPU")
-    path = tmp_path_factory.mktemp("turns") / "turns.so"
-    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", "-pthread", "-Wall", "-Wno-unknown-pragmas"]
-    done = subprocess.run(
-        [*command, "-I", ROOT / "csrc", SOURCE, "-o", path], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(path))
+    flags = ("-O1", "-pthread", "-Wno-unknown-pragmas")
+    return compiled_or_skip(tmp_path_factory.mktemp("turns"), [SOURCE], [CSRC], *flags)
 
 
 def at(array: np.ndarray) -> ctypes.c_void_p:

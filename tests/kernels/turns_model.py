@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magi_attention.kernels.hand_out import TILE, fewest_whole
-from magi_attention.kernels.unit_walks import UnitShape, _heads_per_section
+from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
@@ -90,7 +90,7 @@ def schedule_of(
     parts = next((n for n in shares if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
     heads = group // parts
     at_once, twice = (
-        _heads_per_section(tiles * parts, UnitShape(heads_kv, group, n * ctas, n * ctas)) for n in (1, 2)
+        heads_per_section(tiles * parts, UnitShape(heads_kv, group, n * ctas, n * ctas)) for n in (1, 2)
     )
     if may_be_twice and heads <= LARGE_SECTIONS and ctas // (twice * parts * passes) >= MANY_RANKS * heads:
         at_once = twice

@@ -15,8 +15,6 @@ from magi_attention.testing import masks
 sys.path.insert(0, str(Path(__file__).parent))
 import tile_lib as lib  # noqa: E402
 
-pytestmark = pytest.mark.skipif(lib.compiler() is None, reason="no g++ to compile the tile planner with")
-
 
 def corrupt_lo(rng, view):
     record, r = random_interval(rng, view)

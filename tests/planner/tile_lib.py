@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native tile planner, compiled on the fly for its tests, and a decoder of its plans.
 
-Nothing of the package is used to load it, so these tests also run where no native library was built.
+They are compiled for the tests alone, so these also run where no native library was built.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import atexit
 import ctypes
 import functools
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from magi_attention.testing.libraries import compiled_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/tile_walk.cpp")
-FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-O2", "-fvisibility=hidden", "-Wextra", "-Werror")
 GARBAGE = -7  # what buffers hold before; no word of a plan is -7
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 
@@ -40,21 +40,12 @@ LAYER = np.dtype(
 )
 
 
-def compiler() -> str | None:
-    return shutil.which("g++")
-
-
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The planner as a shared library; compiled once per process."""
+    """The planner as a shared library; compiled once per process. Skips the test where there is no compiler."""
     folder = Path(tempfile.mkdtemp(prefix="magi_tile_plan_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / "libmagi_tile_plan.so"
-    sources = [str(ROOT / source) for source in SOURCES]
-    command = [compiler(), *FLAGS, "-I", str(ROOT / "csrc/include"), *sources, "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lib = ctypes.CDLL(str(path))
+    lib = compiled_or_skip(folder, [ROOT / source for source in SOURCES], [ROOT / "csrc/include"], *FLAGS)
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
     lib.magi_tile_plan_words.restype = i64

@@ -89,12 +89,6 @@ constexpr int kTicks = 32;         // of expected time: one block
 // In turns: from so few query heads of a unit on all units walk backwards, if so many ranks for each of them are in work at the same time.
 constexpr int kFewHeads = 4, kManyRanks = 8;
 constexpr int kLargeSections = 2;  // query heads of a unit up to which sections are twice as large, then
-// Where L2 keeps most of Q, dO and dq (so many bytes were timed): how many query heads of a unit are few however few ranks are in work, and
-// with how many units may begin apart.
-constexpr int64_t kMostKept = 64 << 20;
-constexpr int64_t walked_bytes(int64_t heads_q, int64_t total_q, int dim_blocks) { return heads_q * total_q * 8 * 64 * dim_blocks; }
-constexpr int few_if_kept(int dim_blocks) { return dim_blocks == 1 ? kFewHeads : dim_blocks == 2 ? 1 : 0; }
-constexpr int most_apart(int dim_blocks) { return dim_blocks == 1 ? 2 : 1; }
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts = 8;      // at most, of a unit of the last round

@@ -8,7 +8,6 @@
 #include "bwd_config.h"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
-#include "bwd_turns.cuh"
 
 namespace magi {
 

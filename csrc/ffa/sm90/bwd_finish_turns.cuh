@@ -7,6 +7,7 @@
 // order in which they should be complete, those of the heads that come first before the others.
 #pragma once
 
+#include "../common/flags.cuh"
 #include "bwd_finish.cuh"
 #include "bwd_finish_items.cuh"
 

@@ -8,6 +8,13 @@
 
 namespace magi {
 
+// Where L2 keeps most of Q, dO and dq (so many bytes were timed): how many query heads of a unit are few however few ranks are in work, and
+// with how many units may begin apart.
+constexpr int64_t kMostKept = 64 << 20;
+constexpr int64_t walked_bytes(int64_t heads_q, int64_t total_q, int dim_blocks) { return heads_q * total_q * 8 * 64 * dim_blocks; }
+constexpr int few_if_kept(int dim_blocks) { return dim_blocks == 1 ? kFewHeads : dim_blocks == 2 ? 1 : 0; }
+constexpr int most_apart(int dim_blocks) { return dim_blocks == 1 ? 2 : 1; }
+
 // A section of heads, in ticks of one head.
 struct HandOut {
   int tiles, per_tile;  // units of each tile: one for each head unit
