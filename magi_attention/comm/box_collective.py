@@ -54,7 +54,7 @@ def boxes_for(
     """
     if transport.size == 1:
         return None
-    reason = _why_not(tensors, dtypes, op) or why_no_boxes(transport)
+    reason = _why_not(tensors, dtypes, op) or why_no_boxes(transport, by_wish=True)
     if reason is not None:
         _say_once(reason)
         return None

@@ -7,8 +7,12 @@ more, which is collective, and never shrinks.
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +28,9 @@ from magi_attention.native.box import Push, Reduce, Release, Take, control_bytes
 from magi_attention.native.succession import Succession
 
 _GRAIN = 2**20
+# By which torch lets ranks share memory whose devices have the same number; all that it leaves out then is multicast.
+_MAY_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_log = logging.getLogger("magi_attention.comm")
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
 
 
@@ -184,7 +191,8 @@ class BoxGroup:
         self.check(stage)
         group = self.meet(stage)  # ... and on the others
         memory = symmetric.empty(self.control_bytes + data_bytes, dtype=torch.uint8, device=self.device)
-        handle = symmetric.rendezvous(memory, group.group_name)
+        with _may_overlap(_overlap(_views(TorchTransport(group))) is not None):
+            handle = symmetric.rendezvous(memory, group.group_name)
         memory.zero_()
         addresses = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)
@@ -201,50 +209,97 @@ def box_group(transport: TorchTransport, device: torch.device) -> BoxGroup:
     return known[key]
 
 
-def why_no_boxes(transport: Transport) -> str | None:
+@contextmanager
+def _may_overlap(is_so: bool) -> Iterator[None]:
+    """Devices of the same number are no error of torch's symmetric memory here."""
+    before = os.environ.get(_MAY_OVERLAP)
+    if is_so:
+        os.environ[_MAY_OVERLAP] = "1"
+    try:
+        yield
+    finally:
+        if is_so and before is None:
+            del os.environ[_MAY_OVERLAP]
+        elif is_so and before is not None:
+            os.environ[_MAY_OVERLAP] = before
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank sees of its machine."""
+
+    host: str
+    device: int
+    """Its GPU's number in this process."""
+    uuid: str
+    """What tells its GPU from all others, whatever is visible to whom."""
+    missing: str | None = None
+    """What it lacks, in words that follow "On rank 1"."""
+
+    @classmethod
+    def own(cls) -> View:
+        if not torch.cuda.is_available():
+            return cls(socket.gethostname(), -1, "", "there is no CUDA device")
+        try:
+            from torch.distributed import _symmetric_memory  # noqa: F401
+        except ImportError as error:
+            return cls(socket.gethostname(), -1, "", f"torch has no symmetric memory ({error})")
+        boot = "/proc/sys/kernel/random/boot_id"
+        host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
+        device = torch.cuda.current_device()
+        return cls(host, device, str(torch.cuda.get_device_properties(device).uuid))
+
+
+def why_no_boxes(transport: Transport, by_wish: bool = False) -> str | None:
     """None if all ranks of the group can address each other's memory, else a sentence; the same on all ranks.
 
-    Collective at the first call for a group.
+    Ranks that share a GPU, and ranks of which each has a GPU number 0 of its own, use boxes only ``by_wish``: kernels
+    of the former take turns of milliseconds on the GPU, which is good for tests alone, and of the latter it is not
+    known whether their GPUs can address each other. Collective at the first call for a group.
     """
     if not isinstance(transport, TorchTransport):
         return "The group does not speak through torch.distributed."
+    views, known = _views(transport), attached(transport.group)
+    overlap = _overlap(views)
+    if by_wish and overlap is not None and "said_overlap" not in known:
+        known["said_overlap"] = True
+        _log.warning("%s It is done all the same, as MAGI_ATTENTION_NATIVE_GRPCOLL=1 asks for it.", overlap)
+    return _judge(views) or (None if by_wish else overlap)
+
+
+def _views(transport: TorchTransport) -> list[View]:
     known = attached(transport.group)
-    if "why_no_boxes" not in known:
+    if "views" not in known:
         transport.meet("the first look at who shares memory")
-        reasons = transport.all_gather_object(_own_view())
-        known["why_no_boxes"] = _judge(reasons)
-    return known["why_no_boxes"]
+        known["views"] = transport.all_gather_object(View.own())
+    return known["views"]
 
 
-def _own_view() -> tuple[str, int, str | None]:
-    """(host, device index, what is missing here)"""
-    import os
-    import socket
-
-    if not torch.cuda.is_available():
-        return socket.gethostname(), -1, "there is no CUDA device"
-    try:
-        from torch.distributed import _symmetric_memory  # noqa: F401
-    except ImportError as error:
-        return socket.gethostname(), -1, f"torch has no symmetric memory ({error})"
-    boot = "/proc/sys/kernel/random/boot_id"
-    host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
-    return host, torch.cuda.current_device(), None
-
-
-def _judge(views: list[tuple[str, int, str | None]]) -> str | None:
-    for rank, (_, _, missing) in enumerate(views):
-        if missing:
-            return f"On rank {rank} {missing}."
-    hosts = {host for host, _, _ in views}
+def _judge(views: list[View]) -> str | None:
+    """What nobody's wish can change."""
+    for rank, view in enumerate(views):
+        if view.missing:
+            return f"On rank {rank} {view.missing}."
+    hosts = {view.host for view in views}
     if len(hosts) > 1:
         return f"The ranks are on {len(hosts)} hosts."
-    devices = [device for _, device, _ in views]
-    if len(set(devices)) < len(devices):
-        return "Several ranks share a GPU."
+    devices = [view.device for view in views]
     for a in devices:
         for b in devices:
             if a != b and a < torch.cuda.device_count() and b < torch.cuda.device_count():
                 if not torch.cuda.can_device_access_peer(a, b):
                     return f"GPU {a} cannot address the memory of GPU {b}."
+    return None
+
+
+def _overlap(views: list[View]) -> str | None:
+    """A sentence if some ranks have GPUs of the same number."""
+    if len({view.uuid for view in views}) < len(views):
+        return "Several ranks share a GPU, on which their kernels take turns of milliseconds."
+    if len({view.device for view in views}) < len(views):
+        return (
+            "Several ranks call GPUs of their own by the same number, because each sees others; let all ranks see all "
+            "GPUs (CUDA_VISIBLE_DEVICES, or RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1) and take one by "
+            "torch.cuda.set_device."
+        )
     return None

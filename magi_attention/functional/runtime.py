@@ -195,7 +195,7 @@ class AttnRuntime:
     def _decide(self) -> OneLaunch | None:
         was_asked_for = self.policy.stage_mode == "fused"
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
-        reason = reason or why_no_boxes(self.transport)
+        reason = reason or why_no_boxes(self.transport, by_wish=was_asked_for)
         if reason is None:
             return OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
         if was_asked_for:

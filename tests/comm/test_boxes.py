@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the memory is that ranks share: what is needed at first, and a quarter more where it has to grow."""
+"""Memory that ranks share: how large it is (what is needed at first, and a quarter more where it has to grow), and who
+may share it."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from types import SimpleNamespace
 
-from magi_attention.comm.boxes import _GRAIN, BoxGroup
+import pytest
+
+from magi_attention.comm import boxes
+from magi_attention.comm.boxes import _GRAIN, BoxGroup, View, why_no_boxes
 
 
 def sizes_made(wanted: list[int]) -> list[int]:
@@ -37,3 +43,42 @@ def test_masks_of_all_sizes_make_few_boxes() -> None:
         draw = random.Random(seed)
         made = sizes_made([int(draw.lognormvariate(4, 0.5) * _GRAIN) for _ in range(1000)])
         assert len(made) <= 9 and all(b >= a + a // 4 for a, b in zip(made, made[1:])), (seed, made)
+
+
+A, B = View("host", 0, "GPU-a"), View("host", 1, "GPU-b")
+SHARED, RENUMBERED = [A, A], [A, View("host", 0, "GPU-b")]
+
+
+@pytest.mark.parametrize("views", [SHARED, RENUMBERED], ids=["shared", "renumbered"])
+def test_gpus_of_one_number_are_used_by_wish_alone(views, monkeypatch, caplog) -> None:
+    group = SimpleNamespace()
+    transport = object.__new__(boxes.TorchTransport)
+    transport.group = group
+    known = {"views": views}
+    monkeypatch.setattr(boxes, "attached", lambda g: known)
+    reason = why_no_boxes(transport)
+    assert ("share a GPU" if views is SHARED else "CUDA_VISIBLE_DEVICES") in reason
+    with caplog.at_level(logging.WARNING, "magi_attention.comm"):
+        for _ in range(3):
+            assert why_no_boxes(transport, by_wish=True) is None
+    assert [r.getMessage().startswith(reason) for r in caplog.records] == [True]
+    known["views"] = [*views, View("elsewhere", 2, "GPU-c")]
+    assert why_no_boxes(transport, by_wish=True) == why_no_boxes(transport) == "The ranks are on 2 hosts."
+    known["views"] = [*views, View("host", 2, "", "there is no CUDA device")]
+    assert why_no_boxes(transport, by_wish=True) == "On rank 2 there is no CUDA device."
+
+
+def test_a_gpu_each_needs_no_wish() -> None:
+    assert boxes._overlap([A, B]) is None and boxes._judge([A, B]) is None
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_torch_is_told_of_the_overlap_and_only_then(before, monkeypatch) -> None:
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    with boxes._may_overlap(False):
+        assert os.environ.get(name) == before
+    with pytest.raises(KeyError), boxes._may_overlap(True):
+        assert os.environ[name] == "1"
+        raise KeyError
+    assert os.environ.get(name) == before

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank ends while others run attention in one launch with it: they say so, let go of its boxes and go on in a new
-group. On as many GPUs as there are, 2 to 4."""
+group. On as many GPUs as there are, up to 4; two ranks share the only one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from places import GPUS, NEEDS_A_GPU, places
 
 from magi_attention import api
 from magi_attention.comm.boxes import box_group, why_no_boxes
@@ -20,8 +21,7 @@ from magi_attention.comm.torch_transport import TorchTransport
 from magi_attention.errors import PeerFailureError, PlanMismatchError
 from magi_attention.testing.spawn import run_processes
 
-GPUS = min(torch.cuda.device_count(), 4)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, found {GPUS}")]
+pytestmark = [pytest.mark.gpu, NEEDS_A_GPU]
 TOTAL, HEADS_Q, HEADS_KV, DIM = 2048, 4, 2, 64
 TIMEOUT_S = 3
 
@@ -84,9 +84,9 @@ def check_release(rank: int, world: int) -> None:
     """The boxes of a group that is destroyed are freed."""
     group = dist.new_group(list(range(world)))
     t = TorchTransport(group, timeout_s=30)
-    assert why_no_boxes(t) is None
+    assert why_no_boxes(t, by_wish=True) is None
     cast(t, 100)
-    boxes = weakref.ref(box_group(t, torch.device("cuda", rank)))
+    boxes = weakref.ref(box_group(t, torch.device("cuda", torch.cuda.current_device())))
     torch.cuda.synchronize()
     t.barrier()
     dist.destroy_process_group(group)
@@ -124,7 +124,7 @@ def main(rank: int, world: int) -> str:
     os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "1"
     patient = TorchTransport(None, timeout_s=60)
     patient.barrier()  # processes may start seconds apart
-    reason = why_no_boxes(patient)
+    reason = why_no_boxes(patient, by_wish=True)
     if reason is not None:
         return reason
     attention(key_of(TorchTransport(dist.new_group(list(range(world))), timeout_s=60)))  # loads all kernels
@@ -150,9 +150,9 @@ def main(rank: int, world: int) -> str:
     os._exit(0)  # why: to destroy the old group would wait for the rank that is gone
 
 
-@pytest.mark.parametrize("world", sorted({2, GPUS}) if GPUS >= 2 else [])
-def test_a_rank_that_ends(world: int) -> None:
-    results = run_processes(world, main, timeout_s=90, backend="nccl")
+@pytest.mark.parametrize("world, backend", places(*sorted({2, min(GPUS, 4)})))
+def test_a_rank_that_ends(world: int, backend: str) -> None:
+    results = run_processes(world, main, timeout_s=90, backend=backend)
     if results[0] is not None:
         pytest.skip(results[0])
     assert results == [None] * world

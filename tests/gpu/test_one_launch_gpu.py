@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed attention in one launch per direction, fed over NVLink, on as many GPUs as there are (2 or more)."""
+"""Distributed attention in one launch per direction, fed over NVLink, on as many GPUs as there are.
+
+Where there is one the ranks share it: the same kernels write into each other's memory, but take turns on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from places import NEEDS_A_GPU, places
 
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
@@ -18,9 +22,7 @@ from magi_attention.kernels import query_block
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, found {GPUS}")]
-WORLDS = [n for n in (2, 4) if n <= GPUS]
+pytestmark = [pytest.mark.gpu, NEEDS_A_GPU]
 
 
 def dense(q, k, v, allowed, dout, sink, dtype):
@@ -146,9 +148,9 @@ def random_cases(rank: int, world: int, dtype: torch.dtype, seeds: range) -> lis
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_random_masks_against_float64(world: int, dtype: torch.dtype) -> None:
-    results = run_processes(world, random_cases, dtype, range(40), timeout_s=240, backend="nccl")
+@pytest.mark.parametrize("world, backend", places(2, 4, shared=(2, 3)))
+def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dtype) -> None:
+    results = run_processes(world, random_cases, dtype, range(40), timeout_s=240, backend=backend)
     for seed, errors in results[0]:
         print("seed", seed, [f"{e:.2f}" for e in errors])
         assert max(errors) <= 2.0, f"seed {seed}: {errors}"
@@ -189,10 +191,10 @@ SEEDS_IN_TURNS = range(24)
 MODES = {"one launch": (False, True), "one launch, deterministic": (True, True), "stages, deterministic": (True, False)}
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world, backend", places(2, 4))
 @pytest.mark.parametrize("mode", MODES)
-def test_results_are_the_same_under_load(mode: str, world: int) -> None:
-    for faults in run_processes(world, repeated, *MODES[mode], timeout_s=240, backend="nccl"):
+def test_results_are_the_same_under_load(mode: str, world: int, backend: str) -> None:
+    for faults in run_processes(world, repeated, *MODES[mode], timeout_s=240, backend=backend):
         assert not faults, faults[:5]
 
 
@@ -232,9 +234,9 @@ def captured(rank: int, world: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_captured_in_a_graph(world: int) -> None:
-    for faults in run_processes(world, captured, timeout_s=120, backend="nccl"):
+@pytest.mark.parametrize("world, backend", places(2, 4))
+def test_captured_in_a_graph(world: int, backend: str) -> None:
+    for faults in run_processes(world, captured, timeout_s=120, backend=backend):
         assert not faults, faults
 
 
@@ -265,9 +267,9 @@ def host_cost(rank: int, world: int) -> list[float]:
     return [b / LAYERS * 1e6 for b in best]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_host_cost_of_a_layer(world: int) -> None:
-    costs = run_processes(world, host_cost, timeout_s=120, backend="nccl")
+@pytest.mark.parametrize("world, backend", places(2, 4))
+def test_host_cost_of_a_layer(world: int, backend: str) -> None:
+    costs = run_processes(world, host_cost, timeout_s=120, backend=backend)
     text = ", ".join(f"{forward:.0f} + {backward:.0f} ({used:.0f})" for forward, backward, used in costs)
     print(f"{world} ranks, host us a layer of {LAYERS}, forward + backward (of processors): {text}")
     assert max(used for *_, used in costs) < HOST_LIMIT_US
