@@ -173,7 +173,8 @@ class BackwardCalls:
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
             softcap=options.softcap, dq_order=order, query_block=steps.query_block,
-            head_parts=steps.head_parts,
+            head_parts=steps.head_parts, split_begin=steps.split.begin, split_end=steps.split.end,
+            split_parts=steps.split.parts,
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0

@@ -2,8 +2,9 @@
 """Among how many units the query heads of a tile of keys are shared out in the backward, where dq is summed in order.
 
 By default there are about two units for each multiprocessor, which is enough where tiles are alike, and where dq is
-summed in no order the kernels split units of uneven tiles themselves. In order nothing is split, so a few long tiles
-are what the others wait for. Half of the heads in a unit mends that, but the halves of dk and dv pass through memory,
+summed in no order the kernels split units of uneven tiles themselves. In order a few long tiles would be waited for.
+Where some tiles can be split that is the better way (``split_tiles.py``): in wide steps, of groups of 2, 4, 8 ... query
+heads. Elsewhere half of the heads in every unit mends it, but the halves of dk and dv pass through memory,
 and where one tile takes more than an even share, as of causal documents, halves were measured to be no faster.
 """
 

@@ -3,8 +3,9 @@
 out, see ``docs/notes/ffa_backward_wide.md``; and whether the sum of dq is cleared.
 
 Steps of 80 are the faster ones for their size, but round to larger blocks. By how much more is counted; how much they
-gain depends on whether units are many, and on whether dq is summed in order, where halves of the heads are for steps of
-64 alone.
+gain depends on whether units are many, and on whether dq is summed in order. There some tiles may be split by query
+heads (``split_tiles.py``), in steps of 80; or where there is no kernel for that all of them, in steps of 64
+(``head_parts.py``).
 
 To clear the sum of dq takes as long whatever the mask. Where keys see few queries that is a good part of the time, and
 it is faster if whoever comes first to a block stores (``docs/notes/ffa_backward_turns.md``). And packed documents are
@@ -20,6 +21,7 @@ from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole, tile_steps
 from magi_attention.kernels.head_parts import head_parts_in_turns
+from magi_attention.kernels.split_tiles import NONE, Split, can_split, split_in_turns
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import UnitShape, gain_by_document
 from magi_attention.native.tile_plan import TilePlan
@@ -55,13 +57,14 @@ class Steps(NamedTuple):
     """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
 
     ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared. ``by_document``: units
-    are taken up one document after the other.
+    are taken up one document after the other. ``split``: tiles whose query heads are shared out, in turns.
     """
 
     query_block: int
     head_parts: int
     first_stores: bool = False
     by_document: bool = False
+    split: Split = NONE
 
     def has_list(self, in_turns: bool, lists_itself: bool) -> bool:
         """Whether the plan says in which order units are taken up, which a kernel that ``lists_itself`` does not need.
@@ -108,7 +111,7 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
         return found
     case = _Case(q_shape, v_shape, slices, keys, processors, units)
     if options.deterministic:
-        return _in_turns(case, found)
+        return _in_turns(case, found, has_wide)
     is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
     if has_wide and case.is_whole and is_grouped and slices.area:
         stores, seen = _OF_MANY if case.is_many else _OF_FEW, slices.area / keys
@@ -139,10 +142,14 @@ class _Case(NamedTuple):
         return self.units >= _MANY_UNITS * self.processors
 
 
-def _in_turns(case: _Case, found: Steps) -> Steps:
-    if case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
-        return found._replace(by_document=True)
-    if found.query_block == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
+def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
+    if case.is_many:
+        return found._replace(by_document=_gain_by_document(case) > _LEAST_BY_DOCUMENT)
+    if case.is_whole and has_wide and can_split(case.q_shape[1] // case.v_shape[1]):
+        split = split_in_turns(case.slices, case.q_shape, case.v_shape, case.processors, found.query_block)
+        if split != NONE:
+            return Steps(WIDE, 0, split=split)
+    elif found.query_block == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
         parts = head_parts_in_turns(case.slices, case.q_shape, case.v_shape, case.processors)
         if parts:
             return Steps(NARROW, parts)

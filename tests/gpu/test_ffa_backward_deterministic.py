@@ -157,7 +157,7 @@ def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
     chosen = []
     monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: chosen.append(steps_of(*a)) or chosen[-1])
     documents = masks.varlen([0, 700, 800, 900, 1024], 0)
-    x = make_inputs(5, documents, 1024, 1024, (128, 32), (128, 128), dtype=dtype, device=DEVICE)
+    x = make_inputs(5, documents, 1024, 1024, (128, 32), (64, 64), dtype=dtype, device=DEVICE)
     dout, ffa = make_dout(x), FfaBackend()
     out, lse = forward(x, ffa)
     options = replace(options_of(x), deterministic=True)

@@ -14,6 +14,9 @@ void write(const magi_ffa_bwd_params& a, int sms, int64_t* found) {
 }
 }  // namespace
 
+// Ranks in work at the start of a call in turns, on so many multiprocessors.
+extern "C" int ranks_at_once(const magi_ffa_bwd_params* a, int places, int units) { return magi::bwd_ranks_at_once(*a, places, units); }
+
 // On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a section, tables of turns; bytes of the workspace and of a list.
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;

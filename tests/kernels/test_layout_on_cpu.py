@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from turns_model import schedule_of
+from turns_model import Schedule, schedule_of
 
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole
 from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
@@ -31,9 +31,12 @@ class Layout(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def layout_of(tmp_path_factory):
-    library = compiled_or_skip(tmp_path_factory.mktemp("layout"), [SOURCE], [CSRC], "-O1")
+def library(tmp_path_factory):
+    return compiled_or_skip(tmp_path_factory.mktemp("layout"), [SOURCE], [CSRC], "-O1")
 
+
+@pytest.fixture(scope="module")
+def layout_of(library):
     def call(tokens: int, heads: tuple[int, int], dim: int, order: int, sms: int = 132, **fields) -> Layout:
         params = abi.FfaBwdParams(
             total_q=tokens, total_k=tokens, heads_q=heads[0], heads_kv=heads[1], head_dim=dim, head_dim_v=dim,
@@ -88,6 +91,36 @@ def test_what_a_caller_asks_for(layout_of):
     for order in (abi.DQ_IN_TURNS, abi.DQ_FIRST_STORES):
         assert layout_of(4096, (64, 8), 128, order, head_parts=2)[:2] == (2, 8)
     assert layout_of(4096, (24, 8), 128, abi.DQ_IN_TURNS, head_parts=2)[:2] == (3, 8), "two do not divide three"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_in_work_at_the_start_are_those_of_the_model(library, seed):
+    rng, met = np.random.default_rng(seed), set()
+    for _ in range(500):
+        places, units, parts = int(rng.choice(SMS)), int(rng.choice((1, 3, 8, 16))), int(rng.choice((2, 4, 8)))
+        begin = int(rng.integers(0, 20))
+        end = begin + int(rng.integers(0, 20))
+        params = abi.FfaBwdParams(
+            dq_order=abi.DQ_IN_TURNS, split_begin=begin, split_end=end, split_parts=parts * (end > begin)
+        )
+        found = library.ranks_at_once(ctypes.byref(params), places, units)
+        schedule = Schedule(places, units, 8, split=(begin, end, parts))
+        assert max(found, 1) == schedule.wave, (places, units, schedule.split)
+        met.add((found > begin) + (found > end))
+    assert met == {0, 1, 2}
+
+
+def test_a_workspace_has_parts_of_split_tiles(layout_of):
+    """In turns, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a turn for each part of every tile."""
+    whole = layout_of(4096, (64, 8), 128, abi.DQ_IN_TURNS, query_block=WIDE)
+    split = dict(split_begin=16, split_end=24, split_parts=4)
+    found = layout_of(4096, (64, 8), 128, abi.DQ_IN_TURNS, query_block=WIDE, **split)
+    assert found[:3] == whole[:3] == (1, 8, 1)
+    parts, turns = 4 * 8 * 8 * 128 * 2 * 128 * 4, 3 * (32 * 8) * (-(-4096 // WIDE) + 1) * 4
+    assert 0 <= found.workspace - whole.workspace - parts - turns < 512
+    for order in (abi.DQ_ANY, abi.DQ_FIRST_STORES):
+        wide = [layout_of(4096, (64, 8), 128, order, query_block=WIDE, **fields) for fields in ({}, split)]
+        assert wide[0] == wide[1], "only in turns"
 
 
 def test_a_workspace_has_no_gradients_of_keys(layout_of):

@@ -13,6 +13,7 @@ from magi_attention.kernels import AttnOptions, hand_out, query_block
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.kernels.split_tiles import Split
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -36,6 +37,10 @@ def storing(steps: Steps) -> Steps:
     return steps._replace(first_stores=True)
 
 
+def split(begin: int, end: int, parts: int) -> Steps:
+    return WIDE._replace(split=Split(begin, end, parts))
+
+
 def by_document(steps: Steps) -> Steps:
     return steps._replace(by_document=True)
 
@@ -51,12 +56,12 @@ def documents(length: int, total: int) -> Mask:
         (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 1.045 times as many queries in whole blocks of 80
         (documents(1024, 4096), 4096, storing(WIDE), WIDE),
         (documents(512, 4096), 4096, by_document(storing(NARROW)), by_document(NARROW)),  # 1.13 times
-        (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, storing(WIDE), HALVES),  # 1.008 times
-        (Mask.varlen([0, 1300, 2600, 4096]), 4096, NARROW, HALVES),  # 1.023 times
+        (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, storing(WIDE), split(1, 2, 8)),  # 1.008 times
+        (Mask.varlen([0, 1300, 2600, 4096]), 4096, NARROW, split(2, 3, 4)),  # 1.023 times
         (Mask.varlen([0, 1500, 4096]), 4096, WIDE, WIDE),  # 1.025 times, where keys see 2,194
-        (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, HALVES),
-        (Mask.full(5120), 5120, WIDE, WIDE),  # halves would end sooner
-        (documents(1280, 5120), 5120, WIDE, HALVES),  # few units, whole blocks of either size
+        (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, split(16, 27, 2)),
+        (Mask.full(5120), 5120, WIDE, split(0, 7, 2)),
+        (documents(1280, 5120), 5120, WIDE, split(0, 7, 2)),  # few units, whole blocks of either size
         (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
         (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
         (documents(2048, 8192), 8192, by_document(storing(WIDE)), WIDE),  # many units

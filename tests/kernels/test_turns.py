@@ -93,6 +93,42 @@ def test_units_that_begin_apart(seed, total, count, ctas, kinds, heads):
         assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[unit.rank]), "comes round once"
 
 
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**31),
+    total=st.integers(1, 400),
+    count=st.integers(1, 30),
+    ctas=st.integers(1, 40),
+    kinds=st.integers(1, 3),
+    heads=st.sampled_from((1, 2, 4)),
+    parts=st.sampled_from((2, 4)),
+    edges=st.tuples(st.integers(0, 26), st.integers(0, 26)),
+    most_timed=st.sampled_from((0, 1024)),
+)
+def test_tiles_that_are_split(seed, total, count, ctas, kinds, heads, parts, edges, most_timed):
+    """Any run of tiles, on masks of any kind: parts of a tile may begin one after the other."""
+    schedule = Schedule(ctas, kinds, heads * parts, most_timed=most_timed, split=(*sorted(edges), parts))
+    rng = np.random.default_rng(seed)
+    if rng.random() < 0.5:
+        ends = np.unique(rng.integers(0, total + 1, count))
+        slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2))).array
+    else:
+        slices = masks.random_slices(rng, total, total, max_slices=count)
+    check(slices, total, total, schedule, seed)
+
+
+def test_parts_may_have_other_turns():
+    """Those of a tile that begin when others end, one after the other."""
+    tiles = layers_by_rank(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
+    units = units_of(tiles, Schedule(6, 1, 8, split=(3, 9, 2)))
+    turns = [(u.rank, {(at, turn) for (_, at), turn in zip(u.steps, u.turns)}) for u in units]
+    pairs = list(zip(turns[3:15:2], turns[4:15:2]))
+    assert len(units) == len(tiles) + 6 and all(a[0] == b[0] for a, b in pairs)
+    assert any(a[1] != b[1] for a, b in pairs)
+    wholes = turns[:3] + turns[15:]
+    assert any(len({at for at, _ in found}) < len(found) for _, found in wholes), "one for each part of its heads"
+
+
 def test_every_way_to_order_is_met():
     total, found = 400, set()
     families = {

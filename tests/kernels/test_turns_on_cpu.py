@@ -63,8 +63,12 @@ def test_units_start_as_by_a_heap(starts_of, seed):
         late, ends_after, scale = (int(rng.choice((0, n))) for n in (20, 80, 1))
         costs = np.sort(rng.integers(0, rng.choice((2, 64, 4000)), tiles))[::-1]
         sections = 2 if tiles * per_tile >= places and rng.random() < 0.5 else 1
-        sizes = (tiles, per_tile, places, late, ends_after, max(scale, 1), sections == 2)
-        expected = handed_out(costs, per_tile, places, late, ends_after, max(scale, 1), sections)
+        split = (0, 0, 1)
+        if sections == 1 and rng.random() < 0.6:
+            split = (*sorted(rng.integers(0, tiles + 1, 2).tolist()), int(rng.choice((2, 4, 8))))
+        kinds = per_tile * split[2]
+        sizes = (tiles, kinds, *split, places, late, ends_after, max(scale, 1), sections == 2)
+        expected = handed_out(costs, per_tile, places, late, ends_after, max(scale, 1), sections, split)
         np.testing.assert_array_equal(starts_of(sizes, costs, len(expected)), expected, err_msg=f"{seed=} {sizes}")
 
 
@@ -73,7 +77,7 @@ def test_empty_tiles_and_a_scale(starts_of):
     costs = np.array([3, 3, 0, 0, 0])
     expected = handed_out(costs, 2, 3, 0, 0, 4, 1)
     assert expected[-1] == 3 * TICKS * 4 and 0 in expected
-    np.testing.assert_array_equal(starts_of((5, 2, 3, 0, 0, 4, 0), costs, 10), expected)
+    np.testing.assert_array_equal(starts_of((5, 2, 0, 0, 1, 3, 0, 0, 4, 0), costs, 10), expected)
 
 
 @pytest.mark.parametrize("way", (FORWARDS, EARLY, BACKWARDS), ids=("forwards", "early", "backwards"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -65,10 +66,19 @@ class Schedule:
     walked: float = 0.0  # bytes of Q, dO and dq, of those that L2 keeps
     late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
     has_later_turns: bool = True  # sections behind the first have their own
+    split: tuple[int, int, int] = (0, 0, 1)  # ranks from the first to before the second are so many parts by heads
 
     @property
     def wave(self) -> int:
-        return max(1, self.ctas // self.kinds)
+        """How many ranks are in work at the start."""
+        left, ranks = self.ctas, 0
+        while left >= (units := self.kinds * self.parts_of(ranks)):
+            left, ranks = left - units, ranks + 1
+        return max(1, ranks)
+
+    def parts_of(self, rank: int) -> int:
+        begin, end, parts = self.split
+        return parts if begin <= rank < end else 1
 
     @property
     def is_one_way(self) -> bool:
@@ -120,7 +130,7 @@ def is_banded(tiles: list[list[Layer]]) -> bool:
 
 def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
     """(all heads of a layer one after the other, "timed", "waves" or "ranks")."""
-    by_head = schedule.heads > 1 and is_banded(tiles)
+    by_head = schedule.heads > 1 and is_banded(tiles) and schedule.split[2] == 1
     pairs = [(a, b) for layers in tiles for i, a in enumerate(layers) for b in layers[:i]]
     if any(len(layers) > 8 for layers in tiles) or any(a.first < b.end and b.first < a.end for a, b in pairs):
         return by_head, "ranks"
@@ -135,7 +145,8 @@ def walk(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
 
 
 def begins_apart(tiles: list[list[Layer]], mode: str, schedule: Schedule) -> bool:
-    may_be = schedule.heads <= schedule.most_apart and schedule.heads * schedule.walked <= 1 and schedule.sections == 1
+    is_short = schedule.heads <= schedule.most_apart and schedule.heads * schedule.walked <= 1
+    may_be = is_short and schedule.sections == 1 and schedule.split[2] == 1
     has_bands = any(layer.is_band for layers in tiles for layer in layers)
     return may_be and schedule.is_one_way and mode == "timed" and not has_bands
 
@@ -167,23 +178,28 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
         ]
         for rank, layers in enumerate(tiles)
     ]
+    shares = schedule.split[2]  # of a kind: those of a split unit may begin at different times
     tables = [
-        [_turns(walks, [start[kind] for start in starts], mode, by_head, schedule) for kind in range(schedule.kinds)]
-        for starts in expected_starts(tiles, mode, by_head, schedule)
+        [_turns(walks, list(starts), mode, by_head, schedule) for starts in zip(*by_rank)]
+        for by_rank in expected_starts(tiles, mode, by_head, schedule)
     ]
     units = []
     for section in range(schedule.sections):
         table = tables[min(section, len(tables) - 1)]
         for rank, blocks_of in enumerate(walks):
-            steps = tuple(_steps(blocks_of, schedule.heads, by_head))
-            for kind in range(schedule.kinds_of(section)):
-                turns = tuple(table[kind][rank, block] for _, block in steps)
+            parts = schedule.parts_of(rank)
+            for kind, part in product(range(schedule.kinds_of(section)), range(parts)):
+                count = schedule.heads // parts
+                steps = tuple(_steps(blocks_of, range(part * count, (part + 1) * count), by_head))
+                share = schedule.heads // shares
+                turns = tuple(table[kind * shares + head // share][rank, block] for head, block in steps)
                 units.append(Unit(rank, section * schedule.kinds + kind, steps, turns))
     return units
 
 
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
-    """By rank and kind, in ticks: of the first section; and of the others, if they have turns of their own."""
+    """By rank and kind, or part of it where some tiles are split, in ticks: of the first section; and of the others, if
+    they have turns of their own."""
     is_one_way = by_head or schedule.is_one_way
     has_end = not is_one_way or begins_apart(tiles, mode, schedule)
     halves = 0 if is_one_way else schedule.late_halves, END_HALVES if has_end else 0
@@ -193,21 +209,27 @@ def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule
     has_two = is_later and is_compared and not is_one_way and mode == "timed"
     scale, sections = schedule.heads if by_head else 1, 2 if has_two else 1
     costs = [cost_of(layers) for layers in tiles]
-    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, sections)
-    return np.array(starts).reshape(sections, len(tiles), schedule.kinds).tolist()
+    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, sections, schedule.split)
+    return np.array(starts).reshape(sections, len(tiles), schedule.kinds * schedule.split[2]).tolist()
 
 
 def handed_out(
-    costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, sections: int = 1
-) -> list[int]:
-    """When each unit begins, of ``kinds`` for each tile: in the order of the list at the CTA that ends first."""
+    costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, sections: int = 1,
+    split: tuple[int, int, int] = (0, 0, 1),
+) -> list[int]:  # fmt: skip
+    """When each unit begins, of ``kinds`` for each tile: in the order of the list at the CTA that ends first.
+
+    Units of the tiles from ``split[0]`` to before ``split[1]`` are ``split[2]`` parts each, and there is a start for
+    each part of all units.
+    """
     ends: list[int] = []
     starts = []
-    for unit in range(sections * len(costs) * kinds):
-        rank = unit // kinds % len(costs)
-        start = heapq.heappop(ends) if len(ends) == ctas else rank * late
-        heapq.heappush(ends, start + TICKS * int(costs[rank]) + ends_after)
-        starts.append(start * scale)
+    for _, rank, _ in product(range(sections), range(len(costs)), range(kinds)):
+        parts = split[2] if split[0] <= rank < split[1] else 1
+        for _ in range(parts):
+            start = heapq.heappop(ends) if len(ends) == ctas else rank * late
+            heapq.heappush(ends, start + TICKS * int(costs[rank]) // parts + ends_after)
+            starts += [start * scale] * (split[2] // parts)
     return starts
 
 
@@ -226,26 +248,26 @@ def _turns(walks, starts: list[int], mode: str, by_head: bool, schedule: Schedul
 
 
 def _expected(blocks_of, start, rank, mode, by_head, schedule):
-    time = start
+    time, ticks = start, TICKS // schedule.parts_of(rank)
     for number, blocks in enumerate(blocks_of):
         for at, block in enumerate(blocks):
             if mode == "ranks":
                 yield (rank,), block
             elif mode == "timed":
-                yield (time + TICKS * at,), block
+                yield (time + ticks * at,), block
             else:
-                time_of_head = (start if by_head else time) + TICKS * at
+                time_of_head = (start if by_head else time) + ticks * at
                 yield (rank // schedule.wave, number if by_head else 0, time_of_head), block
-        time += TICKS * len(blocks)
+        time += ticks * len(blocks)
 
 
-def _steps(blocks_of, heads: int, by_head: bool) -> list[tuple[int, int]]:
+def _steps(blocks_of, heads: range, by_head: bool) -> list[tuple[int, int]]:
     steps = []
     for blocks in blocks_of:
         if by_head:
-            steps += [(head, block) for head in range(heads) for block in blocks]
+            steps += [(head, block) for head in heads for block in blocks]
         else:
-            steps += [(head, block) for block in blocks for head in range(heads)]
+            steps += [(head, block) for block in blocks for head in heads]
     return steps
 
 

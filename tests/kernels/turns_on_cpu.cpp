@@ -57,7 +57,8 @@ int __popc(unsigned word) { return __builtin_popcount(word); }
 #include "ffa/sm90/bwd_starts.cuh"
 
 extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* starts) {
-  const magi::HandOut h{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6] != 0};
+  const int ticks = magi::kTicks / sizes[4];  // of a block of a part
+  const magi::HandOut h{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], ticks, sizes[5], sizes[6], sizes[7], sizes[8], sizes[9] != 0};
   pthread_barrier_init(&meeting, nullptr, 32);
   std::vector<std::thread> lanes;
   for (int lane = 0; lane < 32; ++lane)
@@ -90,14 +91,15 @@ extern "C" int way_of(int flags, int late) { return static_cast<int>(magi::order
 struct Sizes {
   int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_part, heads_per_section, units_per_tile, wave, places, turn_tables, dim_blocks,
       first_stores;
+  int32_t split_begin, split_end, split_parts, split_ticks;
   const int32_t* plan;
 };
 
 // The flags of a plan, and what its units are handed out by: late, ends_after, scale and has_second.
 extern "C" int flags_of(const int32_t* sizes, int bands, int others, int visits_twice, int32_t* hand_out) {
   const magi_tile_plan_header plan{};
-  const Sizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11],
-                reinterpret_cast<const int32_t*>(&plan)};
+  const Sizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11], 0, 0, 1,
+                magi::kTicks, reinterpret_cast<const int32_t*>(&plan)};
   const int flags = magi::flags_of(p, bands, others, visits_twice != 0);
   const magi::HandOut found = magi::hand_out_of(p, flags);
   const int words[] = {found.late, found.ends_after, found.scale, found.has_second};

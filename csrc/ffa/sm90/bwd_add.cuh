@@ -78,7 +78,12 @@ __device__ __forceinline__ void add_every_second(const BwdKernelParams& p, const
     ends = told & kLastShares;
     if (ring.slot % 2 == kWho || (kWho == 0 && adds_alone<C>(p))) {
       const int64_t block = number / C::kPasses % static_cast<uint32_t>(p.query_blocks);
-      add_on_turn<C>(p, smem, number, p.turns + block * p.turns_per_block + lds_int(smem.unit_turns(unit_slot)), ring.slot);
+      const int32_t* turn_at = p.turns + block * p.turns_per_block;
+      if constexpr (C::kSplit)  // that of its part of the heads
+        turn_at += lds_int(smem.unit(unit_slot)) * p.units_per_tile + (number / static_cast<uint32_t>(p.query_blocks) >> p.heads_shift);
+      else
+        turn_at += lds_int(smem.unit_turns(unit_slot));
+      add_on_turn<C>(p, smem, number, turn_at, ring.slot);
     }
     ring.advance();
   } while (!ends);

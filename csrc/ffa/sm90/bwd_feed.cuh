@@ -90,20 +90,23 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       mbar_wait(smem.layer_full(turns.layer_slot()), turns.layer_phase());
       const bool is_banded = !C::kOrdered && is_band(lds_int4(smem.layer(turns.layer_slot()) + 32));
       auto by_head = [&] { return C::kOrdered ? (lds_int(smem.unit(turns.unit_slot()) + 12) >> kByHeadBit & 1) != 0 : is_banded; };
-      auto heads = [&] { return C::kSplit ? heads_of_unit<C>(p, lds_int(smem.unit(turns.unit_slot()) + 12)) : p.heads_per_part; };
+      auto heads = [&] {
+        if constexpr (C::kSplit && C::kOrdered) return lds_int(smem.unit_turns(turns.unit_slot())) >> 16;
+        return C::kSplit ? heads_of_unit<C>(p, lds_int(smem.unit(turns.unit_slot()) + 12)) : p.heads_per_part;
+      };
       int i = 0;
       do {
         auto blocks = [&] { return blocks_of_unit<C>(smem.layer(turns.layer_slot()), lds_int(smem.unit(turns.unit_slot()) + 12)); };
         auto word = [&] { return lds_int(smem.unit(turns.unit_slot()) + 12); };
         auto way = [&] { return Way(word() >> kWayBit & 3); };
         auto step = [&](BlockOrder& order) {
-          if constexpr (C::kOrdered)
+          if constexpr (C::kOrdered && !C::kSplit)
             order.step(blocks, [&] { return way() == Way::kBackwards; });
           else
             order.step(blocks);
         };
         BlockOrder order = C::kTold      ? BlockOrder(blocks(), word() >> kToldBit & MAGI_WALK_EARLY)
-                           : C::kOrdered ? BlockOrder(blocks(), way(), word() >> kShiftBit)
+                           : C::kOrdered && !C::kSplit ? BlockOrder(blocks(), way(), word() >> kShiftBit)
                                          : BlockOrder(blocks(), way());
 #pragma unroll 1
         for (; order.left() > 0; step(order)) {
@@ -112,7 +115,11 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
             if constexpr (C::kListed)
               if ((i == 0 || is_banded) && p.units != nullptr) wait_until_prepared(p, smem, order.block, smem.unit(turns.unit_slot()));
-            const int head = first_head<C>(p, smem.unit(turns.unit_slot())) + i;
+            int head = i;
+            if constexpr (C::kSplit && C::kOrdered)
+              head += lds_int(smem.unit_turns(turns.unit_slot())) & 0xffff;
+            else
+              head += first_head<C>(p, smem.unit(turns.unit_slot()));
             const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
             if (order.left() == 1 && i + 1 == heads()) what |= lds_int(smem.left()) == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;

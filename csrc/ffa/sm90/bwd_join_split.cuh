@@ -31,7 +31,7 @@ __device__ __forceinline__ void join_rows(const float* values, void* grad, int64
 __device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int slot) {
   const int unit = p.first + slot;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
-  if (plan.words_units != 0) {
+  if (plan.words_units != 0 && !p.in_turns) {
     const magi_walked_unit told = reinterpret_cast<const magi_walked_unit*>(p.plan + plan.words_units)[unit];
     return make_int2(told.tile, told.head_and_walk >> MAGI_WALK_BITS);
   }

@@ -90,11 +90,44 @@ void set_split_units(const magi_ffa_bwd_params& a, const BwdWorkspace& w, bool i
   k->dv_split = partials + units_split.parts * units_split.values(a.head_dim);
 }
 
+inline int log2_of(int power) {
+  int log = 0;
+  while (power >> (log + 1)) ++log;
+  return log;
+}
+
+// What the caller says of split tiles, in turns.
+template <typename C>
+magi_status check_turn_split(const magi_ffa_bwd_params& a, bool is_remote, int sms) {
+  if (a.split_begin == 0 && a.split_end == 0 && a.split_parts == 0) return MAGI_OK;
+  const int group = a.heads_q / a.heads_kv, parts = a.split_parts, heads = parts > 0 ? group / parts : 0;
+  const bool is_power = parts > 1 && parts <= kTailParts && (parts & (parts - 1)) == 0 && heads * parts == group && (heads & (heads - 1)) == 0;
+  const int64_t slots = static_cast<int64_t>(a.split_end - a.split_begin) * a.heads_kv;
+  if (a.split_begin < 0 || a.split_begin >= a.split_end || a.split_end > bwd_tiles(a) || !is_power || slots >= 1 << (31 - kSlotBit))
+    return fail(MAGI_INVALID_ARGUMENT,
+                "The tiles from %d to before %d of %lld cannot be split into %d parts of the %d query heads of a kv head; give 2, 4 or 8 parts "
+                "of 1, 2, 4 ... heads, of fewer than %d tiles of kv heads.",
+                a.split_begin, a.split_end, static_cast<long long>(bwd_tiles(a)), parts, group, 1 << (31 - kSlotBit));
+  if (!C::kWide || a.dq_order != MAGI_DQ_IN_TURNS || is_remote || bwd_head_parts<C>(a, sms) > 1 || bwd_tiles(a) > kMaxTimed)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "Tiles are split where the caller says so only in turns (dq_order is %d), with steps of 80 (query_block is %d), of keys that are "
+                "all there and at most %d tiles whose heads are not shared out anyway; leave split_begin, split_end and split_parts 0.",
+                a.dq_order, a.query_block, kMaxTimed);
+  return MAGI_OK;
+}
+
 // Where dq is summed in order. Behind the sizes and the units, which it reads.
 template <typename C>
 void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k, BwdRowParams* r) {
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
-  const int wave = bwd_grid(a, sms) / (k->heads_per_section * k->unit_parts);
+  r->split_parts = bwd_turn_parts(a);
+  r->split_ticks = kTicks / r->split_parts;
+  r->split_begin = r->split_parts > 1 ? a.split_begin : 0;
+  r->split_end = r->split_parts > 1 ? a.split_end : 0;
+  k->first_split = r->split_begin * a.heads_kv;
+  k->parts_shift = log2_of(r->split_parts);
+  k->heads_shift = log2_of(a.heads_q / a.heads_kv / r->split_parts);
+  const int wave = bwd_ranks_at_once(a, bwd_grid(a, sms), k->heads_per_section * k->unit_parts);
   k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
   k->turn_flags = r->turn_flags = a.dq_order ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
   k->first_stores = r->first_stores = a.dq_order == MAGI_DQ_FIRST_STORES;
@@ -104,7 +137,7 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   r->turns_of_block = reinterpret_cast<int2*>(workspace + w.turns_of_block);
   r->heads_per_section = k->heads_per_section;
   r->passes = C::kPasses;
-  r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts;
+  r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts * r->split_parts;
   r->turn_tables = bwd_turn_tables<C>(a, k->head_parts, sms);
   k->turns_per_block = k->num_tiles * r->units_per_tile * r->turn_tables;
   r->places = bwd_grid(a, sms) < kMaxWave ? bwd_grid(a, sms) : kMaxWave;
@@ -205,8 +238,14 @@ inline BwdSplitJoinParams split_join_params(const magi_ffa_bwd_params& a, const 
   const BwdSplit split{k.split_slots, k.heads_per_part / k.split_heads};
   const BwdJoinParams join{k.dk_split, k.dv_split, a.dk, a.dv, split.values(a.head_dim), split.values(a.head_dim_v), split.parts,
                            k.grads_are_float, a.accumulate};
-  return {a.plan, k.workspace, k.units, join, a.total_q, a.total_k, k.whole_units, a.heads_kv, a.head_dim, a.head_dim_v,
+  const int in_turns = a.dq_order != MAGI_DQ_ANY, first = in_turns ? k.first_split : k.whole_units;
+  return {a.plan, k.workspace, k.units, join, a.total_q, a.total_k, first, a.heads_kv, a.head_dim, a.head_dim_v, in_turns,
           k.num_tiles, k.heads_per_section, k.head_units, k.remote};
+}
+
+template <typename T>
+magi_status join_split_units(const magi_ffa_bwd_params& a, const BwdKernelParams& k, int sms) {
+  return launch_last(a, bwd_join_split<T>, dim3(8 * sms), split_join_params(a, k), "launching the sum of the parts of split units");
 }
 
 template <typename C>
@@ -216,7 +255,7 @@ magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, in
       using T = typename C::T;
       if (k.units != nullptr) return start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries, true>>(a, k, sms);
       MAGI_RETURN((start_bwd<BwdConfig<T, C::kD, false, false, true, C::kQueries>>(a, k, sms)));
-      return launch_last(a, bwd_join_split<typename C::T>, dim3(8 * sms), split_join_params(a, k), "launching the sum of the parts of split units");
+      return join_split_units<T>(a, k, sms);
     }
   return start_bwd<C>(a, k, sms);
 }
@@ -228,6 +267,8 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
     if (a.dq_order && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
     if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
   }
+  if constexpr (C::kWide)
+    if (a.dq_order && k.split_slots > 0) return start_bwd<BwdConfig<T, C::kD, false, true, true, C::kQueries, false>>(a, k, sms);
   if (a.dq_order) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries>>(a, k, sms);
   return start_plain_bwd<C>(a, k, sms);
 }
@@ -280,6 +321,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   if (a.total_q == 0 || a.total_k == 0) return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
+  MAGI_RETURN(check_turn_split<C>(a, remote != nullptr, sms));
   BwdKernelParams k;
   BwdRowParams r;
   bwd_scalars<C>(a, remote, sms, &k, &r);
@@ -294,6 +336,8 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
     const int64_t items = static_cast<int64_t>(k.query_blocks) * k.heads_q * r.dim_blocks, most = finish_turns_ctas(C::kQueries) * sms;
     const dim3 grid(static_cast<uint32_t>(std::min<int64_t>((items + 1) / 2, most)));
     MAGI_RETURN(launch_last(a, bwd_finish_turns<T, C::kQueries>, grid, r, doing));
+    if constexpr (C::kWide)
+      if (k.split_slots > 0) return join_split_units<T>(a, k, sms);
     return k.head_parts > 1 ? join_parts<T>(a, k) : MAGI_OK;
   }
   if (k.head_parts > 1) MAGI_RETURN(join_parts<T>(a, k));

@@ -50,9 +50,23 @@ BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   return last > 0 && 100 * saved * sms >= units * parts ? BwdSplit{static_cast<int>(last), parts} : BwdSplit{};
 }
 
+// In turns: among how many units the query heads of some tiles are shared out, whole ones where the caller asks for none.
+inline int bwd_turn_parts(const magi_ffa_bwd_params& a) {
+  return a.dq_order == MAGI_DQ_IN_TURNS && a.split_begin < a.split_end ? a.split_parts : 1;
+}
+
+// How many ranks, if whole tiles have so many units, all of whose units are among the first so many.
+inline int bwd_ranks_at_once(const magi_ffa_bwd_params& a, int places, int units) {
+  const int parts = bwd_turn_parts(a), begin = parts > 1 ? a.split_begin : 0, split = parts > 1 ? a.split_end - begin : 0;
+  const int left = places - begin * units;
+  if (left <= 0) return places / units;
+  const int at_once = std::min(left / (units * parts), split);
+  return begin + at_once + (at_once < split ? 0 : left / units - split * parts);
+}
+
 // As many kv heads that the heaviest tiles of a section, one for each multiprocessor, are half of it. Where that is one section or
 // two, these are alike, or the long tiles of a small one behind the other would end alone; unless all of it is split. Where the
-// caller asks for parts, because tiles are uneven, it is one, so that the longest of all heads come first.
+// caller asks for parts, of all tiles or some, because they are uneven, it is one, so that the longest of all heads come first.
 // Lists of wide steps have the same rule, but for what is split, in magi_attention/kernels/unit_walks.py.
 template <typename C>
 int bwd_heads_at_once(const magi_ffa_bwd_params& a, int head_parts, int sms, int64_t at_once) {
@@ -68,7 +82,7 @@ int bwd_heads_at_once(const magi_ffa_bwd_params& a, int head_parts, int sms, int
 template <typename C>
 int bwd_heads_per_section(const magi_ffa_bwd_params& a, int head_parts, int sms) {
   if (bwd_tiles(a) * a.heads_kv == 0) return 1;
-  if (a.dq_order && a.head_parts > 1) return a.heads_kv;
+  if (a.dq_order && (a.head_parts > 1 || bwd_turn_parts(a) > 1)) return a.heads_kv;
   const int heads_per_part = a.heads_q / a.heads_kv / head_parts;
   if (a.dq_order == MAGI_DQ_IN_TURNS && heads_per_part <= kLargeSections) {
     const int heads = bwd_heads_at_once<C>(a, head_parts, sms, 4ll * sms);
@@ -97,6 +111,7 @@ inline int bwd_split_tiles(const magi_ffa_bwd_params& a) { return static_cast<in
 // Like the number of parts of all tiles, it depends on the device and not on what is left free.
 template <typename C>
 BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
+  if (bwd_turn_parts(a) > 1) return {(a.split_end - a.split_begin) * a.heads_kv, a.split_parts};
   if (bwd_lists_units<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kSplitParts};
   return bwd_last_round<C>(a, sms);
 }
@@ -161,7 +176,8 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.dq_order ? 4 * C::kPasses * blocks : 0));
-  const int64_t units = bwd_tiles(a) * bwd_heads_per_section<C>(a, parts, sms) * parts * C::kPasses * bwd_turn_tables<C>(a, parts, sms);
+  const int64_t kinds = static_cast<int64_t>(bwd_heads_per_section<C>(a, parts, sms)) * parts * C::kPasses * bwd_turn_parts(a);
+  const int64_t units = bwd_tiles(a) * kinds * bwd_turn_tables<C>(a, parts, sms);
   w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
   w.turns_of_block = whole_lines(w.turns + (a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * bwd_query_blocks<C>(a) : 0));
   w.bytes = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);

@@ -33,7 +33,7 @@ struct BwdKernelParams {
   const int32_t* turns;
   const int32_t* order;
   int32_t wave;  // ranks of which all units can be in work at the same time
-  int32_t turns_per_block, units_per_tile;  // of all tables, of a section
+  int32_t turns_per_block, units_per_tile;  // of all tables, of a section; of a tile that is split, if some are
   int32_t first_stores;  // whoever comes first, in place of turns
   // (total_k, heads_kv, head dim), contiguous; used where they are float32: of the caller, or one for each part of the heads.
   void *dk, *dv;
@@ -56,10 +56,12 @@ struct BwdKernelParams {
   // Only where units may be split: (part, slot, 128, head dim), float32. See bwd_split.cuh.
   float *dk_split, *dv_split;
   int32_t split_slots, split_heads;  // query heads of a part
-  int32_t whole_units;               // the units from here on are split; where they are not listed
+  int32_t whole_units;               // the units from here on are split; where they are not listed, nor in turns
   const int4* units;                 // see write_list; NULL: units are not listed
   int32_t prepare_groups;            // of warps that prepare the rows, if they are
   BwdCompletion completion;          // only if they are
+  // In turns, where some tiles are split: the first unit of those; parts, and query heads of a part, as powers of two.
+  int32_t first_split, parts_shift, heads_shift;
 };
 
 // The kernels before and after the main one.
@@ -81,7 +83,7 @@ struct BwdRowParams {
   int32_t first_stores;    // as in BwdKernelParams: turns are counted and not given out
   int32_t wave, heads_per_part, passes, num_tiles;
   int32_t heads_per_section;  // kv heads
-  int32_t units_per_tile;  // in a section
+  int32_t units_per_tile;  // in a section; of a tile that is split, if some are
   int32_t turn_tables;     // of the first section, and of the others
   int32_t places;          // CTAs of the main kernel, as far as they are counted
   // As in BwdKernelParams, and what is listed with them: the header, what `left` is at the start, blocks of queries in the order in
@@ -96,6 +98,8 @@ struct BwdRowParams {
   int32_t processors;      // of the device, as far as they are counted; splitting depends on them and not on what is left free
   int32_t grads_are_float, accumulate;
   float grad_scale;
+  // In turns: ranks whose units are split, in how many parts, 1 if none, and what a block of one takes, in ticks.
+  int32_t split_begin, split_end, split_parts, split_ticks;
 };
 
 // The kernel that adds up the parts of dk and dv.
@@ -112,6 +116,7 @@ struct BwdSplitJoinParams {
   const int4* units;
   BwdJoinParams join;
   int32_t total_q, total_k, first, heads_kv, head_dim, head_dim_v;  // `first`: number of the unit of slot 0, if not listed
+  int32_t in_turns;                                                 // units are in the order of the tiles
   int32_t num_tiles, heads_per_section, head_units;                 // see unit_coords
   RemoteKeys remote;
 };

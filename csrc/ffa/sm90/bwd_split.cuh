@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Units that are split, so that all multiprocessors end together. Each part leaves its dk and dv in the
-// workspace, and a kernel adds them in the order of the parts. Two cases:
+// workspace, and a kernel adds them in the order of the parts. Three cases:
 //
 // Where there are about two units for each multiprocessor, documents of different lengths leave some idle at the end. There the
 // kernel before the main one lists the units anew (bwd_list.cuh), and some are split: by query heads, or where one
@@ -8,6 +8,8 @@
 //
 // Where there are more, the units of the last round are split if they are too few to fill it. Under a full mask, where all are
 // equal, that round would otherwise take as long as the others; where the heaviest come first, parts of light ones cost little.
+//
+// In turns nothing is listed anew; there the caller says which tiles are split (kernels/split_tiles.py), all their units by query heads.
 #pragma once
 
 #include "bwd_params.h"

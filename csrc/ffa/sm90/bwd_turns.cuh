@@ -14,6 +14,9 @@
 // many heads (bwd_heads_per_section), and where there is only one and L2 keeps what units walk, these begin some blocks apart and come round
 // (begin_apart).
 //
+// Of uneven tiles some may be split by query heads (bwd_split.cuh): each part is a unit with a start of its own, and goes through its blocks
+// as much faster. There are turns for each kind of part then, and a whole unit has all of its head's.
+//
 // Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened yet what is expected first has
 // nothing to wait for but a CTA. It gets one: units are taken up in the order of the simulation, by CTAs that have added all
 // of their last one and not before, and what ended there before it starts has ended here, as have the sections before. (Were a
@@ -50,17 +53,18 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
   const int2 layers = layers_of_tile(p.plan, tile);
   const int flags = p.order[0];
   const bool by_rank = !(flags & (kTimed | kInWaves));
+  const int ticks = rank >= p.split_begin && rank < p.split_end ? p.split_ticks : kTicks;  // of a block
   uint64_t time = by_rank ? 0 : start;
   uint32_t count = 0;
   for (int i = 0; i < layers.y; ++i) {
     const int2 blocks = layer_blocks<kQueries>(p.plan, layers.x + i);
     if (block < blocks.x || block >= blocks.y) {
-      time += by_rank ? 0 : flags & kByHead ? 1ull << 36 : kTicks * (blocks.y - blocks.x);
+      time += by_rank ? 0 : flags & kByHead ? 1ull << 36 : ticks * (blocks.y - blocks.x);
       continue;
     }
     ++count;
     if (by_rank) continue;
-    time += kTicks * place_in_walk(blocks, ordered_way(flags, rank >= p.wave), ordered_shift(p.order, rank, p.wave), block);
+    time += ticks * place_in_walk(blocks, ordered_way(flags, rank >= p.wave), ordered_shift(p.order, rank, p.wave), block);
     break;
   }
   return time << 16 | min(count, 0xffffu);

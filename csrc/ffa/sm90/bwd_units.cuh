@@ -79,6 +79,15 @@ __device__ __forceinline__ void stage_layer(const BwdKernelParams& p, const BwdS
              smem.layer_full(staged.layer_slot()));
 }
 
+// Where some tiles are split, in turns: the number of a unit if none were, and in the words of one its part and its slot. Parts of a unit
+// follow one another.
+__device__ __forceinline__ int2 whole_in_turns(const BwdKernelParams& p, int unit) {
+  const int in_split = unit - p.first_split, slot = in_split >> p.parts_shift;
+  if (in_split < 0) return make_int2(unit, 0);
+  if (slot >= p.split_slots) return make_int2(unit - (p.split_slots << p.parts_shift) + p.split_slots, 0);
+  return make_int2(p.first_split + slot, (in_split - (slot << p.parts_shift)) | (slot + 1) << kSlotBit);
+}
+
 // The next unit in order, with its first two layers, by a lane of the warp that clears rows, when all dq of the one before has been added: a
 // unit that is taken but not begun might be the one whose turn that waits for. Units may wait for those before them, so they are taken up in
 // order, whichever CTA starts first, and by the order of the plan, which turns follow.
@@ -91,14 +100,22 @@ __device__ __forceinline__ void publish_in_turns(const BwdKernelParams& p, const
   // Word by word, as there are few registers.
   const uint32_t at = smem.unit(staged.unit_slot()), turns = smem.unit_turns(staged.unit_slot());
   int rank, head;
-  unit_coords(p, unit / p.unit_parts, &rank, &head);
-  const int part = unit % p.unit_parts, in_section = head - unit / p.units_per_section * p.heads_per_section;
-  sts_int(turns, (p.order[0] & kLaterTurns && unit >= p.units_per_section ? p.units_per_section : 0) + in_section * p.unit_parts + part);
-  sts_int(at + 4, head);
-  sts_int(at + 12, ordered_walk(p, rank) | part);
+  if constexpr (C::kSplit) {
+    const int2 whole = whole_in_turns(p, unit);
+    unit_coords(p, whole.x, &rank, &head);
+    sts_int(at + 4, head);
+    sts_int(at + 12, ordered_walk(p, rank) | whole.y);
+    sts_int(turns, first_head<C>(p, at) | heads_of_unit<C>(p, whole.y) << 16);  // turns are found by the head
+  } else {
+    unit_coords(p, unit / p.unit_parts, &rank, &head);
+    const int part = unit % p.unit_parts, in_section = head - unit / p.units_per_section * p.heads_per_section;
+    sts_int(turns, (p.order[0] & kLaterTurns && unit >= p.units_per_section ? p.units_per_section : 0) + in_section * p.unit_parts + part);
+    sts_int(at + 4, head);
+    sts_int(at + 12, ordered_walk(p, rank) | part);
+  }
   const int tile = p.plan[plan.words_order + rank];
   sts_int(at, tile);
-  sts_int(turns, lds_int(turns) + tile * p.units_per_tile);
+  if constexpr (!C::kSplit) sts_int(turns, lds_int(turns) + tile * p.units_per_tile);
   sts_int(at + 8, layers_of_tile(p.plan, tile).y);
   mbar_arrive(smem.unit_full(staged.unit_slot()));
 #pragma unroll 1

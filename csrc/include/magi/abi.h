@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 10
+#define MAGI_ABI_VERSION 11
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -215,6 +215,10 @@ typedef struct {
                             softcap. 80 and MAGI_DQ_ANY: the plan must have words_units */
   int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to
                             the library. In order, more than one says that tiles are uneven: the longest of all heads come first */
+  int32_t split_begin, split_end, split_parts; /* MAGI_DQ_IN_TURNS and 80: the query heads of the tiles from split_begin to before
+                            split_end, in the order of the plan, are shared out among so many units, 2, 4 or 8, each of 1, 2, 4 ...
+                            heads; none: 0. Not with magi_ffa_bwd_remote, nor where those of all tiles are shared out */
+  int32_t reserved;      /* 0 */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;

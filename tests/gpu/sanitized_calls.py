@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards and backwards of all ways through the kernels, few of each, to be run under compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py
+
+and with ``--tool synccheck``. Results are only held to be finite; the tests of pytest compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from backward_oracle import make_dout, options_of
+from forward_oracle import make_inputs
+from test_ffa_backward_deterministic import CASES
+
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.types import Grads
+
+DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
+# As many units as multiprocessors about twice, so that heads are not shared out, of tiles that can be split; and of
+# sections of which the last one is smaller.
+MANY = (1337, (96, 24))
+SECTIONS = (2100, (44, 11))
+FORCED = (
+    *(Steps(n, 0, stores, by_document) for n in (64, 80) for stores in (False, True) for by_document in (False, True)),
+    *(Steps(80, 0, split=split) for split in (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))),
+)
+
+Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, Steps | None]
+
+
+def calls() -> Iterator[Call]:
+    """Mask, tokens and heads, head dims, options, and the steps that are forced."""
+    for name in CASES:
+        for deterministic in (False, True):
+            for dims in DIMS:
+                for shape in ((333, (8, 2)), (1000, (5, 1))):
+                    yield name, shape, dims, {"deterministic": deterministic}, None
+            for shape in (MANY, SECTIONS):
+                yield name, shape, (128, 128), {"deterministic": deterministic, "sm_margin": 40}, None
+        for steps in FORCED:
+            if steps.first_stores or steps == Steps(80, 0, by_document=True):
+                yield name, MANY, (128, 128), {}, steps
+            if not steps.first_stores:
+                yield name, MANY, (128, 128), {"deterministic": True}, steps
+        for options in ({"softcap": 20.0}, {"sink_shape": (2, 8)}, {"dtype": torch.float16}, {"into": True}):
+            yield name, (777, (8, 2)), (128, 128), options, None
+
+
+def run(ffa: FfaBackend, call: Call) -> None:
+    name, (total, heads), dims, options, steps = call
+    of_inputs = {n: options[n] for n in ("softcap", "sink_shape", "dtype") if n in options}
+    x = make_inputs(0, CASES[name](total), total, total, heads, dims, **of_inputs)
+    of_call = {n: options[n] for n in ("deterministic", "sm_margin") if n in options}
+    attn, dout = replace(options_of(x), **of_call), make_dout(x)
+    ffa_bwd.steps_of = steps_of if steps is None else lambda *_: steps
+    out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, attn, x.sink)
+    operands = (dout, x.q, x.k, x.v, out, lse, x.slices, attn, x.sink)
+    if "into" in options:
+        into = Grads(*(torch.ones(t.shape, device=t.device) for t in (x.q, x.k, x.v)))
+        ffa.backward(*operands, init=into)
+        found = into
+    else:
+        found = ffa.backward_final(*operands)
+    torch.cuda.synchronize()
+    for gradient in ("dq", "dk", "dv"):
+        assert bool(torch.isfinite(getattr(found, gradient)).all()), (call, gradient)
+
+
+def main() -> None:
+    ffa, count = FfaBackend(), 0
+    for call in calls():
+        run(ffa, call)
+        count += 1
+    print(f"{count} calls")
+
+
+if __name__ == "__main__":
+    main()

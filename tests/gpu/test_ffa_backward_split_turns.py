@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deterministic=True`` where some tiles are split by query heads: right, and the same bits beside whatever else runs.
+
+Which tiles is forced here; how they are chosen is for ``tests/kernels/test_split_tiles.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from backward_oracle import assert_grads, make_dout, options_of, truth
+from forward_oracle import make_inputs
+from graph_capture import capture
+from long_kernels import beside_long_kernels
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    pytestmark,
+)
+from test_ffa_backward_deterministic import CASES, assert_same_bits
+
+from magi_attention.errors import ContractError
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.types import Grads
+from magi_attention.testing import masks
+from magi_attention.testing.spawn import run_processes
+
+# Queries and keys, query and kv heads: enough units for 132 multiprocessors, so that heads are not shared out anyway.
+TOTAL, HEADS = 1337, (96, 24)
+SPLITS = (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))
+
+
+def force(split: Split) -> None:
+    ffa_bwd.steps_of = lambda *_: Steps(80, 0, split=split)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    monkeypatch.setattr(ffa_bwd, "steps_of", None)  # so that it is put back
+    return force
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((128, 128), (72, 120)), ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_right_and_the_same_every_time(name, dims, dtype, forced):
+    x = make_inputs(0, CASES[name](TOTAL), TOTAL, TOTAL, HEADS, dims, dtype=dtype, device=DEVICE)
+    dout, wanted = make_dout(x), None
+    for split in SPLITS:
+        forced(split)
+        first = differentiate(x, dout, deterministic=True)
+        wanted = truth(x, dout) if wanted is None else wanted
+        assert_grads(x, first, wanted, (name, split))
+        for _ in range(3):
+            assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, split))
+
+
+@pytest.mark.parametrize("heads, parts", (((192, 24), 8), ((48, 24), 2), ((8, 2), 4)), ids=str)
+def test_random_runs_of_tiles(heads, parts, forced):
+    total = TOTAL if heads[1] > 2 else 16384
+    tiles = -(-total // 128)
+    x = make_inputs(1, CASES["documents"](total), total, total, heads, (128, 128), device=DEVICE)
+    dout, rng = make_dout(x), np.random.default_rng(parts)
+    forced(Split(0, 0, 0))
+    whole = differentiate(x, dout, deterministic=True)
+    for _ in range(6):
+        begin, end = sorted(rng.choice(tiles + 1, 2, replace=False).tolist())
+        forced(Split(begin, end, parts))
+        print(heads, begin, end, parts)
+        first = differentiate(x, dout, deterministic=True)
+        for name, got, want in zip(("dq", "dk", "dv"), (first.dq, first.dk, first.dv), (whole.dq, whole.dk, whole.dv)):
+            error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+            assert error < 0.02, (begin, end, name, error)  # other orders and parts, so other rounding
+        assert_same_bits(differentiate(x, dout, deterministic=True), first, (begin, end))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_beside_other_work(name, forced):
+    forced(Split(2, 7, 4))
+    x = make_inputs(2, CASES[name](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE)
+    dout, noise = make_dout(x), torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    first = differentiate(x, dout, deterministic=True)
+    side = torch.cuda.Stream()
+    for n in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(n):
+                noise = torch.nn.functional.normalize(noise @ noise)
+        assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, n))
+    torch.cuda.synchronize()
+
+
+@each_dtype
+def test_as_chosen(dtype, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: chosen.append(steps_of(*a)) or chosen[-1])
+    documents = masks.varlen([0, 960, 1568, 2048], 0)
+    x = make_inputs(8, documents, 2048, 2048, (64, 16), (128, 128), dtype=dtype, device=DEVICE)
+    dout, ffa = make_dout(x), FfaBackend()
+    out, lse = forward(x, ffa)
+    options = replace(options_of(x), deterministic=True)
+    found = [ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options) for _ in range(5)]
+    assert_grads(x, found[0], truth(x, dout), dtype)
+    for again in found[1:]:
+        assert_same_bits(again, found[0], dtype)
+    assert [s.split.parts for s in chosen] == [4] * 5, "of three documents the first tile should be in four"
+
+
+def beside_kernels_that_hold_multiprocessors(rank: int, world: int) -> bool:
+    for name, make in CASES.items():
+        for split in SPLITS:
+            force(split)
+            x = make_inputs(3, make(TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE)
+            dout = make_dout(x)
+            found = [differentiate(x, dout, deterministic=True) for _ in beside_long_kernels()]
+            for again in found[1:]:
+                assert_same_bits(again, found[0], (name, split))
+    return True
+
+
+def test_nobody_waits_for_ever():
+    assert run_processes(1, beside_kernels_that_hold_multiprocessors, timeout_s=100, backend="nccl") == [True]
+
+
+@pytest.mark.parametrize("margin", (1, 40, 131))
+def test_with_multiprocessors_left_free(margin, forced):
+    forced(Split(1, 6, 2))
+    x = make_inputs(4, CASES["documents"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE)
+    dout = make_dout(x)
+    found = [differentiate(x, dout, deterministic=True, sm_margin=margin) for _ in range(3)]
+    assert_grads(x, found[0], truth(x, dout), margin)
+    for again in found[1:]:
+        assert_same_bits(again, found[0], margin)
+
+
+@each_dtype
+def test_added_to_what_is_there(dtype, forced):
+    forced(Split(0, 5, 4))
+    x = make_inputs(5, CASES["documents"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), dtype=dtype, device=DEVICE)
+    dout, ffa = make_dout(x), FfaBackend()
+    out, lse = forward(x, ffa)
+    options = replace(options_of(x), deterministic=True)
+    operands = (dout, x.q, x.k, x.v, out, lse, x.slices, options)
+    alone = ffa.backward(*operands)
+    into = Grads(*(torch.full(t.shape, 3.0, device=DEVICE) for t in (x.q, x.k, x.v)))
+    ffa.backward(*operands, init=into)
+    for name in ("dq", "dk", "dv"):
+        assert torch.allclose(getattr(into, name), getattr(alone, name) + 3.0, rtol=0, atol=2e-6), name
+
+
+def test_in_a_cuda_graph(forced):
+    forced(Split(2, 8, 4))
+    x = make_inputs(6, CASES["causal"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE)
+    dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
+
+    def step():
+        out, _ = flex_flash_attn_func(*leaves, *ranges, deterministic=True)
+        return Grads(*torch.autograd.grad(out, leaves, dout))
+
+    graph, want, got = capture(step)
+    for _ in range(3):
+        graph.replay()
+        assert_same_bits(got, want, "graph")
+
+
+def test_what_cannot_be_split_is_told(forced):
+    def error_of(split: Split, heads=HEADS, query_block: int = 80, **options) -> str:
+        ffa_bwd.steps_of = lambda *_: Steps(query_block, 0, split=split)
+        x = make_inputs(7, CASES["full"](TOTAL), TOTAL, TOTAL, heads, (128, 128), device=DEVICE)
+        with pytest.raises(ContractError) as info:
+            differentiate(x, make_dout(x), **{"deterministic": True, **options})
+        return str(info.value)
+
+    for split in (Split(0, 12, 2), Split(5, 5, 2), Split(-1, 5, 2), Split(0, 5, 3), Split(0, 5, 1), Split(0, 5, 8)):
+        assert "cannot be split" in error_of(split), split
+    assert "cannot be split" in error_of(Split(0, 5, 2), heads=(144, 24)), "three heads"
+    for options in ({"query_block": 64}, {"deterministic": False}, {"heads": (8, 2)}):
+        assert "only in turns" in error_of(Split(0, 5, 4), **options), options

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles are split by query heads because they are uneven and dq is summed in order."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+from ffa_simulator import backend
+from test_kernel_ffa_backward import Case
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels import AttnOptions, split_tiles
+from magi_attention.kernels.hand_out import fewest_whole, tile_steps
+from magi_attention.kernels.query_block import Steps, steps_of
+from magi_attention.kernels.split_tiles import NONE, HandedOut, Split, can_split, split_in_turns
+from magi_attention.testing.libraries import planner_or_skip
+
+UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
+PROCESSORS = 132
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def steps(mask: Mask, total: int = 4096, heads=(64, 8), dim: int = 128, processors=PROCESSORS, **options) -> Steps:
+    options = {"deterministic": True, **options}
+    shapes = (total, heads[0], dim), (total, heads[1], dim)
+    return steps_of(*shapes, mask.slices, AttnOptions(0.3, **options), processors)
+
+
+def end_by_heap(times: list[float], places: int) -> float:
+    ends = [0.0] * places
+    for time in times:
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
+
+
+def random_mask(rng: np.random.Generator, total: int) -> Mask:
+    ends = np.unique(rng.integers(1, total, int(rng.integers(1, 12))))
+    return Mask.varlen([0, *ends.tolist(), total])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_split_ends_sooner(seed):
+    """A run that is there, of parts that have a kernel, which ends sooner by another simulation."""
+    rng = np.random.default_rng(seed)
+    heads_kv, group = int(rng.choice((2, 4, 8, 16))), int(rng.choice((2, 4, 8, 16)))
+    total = 128 * int(rng.integers(fewest_whole(PROCESSORS), 3 * PROCESSORS)) // heads_kv
+    mask = random_mask(rng, total)
+    found = steps(mask, total, (heads_kv * group, heads_kv))
+    split, wide = found.split, tile_steps(mask.slices, total, total)
+    if split == NONE:
+        return
+    assert found == Steps(80, 0, split=split), f"{seed=}"
+    assert 0 <= split.begin < split.end <= len(wide.wide) and group % split.parts == 0, f"{seed=} {split}"
+    of_part = group // split.parts
+    assert split.parts in (2, 4, 8) and of_part & (of_part - 1) == 0, f"{seed=} {split}"
+    times = {}
+    for parts_of_run in (1, split.parts):
+        units: list[float] = []
+        for rank, count in enumerate(wide.wide[wide.order].tolist()):
+            parts = parts_of_run if split.begin <= rank < split.end else 1
+            units += [count * group / parts + 1.9] * (parts * heads_kv)
+        times[parts_of_run] = end_by_heap(units, PROCESSORS)
+    assert times[split.parts] < 0.98 * times[1], f"{seed=} {split}"
+
+
+def test_both_are_met():
+    found = {steps(random_mask(np.random.default_rng(seed), 4096)).split == NONE for seed in range(20)}
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_of_all_runs(seed):
+    rng = np.random.default_rng(seed)
+    units = HandedOut(np.sort(rng.integers(1, 400, 32))[::-1].astype(np.int64), 8, PROCESSORS, 80.0)
+    best = min(split_tiles._runs(32, 8), key=units.time)
+    ends = {2: 33, 4: 4, 8: 4}
+    every = [Split(a, b, n) for n, end in ends.items() for a in range(32) for b in range(a + 1, end)]
+    assert units.time(best) <= 1.03 * min(map(units.time, every)), f"{seed=}"
+    assert units.least <= units.time(best) and units.least < units.time(), f"{seed=}"
+
+
+def test_one_long_document_among_short_ones():
+    assert steps(Mask.varlen(UNEVEN)).split == Split(16, 27, 2)
+
+
+def test_a_last_round_that_is_far_from_full():
+    """5K: 320 units for 132 multiprocessors."""
+    assert steps(Mask.full(5120), 5120).split.parts == 2
+
+
+@pytest.mark.parametrize(
+    "mask",
+    (
+        Mask.full(4096), Mask.varlen(list(range(0, 4097, 512))),
+        *(Mask.varlen(UNEVEN, causal=True), Mask.sliding_window(4096, (1023, 0)), Mask.causal(4096)),
+    ),
+    ids=("full", "equal documents", "causal documents", "window", "causal"),
+)  # fmt: skip
+def test_not_where_tiles_are_alike_or_end_at_a_diagonal(mask):
+    assert steps(mask).split == NONE
+
+
+def test_only_where_there_is_a_kernel():
+    mask = Mask.varlen(UNEVEN)
+    assert [n for n in range(1, 18) if can_split(n)] == [2, 4, 8, 16]
+    for options in ({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"heads": (24, 8)}, {"deterministic": False}):
+        assert steps(mask, **options).split == NONE, options
+    assert steps(mask, heads=(48, 8)).head_parts == 2, "halves of six heads, as before"
+
+
+def test_neither_with_many_units_nor_with_few():
+    mask = Mask.varlen(UNEVEN)
+    for options in ({"heads": (128, 16)}, {"processors": 80}, {"processors": 140}):
+        assert steps(mask, **options).split == NONE, options
+    assert split_in_turns(SliceTable([]), (4096, 64, 128), (4096, 8, 128), PROCESSORS, 80) == NONE
+
+
+@pytest.mark.parametrize("in_turns", (False, True))
+def test_the_kernel_is_told(in_turns):
+    ffa, simulator = backend()
+    ffa.runtime.processors = lambda index: 6
+    slices = Mask.varlen([0, 512, 576, 640, 704, 768]).slices
+    options = AttnOptions(0.3, deterministic=in_turns)
+    case = Case(slices, 768, 768, options, heads=(16, 2), dims=(128, 128))
+    ffa.backward(*case.tensors, slices, case.options)
+    (call,) = simulator.backward_calls
+    told = call.split_begin, call.split_end, call.split_parts
+    assert told == (steps(Mask(slices, 768, 768), 768, (16, 2), processors=6).split if in_turns else NONE)
+    assert (told != NONE) == in_turns
