@@ -17,6 +17,12 @@ void write(const magi_ffa_bwd_params& a, int sms, int64_t* found) {
 // Ranks in work at the start of a call in turns, on so many multiprocessors.
 extern "C" int ranks_at_once(const magi_ffa_bwd_params* a, int places, int units) { return magi::bwd_ranks_at_once(*a, places, units); }
 
+// Whether a call with steps of 80 may split tiles as it says.
+extern "C" int may_split(const magi_ffa_bwd_params* a, int sms) {
+  using Wide = magi::BwdConfig<int, 128, false, true, true, magi::kWideBlock>;
+  return magi::bwd_is_split_run(*a) && magi::bwd_has_turn_split<Wide>(*a, sms);
+}
+
 // On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a section, tables of turns; bytes of the workspace and of a list.
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from turns_model import Schedule, schedule_of
 
+from magi_attention.common.mask import Mask
+from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole
+from magi_attention.kernels.query_block import steps_of
+from magi_attention.kernels.split_tiles import NONE
 from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
 from magi_attention.native import abi
-from magi_attention.testing.libraries import compiled_or_skip
+from magi_attention.testing.libraries import compiled_or_skip, planner_or_skip
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = Path(__file__).with_name("layout_on_cpu.cpp")
@@ -108,6 +112,48 @@ def test_ranks_in_work_at_the_start_are_those_of_the_model(library, seed):
         assert max(found, 1) == schedule.wave, (places, units, schedule.split)
         met.add((found > begin) + (found > end))
     assert met == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_chosen_may_be_split(library, seed):
+    """By ``steps_of``, of random documents."""
+    planner_or_skip()
+    rng, met = np.random.default_rng(seed), 0
+    for _ in range(150):
+        heads_kv, group = int(rng.choice((1, 2, 4, 8, 20, 32))), int(rng.choice((1, 2, 3, 4, 6, 8, 16, 32)))
+        sms = int(rng.choice(SMS))
+        tokens = int(rng.uniform(1.5, 3.2) * sms * TILE / heads_kv) + 1
+        ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, 14))))
+        mask = Mask.varlen([0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens])
+        shapes = (tokens, heads_kv * group, 128), (tokens, heads_kv, 128)
+        steps = steps_of(*shapes, mask.slices, AttnOptions(0.1, deterministic=True), sms)
+        if steps.split == NONE:
+            continue
+        met += 1
+        params = abi.FfaBwdParams(
+            total_q=tokens, total_k=tokens, heads_q=heads_kv * group, heads_kv=heads_kv, head_dim=128, head_dim_v=128,
+            dq_order=abi.DQ_IN_TURNS, query_block=steps.query_block, head_parts=steps.head_parts,
+            split_begin=steps.split.begin, split_end=steps.split.end, split_parts=steps.split.parts,
+        )  # fmt: skip
+        assert library.may_split(ctypes.byref(params), sms), (seed, tokens, heads_kv, group, sms, steps)
+    assert met > 10
+
+
+def test_what_may_not_be_split(library):
+    def may(begin: int, end: int, parts: int, heads=(64, 8), tokens: int = 4096, order=abi.DQ_IN_TURNS) -> bool:
+        params = abi.FfaBwdParams(
+            total_q=tokens, total_k=tokens, heads_q=heads[0], heads_kv=heads[1], head_dim=128, head_dim_v=128,
+            dq_order=order, query_block=WIDE, split_begin=begin, split_end=end, split_parts=parts,
+        )  # fmt: skip
+        return bool(library.may_split(ctypes.byref(params), 132))
+
+    assert may(0, 32, 2) and may(31, 32, 8) and may(3, 5, 4, heads=(32, 8))
+    for run in ((0, 33, 2), (5, 5, 2), (6, 5, 2), (-1, 5, 2), (0, 5, 1), (0, 5, 3), (0, 5, 16), (0, 5, 0)):
+        assert not may(*run), run
+    assert not may(0, 5, 8, heads=(32, 8)) and not may(0, 5, 2, heads=(48, 8)), "groups of four and of six"
+    assert not may(0, 5, 2, order=abi.DQ_ANY) and not may(0, 5, 2, order=abi.DQ_FIRST_STORES)
+    assert not may(0, 5, 2, tokens=2048), "heads are shared out anyway"
+    assert not may(0, 5, 2, tokens=128 * 1025) and not may(0, 256, 2, tokens=32768), "too many tiles, too many parts"
 
 
 def test_a_workspace_has_parts_of_split_tiles(layout_of):

@@ -91,7 +91,8 @@ constexpr int kFewHeads = 4, kManyRanks = 8;
 constexpr int kLargeSections = 2;  // query heads of a unit up to which sections are twice as large, then
 constexpr int kSplitParts = 4;     // of a listed tile that is split by heads, see bwd_ways.cuh
 constexpr int kMostHeadParts = 256;  // among which the query heads of a tile are shared out
-constexpr int kTailParts = 8;      // at most, of a unit of the last round
+constexpr int kTailParts = 8;      // at most, of a unit of the last round, or that the caller splits
+constexpr int kMostSplit = 2048;   // more than there are units whose parts leave dk and dv in the workspace
 constexpr int kMaxListed = 512;    // tiles of kv heads
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 // Of them, where units are listed: how many are split, how many rows the list has; places that the last kernel has taken (in turns, too),

@@ -100,15 +100,12 @@ inline int log2_of(int power) {
 template <typename C>
 magi_status check_turn_split(const magi_ffa_bwd_params& a, bool is_remote, int sms) {
   if (a.split_begin == 0 && a.split_end == 0 && a.split_parts == 0) return MAGI_OK;
-  const int group = a.heads_q / a.heads_kv, parts = a.split_parts, heads = parts > 0 ? group / parts : 0;
-  const bool is_power = parts > 1 && parts <= kTailParts && (parts & (parts - 1)) == 0 && heads * parts == group && (heads & (heads - 1)) == 0;
-  const int64_t slots = static_cast<int64_t>(a.split_end - a.split_begin) * a.heads_kv;
-  if (a.split_begin < 0 || a.split_begin >= a.split_end || a.split_end > bwd_tiles(a) || !is_power || slots >= 1 << (31 - kSlotBit))
+  if (!bwd_is_split_run(a))
     return fail(MAGI_INVALID_ARGUMENT,
                 "The tiles from %d to before %d of %lld cannot be split into %d parts of the %d query heads of a kv head; give 2, 4 or 8 parts "
-                "of 1, 2, 4 ... heads, of fewer than %d tiles of kv heads.",
-                a.split_begin, a.split_end, static_cast<long long>(bwd_tiles(a)), parts, group, 1 << (31 - kSlotBit));
-  if (!C::kWide || a.dq_order != MAGI_DQ_IN_TURNS || is_remote || bwd_head_parts<C>(a, sms) > 1 || bwd_tiles(a) > kMaxTimed)
+                "of 1, 2, 4 ... heads, of fewer than %d tiles.",
+                a.split_begin, a.split_end, static_cast<long long>(bwd_tiles(a)), a.split_parts, a.heads_q / a.heads_kv, kMostSplit / a.heads_kv);
+  if (is_remote || !bwd_has_turn_split<C>(a, sms))
     return fail(MAGI_INVALID_ARGUMENT,
                 "Tiles are split where the caller says so only in turns (dq_order is %d), with steps of 80 (query_block is %d), of keys that are "
                 "all there and at most %d tiles whose heads are not shared out anyway; leave split_begin, split_end and split_parts 0.",

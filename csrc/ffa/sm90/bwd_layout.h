@@ -55,6 +55,20 @@ inline int bwd_turn_parts(const magi_ffa_bwd_params& a) {
   return a.dq_order == MAGI_DQ_IN_TURNS && a.split_begin < a.split_end ? a.split_parts : 1;
 }
 
+// Whether what the caller says is split is a run of tiles, in parts that are a power of two of query heads that are one, too.
+inline bool bwd_is_split_run(const magi_ffa_bwd_params& a) {
+  const int group = a.heads_q / a.heads_kv, parts = a.split_parts, heads = parts > 0 ? group / parts : 0;
+  if (parts < 2 || parts > kTailParts || (parts & (parts - 1)) != 0 || heads * parts != group || (heads & (heads - 1)) != 0) return false;
+  const int64_t units = static_cast<int64_t>(a.split_end - a.split_begin) * a.heads_kv;
+  return 0 <= a.split_begin && a.split_begin < a.split_end && a.split_end <= bwd_tiles(a) && units < kMostSplit;
+}
+
+// Whether there is a kernel that splits tiles as the caller says.
+template <typename C>
+bool bwd_has_turn_split(const magi_ffa_bwd_params& a, int sms) {
+  return C::kWide && a.dq_order == MAGI_DQ_IN_TURNS && bwd_head_parts<C>(a, sms) == 1 && bwd_tiles(a) <= kMaxTimed;
+}
+
 // How many ranks, if whole tiles have so many units, all of whose units are among the first so many.
 inline int bwd_ranks_at_once(const magi_ffa_bwd_params& a, int places, int units) {
   const int parts = bwd_turn_parts(a), begin = parts > 1 ? a.split_begin : 0, split = parts > 1 ? a.split_end - begin : 0;

@@ -114,6 +114,7 @@ constexpr int kToldBit = 8;
 constexpr int kWayBit = 16, kByHeadBit = 18, kCutBit = 19, kSlotBit = 20;
 constexpr int kShiftBit = 20;  // in order, in place of a slot: see ordered_shift
 static_assert(kBlocksApart * kMaxWave < 1 << (31 - kShiftBit), "a shift in the word of a unit");
+static_assert(kMostSplit <= 1 << (31 - kSlotBit), "a slot, counted from one, in the word of a unit");
 static_assert(kMostHeadParts == 1 << kToldBit && kToldBit + MAGI_WALK_BITS == kSlotBit, "parts, a walk and a slot in one word");
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
