@@ -87,7 +87,7 @@ def split_in_turns(
     slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], processors: int, query_block: int
 ) -> Split:
     """In steps of 80; ``NONE`` where whole tiles in steps of ``query_block`` take about as long, or where a slice is
-    not full: what ends at a diagonal waits for each other, and parts of it were slower in 27 of 31 measurements.
+    not full: tiles that end at a diagonal wait for each other, and parts of them were slower in 27 of 31 measurements.
 
     ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv), with a group that can be split; ``processors``: multiprocessors
     of the device, with a unit or two for each.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from backward_oracle import assert_grads, assert_near, make_dout, options_of, truth
-from forward_oracle import make_inputs
+from forward_oracle import Inputs, make_inputs
 from graph_capture import capture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -225,8 +225,7 @@ def test_more_tiles_than_are_compared():
     assert_near(first, free)
 
 
-def test_in_a_cuda_graph():
-    x = make_inputs(5, masks.causal(900), 900, 900, (8, 2), (128, 128), device=DEVICE)
+def assert_same_from_a_graph(x: Inputs) -> None:
     dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
 
     def step():
@@ -237,6 +236,10 @@ def test_in_a_cuda_graph():
     for _ in range(3):
         graph.replay()
         assert_same_bits(got, want, "graph")
+
+
+def test_in_a_cuda_graph():
+    assert_same_from_a_graph(make_inputs(5, masks.causal(900), 900, 900, (8, 2), (128, 128), device=DEVICE))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from backward_oracle import assert_grads, make_dout, options_of, truth
 from forward_oracle import make_inputs
-from graph_capture import capture
 from long_kernels import beside_long_kernels
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
@@ -23,10 +22,9 @@ from test_ffa_backward import (  # noqa: F401
     forward,
     pytestmark,
 )
-from test_ffa_backward_deterministic import CASES, assert_same_bits
+from test_ffa_backward_deterministic import CASES, assert_same_bits, assert_same_from_a_graph
 
 from magi_attention.errors import ContractError
-from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import ffa_bwd
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.query_block import Steps, steps_of
@@ -159,17 +157,7 @@ def test_added_to_what_is_there(dtype, forced):
 
 def test_in_a_cuda_graph(forced):
     forced(Split(2, 8, 4))
-    x = make_inputs(6, CASES["causal"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE)
-    dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
-
-    def step():
-        out, _ = flex_flash_attn_func(*leaves, *ranges, deterministic=True)
-        return Grads(*torch.autograd.grad(out, leaves, dout))
-
-    graph, want, got = capture(step)
-    for _ in range(3):
-        graph.replay()
-        assert_same_bits(got, want, "graph")
+    assert_same_from_a_graph(make_inputs(6, CASES["causal"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE))
 
 
 def test_what_cannot_be_split_is_told(forced):
