@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from magi_attention.functional.one_launch import _SECTION_BYTES, OneLaunch, _pace, _Shapes
+from magi_attention.functional.one_launch import OneLaunch, _pace, _Shapes
 from magi_attention.kernels import Grads
 from magi_attention.native.succession import Succession
 
@@ -85,9 +83,3 @@ def test_pace() -> None:
     assert (pace.heads, pace.section_heads) == (8, 8)  # keys and values of one kv head are 64 MiB
     part.total_keys = 0
     assert _pace(part, shapes).section_heads == 16
-
-
-def test_sections_are_those_of_the_kernel() -> None:
-    source = (Path(__file__).resolve().parents[2] / "csrc/ffa/sm90/fwd_launch.cuh").read_text()
-    factor, shift = re.search(r"kSectionBytes = (\d+)ll << (\d+);", source).groups()
-    assert int(factor) << int(shift) == _SECTION_BYTES

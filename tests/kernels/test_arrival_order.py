@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import heapq
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.functional.one_launch import _SECTION_BYTES
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.ffa_remote import TILE, RemoteMask
@@ -125,3 +128,9 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
         found = {n: idle(mask, plan, o) for n, o in (("slack", first), ("cost", plan.order), ("last", by_arrival))}
         print(late, found)
         assert found["slack"] <= min(found["cost"], found["last"]) * 1.001 and found["slack"] < max(found.values())
+
+
+def test_sections_are_those_of_the_kernel() -> None:
+    source = (Path(__file__).resolve().parents[2] / "csrc/ffa/sm90/fwd_launch.cuh").read_text()
+    factor, shift = re.search(r"kSectionBytes = (\d+)ll << (\d+);", source).groups()
+    assert int(factor) << int(shift) == _SECTION_BYTES
