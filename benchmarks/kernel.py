@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +36,11 @@ from peers import OURS_PUBLIC, Unfit, available, installed_peers  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
+
+from magi_attention.launch.provenance import output_of  # noqa: E402
+from magi_attention.native.info import read_info  # noqa: E402
+from magi_attention.native.loader import find  # noqa: E402
+from magi_attention.native.toolchain import PLANNER  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
@@ -227,12 +231,20 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
 
 
+def commit() -> str | None:
+    """Of this checkout; or of what the installed libraries were built from; None if neither is known."""
+    if found := output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]):
+        return found
+    library = find(PLANNER)
+    record = read_info(library) if library else None
+    return record.revision or None if record else None
+
+
 def environment() -> dict:
     """Machine, versions and commit, so that a number can be traced."""
-    git = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
     found = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
         "host": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -245,10 +257,7 @@ def environment() -> dict:
         found["cudnn"] = torch.backends.cudnn.version()
         fields = "driver_version,power.limit,clocks.max.sm"
         query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", "0"]
-        try:
-            found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            found["nvidia_smi"] = None
+        found["nvidia_smi"] = output_of(query, timeout_s=20)
     return found
 
 

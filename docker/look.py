@@ -32,7 +32,7 @@ container = {{ image = "{image}", gpus = "none", network = "host" }}
 rendezvous = {{ port = {port} }}
 """
 # Of the CPU suite, what shows that package, torch and gloo work together in there; the rest looks at the checkout.
-TESTS = ("api", "comm", "functional", "multinode")
+TESTS = ("api", "benchmarks", "cli", "comm", "doctor", "functional", "launch", "multinode")
 BROKEN = "MAGI_ATTENTION_PRECISION=nonsense"  # a value that the doctor calls an error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native libraries for tests: built where that can be done, else the test is skipped."""
+"""Native libraries and their sources for tests: where they cannot be had the test is skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from magi_attention.errors import BuildError
-from magi_attention.native import build, loader
+from magi_attention.native import build, loader, toolchain
 
 
 def planner_or_skip() -> None:
@@ -23,6 +23,16 @@ def host_or_skip() -> None:
     """The same for the Python module of prepared launches."""
     _build_or_skip("host", "host module")
     loader._load_host.cache_clear()
+
+
+def csrc_or_skip() -> Path:
+    """The folder of the native sources; skips the test where there is none, as beside an installed package."""
+    import pytest
+
+    try:
+        return toolchain.find_csrc()
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 def compiled_or_skip(folder: Path, sources: Sequence[Path], includes: Sequence[Path], *flags: str) -> ctypes.CDLL:

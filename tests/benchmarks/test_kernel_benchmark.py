@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,6 +176,21 @@ def test_table_json_and_plot(tmp_path):
 def test_versions_of_the_peers_that_are_installed(monkeypatch):
     monkeypatch.setattr(peers, "_DISTRIBUTIONS", ("pytest", "no-such-kernels"))
     assert peers.installed_peers() == kernel.environment()["peers"] == {"pytest": pytest.__version__}
+
+
+def test_where_the_commit_is_from(monkeypatch):
+    """The checkout; without one, as in images, which have no git either, the library that is installed."""
+    given = {"git": "1234567-dirty", "record": SimpleNamespace(revision="7654321")}
+    monkeypatch.setattr(kernel, "output_of", lambda argv, **_: given[argv[0]])
+    monkeypatch.setattr(kernel, "find", lambda name: Path(name))
+    monkeypatch.setattr(kernel, "read_info", lambda path: given["record"])
+    assert kernel.commit() == "1234567-dirty"
+    given["git"] = None
+    assert kernel.commit() == "7654321"
+    given["record"] = SimpleNamespace(revision="")
+    assert kernel.commit() is None
+    given["record"] = None
+    assert kernel.commit() is None
 
 
 def test_summary():

@@ -20,6 +20,7 @@ DOCKER = ROOT / "docker"
 sys.path[:0] = [str(DOCKER), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import image  # noqa: E402
+import look  # noqa: E402
 import matrix  # noqa: E402
 
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -162,3 +163,12 @@ def test_every_shell_script_is_checked():
         pytest.skip("This is no git checkout.")
     found = image.scripts()
     assert {".ci/run", "ci/image", "docker/entrypoint"} <= set(found) and "docker/image.py" not in found
+
+
+@pytest.mark.parametrize("folder", look.TESTS)
+def test_no_test_of_the_image_reads_the_native_sources(folder):
+    """They run beside an installed package, without a checkout."""
+    files = sorted((ROOT / "tests" / folder).rglob("*.py"))
+    assert files, f"docker/look.py runs tests/{folder}, which is empty"
+    reads = [f.name for f in files if re.search(r"""["'/]csrc\b""", f.read_text())]
+    assert not reads, f"{reads} of tests/{folder} read csrc, which images do not have; move them to tests/kernels"

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from magi_attention.doctor import gpu_checks
 from magi_attention.doctor.system import System
-from magi_attention.native import loader, toolchain
+from magi_attention.native import loader, toolchain, wheels
 
 
 def test_peers_with_colours():
@@ -19,7 +22,8 @@ def test_kernels_of_a_wheel_are_seen(tmp_path, monkeypatch):
     """The file lies in the folder of its wheel, not in that of the package; the loader says whether it is good."""
     monkeypatch.setattr(toolchain, "LIB", tmp_path / "lib")
     monkeypatch.setattr(loader, "why_absent", lambda name: "told by the loader")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    others = [entry for entry in sys.path if not Path(entry, wheels.NAMESPACE).exists()]  # no wheel that is installed
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
     assert System().native_libraries()[toolchain.FFA_SM90] == (False, "told by the loader")
     folder = tmp_path / "magi_attention_kernels" / "sm90_cu13"
     folder.mkdir(parents=True)

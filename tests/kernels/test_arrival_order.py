@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from magi_attention.kernels.ffa_remote import TILE, RemoteMask
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan
-from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROWS, PACK, HEADS = 1024, 8, 64  # tokens of a rank, query heads of a kv head, query heads
@@ -131,6 +130,6 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
 
 
 def test_sections_are_those_of_the_kernel() -> None:
-    source = (Path(__file__).resolve().parents[2] / "csrc/ffa/sm90/fwd_launch.cuh").read_text()
+    source = (csrc_or_skip() / "ffa" / "sm90" / "fwd_launch.cuh").read_text()
     factor, shift = re.search(r"kSectionBytes = (\d+)ll << (\d+);", source).groups()
     assert int(factor) << int(shift) == _SECTION_BYTES

@@ -19,9 +19,8 @@ from magi_attention.kernels.query_block import steps_of
 from magi_attention.kernels.split_tiles import NONE
 from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
 from magi_attention.native import abi
-from magi_attention.testing.libraries import compiled_or_skip, planner_or_skip
+from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = Path(__file__).with_name("layout_on_cpu.cpp")
 SMS = (132, 78, 8)
 
@@ -36,7 +35,7 @@ class Layout(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compiled_or_skip(tmp_path_factory.mktemp("layout"), [SOURCE], [CSRC], "-O1")
+    return compiled_or_skip(tmp_path_factory.mktemp("layout"), [SOURCE], [csrc_or_skip()], "-O1")
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from list_model import MIDDLE, PARTS, Problem, Tile, Unit, UnitList, choose, documents, list_of
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+from magi_attention.testing.libraries import csrc_or_skip
 
 
 def test_the_constants_are_those_of_the_kernel():
-    config, *lists = ((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_ways_choice.cuh", "bwd_ways.cuh"))
+    folder = csrc_or_skip() / "ffa" / "sm90"
+    config, *lists = ((folder / name).read_text() for name in ("bwd_config.h", "bwd_ways_choice.cuh", "bwd_ways.cuh"))
     text = "".join(lists)
     assert f"kSplitParts = {PARTS};" in config
     for line in (

@@ -9,17 +9,18 @@ The models follow the CUDA code and do not show that it keeps to them; that is f
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+from magi_attention.testing.libraries import csrc_or_skip
+
 GROUPS = (3, 2)  # of a CTA; for blocks of 64 queries, of 80
 
 
 def test_the_constants_are_those_of_the_kernel():
-    text = "".join((CSRC / name).read_text() for name in ("bwd_config.h", "bwd_prepare_listed.cuh"))
+    folder = csrc_or_skip() / "ffa" / "sm90"
+    text = "".join((folder / name).read_text() for name in ("bwd_config.h", "bwd_prepare_listed.cuh"))
     narrow, wide = GROUPS
     assert f"int prepare_groups(int queries) {{ return queries == kQueryBlock ? {narrow} : {wide}; }}" in text
     assert "late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }" in text

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,7 +24,7 @@ from turns_model import (
 )
 
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
 
 TILE, BLOCK, WIDE_BLOCK = 16, 8, 10  # as 128, 64 and 80
 
@@ -162,7 +160,7 @@ def test_later_sections_have_turns_of_their_own():
 
 
 def test_the_numbers_are_those_of_the_kernel():
-    folder = Path(__file__).resolve().parents[2] / "csrc" / "ffa" / "sm90"
+    folder = csrc_or_skip() / "ffa" / "sm90"
     expect, config, plan = (
         (folder / name).read_text() for name in ("bwd_starts.cuh", "bwd_config.h", "bwd_plan.cuh")
     )

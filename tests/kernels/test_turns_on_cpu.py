@@ -24,9 +24,8 @@ from turns_model import (
     walk,
 )
 
-from magi_attention.testing.libraries import compiled_or_skip
+from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
@@ -36,7 +35,7 @@ NOT_SET = -7
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas")
-    return compiled_or_skip(tmp_path_factory.mktemp("turns"), [SOURCE], [CSRC], *flags)
+    return compiled_or_skip(tmp_path_factory.mktemp("turns"), [SOURCE], [csrc_or_skip()], *flags)
 
 
 def at(array: np.ndarray) -> ctypes.c_void_p:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from magi_attention.testing.libraries import compiled_or_skip
+from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
     """The planner as a shared library; compiled once per process. Skips the test where there is no compiler."""
     folder = Path(tempfile.mkdtemp(prefix="magi_tile_plan_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    lib = compiled_or_skip(folder, [ROOT / source for source in SOURCES], [ROOT / "csrc/include"], *FLAGS)
+    lib = compiled_or_skip(folder, [ROOT / source for source in SOURCES], [csrc_or_skip() / "include"], *FLAGS)
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
     lib.magi_tile_plan_words.restype = i64

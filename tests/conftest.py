@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the repository itself need a checkout. Beside an installed package, as in the image with tests, they are
+left out, and the head of the report says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OF_A_CHECKOUT = ("ci", "docker", "native")  # how it is checked, put into images, and how its native sources are built
+collect_ignore = [] if (ROOT / "csrc").is_dir() else list(OF_A_CHECKOUT)
+
+
+def pytest_report_header() -> str | None:
+    if not collect_ignore:
+        return None
+    return f"no checkout: the tests of {', '.join(collect_ignore)} are left out, those that read csrc are skipped"
