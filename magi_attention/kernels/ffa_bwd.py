@@ -168,13 +168,14 @@ class BackwardCalls:
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
         order = abi.DQ_IN_TURNS if options.deterministic else abi.DQ_FIRST_STORES if steps.first_stores else abi.DQ_ANY
+        sole = steps.sole_visits and grad_dtype != torch.float32 and not is_accumulating
         prefix, workspace_bytes, list_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
             softcap=options.softcap, dq_order=order, query_block=steps.query_block,
             head_parts=steps.head_parts, split_begin=steps.split.begin, split_end=steps.split.end,
-            split_parts=steps.split.parts,
+            split_parts=steps.split.parts, sole_visits=int(sole),
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0

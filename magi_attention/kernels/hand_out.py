@@ -26,11 +26,15 @@ def fewest_whole(processors: int) -> int:
 
 
 class TileSteps(NamedTuple):
-    """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan."""
+    """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
+
+    ``sole``: of steps of 64 and of 80, the part of the blocks of queries with one visit, whose dq may be written soon.
+    """
 
     narrow: np.ndarray
     wide: np.ndarray
     order: np.ndarray
+    sole: dict[int, float]
 
 
 def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
@@ -40,8 +44,18 @@ def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     if key not in kept:
         # Held for the launch that follows, whose plan it mostly is.
         plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
-        kept[key] = TileSteps(steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE), plan.order.copy())
+        steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
+        kept[key] = TileSteps(*steps, plan.order.copy(), {n: sole_share(plan, n) for n in (NARROW, WIDE)})
     return kept[key]
+
+
+def sole_share(plan: TilePlan, queries: int) -> float:
+    """Of all blocks of so many queries, which part one layer of one tile of a transposed plan visits, and no more."""
+    blocks = -(-plan.header.total_k // queries)
+    low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
+    first, end = low // queries, np.where(high > low, -(-high // queries), low // queries)
+    change = np.bincount(first, minlength=blocks + 1) - np.bincount(end, minlength=blocks + 1)
+    return float((np.cumsum(change)[:blocks] == 1).mean()) if blocks else 0.0
 
 
 def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:

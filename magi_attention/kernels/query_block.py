@@ -7,9 +7,10 @@ gain depends on whether units are many, and on whether dq is summed in order. Th
 heads (``split_tiles.py``), in steps of 80; or where there is no kernel for that all of them, in steps of 64
 (``head_parts.py``).
 
-To clear the sum of dq takes as long whatever the mask. Where keys see few queries that is a good part of the time, and
-it is faster if whoever comes first to a block stores (``docs/notes/ffa_backward_turns.md``). And packed documents are
-mostly faster one after the other (``docs/notes/ffa_backward_order.md``).
+To clear the sum of dq, and to round it at the end, takes as long whatever the mask. Where queries see few keys that is
+a good part of the time, and it is faster if whoever comes first to a block stores, and a sole visit writes what is
+rounded (``docs/notes/ffa_backward_first_stores.md``). And packed documents are mostly faster one after the other
+(``docs/notes/ffa_backward_order.md``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole, ti
 from magi_attention.kernels.head_parts import head_parts_in_turns
 from magi_attention.kernels.split_tiles import NONE, Split, can_split, split_in_turns
 from magi_attention.kernels.types import AttnOptions
-from magi_attention.kernels.unit_walks import UnitShape, gain_by_document
+from magi_attention.kernels.unit_walks import LARGE_SECTIONS, UnitShape, gain_by_document, heads_per_section_in_turns
 from magi_attention.native.tile_plan import TilePlan
 
 # So many queries in wide steps take as long as one in narrow steps, by what was measured: where units are many; and in
@@ -36,21 +37,33 @@ _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
-_LEAST_GROUP_STORED = 4  # query heads of a kv head, from which on whoever comes first stores, as with one it was slower
 _LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
+_LEAST_OF_LARGE_SECTIONS = 0.5  # the same in turns, over the larger sections of one or two query heads in a unit
 
 
 class _Stores(NamedTuple):
-    """Whoever comes first stores if a key sees at most so many queries on average: in the plan's own order, and by
-    document, which has to gain so much then. Measured with groups of 4 to 16."""
+    """Whoever comes first stores if a query sees at most so many keys on average: in the plan's own order, and by
+    document, which has to gain so much then; and if so large a part of the blocks of 64 queries has a sole visit."""
 
     most: int
-    most_by_document: int
-    least_gain: float
+    most_by_document: int = 0
+    least_gain: float = 0.0
+    least_sole: float = 0.0
 
 
+_NEVER = _Stores(-1, -1)
+# By what was measured; head dims of 65 to 128 unless another is named.
 _OF_FEW = _Stores(1100, 1100, _LEAST_BY_DOCUMENT)  # where units are listed by the kernels
 _OF_MANY = _Stores(3600, 10_000, -0.04)
+_OF_SMALL_GROUPS = _Stores(400, 520, -0.04)  # of query heads of a kv head
+_OF_PARTS = _Stores(640)  # where heads are shared out
+_OF_FEW_KEYS = _Stores(1100)  # the same, where queries are many times as many
+_OF_DIM_64 = _Stores(640, least_sole=1 / 3)
+_OF_DIM_256 = _Stores(130, 520, -0.04)
+_LEAST_GROUP = 4
+_LEAST_SOLE = 0.1  # of all blocks: so many sole visits gain more than it costs the kernel to look for them
+_LEAST_SUM = 32 * 2**20  # bytes of the sum of dq, in all but the first two cases; less stays in L2
+_FEW_KEYS = 4
 
 
 class Steps(NamedTuple):
@@ -58,6 +71,7 @@ class Steps(NamedTuple):
 
     ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared. ``by_document``: units
     are taken up one document after the other. ``split``: tiles whose query heads are shared out, in turns.
+    ``sole_visits``: the main kernel writes dq of blocks of one visit, if that is in 16 bits and not accumulated.
     """
 
     query_block: int
@@ -65,6 +79,7 @@ class Steps(NamedTuple):
     first_stores: bool = False
     by_document: bool = False
     split: Split = NONE
+    sole_visits: bool = False
 
     def has_list(self, in_turns: bool, lists_itself: bool) -> bool:
         """Whether the plan says in which order units are taken up, which a kernel that ``lists_itself`` does not need.
@@ -94,8 +109,18 @@ def steps_of(
     key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), processors)
     found = kept.get(key)
     if found is None:
-        found = kept[key] = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
+        found = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
+        if not is_remote and _has_sole_visits(found, slices, q_shape[0], keys, options):
+            found = found._replace(sole_visits=True)
+        kept[key] = found
     return found
+
+
+def _has_sole_visits(found: Steps, slices: SliceTable, queries: int, keys: int, options: AttnOptions) -> bool:
+    is_counted = options.deterministic or found.first_stores
+    if not is_counted or options.softcap or found.split != NONE or not slices.area:
+        return False
+    return tile_steps(slices, queries, keys).sole[found.query_block] >= _LEAST_SOLE
 
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
@@ -112,12 +137,11 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     case = _Case(q_shape, v_shape, slices, keys, processors, units)
     if options.deterministic:
         return _in_turns(case, found, has_wide)
-    is_grouped = q_shape[1] >= _LEAST_GROUP_STORED * v_shape[1]
-    if has_wide and case.is_whole and is_grouped and slices.area:
-        stores, seen = _OF_MANY if case.is_many else _OF_FEW, slices.area / keys
-        is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
-        if is_by_document or seen <= stores.most:
-            return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
+    stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
+    seen = slices.area / max(q_shape[0], 1)
+    is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
+    if is_by_document or (seen <= stores.most and _has_sole(case, stores.least_sole)):
+        return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
     if found.query_block == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
         return found._replace(by_document=True)
     return found
@@ -134,6 +158,10 @@ class _Case(NamedTuple):
     units: int
 
     @property
+    def dim(self) -> int:
+        return max(self.q_shape[2], self.v_shape[2])
+
+    @property
     def is_whole(self) -> bool:
         return self.units >= fewest_whole(self.processors)
 
@@ -142,9 +170,26 @@ class _Case(NamedTuple):
         return self.units >= _MANY_UNITS * self.processors
 
 
+def _stores_of(case: _Case) -> _Stores:
+    (total, heads, _), padded = case.q_shape, 64 if case.dim <= 64 else 128 if case.dim <= 128 else 256
+    if padded == 128 and case.is_whole and heads >= _LEAST_GROUP * case.v_shape[1]:
+        return _OF_MANY if case.is_many else _OF_FEW
+    if 4 * padded * total * heads < _LEAST_SUM:
+        return _NEVER
+    if case.is_whole:
+        return {64: _OF_DIM_64, 128: _OF_SMALL_GROUPS, 256: _OF_DIM_256}[padded]
+    if padded != 128:
+        return _NEVER
+    return _OF_FEW_KEYS if total >= _FEW_KEYS * case.keys else _OF_PARTS
+
+
+def _has_sole(case: _Case, least: float) -> bool:
+    return least <= 0.0 or tile_steps(case.slices, case.q_shape[0], case.keys).sole[NARROW] >= least
+
+
 def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
     if case.is_many:
-        return found._replace(by_document=_gain_by_document(case) > _LEAST_BY_DOCUMENT)
+        return found._replace(by_document=_is_by_document_in_turns(case))
     if case.is_whole and has_wide and can_split(case.q_shape[1] // case.v_shape[1]):
         split = split_in_turns(case.slices, case.q_shape, case.v_shape, case.processors, found.query_block)
         if split != NONE:
@@ -153,19 +198,33 @@ def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
         parts = head_parts_in_turns(case.slices, case.q_shape, case.v_shape, case.processors)
         if parts:
             return Steps(NARROW, parts)
-    is_by_document = case.is_whole and _gain_by_document(case) > _LEAST_BY_DOCUMENT
-    return found._replace(by_document=is_by_document)
+    return found._replace(by_document=case.is_whole and _is_by_document_in_turns(case))
 
 
-def _gain_by_document(case: _Case) -> float:
-    """See ``unit_walks.gain_by_document``. Kept with the slices, which never change."""
+def _is_by_document_in_turns(case: _Case) -> bool:
+    """With one or two query heads in a unit sections are larger than else, and L2 keeps less of them; with head dims up
+    to 64, where a step is short, units of one document that wait for each other would cost more than that."""
+    if _gain_by_document(case) > _LEAST_BY_DOCUMENT:
+        return True
+    shape = _shape_of(case)
+    if shape.group > LARGE_SECTIONS or case.dim <= 64:
+        return False
+    heads = heads_per_section_in_turns(-(-case.keys // TILE), shape, 1, 2 if case.dim > 128 else 1)
+    return _gain_by_document(case, heads) > _LEAST_OF_LARGE_SECTIONS
+
+
+def _shape_of(case: _Case) -> UnitShape:
     heads_kv = case.v_shape[1]
-    shape = UnitShape(heads_kv, case.q_shape[1] // max(heads_kv, 1), case.processors, case.processors)
-    kept = case.slices.__dict__.setdefault("_gains_by_document", {})
-    key = (case.q_shape[0], case.keys, shape)
+    return UnitShape(heads_kv, case.q_shape[1] // max(heads_kv, 1), case.processors, case.processors)
+
+
+def _gain_by_document(case: _Case, heads: int | None = None) -> float:
+    """See ``unit_walks.gain_by_document``. Kept with the slices, which never change."""
+    shape, kept = _shape_of(case), case.slices.__dict__.setdefault("_gains_by_document", {})
+    key = (case.q_shape[0], case.keys, shape, heads)
     if key not in kept:
         plan = TilePlan.of_table(case.slices, case.q_shape[0], case.keys, TILE, 2, is_transposed=True, is_kept=True)
-        kept[key] = gain_by_document(plan, shape)
+        kept[key] = gain_by_document(plan, shape, heads)
     return kept[key]
 
 

@@ -42,6 +42,9 @@ _UNFILLED = 24  # blocks, what a period that is not filled counts for then
 _LAST_PERIODS = 2
 _MOST_OUT = 0.1  # of the work, which may be out of step
 _LEAST_ALIGNED = 0.9  # of the work, which must be of tiles that see the last block
+# In turns, as in csrc/ffa/sm90/bwd_config.h.
+LARGE_SECTIONS = 2  # query heads of a unit up to which sections are twice as large, if all still walk one way
+MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
 
 
 class UnitShape(NamedTuple):
@@ -67,7 +70,7 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
     if shape.by_document:
         units = by_document(tiles, shape.heads_kv)
     else:
-        units = _in_order(plan, tiles, shape)
+        units = _in_order(plan, tiles, shape, heads_per_section(len(tiles.first), shape))
         if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
             units = _in_periods(tiles, shape, there_at)
     rows = np.column_stack([units[:, 0], units[:, 1] << abi.WALK_BITS | units[:, 2]]).astype(np.int32).ravel()
@@ -79,13 +82,13 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
     return made
 
 
-def gain_by_document(plan: TilePlan, shape: UnitShape) -> float:
-    """By how much a backward is faster if it takes up one document after the other, as a logarithm; see
-    ``unit_documents.gain``."""
+def gain_by_document(plan: TilePlan, shape: UnitShape, heads: int | None = None) -> float:
+    """By how much a backward is faster if it takes up one document after the other, as a logarithm, than in sections
+    of so many ``heads``, or of ``heads_per_section``; see ``unit_documents.gain``."""
     tiles = walks_of_tiles(plan)
     if _wants_periods(tiles, shape) or tiles.count.max(initial=0) >= abi.WALK_EARLY:
         return -1.0
-    units = _in_order(plan, tiles, shape)
+    units = _in_order(plan, tiles, shape, heads or heads_per_section(len(tiles.first), shape))
     back = np.where(units[:, 2] == abi.WALK_EARLY, tiles.first[units[:, 0]], units[:, 2])
     return gain(tiles, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
 
@@ -100,10 +103,21 @@ def heads_per_section(tiles: int, shape: UnitShape) -> int:
     return min(max((at_once + tiles // 2) // tiles, 1), heads)
 
 
-def _in_order(plan: TilePlan, tiles: TileWalks, shape: UnitShape) -> np.ndarray:
-    """(units, 3) tile, head and walk, section by section, in each the costliest tiles first; those that all
+def heads_per_section_in_turns(tiles: int, shape: UnitShape, parts: int, passes: int) -> int:
+    """The same in turns, where the query heads of a tile are shared out among so many units, each of which walks its
+    tile so many times: of one or two heads in a unit a section is twice that, if all can walk one way
+    (``bwd_heads_per_section`` in ``csrc/ffa/sm90/bwd_layout.h``)."""
+    heads = shape.group // parts
+    once, twice = (
+        heads_per_section(tiles * parts, shape._replace(processors=n * shape.processors)) for n in (1, 2)
+    )
+    can_walk_one_way = shape.processors // (twice * parts * passes) >= MANY_RANKS * heads
+    return twice if heads <= LARGE_SECTIONS and can_walk_one_way else once
+
+
+def _in_order(plan: TilePlan, tiles: TileWalks, shape: UnitShape, at_once: int) -> np.ndarray:
+    """(units, 3) tile, head and walk, in sections of so many heads, in each the costliest tiles first; those that all
     multiprocessors begin with walk early, the others forwards. The first section may have an order of its own."""
-    at_once = heads_per_section(len(tiles.first), shape)
     parts = next(
         (n for n in range(1, shape.group + 1)
          if not shape.group % n and n * len(tiles.first) * shape.heads_kv >= fewest_whole(shape.processors)),

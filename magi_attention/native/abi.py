@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -122,7 +122,7 @@ class FfaBwdParams(ctypes.Structure):
         ("softcap", c_float),
         ("dq_order", c_int32),
         ("query_block", c_int32),
-        *((name, c_int32) for name in ("head_parts", "split_begin", "split_end", "split_parts", "reserved")),
+        *((name, c_int32) for name in ("head_parts", "split_begin", "split_end", "split_parts", "sole_visits")),
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),

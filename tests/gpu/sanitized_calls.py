@@ -30,6 +30,7 @@ SECTIONS = (2100, (44, 11))
 FORCED = (
     *(Steps(n, 0, stores, by_document) for n in (64, 80) for stores in (False, True) for by_document in (False, True)),
     *(Steps(80, 0, split=split) for split in (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))),
+    *(Steps(n, 0, stores, sole_visits=True) for n in (64, 80) for stores in (False, True)),
 )
 
 Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, Steps | None]
@@ -49,6 +50,9 @@ def calls() -> Iterator[Call]:
                 yield name, MANY, (128, 128), {}, steps
             if not steps.first_stores:
                 yield name, MANY, (128, 128), {"deterministic": True}, steps
+            if steps.sole_visits and steps.query_block == 64:
+                for dims in DIMS:
+                    yield name, (777, (8, 2)), dims, {"deterministic": not steps.first_stores}, steps
         for options in ({"softcap": 20.0}, {"sink_shape": (2, 8)}, {"dtype": torch.float16}, {"into": True}):
             yield name, (777, (8, 2)), (128, 128), options, None
 

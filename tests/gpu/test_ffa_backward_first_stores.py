@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards in which whoever comes first to a block of dq stores, with steps of either size: the tests of the others
-once more, where masks would not choose it, too. That masks do: ``tests/kernels/test_query_block.py``."""
+once more, where masks would not choose it, too, and with dq written at once where a block has a sole visit. That masks
+do: ``tests/kernels/test_query_block.py``."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,17 +39,27 @@ from magi_attention.native import abi
 from magi_attention.testing.spawn import run_processes
 
 
-def storing(queries: int):
+class Way(NamedTuple):
+    queries: int
+    sole_visits: bool = False
+
+
+WAYS = {"64": Way(64), "80": Way(80), "64 sole": Way(64, True), "80 sole": Way(80, True)}
+
+
+def storing(way: Way):
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
-        is_wide = queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
-        stores = not options.deterministic and not isinstance(mask, RemoteKeys)
-        return Steps(80 if is_wide else 64, 0, first_stores=stores)
+        is_wide = way.queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
+        is_local = not isinstance(mask, RemoteKeys)
+        sole = way.sole_visits and is_local and not options.softcap
+        stores = not options.deterministic and is_local
+        return Steps(80 if is_wide else 64, 0, first_stores=stores, sole_visits=sole)
 
     return steps_of
 
 
-@pytest.fixture(autouse=True, params=(64, 80))
-def queries(request, monkeypatch) -> int:
+@pytest.fixture(autouse=True, params=WAYS.values(), ids=WAYS)
+def way(request, monkeypatch) -> Way:
     monkeypatch.setattr(ffa_bwd, "steps_of", storing(request.param))
     return request.param
 
@@ -108,8 +121,8 @@ def test_beside_other_work(name):
     torch.cuda.synchronize()
 
 
-def short_units_beside_long_kernels(rank: int, world: int, queries: int) -> bool:
-    ffa_bwd.steps_of = storing(queries)
+def short_units_beside_long_kernels(rank: int, world: int, way: Way) -> bool:
+    ffa_bwd.steps_of = storing(way)
     for name, make in CASES.items():
         for dim in (64, 128, 256):
             x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
@@ -120,9 +133,9 @@ def short_units_beside_long_kernels(rank: int, world: int, queries: int) -> bool
     return True
 
 
-def two_at_a_time(rank: int, world: int, queries: int) -> bool:
+def two_at_a_time(rank: int, world: int, way: Way) -> bool:
     """On two streams, every third in turns."""
-    ffa_bwd.steps_of = storing(queries)
+    ffa_bwd.steps_of = storing(way)
     streams = [torch.cuda.Stream() for _ in range(2)]
     x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
     dout, found = make_dout(x), []
@@ -137,9 +150,9 @@ def two_at_a_time(rank: int, world: int, queries: int) -> bool:
     return True
 
 
-def graphs_beside_each_other(rank: int, world: int, queries: int) -> bool:
+def graphs_beside_each_other(rank: int, world: int, way: Way) -> bool:
     """Replays of two graphs, which nobody puts one after the other."""
-    ffa_bwd.steps_of = storing(queries)
+    ffa_bwd.steps_of = storing(way)
     x = make_inputs(5, CASES["documents"](3000), 3000, 3000, (16, 2), (128, 128), device=DEVICE)
     dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
 
@@ -167,5 +180,5 @@ WORK = (short_units_beside_long_kernels, two_at_a_time, graphs_beside_each_other
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda f: f.__name__)
-def test_nobody_waits_for_ever(work, queries):
-    assert run_processes(1, work, queries, timeout_s=100, backend="nccl") == [True]
+def test_nobody_waits_for_ever(work, way):
+    assert run_processes(1, work, way, timeout_s=100, backend="nccl") == [True]

@@ -23,6 +23,8 @@ extern "C" int may_split(const magi_ffa_bwd_params* a, int sms) {
   return magi::bwd_is_split_run(*a) && magi::bwd_has_turn_split<Wide>(*a, sms);
 }
 
+extern "C" int may_write_sole(const magi_ffa_bwd_params* a) { return magi::bwd_can_write_sole(*a); }
+
 // On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a section, tables of turns; bytes of the workspace and of a list.
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;

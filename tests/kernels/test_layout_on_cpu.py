@@ -184,3 +184,30 @@ def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
     assert found.head_parts == 4 and found.list == 0
     wanted = 4 * (1024 * 64 * (128 + 2) + 4 * 2 * 1024 * 8 * 128)
     assert wanted < found.workspace < 1.001 * wanted
+
+
+def test_sole_visits_that_are_chosen_may_be_written(library):
+    """By ``steps_of``, of random documents; what the caller adds to, or wants in float32, is not."""
+    planner_or_skip()
+    rng, met = np.random.default_rng(0), 0
+    for _ in range(400):
+        heads_kv, group = int(rng.choice((1, 4, 8, 32))), int(rng.choice((1, 2, 4, 8)))
+        dim, tokens = int(rng.choice((64, 128, 256))), int(rng.choice((500, 2000, 8000)))
+        ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, tokens // 100))))
+        cuts = [0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens]
+        mask, in_turns = Mask.varlen(cuts, causal=rng.random() < 0.5), rng.random() < 0.5
+        options = AttnOptions(0.1, softcap=float(rng.choice((0.0, 20.0))), deterministic=in_turns)
+        steps = steps_of((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
+        if not steps.sole_visits:
+            continue
+        met += 1
+        order = abi.DQ_IN_TURNS if in_turns else abi.DQ_FIRST_STORES
+        assert in_turns or steps.first_stores
+        fields = dict(
+            dq_order=order, grad_dtype=abi.BF16, softcap=options.softcap, split_begin=steps.split.begin,
+            split_end=steps.split.end, split_parts=steps.split.parts,
+        )  # fmt: skip
+        assert library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**fields))), (cuts, steps)
+        for other in ({"grad_dtype": abi.FP32}, {"accumulate": 1}, {"softcap": 1.0}, {"dq_order": abi.DQ_ANY}):
+            assert not library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**{**fields, **other}))), other
+    assert met > 50, f"only {met} calls had any"

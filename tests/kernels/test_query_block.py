@@ -37,6 +37,10 @@ def storing(steps: Steps) -> Steps:
     return steps._replace(first_stores=True)
 
 
+def sole(steps: Steps) -> Steps:
+    return steps._replace(sole_visits=True)
+
+
 def split(begin: int, end: int, parts: int) -> Steps:
     return WIDE._replace(split=Split(begin, end, parts))
 
@@ -101,7 +105,7 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("total, limit", ((4096, 1100), (8192, 3600)), ids=("listed", "many"))
-def test_the_first_stores_where_keys_see_few_queries(total, limit):
+def test_the_first_stores_where_queries_see_few_keys(total, limit):
     masks = [Mask.sliding_window(total, (window, 0)) for window in range(limit // 2, 2 * limit, limit // 8)]
     found = [choose(mask, total).first_stores for mask in masks]
     assert found == [mask.slices.area <= limit * total for mask in masks]
@@ -113,15 +117,82 @@ def test_otherwise_the_sum_is_cleared():
     assert choose(short, 8192) == storing(NARROW)
     assert choose(short, 8192, heads=(32, 8)).first_stores
     for options in (
-        *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}, {"processors": 400}),
+        *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}),
         *({"heads": (24, 8)}, {"heads": (32, 32)}),
     ):
         assert not choose(short, 8192, **options).first_stores, options
-    assert not choose(Mask.sliding_window(1024, (100, 0)), 1024).first_stores  # heads are shared out
+
+
+@pytest.mark.parametrize("heads", ((24, 8), (32, 32)), ids=str)
+def test_few_heads_for_each_kv_head_want_shorter_masks(heads):
+    """400 keys for a query, 520 where one document comes after the other."""
+    for window, stores in ((380, True), (480, False)):
+        assert choose(Mask.sliding_window(8192, (window, 0)), 8192, heads=heads).first_stores == stores
+    for length, stores in ((512, True), (1024, False)):
+        found = choose(documents(length, 8192), 8192, heads=heads)
+        assert found.first_stores == found.by_document == stores
+
+
+def test_other_head_dims():
+    """64 where a third of the blocks has a sole visit, 256 by document where a query sees up to 520 keys."""
+    for mask, of_64, of_256 in (
+        (documents(64, 8192), sole(storing(NARROW)), sole(storing(NARROW))),
+        (causal_documents(256, 8192), sole(storing(NARROW)), sole(by_document(storing(NARROW)))),  # half of the blocks
+        (causal_documents(512, 8192), NARROW, sole(by_document(storing(NARROW)))),  # a quarter
+        (causal_documents(1024, 8192), NARROW, sole(by_document(storing(NARROW)))),  # an eighth
+        (causal_documents(2048, 8192), NARROW, NARROW),
+        (Mask.sliding_window(8192, (100, 0)), NARROW, storing(NARROW)),
+        (Mask.sliding_window(8192, (200, 0)), NARROW, NARROW),
+    ):
+        assert choose(mask, 8192, dim=64) == of_64
+        assert choose(mask, 8192, dim=256) == of_256
+
+
+def choose_few(queries: int, keys: int, heads: tuple[int, int] = (64, 8), dim: int = 128, rows=None) -> Steps:
+    slices = SliceTable(np.array([[0, queries, 0, keys, 0]] if rows is None else rows))
+    return steps_of((queries, heads[0], dim), (keys, heads[1], dim), slices, AttnOptions(0.3), PROCESSORS)
+
+
+def test_few_keys():
+    """Where heads are shared out: queries that see few keys and are many enough that their sum does not stay in L2."""
+    assert choose_few(16384, 77) == sole(storing(WIDE))
+    for keys in (256, 512, 1024):
+        assert choose_few(16384, keys) == storing(WIDE)
+        assert choose_few(2048, keys).first_stores == (keys <= 512)  # of 1,024 they are not four times as many
+        for dim in (64, 256):
+            assert not choose_few(16384, keys, dim=dim).first_stores
+    assert not choose_few(16384, 1152).first_stores
+    assert not choose_few(1023, 128).first_stores and choose_few(1024, 128).first_stores
+    assert not choose_few(2000, 128, heads=(16, 16)).first_stores
+    short = [[a, a + 256, a, a + 256, 0] for a in range(0, 2048, 256)]
+    assert choose_few(2048, 2048, rows=short) == storing(NARROW)
+    assert not choose_few(2048, 2048, rows=[[0, 2048, 0, 2048, 1]]).first_stores
+
+
+def test_many_keys():
+    """It is the keys that a query sees that count: keys of other ranks see few queries each."""
+    found = choose_few(2048, 16384, rows=[[0, 2048, 0, 16384, 0]])
+    assert found == WIDE and 2048 < 3600
 
 
 def causal_documents(length: int, total: int) -> Mask:
     return Mask.varlen(list(range(0, total + 1, length)), causal=True)
+
+
+def test_sole_visits():
+    """From a tenth of the blocks on, of the size that steps have, where visits are counted."""
+    for length, share in ((1152, 1 / 9), (1408, 1 / 11)):  # the first two blocks of 64 of each document
+        mask, total = causal_documents(length, 8 * length), 8 * length
+        assert hand_out.tile_steps(mask.slices, total, total).sole[64] == pytest.approx(share)
+        narrow = choose(mask, total, in_turns=True, dim=64)
+        assert narrow.query_block == 64 and narrow.sole_visits == (share > 0.1)
+    short = causal_documents(128, 8192)
+    assert choose(short, 8192).sole_visits and choose(short, 8192, in_turns=True).sole_visits
+    assert not choose(short, 8192, in_turns=True, softcap=1.0).sole_visits  # there is no kernel
+    cleared = choose(causal_documents(512, 8192), 8192, dim=64)
+    assert not cleared.first_stores and not cleared.sole_visits
+    assert not choose(documents(256, 8192), 8192).sole_visits  # two tiles at each block
+    assert not choose(Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, in_turns=True).sole_visits  # tiles are split
 
 
 def test_one_document_after_the_other():
@@ -139,9 +210,20 @@ def test_one_document_after_the_other():
     longest = causal_documents(32768, 8 * 65536)
     assert not choose(longest, 8 * 65536).first_stores
     assert choose(causal_documents(4096, 8192), 8192) == storing(WIDE)  # ends later
-    assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == NARROW  # whose units are not told
+    assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == sole(by_document(storing(NARROW)))
     assert choose(causal_documents(1280, 65280), 65280, heads=(24, 8)) == by_document(WIDE)
     assert not choose(causal_documents(512, 2048), 2048, heads=(64, 8)).by_document
+
+
+def test_in_turns_larger_sections_count():
+    """Of one or two query heads in a unit; what they keep of L2 is less than else, so short documents gain."""
+    short, long = causal_documents(512, 8192), causal_documents(2048, 8192)
+    for heads in ((16, 16), (32, 16), (8, 8)):
+        assert choose(short, 8192, in_turns=True, heads=heads).by_document, heads
+        assert not choose(long, 8192, in_turns=True, heads=heads).by_document, heads
+    assert choose(short, 8192, in_turns=True, heads=(16, 16), dim=256).by_document
+    assert not choose(short, 8192, in_turns=True, heads=(16, 16), dim=64).by_document
+    assert not choose(causal_documents(4096, 65536), 65536, in_turns=True, heads=(16, 16)).by_document
 
 
 def test_the_gain_is_told_once(monkeypatch):

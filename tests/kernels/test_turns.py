@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from turns_model import (
     BLOCKS_APART,
     END_HALVES,
-    LARGE_SECTIONS,
-    MANY_RANKS,
     TICKS,
     Schedule,
     Unit,
@@ -23,6 +21,7 @@ from turns_model import (
     units_of,
 )
 
+from magi_attention.kernels.unit_walks import LARGE_SECTIONS, MANY_RANKS
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
 

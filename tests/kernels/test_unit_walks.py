@@ -86,7 +86,8 @@ def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
 
 def in_plan_order(words: np.ndarray, shape: UnitShape) -> np.ndarray:
     plan = TilePlan(words)
-    return unit_walks._in_order(plan, walks_of_tiles(plan), shape)
+    tiles = walks_of_tiles(plan)
+    return unit_walks._in_order(plan, tiles, shape, unit_walks.heads_per_section(len(tiles.first), shape))
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,14 +16,17 @@ from itertools import product
 import numpy as np
 
 from magi_attention.kernels.hand_out import TILE, fewest_whole
-from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
+from magi_attention.kernels.unit_walks import (
+    MANY_RANKS,
+    UnitShape,
+    heads_per_section,
+    heads_per_section_in_turns,
+)
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
-MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
 END_HALVES = 5  # of a step, what it takes to begin and end a unit
 BLOCKS_APART = 3  # that units begin apart, which all walk one way
-LARGE_SECTIONS = 2  # query heads of a unit up to which sections are twice as large, if all still walk one way
 MOST_KEPT = 64 << 20  # bytes of Q, dO and dq, of which L2 keeps most
 OF_DIM = {  # by head dim
     64: {"few_if_kept": 4, "most_apart": 2, "late_halves": 5},
@@ -99,11 +102,11 @@ def schedule_of(
     shares = [n for n in range(1, group + 1) if group % n == 0]
     parts = next((n for n in shares if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
     heads = group // parts
-    at_once, twice = (
-        heads_per_section(tiles * parts, UnitShape(heads_kv, group, n * ctas, n * ctas)) for n in (1, 2)
-    )
-    if may_be_twice and heads <= LARGE_SECTIONS and ctas // (twice * parts * passes) >= MANY_RANKS * heads:
-        at_once = twice
+    shape = UnitShape(heads_kv, group, ctas, ctas)
+    if may_be_twice:
+        at_once = heads_per_section_in_turns(tiles, shape, parts, passes)
+    else:
+        at_once = heads_per_section(tiles * parts, shape)
     kinds, sections = at_once * parts * passes, -(-heads_kv // at_once)
     last = heads_kv * parts * passes - (sections - 1) * kinds
     walked = 8 * dim * tokens * heads_kv * group / MOST_KEPT

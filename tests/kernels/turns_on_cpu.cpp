@@ -109,14 +109,14 @@ extern "C" int flags_of(const int32_t* sizes, int bands, int others, int visits_
 
 // Of BwdRowParams what items depend on.
 struct ItemSizes {
-  int32_t query_blocks, heads_q, heads_kv, heads_per_section, dim_blocks;
+  int32_t heads_q, heads_kv, heads_per_section, dim_blocks;
 };
 
 // Rank, head and 64 columns of each of so many items.
 extern "C" void items_of(const int32_t* sizes, int count, int32_t* items) {
-  const ItemSizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+  const ItemSizes p{sizes[1], sizes[2], sizes[3], sizes[4]};
   for (int number = 0; number < count; ++number) {
-    const magi::FinishItem x = magi::finish_item(p, number);
+    const magi::FinishItem x = magi::finish_item(p, sizes[0], number);
     const int32_t words[] = {x.rank, x.head, x.d};
     std::copy(words, words + 3, items + 3 * number);
   }

@@ -57,6 +57,20 @@ __device__ __forceinline__ void add_on_turn(const BwdKernelParams& p, const BwdS
   add_released(count, p.first_stores && is_first ? 1 - kClaimed : 1);
 }
 
+// Writes the dq of a step that is the sole visit of its block, rounded rows of all columns of a pass; rows and columns that do not exist are
+// left out. Nobody waits for it but the end of the kernel.
+template <typename C>
+__device__ __forceinline__ void write_sole(const BwdKernelParams& p, const BwdSmem<C>& smem, uint32_t number, uint32_t slot) {
+  const uint32_t of_head = number / C::kPasses, head = of_head / static_cast<uint32_t>(p.query_blocks);
+  const int column = number % C::kPasses * C::kOut, query = (of_head - head * p.query_blocks) * C::kQueries;
+  mbar_wait(smem.dq_full(slot % C::kAdders), slot / C::kAdders);
+#pragma unroll
+  for (int d = 0; d < C::kOut / 64; ++d) store_tile_3d(&p.dq_map, smem.dq() + d * (C::kQueries * 128), column + d * 64, query, head);
+  store_commit();
+  store_wait_read();
+  mbar_arrive(smem.dq_empty(0));
+}
+
 // Whether one lane adds all steps: also where a tile visits a block in several layers, as all its visits have the same turn, and come one
 // after the other only if one lane adds them.
 template <typename C>
@@ -74,9 +88,12 @@ __device__ __forceinline__ void add_every_second(const BwdKernelParams& p, const
 #pragma unroll 1
   do {
     mbar_wait(smem.step_full(ring.slot), ring.phase);
-    const uint32_t told = lds_int(smem.told(ring.slot)), number = told & ~kLastShares;
+    const uint32_t told = lds_int(smem.told(ring.slot)), number = told & ~(C::kSole ? kLastShares | kSoleShares : kLastShares);
     ends = told & kLastShares;
-    if (ring.slot % 2 == kWho || (kWho == 0 && adds_alone<C>(p))) {
+    const bool is_mine = ring.slot % 2 == kWho || (kWho == 0 && adds_alone<C>(p));
+    if (C::kSole && is_mine && told & kSoleShares) {
+      write_sole<C>(p, smem, number, ring.slot);
+    } else if (is_mine) {
       const int64_t block = number / C::kPasses % static_cast<uint32_t>(p.query_blocks);
       const int32_t* turn_at = p.turns + block * p.turns_per_block;
       if constexpr (C::kSplit)  // that of its part of the heads
@@ -103,6 +120,7 @@ __device__ void add_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     mbar_arrive(smem.unit_empty(turns.unit_slot()));
     turns.next_unit();
   }
+  if constexpr (C::kSole) store_wait_all();  // of what was written and not added
 }
 
 // The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of the shares. Where units are listed, all

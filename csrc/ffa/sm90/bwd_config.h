@@ -11,7 +11,7 @@ constexpr int kQueryBlock = 64;  // queries
 constexpr int kWideBlock = 80;   // the same where that rounds to little more (kernels/query_block.py)
 
 template <typename T_, int kD_, bool kCapped_, bool kOrdered_ = false, bool kSplit_ = false, int kQueries_ = kQueryBlock,
-          bool kListed_ = kSplit_ && kQueries_ == kQueryBlock>
+          bool kListed_ = kSplit_ && kQueries_ == kQueryBlock, bool kSole_ = false>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
@@ -20,6 +20,10 @@ struct BwdConfig {
   static constexpr bool kOrdered = kOrdered_;
   // Units may be split: see bwd_split.cuh.
   static constexpr bool kSplit = kSplit_;
+  // Where a block of queries has a sole visit its dq is rounded and written at once, in order; a kernel of its own, because the others would
+  // take up to 3% longer for it.
+  static constexpr bool kSole = kSole_;
+  static_assert(!kSole || kOrdered, "only there visits are counted");
   // Columns of dk, dv and dq that a unit produces. Registers hold 128; wider heads take two passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
   static constexpr int kPasses = kD / kOut;
@@ -101,12 +105,16 @@ constexpr int kSplitWord = 2, kUnitsWord = 3, kPlaceWord = 4, kOrderedWord = 5;
 // Whether units are listed; whether they were from the start, and with them the order of the blocks; and how many groups of warps of
 // the kernel that prepares the rows are through (bwd_prepare_listed.cuh).
 constexpr int kListedWord = 6, kInOrderWord = 7, kPreparedWord = 8;
+// In turns, or where whoever comes first stores: how many blocks are left to the last kernel. Cleared ahead of the others, by bwd_expect.
+constexpr int kSummedWord = 9;
 // A list: words ahead of it, among them whether it is made and how many blocks are needed at once; then rows of units, how many units
 // each part of a tile has, and blocks in the order in which they are needed.
 constexpr int kListHeader = 32, kMadeWord = 0, kAtOnceWord = 1;  // kSplitWord, kUnitsWord as in the workspace
 constexpr int kRowThreads = 256;
 // How many of so many multiprocessors go on preparing rows while the others begin with the main kernel (bwd_prepare_listed.cuh).
 constexpr int late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }
+// In the words of a step, in order: no other visit adds to its block, so dq is rounded and written at once. Behind the head.
+constexpr int kSoleVisit = 1 << 19;
 constexpr int stat_floats(int queries) { return 2 * queries; }  // of a block and head: offsets of the exponents, then deltas
 
 }  // namespace magi

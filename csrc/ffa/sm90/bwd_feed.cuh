@@ -45,7 +45,8 @@ __device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSme
   const uint32_t bar = clears ? smem.q_raw(ring.slot) : smem.do_full(ring.slot);
   if (!clears) mbar_expect(bar, C::kQueryBytes);
   const int4 step = lds_int4(smem.step(ring.slot));
-  load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, step.w >> kStepHeadBit, kEvictLast);
+  const int head = C::kSole ? (step.w & kSoleVisit - 1) >> kStepHeadBit : step.w >> kStepHeadBit;
+  load_rows<C>(smem.dout(ring.slot), C::kQueries, &p.do_map, bar, step.y, head, kEvictLast);
 }
 
 // Until the rows of a block are prepared, for the heads of the unit; where units are listed.
@@ -110,6 +111,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
                                          : BlockOrder(blocks(), way());
 #pragma unroll 1
         for (; order.left() > 0; step(order)) {
+          if constexpr (C::kSole) sts_int(smem.sole(), load_relaxed(p.sole_visits + order.block));
           do {
             const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.slot), ring.phase ^ 1);
@@ -123,13 +125,22 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const uint32_t number = head * p.query_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = turns.layer_slot() << kLayerSlotBit | head << kStepHeadBit;
             if (order.left() == 1 && i + 1 == heads()) what |= lds_int(smem.left()) == 1 ? kLayerEnds | kUnitEnds : kLayerEnds;
-            sts_int4(smem.step(ring.slot), number, order.block * C::kQueries,
-                     what | needs_mask<C>(smem.layer(turns.layer_slot()), 0, order.block),
-                     what | needs_mask<C>(smem.layer(turns.layer_slot()), 1, order.block));
+            auto word_of = [&](int group) { return what | needs_mask<C>(smem.layer(turns.layer_slot()), group, order.block); };
+            if constexpr (!C::kSole) {
+              sts_int4(smem.step(ring.slot), number, order.block * C::kQueries, word_of(0), word_of(1));
+            } else {
+              // Word by word, and this late, as there are few registers.
+              sts_int2(smem.step(ring.slot), number, order.block * C::kQueries);
+              what |= lds_int(smem.sole());
+              sts_int(smem.step(ring.slot) + 8, word_of(0));
+              sts_int(smem.step(ring.slot) + 12, word_of(1));
+            }
             if constexpr (C::kOrdered) {
               const int pass = C::kPasses > 1 ? BwdPart<C>::of_word(lds_int(smem.unit(turns.unit_slot()) + 12)).pass : 0;
               const uint32_t place = C::kStages == 2 ? 2 * ring.phase + ring.slot : steps.place;  // without a register of its own
-              sts_int(smem.told(place), (number * C::kPasses + pass) | static_cast<uint32_t>(what & kUnitEnds) << 29);
+              uint32_t told = (number * C::kPasses + pass) | static_cast<uint32_t>(what & kUnitEnds) << 29;
+              if constexpr (C::kSole) told |= static_cast<uint32_t>(what & kSoleVisit) << 11;
+              sts_int(smem.told(place), told);
               mbar_arrive(smem.step_full(place));
             }
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.slot) : smem.q_full(ring.slot);

@@ -8,42 +8,9 @@
 #include "bwd_config.h"
 #include "bwd_params.h"
 #include "bwd_plan.cuh"
+#include "bwd_round.cuh"
 
 namespace magi {
-
-// What a thread of a warpgroup holds of a block of dq: chunks of four values, two pairs each, as the accumulator of the main kernel has
-// them. Its rows are queries, or columns in wide blocks.
-template <int kQueries>
-struct DqChunk {
-  static constexpr bool kWide = kQueries != kQueryBlock;
-  static constexpr int kCount = kQueries / 8;
-  // Place of the first value of pair r of chunk i.
-  static __device__ __forceinline__ int2 query_and_column(int thread, int i, int r) {
-    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * r, column = 8 * i + thread % 4 * 2;
-    return kWide ? make_int2(column, row) : make_int2(row, column);
-  }
-};
-
-// Rounded, to rows of 128 bytes in shared memory.
-template <typename T, int kQueries>
-__device__ __forceinline__ void stage_dq(uint32_t tile, const float4 (&x)[DqChunk<kQueries>::kCount], float factor, int thread) {
-  const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
-#pragma unroll
-  for (int i = 0; i < DqChunk<kQueries>::kCount; i += 2) {
-    // Lane 8m + l addresses row l of matrix m: (accumulator's rows 0-7, rows 8-15) x (columns 0-7, columns 8-15).
-    const int across = (matrix & 1) * 8, along = i + (matrix >> 1);
-    const int query = DqChunk<kQueries>::kWide ? 8 * along + lane % 8 : warp * 16 + across + lane % 8;
-    const int chunk = DqChunk<kQueries>::kWide ? 2 * warp + across / 8 : along;
-    const uint32_t at = tile + query * 128 + ((chunk ^ (query & 7)) << 4);
-    const uint32_t values[4] = {pack_pair<T>(x[i].x * factor, x[i].y * factor), pack_pair<T>(x[i].z * factor, x[i].w * factor),
-                                pack_pair<T>(x[i + 1].x * factor, x[i + 1].y * factor),
-                                pack_pair<T>(x[i + 1].z * factor, x[i + 1].w * factor)};
-    if constexpr (DqChunk<kQueries>::kWide)
-      store_matrix_transposed_x4(at, values[0], values[1], values[2], values[3]);
-    else
-      store_matrix_x4(at, values[0], values[1], values[2], values[3]);
-  }
-}
 
 template <int kQueries>
 __device__ __forceinline__ void write_float_dq(const BwdRowParams& p, const float4 (&x)[DqChunk<kQueries>::kCount], float factor,
@@ -86,7 +53,7 @@ __device__ __forceinline__ void finish_columns(const BwdRowParams& p, uint8_t (&
     write_float_dq<kQueries>(p, x, factor, block * kQueries, head, d * 64, thread);
     return;
   }
-  stage_dq<T, kQueries>(smem_addr(staged), x, factor, thread);
+  stage_dq<T, kQueries, DqChunk<kQueries>::kCount>(smem_addr(staged), [&](int i) { return x[i]; }, factor, thread);
   named_barrier(1 + group, 128);
 #pragma unroll
   for (int i = thread; i < kQueries * 8; i += 128) {

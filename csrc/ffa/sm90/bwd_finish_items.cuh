@@ -13,13 +13,13 @@ struct FinishItem {
   int rank, head, d;  // rank -1: there are no more
 };
 
-// Number `number` of a section after the other, the last of which may have fewer heads; in each of the blocks, and of a block of the heads.
+// Number `number` of a section after the other, the last of which may have fewer heads; in each of so many blocks, and of a block of the heads.
 template <typename P>
-__device__ __forceinline__ FinishItem finish_item(const P& p, int number) {
+__device__ __forceinline__ FinishItem finish_item(const P& p, int blocks, int number) {
   const int at = number / p.dim_blocks, per_section = p.heads_per_section * (p.heads_q / p.heads_kv);
-  if (at >= p.query_blocks * p.heads_q) return {-1, 0, 0};
-  const int first = at / (per_section * p.query_blocks) * per_section, behind = p.heads_q - first;
-  const int heads = behind < per_section ? behind : per_section, in_section = at - first * p.query_blocks;
+  if (at >= blocks * p.heads_q) return {-1, 0, 0};
+  const int first = at / (per_section * blocks) * per_section, behind = p.heads_q - first;
+  const int heads = behind < per_section ? behind : per_section, in_section = at - first * blocks;
   return {in_section / heads, first + in_section % heads, number % p.dim_blocks};
 }
 

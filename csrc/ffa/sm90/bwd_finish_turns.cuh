@@ -15,24 +15,30 @@ namespace magi {
 
 constexpr int finish_turns_ctas(int queries) { return queries == kQueryBlock ? 4 : 3; }  // of a multiprocessor
 
-// By a whole CTA: blocks in the order in which they should be complete. Of more than it has threads that is the order of their numbers.
+// By a whole CTA: the blocks whose sums are to be rounded, in the order in which they should be complete. Of more than it has threads that is
+// the order in which they were counted.
 struct SortedBlocks {
   int blocks[kRowThreads];
   int keys[kRowThreads];
 
-  __device__ __forceinline__ void sort(const BwdRowParams& p) {
-    const int mine = threadIdx.x;
-    if (p.query_blocks > kRowThreads) return;
-    if (mine < p.query_blocks) keys[mine] = __ldcg(p.turns_of_block + mine).y;
+  // Returns how many there are.
+  __device__ __forceinline__ int sort(const BwdRowParams& p) {
+    const int mine = threadIdx.x, count = __ldcg(p.workspace + kSummedWord);
+    if (count > kRowThreads) return count;
+    const int block = mine < count ? __ldcg(p.summed_blocks + mine) : 0;
+    if (mine < count) keys[mine] = __ldcg(p.turns_of_block + block).y;
     __syncthreads();
-    if (mine < p.query_blocks) {
+    if (mine < count) {
       int before = 0;
-      for (int i = 0; i < p.query_blocks; ++i) before += keys[i] < keys[mine] || (keys[i] == keys[mine] && i < mine);
-      blocks[before] = mine;
+      for (int i = 0; i < count; ++i) before += keys[i] < keys[mine] || (keys[i] == keys[mine] && i < mine);
+      blocks[before] = block;
     }
     __syncthreads();
+    return count;
   }
-  __device__ __forceinline__ int at(const BwdRowParams& p, int rank) const { return p.query_blocks > kRowThreads ? rank : blocks[rank]; }
+  __device__ __forceinline__ int at(const BwdRowParams& p, int count, int rank) const {
+    return count > kRowThreads ? __ldcg(p.summed_blocks + rank) : blocks[rank];
+  }
 };
 
 // An item, of which block and how many add to it.
@@ -40,11 +46,11 @@ struct FinishJob {
   int block, head, d, turns;  // block -1: nothing is left
 };
 
-// `counts`: there are turns.
-__device__ __forceinline__ FinishJob finish_job(const BwdRowParams& p, const SortedBlocks& sorted, int number, bool counts) {
-  const FinishItem x = finish_item(p, number);
+// `counts`: there are turns. Of so many blocks.
+__device__ __forceinline__ FinishJob finish_job(const BwdRowParams& p, const SortedBlocks& sorted, int blocks, int number, bool counts) {
+  const FinishItem x = finish_item(p, blocks, number);
   if (x.rank < 0 || !counts) return {x.rank, x.head, x.d, 0};
-  const int block = sorted.at(p, x.rank);
+  const int block = sorted.at(p, blocks, x.rank);
   return {block, x.head, x.d, __ldcg(p.turns_of_block + block).x};
 }
 
@@ -62,15 +68,16 @@ __global__ void __launch_bounds__(kRowThreads, finish_turns_ctas(kQueries)) bwd_
   __shared__ SortedBlocks sorted;
   __shared__ FinishJob jobs[2][2];  // of each warpgroup, at hand and the next
   const bool fits = bwd_plan_fits(p.plan, p.total_q, p.total_k);
+  int blocks = p.query_blocks;
   if (fits)
-    sorted.sort(p);
+    blocks = sorted.sort(p);
   else
-    wait_for_kernel_before();  // without a plan nobody counts
+    wait_for_kernel_before();  // without a plan nobody counts, and all of dq is NaN
   const int group = uniform(threadIdx.x / 128), leads = threadIdx.x % 128 == 0;
   FinishJob next;
   bool is_there;
   auto look_ahead = [&](int number) {
-    next = finish_job(p, sorted, number, fits);
+    next = finish_job(p, sorted, blocks, number, fits);
     is_there = is_complete(p, next);
   };
   if (leads) look_ahead(2 * blockIdx.x + group);

@@ -42,6 +42,9 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote
   MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk}, {2 * a.v_stride_token, 2 * a.v_stride_head},
                          {64, C::kKeys, 1}, "v"));
   MAGI_RETURN(remote_keys(remote, a.total_k, type, d, dv, hk, C::kKeys, &k->remote));
+  k->dq_map = k->q_map;
+  if (a.sole_visits)
+    MAGI_RETURN(encode_map(&k->dq_map, type, a.dq, {d, tq, hq}, {2ll * a.heads_q * a.head_dim, 2ll * a.head_dim}, {64, C::kQueries, 1}, "dq"));
   if (k->grads_are_float) {
     k->dk_map = k->dv_map = k->k_map;  // never used
     return MAGI_OK;
@@ -113,6 +116,14 @@ magi_status check_turn_split(const magi_ffa_bwd_params& a, bool is_remote, int s
   return MAGI_OK;
 }
 
+inline magi_status check_sole_visits(const magi_ffa_bwd_params& a, bool is_remote) {
+  if (!a.sole_visits || (bwd_can_write_sole(a) && !is_remote)) return MAGI_OK;
+  return fail(MAGI_INVALID_ARGUMENT,
+              "dq is written at once where a block has a sole visit (sole_visits) only in turns or where whoever comes first stores (dq_order is %d), "
+              "in 16 bits (grad_dtype is %d), of keys that are all there, without accumulate (%d), softcap (%g) or split tiles; leave sole_visits 0.",
+              a.dq_order, a.grad_dtype, a.accumulate, a.softcap);
+}
+
 // Where dq is summed in order. Behind the sizes and the units, which it reads.
 template <typename C>
 void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k, BwdRowParams* r) {
@@ -132,6 +143,9 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   k->turns = r->turns;
   k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
   r->turns_of_block = reinterpret_cast<int2*>(workspace + w.turns_of_block);
+  r->writes_sole = a.sole_visits;
+  r->summed_blocks = reinterpret_cast<int32_t*>(workspace + w.summed_blocks);
+  k->sole_visits = r->sole_visits = r->summed_blocks + k->query_blocks;
   r->heads_per_section = k->heads_per_section;
   r->passes = C::kPasses;
   r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts * r->split_parts;
@@ -266,6 +280,7 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
   }
   if constexpr (C::kWide)
     if (a.dq_order && k.split_slots > 0) return start_bwd<BwdConfig<T, C::kD, false, true, true, C::kQueries, false>>(a, k, sms);
+  if (a.sole_visits) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries, false, true>>(a, k, sms);
   if (a.dq_order) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kQueries>>(a, k, sms);
   return start_plain_bwd<C>(a, k, sms);
 }
@@ -319,6 +334,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   MAGI_RETURN(check_turn_split<C>(a, remote != nullptr, sms));
+  MAGI_RETURN(check_sole_visits(a, remote != nullptr));
   BwdKernelParams k;
   BwdRowParams r;
   bwd_scalars<C>(a, remote, sms, &k, &r);

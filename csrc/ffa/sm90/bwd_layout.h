@@ -55,6 +55,12 @@ inline int bwd_turn_parts(const magi_ffa_bwd_params& a) {
   return a.dq_order == MAGI_DQ_IN_TURNS && a.split_begin < a.split_end ? a.split_parts : 1;
 }
 
+// Whether dq of a block that has a sole visit can be written at once: visits are counted, and it is rounded, with nothing to be added to. There
+// is no kernel with softcap, nor one that splits tiles.
+inline bool bwd_can_write_sole(const magi_ffa_bwd_params& a) {
+  return a.dq_order != MAGI_DQ_ANY && a.grad_dtype != MAGI_FP32 && !a.accumulate && a.softcap == 0.f && bwd_turn_parts(a) == 1;
+}
+
 // Whether what the caller says is split is a run of tiles, in parts that are a power of two of query heads that are one, too.
 inline bool bwd_is_split_run(const magi_ffa_bwd_params& a) {
   const int group = a.heads_q / a.heads_kv, parts = a.split_parts, heads = parts > 0 ? group / parts : 0;
@@ -172,7 +178,7 @@ BwdList bwd_list_layout(const magi_ffa_bwd_params& a) {
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, turns_of_block, bytes;
+  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, turns_of_block, summed_blocks, bytes;
 };
 
 template <typename C>
@@ -194,7 +200,8 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   const int64_t units = bwd_tiles(a) * kinds * bwd_turn_tables<C>(a, parts, sms);
   w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
   w.turns_of_block = whole_lines(w.turns + (a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * bwd_query_blocks<C>(a) : 0));
-  w.bytes = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);
+  w.summed_blocks = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);
+  w.bytes = w.summed_blocks + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);  // and which have a sole visit
   return w;
 }
 

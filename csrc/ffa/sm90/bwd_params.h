@@ -62,6 +62,9 @@ struct BwdKernelParams {
   BwdCompletion completion;          // only if they are
   // In turns, where some tiles are split: the first unit of those; parts, and query heads of a part, as powers of two.
   int32_t first_split, parts_shift, heads_shift;
+  // In turns, or where whoever comes first stores: of each block, kSoleVisit where its dq is written at once, else 0. dq as (d, token, head).
+  const int32_t* sole_visits;
+  CUtensorMap dq_map;
 };
 
 // The kernels before and after the main one.
@@ -100,6 +103,10 @@ struct BwdRowParams {
   float grad_scale;
   // In turns: ranks whose units are split, in how many parts, 1 if none, and what a block of one takes, in ticks.
   int32_t split_begin, split_end, split_parts, split_ticks;
+  // In turns, or where whoever comes first stores: whether a sole visit of a block writes its dq; of which blocks, as in BwdKernelParams; and
+  // those that are left to the last kernel, whose number is in the workspace.
+  int32_t writes_sole;
+  int32_t *sole_visits, *summed_blocks;
 };
 
 // The kernel that adds up the parts of dk and dv.

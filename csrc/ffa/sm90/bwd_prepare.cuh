@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   start_next_kernel();
   if (number == 0)
-    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads)
+      if (i != kSummedWord) p.workspace[i] = 0;
   if (p.turn_flags != nullptr) {
     if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
     if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {

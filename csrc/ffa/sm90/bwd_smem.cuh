@@ -52,7 +52,7 @@ struct BwdSmem {
   // than the layer's slot on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
-  // Of a step whose dq is added in order: number of its part of dq_sum, kLastShares in the last of a unit.
+  // Of a step whose dq is added in order: number of its part of dq_sum, kLastShares in the last of a unit, kSoleShares.
   __device__ uint32_t told(uint32_t s) const { return base + C::kToldAt + 4 * s; }
   __device__ uint32_t unit_turns(uint32_t s) const { return base + C::kUnitTurnsAt + 4 * s; }  // where a unit's turns are
   // Layers of the unit that are left, of the lane that copies Q, which has no register for it.
@@ -61,6 +61,8 @@ struct BwdSmem {
   __device__ uint32_t through() const { return base + C::kThroughAt; }
   // Whether all rows are known to be prepared; of the lane that copies.
   __device__ uint32_t prepared() const { return base + C::kPreparedAt; }
+  // In order, in its place: kSoleVisit, or 0, of the block at hand; of the lane that copies Q.
+  __device__ uint32_t sole() const { return base + C::kPreparedAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   // Of a share of dq, see kShares; where two lanes add, each has its own that says dq is there.
   __device__ uint32_t dq_full(uint32_t share) const { return bar(12 + 5 * C::kStages + C::kToldSlots + 2 * share); }
@@ -119,8 +121,12 @@ static_assert(kMostHeadParts == 1 << kToldBit && kToldBit + MAGI_WALK_BITS == kS
 
 // What a warpgroup needs to know of a step, in one word: flags, and the slot of the layer.
 constexpr int kMasked = 1, kLayerEnds = 2, kUnitEnds = 4, kLayerSlotBit = 3, kStepHeadBit = 4;
+static_assert(kSoleVisit == 32768 << kStepHeadBit, "behind the head");
 
 // In the number of the block that a share of dq is for: the unit has no more.
 constexpr uint32_t kLastShares = 1u << 31;
+// And, where lanes are told in order, that this is the sole visit of its block: as many blocks as that bit counts are 32 TB of dq.
+constexpr uint32_t kSoleShares = 1u << 30;
+static_assert(kUnitEnds << 29 == static_cast<int>(kLastShares) && kSoleVisit << 11 == kSoleShares, "moved by so many bits");
 
 }  // namespace magi

@@ -12,6 +12,7 @@
 
 #include "../common/scores.cuh"
 #include "../common/copy.cuh"
+#include "bwd_round.cuh"
 #include "bwd_smem.cuh"
 #include "schedule.cuh"
 
@@ -229,8 +230,15 @@ struct StepWorker {
       add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
-  // This warpgroup's share of dq to where the feeding side takes it up.
-  __device__ __forceinline__ void leave_dq(const Dq& dq) const {
+  // This warpgroup's share of dq to where the feeding side takes it up; rounded if this is the sole visit of the block, as tiles of 64 columns.
+  __device__ __forceinline__ void leave_dq(const Dq& dq, int what) const {
+    if (C::kSole && what & kSoleVisit) {
+      const int thread = thread_again() - 128, group = thread / 128;
+      const auto chunk = [&](int i) { return make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); };
+      stage_dq<typename C::T, C::kQueries, C::kDqValues / 4>(smem.dq() + group * C::kDqColumns / 64 * (C::kQueries * 128), chunk, p.grad_scale,
+                                                             thread % 128, group * C::kDqColumns % 64 / 8);
+      return;
+    }
     const uint32_t at = smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
 #pragma unroll
     for (int i = 0; i < C::kDqValues / 4; ++i) sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
@@ -248,12 +256,12 @@ struct StepWorker {
   }
 
   // Both at once, in narrow steps in turns.
-  __device__ __forceinline__ void hand_over_dq(const Dq& dq) const {
+  __device__ __forceinline__ void hand_over_dq(const Dq& dq, int what) const {
     if constexpr (C::kDqOverDs)
       named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
     else
       mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
-    leave_dq(dq);
+    leave_dq(dq, what);
     announce_dq();
   }
 
@@ -328,7 +336,7 @@ struct StepWorker {
     if constexpr (C::kDirectDq)
       add_now(dq, rest, rest_of);
     else
-      hand_over_dq(dq);
+      hand_over_dq(dq, what);
     if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
     if constexpr (!kFlying) {
       wgmma_wait<0>();
@@ -390,7 +398,7 @@ struct StepWorker {
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.slot));
     if (elect_one()) mbar_arrive(smem.ds_empty());
-    leave_dq(dq);
+    leave_dq(dq, what);
     if (C::kShares == 2 && elect_one()) sts_int(smem.dq_number(part), number);
     if (what & kLayerEnds && elect_one()) mbar_arrive(smem.layer_empty(what >> kLayerSlotBit & 1));
     const uint32_t slot = ring.slot;

@@ -34,6 +34,8 @@
 //
 // Where a tile visits a block in more than one layer there is no such time either: then the order is that of the ranks.
 //
+// Where a block has a sole visit there is nothing to sum: the main kernel rounds its dq and writes it, and the last kernel never sees it.
+//
 // With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
 // handed out as above all the same, and additions counted, for the last kernel.
 //
@@ -68,6 +70,14 @@ __device__ __forceinline__ uint64_t visits_of(const BwdRowParams& p, int tile, i
     break;
   }
   return time << 16 | min(count, 0xffffu);
+}
+
+// One thread: so many visits add to a block, the last of them expected `last`. Unless a sole one writes dq itself the last kernel has to.
+__device__ __forceinline__ void tell_turns(const BwdRowParams& p, int block, int turns, int last) {
+  const bool is_sole = p.writes_sole && turns == 1;
+  p.turns_of_block[block] = make_int2(turns, last);
+  p.sole_visits[block] = is_sole ? kSoleVisit : 0;
+  if (!is_sole) p.summed_blocks[atomicAdd(p.workspace + kSummedWord, 1)] = block;
 }
 
 // A whole CTA: the turns at one block of queries of all units of a section that starts as `table` says. Units of the same heads and pass are
@@ -109,7 +119,7 @@ __device__ void assign_turns(const BwdRowParams& p, int block, int table) {
         for (int j = i; j < here; j += width) before[i] += visits[j] & 0xffff;
       __syncthreads();
     }
-    if (table == 0 && kind == 0 && threadIdx.x == 0) p.turns_of_block[block] = make_int2(before[0], last);
+    if (table == 0 && kind == 0 && threadIdx.x == 0) tell_turns(p, block, before[0], last);
   }
 }
 
@@ -128,7 +138,7 @@ __device__ void count_turns(const BwdRowParams& p, int block) {
     atomicMax(&last, static_cast<int>(min(mine >> 16, static_cast<uint64_t>(0xfffff))));
   }
   __syncthreads();
-  if (threadIdx.x == 0) p.turns_of_block[block] = make_int2(count, last);
+  if (threadIdx.x == 0) tell_turns(p, block, count, last);
 }
 
 }  // namespace magi

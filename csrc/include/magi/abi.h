@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 11
+#define MAGI_ABI_VERSION 12
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -218,7 +218,9 @@ typedef struct {
   int32_t split_begin, split_end, split_parts; /* MAGI_DQ_IN_TURNS and 80: the query heads of the tiles from split_begin to before
                             split_end, in the order of the plan, are shared out among so many units, 2, 4 or 8, each of 1, 2, 4 ...
                             heads; none: 0. Not with magi_ffa_bwd_remote, nor where those of all tiles are shared out */
-  int32_t reserved;      /* 0 */
+  int32_t sole_visits;   /* 1: where a sole layer of a sole tile visits a block of queries its dq is written at once, not by way of the sum:
+                            the same bits. Faster from a tenth of the blocks on, else slower. Not with MAGI_DQ_ANY, softcap, split
+                            tiles, accumulate, grad_dtype MAGI_FP32 or magi_ffa_bwd_remote */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a block of queries has a sole visit dq is rounded and written by the main kernel: the same bits as by way of
+the sum in float32, which is never written there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backward_oracle import assert_grads, make_dout, options_of, seen, truth
+from forward_oracle import Inputs, make_inputs
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    differentiate,
+    each_dtype,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    poisoned_like,
+    pytestmark,
+)
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.hand_out import sole_share
+from magi_attention.kernels.query_block import Steps
+from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.types import Grads
+from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing import masks
+
+COUNTERS = 128  # bytes at the start of the workspace
+
+
+def documents(length: int, kind: int, total: int) -> SliceTable:
+    return masks.varlen([*range(0, total, length), total], kind)
+
+
+MASKS = {
+    "documents of 64": lambda n: documents(64, 0, n),
+    "causal documents of 128": lambda n: documents(128, 1, n),
+    "causal documents of 300": lambda n: documents(300, 1, n),
+    "uneven documents": lambda n: masks.varlen([0, 1, 70, 71, 200, 263, 330, n - 60, n], 0),
+    "causal": masks.causal,
+    "window": lambda n: masks.sliding_window(n, 60),
+    "a part sees nothing": lambda n: SliceTable([[10, 75, 3, 40, 0], [150, 400, 128, 200, 1]]),
+    "two layers of a tile": lambda n: SliceTable([[0, 64, 0, 20, 0], [0, 64, 30, 50, 0], [64, 300, 20, 60, 0]]),
+}
+DIMS = ((64, 64), (48, 64), (128, 128), (72, 120), (64, 128), (256, 256), (200, 136))
+
+
+def steps(queries: int, dims: tuple[int, int], in_turns: bool) -> Steps:
+    is_wide = queries == 80 and 64 < max(dims) <= 128
+    return Steps(80 if is_wide else 64, 0, first_stores=not in_turns, sole_visits=True)
+
+
+def sole_blocks(x: Inputs, queries: int) -> torch.Tensor:
+    """(blocks,) bool, counted row by row: of all tiles of 128 keys only one has a key that is seen from the block."""
+    table = torch.zeros(-(-len(x.q) // queries), -(-len(x.k) // 128), dtype=torch.bool)
+    for q0, q1, k0, k1, kind in x.slices.array.tolist():
+        for q in range(q0, q1):
+            first = k0 + (q - q0 if kind & 2 else 0)
+            end = k1 - (q1 - 1 - q if kind & 1 else 0)
+            if first < end:
+                table[q // queries, first // 128 : (end - 1) // 128 + 1] = True
+    return table.sum(1) == 1
+
+
+def by_way_of_the_sum(x: Inputs, dout: torch.Tensor, in_turns: bool) -> Grads:
+    """In float32, which the main kernel never writes, and rounded here."""
+    ffa, options = FfaBackend(), replace(options_of(x), deterministic=in_turns)
+    out, lse = forward(x, ffa)
+    found = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options)
+    return Grads(*(g.to(x.q.dtype) for g in (found.dq, found.dk, found.dv)))
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    def chosen(queries: int, dims: tuple[int, int], in_turns: bool) -> None:
+        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps(queries, dims, in_turns))
+
+    return chosen
+
+
+@each_dtype
+@pytest.mark.parametrize("queries", (64, 80))
+@pytest.mark.parametrize("name", MASKS)
+def test_the_same_bits_as_by_way_of_the_sum(name, queries, dtype, choose):
+    """In turns for all blocks; with whoever comes first storing, which has no order, for those of a sole visit."""
+    for dims in DIMS:
+        for total, heads in ((1337, (8, 2)), (450, (5, 1)), (401, (3, 3))):
+            x = make_inputs(0, MASKS[name](total), total, total, heads, dims, dtype, DEVICE)
+            dout, note = make_dout(x), (name, queries, dims, total, heads)
+            is_sole = sole_blocks(x, queries)
+            rows = is_sole.repeat_interleave(queries)[:total].to(DEVICE)
+            for in_turns in (True, False):
+                choose(queries, dims, in_turns)
+                got, want = differentiate(x, dout, deterministic=in_turns), by_way_of_the_sum(x, dout, in_turns)
+                wanted = torch.ones_like(rows) if in_turns else rows
+                assert torch.equal(got.dq[wanted], want.dq[wanted]), note
+                assert torch.equal(got.dk, want.dk) and torch.equal(got.dv, want.dv), note
+            assert_grads(x, got, truth(x, dout), note)
+
+
+@pytest.mark.parametrize("in_turns", (True, False))
+@pytest.mark.parametrize("queries, dim", ((64, 64), (64, 128), (80, 128), (64, 256)))
+def test_their_sum_is_never_written(queries, dim, in_turns, choose, monkeypatch):
+    """Memory of a workspace that was all ones still is, for blocks of a sole visit and for no others that are seen."""
+    made: list[torch.Tensor] = []
+
+    def watched(like: torch.Tensor) -> torch.Tensor:
+        made.append(poisoned_like(like))
+        return made[-1]
+
+    monkeypatch.setattr(ffa_bwd, "_empty_like", watched)
+    dims, total, heads = (dim, dim), 1300, (8, 2)
+    choose(queries, dims, in_turns)
+    x = make_inputs(1, documents(300, 1, total), total, total, heads, dims, device=DEVICE)
+    differentiate(x, make_dout(x), deterministic=in_turns)
+    torch.cuda.synchronize()
+    workspace = max((t for t in made if t.dtype == torch.uint8), key=torch.numel)
+    blocks = -(-total // queries)
+    begin = COUNTERS + 4 * 2 * queries * blocks * heads[0]
+    size = 4 * queries * dim * blocks * heads[0]
+    sums = workspace[begin : begin + size].view(heads[0], blocks, -1)
+    is_written = (sums != 255).any(2)
+    is_sole, sees = sole_blocks(x, queries), seen(x)[0].cpu()
+    assert 0.1 < is_sole.float().mean() < 0.9, "a mask with both"
+    has_pairs = torch.nn.functional.pad(sees, (0, blocks * queries - total)).view(blocks, queries).any(1)
+    assert torch.equal(is_written.cpu(), (has_pairs & ~is_sole).expand(heads[0], -1))
+
+
+@pytest.mark.parametrize("queries", (64, 80))
+def test_the_share_is_that_of_the_kernels(queries):
+    """What the choice of steps counts layer by layer is what there is, where no tile has two layers at a block."""
+    for name in ("documents of 64", "causal documents of 128", "causal documents of 300", "causal", "window"):
+        x = make_inputs(0, MASKS[name](1337), 1337, 1337, (1, 1), (8, 8), device=DEVICE)
+        plan = TilePlan.of_table(x.slices, 1337, 1337, 128, 2, is_transposed=True)
+        assert sole_share(plan, queries) == pytest.approx(sole_blocks(x, queries).float().mean().item()), name
+
+
+def test_what_cannot_be_written_is_refused(monkeypatch):
+    few, many = (
+        make_inputs(2, masks.causal(total), total, total, heads, (128, 128), device=DEVICE)
+        for total, heads in ((300, (4, 2)), (1337, (96, 24)))  # of the second, tiles may be split
+    )
+
+    def error_of(found: Steps, problem: Inputs, **options) -> str:
+        dout = make_dout(problem)
+        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: found)
+        with pytest.raises(ContractError) as info:
+            differentiate(problem, dout, **options)
+        return str(info.value)
+
+    for found, problem, options in (
+        (Steps(64, 0, sole_visits=True), few, {}),  # nothing is counted
+        (Steps(64, 0, first_stores=True, sole_visits=True), replace(few, softcap=20.0), {}),
+        (Steps(80, 0, split=Split(0, 2, 2), sole_visits=True), many, {"deterministic": True}),
+    ):
+        assert "leave sole_visits 0" in error_of(found, problem, **options), found
