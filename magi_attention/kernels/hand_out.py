@@ -28,7 +28,7 @@ def fewest_whole(processors: int) -> int:
 class TileSteps(NamedTuple):
     """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
 
-    ``sole``: of steps of 64 and of 80, the part of the blocks of queries with one visit, whose dq may be written soon.
+    ``sole``: by the queries of a step, the part of the blocks with one visit, whose dq may be written at once.
     """
 
     narrow: np.ndarray

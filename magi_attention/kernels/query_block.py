@@ -110,17 +110,12 @@ def steps_of(
     found = kept.get(key)
     if found is None:
         found = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
-        if not is_remote and _has_sole_visits(found, slices, q_shape[0], keys, options):
-            found = found._replace(sole_visits=True)
+        is_counted = options.deterministic or found.first_stores
+        if is_counted and not (is_remote or options.softcap or found.split != NONE or not slices.area):
+            share = tile_steps(slices, q_shape[0], keys).sole[found.query_block]
+            found = found._replace(sole_visits=share >= _LEAST_SOLE)
         kept[key] = found
     return found
-
-
-def _has_sole_visits(found: Steps, slices: SliceTable, queries: int, keys: int, options: AttnOptions) -> bool:
-    is_counted = options.deterministic or found.first_stores
-    if not is_counted or options.softcap or found.split != NONE or not slices.area:
-        return False
-    return tile_steps(slices, queries, keys).sole[found.query_block] >= _LEAST_SOLE
 
 
 def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
@@ -140,7 +135,7 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
     seen = slices.area / max(q_shape[0], 1)
     is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
-    if is_by_document or (seen <= stores.most and _has_sole(case, stores.least_sole)):
+    if is_by_document or (seen <= stores.most and case.sole_share >= stores.least_sole):
         return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
     if found.query_block == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
         return found._replace(by_document=True)
@@ -159,7 +154,17 @@ class _Case(NamedTuple):
 
     @property
     def dim(self) -> int:
-        return max(self.q_shape[2], self.v_shape[2])
+        """As kernels pad it."""
+        return next((n for n in (64, 128) if n >= max(self.q_shape[2], self.v_shape[2])), 256)
+
+    @property
+    def sum_bytes(self) -> int:
+        return 4 * self.q_shape[0] * self.q_shape[1] * self.dim
+
+    @property
+    def sole_share(self) -> float:
+        """Of the blocks of 64 queries."""
+        return tile_steps(self.slices, self.q_shape[0], self.keys).sole[NARROW]
 
     @property
     def is_whole(self) -> bool:
@@ -171,20 +176,16 @@ class _Case(NamedTuple):
 
 
 def _stores_of(case: _Case) -> _Stores:
-    (total, heads, _), padded = case.q_shape, 64 if case.dim <= 64 else 128 if case.dim <= 128 else 256
-    if padded == 128 and case.is_whole and heads >= _LEAST_GROUP * case.v_shape[1]:
+    """What was measured of calls of the kind."""
+    if case.dim == 128 and case.is_whole and case.q_shape[1] >= _LEAST_GROUP * case.v_shape[1]:
         return _OF_MANY if case.is_many else _OF_FEW
-    if 4 * padded * total * heads < _LEAST_SUM:
+    if case.sum_bytes < _LEAST_SUM:
         return _NEVER
     if case.is_whole:
-        return {64: _OF_DIM_64, 128: _OF_SMALL_GROUPS, 256: _OF_DIM_256}[padded]
-    if padded != 128:
+        return {64: _OF_DIM_64, 128: _OF_SMALL_GROUPS, 256: _OF_DIM_256}[case.dim]
+    if case.dim != 128:
         return _NEVER
-    return _OF_FEW_KEYS if total >= _FEW_KEYS * case.keys else _OF_PARTS
-
-
-def _has_sole(case: _Case, least: float) -> bool:
-    return least <= 0.0 or tile_steps(case.slices, case.q_shape[0], case.keys).sole[NARROW] >= least
+    return _OF_FEW_KEYS if case.q_shape[0] >= _FEW_KEYS * case.keys else _OF_PARTS
 
 
 def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
@@ -207,9 +208,9 @@ def _is_by_document_in_turns(case: _Case) -> bool:
     if _gain_by_document(case) > _LEAST_BY_DOCUMENT:
         return True
     shape = _shape_of(case)
-    if shape.group > LARGE_SECTIONS or case.dim <= 64:
+    if shape.group > LARGE_SECTIONS or case.dim == 64:
         return False
-    heads = heads_per_section_in_turns(-(-case.keys // TILE), shape, 1, 2 if case.dim > 128 else 1)
+    heads = heads_per_section_in_turns(-(-case.keys // TILE), shape, 1, 2 if case.dim == 256 else 1)
     return _gain_by_document(case, heads) > _LEAST_OF_LARGE_SECTIONS
 
 

@@ -24,11 +24,9 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels import ffa_bwd
 from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.hand_out import sole_share
 from magi_attention.kernels.query_block import Steps
 from magi_attention.kernels.split_tiles import Split
 from magi_attention.kernels.types import Grads
-from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 
 COUNTERS = 128  # bytes at the start of the workspace
@@ -130,15 +128,6 @@ def test_their_sum_is_never_written(queries, dim, in_turns, choose, monkeypatch)
     assert 0.1 < is_sole.float().mean() < 0.9, "a mask with both"
     has_pairs = torch.nn.functional.pad(sees, (0, blocks * queries - total)).view(blocks, queries).any(1)
     assert torch.equal(is_written.cpu(), (has_pairs & ~is_sole).expand(heads[0], -1))
-
-
-@pytest.mark.parametrize("queries", (64, 80))
-def test_the_share_is_that_of_the_kernels(queries):
-    """What the choice of steps counts layer by layer is what there is, where no tile has two layers at a block."""
-    for name in ("documents of 64", "causal documents of 128", "causal documents of 300", "causal", "window"):
-        x = make_inputs(0, MASKS[name](1337), 1337, 1337, (1, 1), (8, 8), device=DEVICE)
-        plan = TilePlan.of_table(x.slices, 1337, 1337, 128, 2, is_transposed=True)
-        assert sole_share(plan, queries) == pytest.approx(sole_blocks(x, queries).float().mean().item()), name
 
 
 def test_what_cannot_be_written_is_refused(monkeypatch):

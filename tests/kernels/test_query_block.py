@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from magi_attention.common.mask import Mask
-from magi_attention.common.slices import SliceTable
+from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.kernels import AttnOptions, hand_out, query_block
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
@@ -170,9 +170,9 @@ def test_few_keys():
 
 
 def test_many_keys():
-    """It is the keys that a query sees that count: keys of other ranks see few queries each."""
-    found = choose_few(2048, 16384, rows=[[0, 2048, 0, 16384, 0]])
-    assert found == WIDE and 2048 < 3600
+    """It is the keys that a query sees that count, 3,600 at most, and not the queries that a key sees, 2,048 here."""
+    assert choose_few(2048, 16384, heads=(64, 16)) == WIDE
+    assert choose_few(2048, 3500, heads=(64, 16)) == storing(WIDE)
 
 
 def causal_documents(length: int, total: int) -> Mask:
@@ -193,6 +193,20 @@ def test_sole_visits():
     assert not cleared.first_stores and not cleared.sole_visits
     assert not choose(documents(256, 8192), 8192).sole_visits  # two tiles at each block
     assert not choose(Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, in_turns=True).sole_visits  # tiles are split
+
+
+@pytest.mark.parametrize("queries", (64, 80))
+@pytest.mark.parametrize("total", (1337, 2048))
+def test_the_share_of_sole_visits(queries, total):
+    """Pair by pair: of all tiles of 128 keys, one has a key that some query of the block sees."""
+    windows = [Mask.sliding_window(total, window) for window in ((59, 0), (9, 70))]
+    packed = [Mask.varlen([*range(0, total, n), total], causal=c) for n in (64, 100, 300) for c in (False, True)]
+    for mask in (*packed, *windows, Mask.causal(total), Mask.full(total)):
+        q, k = np.nonzero(to_dense(mask.slices.array, total, total))
+        pairs = np.unique(np.column_stack([q // queries, k // 128]), axis=0)
+        visits = np.bincount(pairs[:, 0], minlength=-(-total // queries))
+        found = hand_out.tile_steps(mask.slices, total, total).sole[queries]
+        assert found == pytest.approx((visits == 1).mean()), (mask.name, mask.slices.array[:3])
 
 
 def test_one_document_after_the_other():

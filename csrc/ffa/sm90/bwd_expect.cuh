@@ -18,7 +18,10 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
   const int* order = p.plan + reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_order;
   int32_t* costs = p.order + 1;
-  if (threadIdx.x == 0) bands = others = visits_twice = p.workspace[kSummedWord] = 0;
+  if (threadIdx.x == 0) {
+    bands = others = visits_twice = 0;
+    p.workspace[kSummedWord] = 0;
+  }
   __syncthreads();
   for (int rank = threadIdx.x; rank < p.num_tiles; rank += kThreads) {
     const int2 layers = layers_of_tile(p.plan, order[rank]);

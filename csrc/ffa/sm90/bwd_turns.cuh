@@ -34,7 +34,8 @@
 //
 // Where a tile visits a block in more than one layer there is no such time either: then the order is that of the ranks.
 //
-// Where a block has a sole visit there is nothing to sum: the main kernel rounds its dq and writes it, and the last kernel never sees it.
+// Where a block has a sole visit there is nothing to sum: if that is asked for, the main kernel rounds its dq and writes it, and the last
+// kernel never sees it.
 //
 // With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
 // handed out as above all the same, and additions counted, for the last kernel.
