@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
@@ -38,7 +39,12 @@ _LONG_OF_FEW = 1950
 _LONGER_THAN_HALVES = 3072  # the same, from which on wide steps are faster than halves of the heads
 _MANY_UNITS = 3  # for each multiprocessor, from which on units are not listed
 _LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
-_LEAST_OF_LARGE_SECTIONS = 0.5  # the same in turns, over the larger sections of one or two query heads in a unit
+# The same in turns, over the larger sections of one or two query heads in a unit.
+_LEAST_OF_OTHERS = 0.2  # than causal documents
+_ANY = -0.9  # if it can be told
+_SHORT_OF_TWO = 2000  # keys that a query sees on average, up to which it may be anything with two query heads
+_FEW_OF_ONE = 5  # units for each multiprocessor, the same with one
+_CAUSAL = AttnMaskType.CAUSAL.to_int_type()
 
 
 class _Stores(NamedTuple):
@@ -205,13 +211,23 @@ def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
 def _is_by_document_in_turns(case: _Case) -> bool:
     """With one or two query heads in a unit sections are larger than else, and L2 keeps less of them; with head dims up
     to 64, where a step is short, units of one document that wait for each other would cost more than that."""
-    if _gain_by_document(case) > _LEAST_BY_DOCUMENT:
-        return True
     shape = _shape_of(case)
     if shape.group > LARGE_SECTIONS or case.dim == 64:
-        return False
+        return _gain_by_document(case) > _LEAST_BY_DOCUMENT
     heads = heads_per_section_in_turns(-(-case.keys // TILE), shape, 1, 2 if case.dim == 256 else 1)
-    return _gain_by_document(case, heads) > _LEAST_OF_LARGE_SECTIONS
+    return _gain_by_document(case, heads) > _least_of_few_heads(case, shape.group)
+
+
+def _least_of_few_heads(case: _Case, group: int) -> float:
+    """What one document after the other has to gain. Tiles of causal documents wait for each other less if they come
+    one after the other, which the estimate does not count: so mostly it may be anything."""
+    if (case.slices.array[:, 4] != _CAUSAL).any():
+        return _LEAST_OF_OTHERS
+    if case.is_many and case.dim == 256:
+        return _ANY
+    if case.is_many and group == 2 and case.slices.area < _SHORT_OF_TWO * case.q_shape[0]:
+        return _ANY
+    return _ANY if case.is_many and case.units <= _FEW_OF_ONE * case.processors and group == 1 else _LEAST_BY_DOCUMENT
 
 
 def _shape_of(case: _Case) -> UnitShape:

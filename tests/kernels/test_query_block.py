@@ -229,15 +229,24 @@ def test_one_document_after_the_other():
     assert not choose(causal_documents(512, 2048), 2048, heads=(64, 8)).by_document
 
 
-def test_in_turns_larger_sections_count():
-    """Of one or two query heads in a unit; what they keep of L2 is less than else, so short documents gain."""
+def test_in_turns_documents_of_few_heads():
+    """Of one or two query heads in a unit sections are larger, so less of them stays in L2; and causal documents wait
+    for each other less one after the other: if units are few, with two query heads, or with head dim 256."""
     short, long = causal_documents(512, 8192), causal_documents(2048, 8192)
+
+    def is_by_document(mask: Mask, heads: tuple[int, int], dim: int = 128) -> bool:
+        return choose(mask, mask.total_q, in_turns=True, heads=heads, dim=dim).by_document
+
     for heads in ((16, 16), (32, 16), (8, 8)):
-        assert choose(short, 8192, in_turns=True, heads=heads).by_document, heads
-        assert not choose(long, 8192, in_turns=True, heads=heads).by_document, heads
-    assert choose(short, 8192, in_turns=True, heads=(16, 16), dim=256).by_document
-    assert not choose(short, 8192, in_turns=True, heads=(16, 16), dim=64).by_document
-    assert not choose(causal_documents(4096, 65536), 65536, in_turns=True, heads=(16, 16)).by_document
+        assert is_by_document(short, heads), heads
+    for heads, expected in (((32, 16), True), ((8, 8), True), ((16, 16), False), ((64, 8), False)):
+        assert is_by_document(long, heads) == expected, heads
+        assert not is_by_document(documents(2048, 8192), heads), heads
+    assert is_by_document(short, (16, 16), 256) and is_by_document(long, (16, 16), 256)
+    assert not is_by_document(short, (16, 16), 64)
+    longer = causal_documents(4096, 65536)  # keys that a query sees: 2,048
+    assert not is_by_document(longer, (16, 16)) and not is_by_document(longer, (32, 16))
+    assert not is_by_document(Mask.causal(8192), (16, 16), 256)
 
 
 def test_the_gain_is_told_once(monkeypatch):

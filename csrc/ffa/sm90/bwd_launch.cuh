@@ -301,17 +301,18 @@ magi_status start_listed_rows(const magi_ffa_bwd_params& a, const BwdRowParams& 
 
 // What comes before the main kernel: the rows of queries, and beside them a CTA that plans the turns or lists the units.
 template <typename C>
-magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, const BwdRowParams& r, dim3 rows, bool beside) {
-  const auto prepare = bwd_prepare<typename C::T, C::kQueries>;
+magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, const BwdRowParams& r, bool beside) {
+  using T = typename C::T;
   const char* doing = "launching the start of the backward";
   if constexpr (C::kD == 128)
     if (r.units != nullptr) {
       MAGI_RETURN(launch_rows(bwd_list<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the list of units"));
       return start_listed_rows<C>(a, r, k.do_map, doing);
     }
-  if (!a.dq_order) return launch_rows(prepare, rows, beside, a.stream, r, doing);
+  const dim3 rows(k.query_blocks, k.heads_q + (a.dq_order ? 1 : 0));
+  if (!a.dq_order) return launch_rows(bwd_prepare<T, C::kQueries, false>, rows, beside, a.stream, r, doing);
   MAGI_RETURN(launch_rows(bwd_expect<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the plan of the turns"));
-  return launch_rows(prepare, rows, true, a.stream, r, doing);
+  return launch_rows(bwd_prepare<T, C::kQueries, true>, rows, true, a.stream, r, doing);
 }
 
 template <typename C>
@@ -339,10 +340,9 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   BwdRowParams r;
   bwd_scalars<C>(a, remote, sms, &k, &r);
   MAGI_RETURN(bwd_maps<C>(a, remote, &k));
-  const dim3 rows(k.query_blocks, k.heads_q);
   // Beside the push of remote keys, which holds its multiprocessors already; else behind whatever comes before.
   const bool beside = remote != nullptr;
-  MAGI_RETURN(start_rows<C>(a, k, r, rows, beside));
+  MAGI_RETURN(start_rows<C>(a, k, r, beside));
   MAGI_RETURN(start_variant<C>(a, k, sms));
   const char* doing = "launching the end of the backward";
   if (a.dq_order) {
@@ -358,7 +358,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
     if (r.units != nullptr)
       return launch_last(a, bwd_finish_listed<T, C::kQueries>, dim3(finish_listed_ctas(C::kQueries) * sms),
                          BwdFinishParams{r, split_join_params(a, k), k.group / kSplitParts}, doing);
-  return launch_last(a, bwd_finish<T, C::kQueries>, rows, r, doing);
+  return launch_last(a, bwd_finish<T, C::kQueries>, dim3(k.query_blocks, k.heads_q), r, doing);
 }
 
 // Calls `run` with the configuration for a call.

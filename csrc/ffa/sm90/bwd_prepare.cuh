@@ -59,27 +59,34 @@ __device__ __forceinline__ void write_row(const BwdRowParams& p, int64_t number,
   if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
 }
 
-// One CTA per head and block of queries.
-template <typename T, int kQueries>
-__global__ void __launch_bounds__(kRowThreads, 6) bwd_prepare(const BwdRowParams p) {
-  const int block = blockIdx.x, head = blockIdx.y;
-  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
+// A whole CTA: the visits of a block, when it is known which order fits the plan.
+template <int kThreads, int kQueries>
+__device__ __forceinline__ void count_visits(const BwdRowParams& p, int block) {
+  wait_for_kernel_before();
+  if (p.first_stores)
+    count_turns<kThreads, kQueries>(p, block);
+  else
+    for (int table = 0; table < (p.order[0] & kLaterTurns ? 2 : 1); ++table) assign_turns<kThreads, kQueries>(p, block, table);
+}
+
+// One CTA per head and block of queries. If visits to blocks are counted, ahead of those one per block that does it, and assigns the turns:
+// it waits for the simulation of the hand-out, while the others are at the rows. That takes more registers.
+template <typename T, int kQueries, bool kCounts>
+__global__ void __launch_bounds__(kRowThreads, kCounts ? 5 : 6) bwd_prepare(const BwdRowParams p) {
+  const int block = blockIdx.x, head = blockIdx.y - (kCounts ? 1 : 0);
   start_next_kernel();
+  if constexpr (kCounts)
+    if (head < 0) {
+      if (bwd_plan_fits(p.plan, p.total_q, p.total_k)) count_visits<kRowThreads, kQueries>(p, block);
+      return;
+    }
+  const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   if (number == 0)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads)
       if (i != kSummedWord) p.workspace[i] = 0;
-  if (p.turn_flags != nullptr) {
-    if (threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
-    if (head == 0 && bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
-      wait_for_kernel_before();
-      if (p.first_stores)
-        count_turns<kRowThreads, kQueries>(p, block);
-      else
-        for (int table = 0; table < (p.order[0] & kLaterTurns ? 2 : 1); ++table) assign_turns<kRowThreads, kQueries>(p, block, table);
-    }
-  }
+  if (kCounts && threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * dq_block_floats(kQueries));
-  if (p.turn_flags == nullptr)
+  if (!kCounts)
     for (int i = threadIdx.x; i < p.dim_blocks * dq_block_floats(kQueries) / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int row = threadIdx.x / 8; row < kQueries; row += kRowThreads / 8) {
