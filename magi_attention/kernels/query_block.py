@@ -133,9 +133,7 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
         return Steps(WIDE if wide else NARROW, 0)
 
     found = by_rounding(options.deterministic)
-    if is_remote:
-        return found
-    case = _Case(q_shape, v_shape, slices, keys, processors, units)
+    case = _Case(q_shape, v_shape, slices, keys, is_remote, processors, units)
     if options.deterministic:
         return _in_turns(case, found, has_wide)
     stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
@@ -155,6 +153,7 @@ class _Case(NamedTuple):
     v_shape: tuple[int, ...]
     slices: SliceTable
     keys: int
+    is_remote: bool
     processors: int
     units: int
 
@@ -182,7 +181,9 @@ class _Case(NamedTuple):
 
 
 def _stores_of(case: _Case) -> _Stores:
-    """What was measured of calls of the kind."""
+    """What was measured of calls of the kind. With keys of other ranks tiles are always whole."""
+    if case.is_remote and not case.is_whole:
+        return _NEVER
     if case.dim == 128 and case.is_whole and case.q_shape[1] >= _LEAST_GROUP * case.v_shape[1]:
         return _OF_MANY if case.is_many else _OF_FEW
     if case.sum_bytes < _LEAST_SUM:
@@ -195,8 +196,8 @@ def _stores_of(case: _Case) -> _Stores:
 
 
 def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
-    if case.is_many:
-        return found._replace(by_document=_is_by_document_in_turns(case))
+    if case.is_many or case.is_remote:
+        return found._replace(by_document=case.is_whole and _is_by_document_in_turns(case))
     if case.is_whole and has_wide and can_split(case.q_shape[1] // case.v_shape[1]):
         split = split_in_turns(case.slices, case.q_shape, case.v_shape, case.processors, found.query_block)
         if split != NONE:

@@ -18,7 +18,7 @@ from places import NEEDS_A_GPU, places
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import query_block
+from magi_attention.kernels import ffa_bwd, query_block
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -74,6 +74,16 @@ def errors_of(got, plain, truth, slacks) -> list[float]:
         mine, theirs = float((a - t).abs().max()), float((b - t).abs().max())
         found.append(mine / (max(theirs, 1e-3 * scale) + slack / 2))
     return found
+
+
+def steps_as(stores: bool, by_document: bool):
+    """Instead of ``steps_of``: the same steps, but where whoever comes first is to store, or documents are to come one
+    after the other, whatever the mask."""
+
+    def steps_of(*call) -> query_block.Steps:
+        return query_block.steps_of(*call)._replace(first_stores=stores, by_document=by_document)
+
+    return steps_of
 
 
 def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
@@ -133,9 +143,13 @@ def run(q, k, v, dout, sink, key):
     return results
 
 
-def random_cases(rank: int, world: int, dtype: torch.dtype, seeds: range) -> list[tuple[int, list[float]]]:
+def random_cases(
+    rank: int, world: int, dtype: torch.dtype, seeds: range, stores: bool = False
+) -> list[tuple[int, list[float]]]:
     found = []
     for seed in seeds:
+        if stores:
+            ffa_bwd.steps_of = steps_as(True, by_document=seed // 2 % 2 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, dtype, fused=True)
         got = run(q, k, v, dout, sink, key)
         if rank == 0:
@@ -156,6 +170,15 @@ def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dty
         assert max(errors) <= 2.0, f"seed {seed}: {errors}"
 
 
+@pytest.mark.parametrize("world, backend", places(2, 4))
+def test_whoever_comes_first_stores(world: int, backend: str) -> None:
+    """As for long packs of documents; half of the seeds one document after the other."""
+    results = run_processes(world, random_cases, torch.bfloat16, range(24), True, timeout_s=240, backend=backend)
+    for seed, errors in results[0]:
+        print("seed", seed, [f"{e:.2f}" for e in errors])
+        assert max(errors) <= 2.0, f"seed {seed}: {errors}"
+
+
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
@@ -166,12 +189,15 @@ def differs(name: str, a: torch.Tensor, b: torch.Tensor, is_deterministic: bool 
     return not torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-3 * float(a.abs().max()))
 
 
-def repeated(rank: int, world: int, is_deterministic: bool, fused: bool) -> list[str]:
-    """The same cases many times beside other work. Turns that are not released show in a quarter of the masks."""
+def repeated(rank: int, world: int, is_deterministic: bool, fused: bool, stores: bool = False) -> list[str]:
+    """The same cases many times beside other work. Turns that are not released show in a quarter of the masks. In one
+    launch every third is taken up by document."""
     faults = []
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
     for seed in SEEDS_IN_TURNS if is_deterministic and fused else (1, 3, 4, 5, 7):
+        if fused and (is_deterministic or stores):
+            ffa_bwd.steps_of = steps_as(stores, by_document=seed % 3 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=fused)
         first = run(q, k, v, dout, sink, key)
         for i in range(100 // 5):
@@ -188,7 +214,12 @@ def repeated(rank: int, world: int, is_deterministic: bool, fused: bool) -> list
 
 
 SEEDS_IN_TURNS = range(24)
-MODES = {"one launch": (False, True), "one launch, deterministic": (True, True), "stages, deterministic": (True, False)}
+MODES = {
+    "one launch": (False, True),
+    "one launch, whoever comes first stores": (False, True, True),
+    "one launch, deterministic": (True, True),
+    "stages, deterministic": (True, False),
+}
 
 
 @pytest.mark.parametrize("world, backend", places(2, 4))

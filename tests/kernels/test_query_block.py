@@ -278,17 +278,35 @@ def test_steps_are_counted_once(monkeypatch):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("local, is_uneven, steps", ((4096, False, WIDE), (1024, True, NARROW)))
-def test_keys_of_other_ranks_count(local, is_uneven, steps):
-    """A quarter of the keys is local: alone they would be few units. Heads are never halved there."""
-    remote = 3 * local
-    starts = range(0, local, 64 if is_uneven else local)
-    rows = [[a, min(a + starts.step, local), local, local + remote, 0] for a in starts]
-    if is_uneven:
-        rows = [[a, b, local + 3 * a, local + 3 * b, 0] for a, b, *_ in rows]
-    slices = SliceTable(np.array([[0, local, 0, local, 1], *rows]))
-    mask = RemoteMask(slices, local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3])))
-    shapes = (local, 64, 128), (local, 8, 128)
-    for in_turns in (False, True):
-        options = AttnOptions(0.3, deterministic=in_turns)
-        assert steps_of(*shapes, RemoteKeys(mask, b""), options, PROCESSORS) == steps
+def of_ranks(local: int, rows: list[list[int]], remote: int, heads=(64, 8)) -> list[Steps]:
+    """Steps of a rank with so many keys of others behind its own, by default and in turns."""
+    mask = RemoteMask(
+        SliceTable(np.array(rows)), local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3]))
+    )
+    shapes = (local, heads[0], 128), (local, heads[1], 128)
+    options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]
+    return [steps_of(*shapes, RemoteKeys(mask, b""), o, PROCESSORS) for o in options]
+
+
+def test_keys_of_other_ranks_count():
+    """A quarter of the keys is local: alone they would be few units. Heads are never shared out there, nor tiles
+    split, and no kernel lists units."""
+    long = [[0, 4096, 0, 4096, 1], [0, 4096, 4096, 16384, 0]]
+    assert of_ranks(4096, long, 3 * 4096) == [WIDE, WIDE]
+    uneven = [[a, a + 64, 1024 + 3 * a, 1024 + 3 * (a + 64), 0] for a in range(0, 1024, 64)]
+    stores, turns = of_ranks(1024, [[0, 1024, 0, 1024, 1], *uneven], 3 * 1024)
+    assert stores._replace(by_document=False) == storing(NARROW) and turns._replace(by_document=False) == NARROW
+    assert of_ranks(1024, [[0, 1024, 0, 1024, 1], *uneven], 1024, heads=(64, 4)) == [NARROW, NARROW]  # heads would be
+
+
+def test_documents_beside_keys_of_other_ranks():
+    """Halves of causal documents of 2,048: their first half is another rank's. As if all keys were local."""
+    documents = [
+        [[q, q + 1024, 8192 + q, 8192 + q + 1024, 0], [q, q + 1024, q, q + 1024, 1]] for q in range(0, 8192, 1024)
+    ]
+    rows = [row for pair in documents for row in pair]
+    found = of_ranks(8192, rows, 8192)
+    options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]
+    shapes = (8192, 64, 128), (16384, 8, 128)
+    assert found == [steps_of(*shapes, SliceTable(np.array(rows)), o, PROCESSORS) for o in options]
+    assert found[0].first_stores and not found[0].sole_visits
