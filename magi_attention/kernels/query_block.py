@@ -224,11 +224,11 @@ def _least_of_few_heads(case: _Case, group: int) -> float:
     one after the other, which the estimate does not count: so mostly it may be anything."""
     if (case.slices.array[:, 4] != _CAUSAL).any():
         return _LEAST_OF_OTHERS
-    if case.is_many and case.dim == 256:
-        return _ANY
-    if case.is_many and group == 2 and case.slices.area < _SHORT_OF_TWO * case.q_shape[0]:
-        return _ANY
-    return _ANY if case.is_many and case.units <= _FEW_OF_ONE * case.processors and group == 1 else _LEAST_BY_DOCUMENT
+    if group == 1:
+        is_any = case.units <= _FEW_OF_ONE * case.processors
+    else:
+        is_any = case.slices.area < _SHORT_OF_TWO * case.q_shape[0]
+    return _ANY if case.is_many and (is_any or case.dim == 256) else _LEAST_BY_DOCUMENT
 
 
 def _shape_of(case: _Case) -> UnitShape:
