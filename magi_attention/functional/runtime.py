@@ -145,11 +145,19 @@ class AttnRuntime:
 
         ``needs_backward``: by default, whether a tensor requires a gradient.
         """
-        if needs_backward is None:
-            needs_backward = False
-            for x in (q, k, v, sink):  # no generator: this is on the path of every layer
-                needs_backward = needs_backward or (isinstance(x, torch.Tensor) and x.requires_grad)
-        key = (*map(_kind, (q, k, v, sink)), needs_backward, softmax_scale, softcap, return_max_logits)
+        # Attributes one by one, and no question whether they are tensors: this is on the path of every layer.
+        try:
+            if needs_backward is None:
+                needs_backward = q.requires_grad or k.requires_grad or v.requires_grad
+                needs_backward = needs_backward or (sink is not None and sink.requires_grad)
+            key = (
+                q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device,
+                None if sink is None else (sink.shape, sink.dtype, sink.device),
+                needs_backward, softmax_scale, softcap, return_max_logits,
+            )  # fmt: skip
+        except AttributeError:
+            self._check_inputs(q, k, v, sink)
+            raise
         prepared = self._prepared.get(key)
         if prepared is None:
             self._check_inputs(q, k, v, sink)
@@ -234,10 +242,12 @@ class AttnRuntime:
                 f"{q.shape[1]} query heads do not divide over {k.shape[1]} key heads; "
                 "the number of query heads must be a multiple of the number of key heads."
             )
-        if sink is not None and (sink.dim() != 2 or sink.shape[1] != q.shape[1]):
+        is_sink = isinstance(sink, torch.Tensor) and sink.dim() == 2 and sink.shape[1] == q.shape[1]
+        if sink is not None and not is_sink:
+            what = f"has shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else f"is a {type(sink).__name__}"
             raise ContractError(
-                f"sink has shape {tuple(sink.shape)}; distributed attention takes (sinks, {q.shape[1]} query heads), "
-                "the same on every rank."
+                f"sink {what}; distributed attention takes a tensor (sinks, {q.shape[1]} query heads), the same on "
+                "every rank."
             )
 
     def _compare_ranks(self, q, k, v) -> None:
@@ -252,11 +262,6 @@ class AttnRuntime:
                     f"The ranks of this group call attention with different {what} ({listing}); "
                     "make the key from the same mask and configuration on every rank."
                 )
-
-
-def _kind(x: object) -> tuple | None:
-    """What of a tensor decides how it is handled; None for anything else, which never passes the checks."""
-    return (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None
 
 
 __all__ = ["AttnCall", "AttnPolicy", "AttnRuntime", "Trace", "accumulation_dtype"]

@@ -109,7 +109,7 @@ class RangePlans:
                 kept = cache[key] = Kept(plan, plan.data_ptr(), {})
             return kept
         if not isinstance(mask, RangeTensors):
-            return Kept(*mask.mask.plan(shape, device), None)
+            return mask.mask.plan(shape, device)
         return self.get(mask, shape, stream, capturing)
 
     def find(self, mask: RangeTensors, shape: PlanShape, stream: int) -> torch.Tensor | None:

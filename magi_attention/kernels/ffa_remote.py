@@ -12,7 +12,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.arrival_order import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa_operands import DTYPES
-from magi_attention.kernels.ffa_plans import PlanShape
+from magi_attention.kernels.ffa_plans import Kept, PlanShape
 from magi_attention.kernels.unit_walks import with_units
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
@@ -32,27 +32,21 @@ class RemoteMask:
 
     def __init__(self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, pace: Pace) -> None:
         self.slices, self.local_keys, self.base, self.arrivals, self.pace = slices, local_keys, base, arrivals, pace
-        self._plans: dict[tuple, tuple[torch.Tensor, int]] = {}
-
-    @property
-    def rows(self) -> int:
-        return TILE * len(self.arrivals)
+        self.rows = TILE * len(arrivals)
+        self.total_k = base + self.rows
+        self._plans: dict[tuple, Kept] = {}
 
     @property
     def num_slots(self) -> int:
         return int(self.arrivals.max(initial=-1)) + 1
 
-    @property
-    def total_k(self) -> int:
-        return self.base + self.rows
-
-    def plan(self, shape: PlanShape, device: torch.device) -> tuple[torch.Tensor, int]:
-        """The tile plan on ``device`` and its address, kept; the first call copies and waits."""
+    def plan(self, shape: PlanShape, device: torch.device) -> Kept:
+        """The tile plan on ``device``, which no list of units follows; the first call copies and waits."""
         kept = self._plans.get((shape, device))
         if kept is None:
             words = self._transposed(shape) if shape.is_transposed else self._forward(shape)
             plan = torch.from_numpy(words).to(device)
-            kept = self._plans[shape, device] = (plan, plan.data_ptr())
+            kept = self._plans[shape, device] = Kept(plan, plan.data_ptr(), None)
         return kept
 
     def _forward(self, shape: PlanShape) -> np.ndarray:

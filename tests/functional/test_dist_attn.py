@@ -31,7 +31,7 @@ from magi_attention.config import (
     ToppHeapDispatchAlg,
     UniformOverlapAlg,
 )
-from magi_attention.errors import UnsupportedError
+from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import default_registry
@@ -235,6 +235,23 @@ def test_gradients_of_gradients_are_refused() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, kept))
     with pytest.raises(RuntimeError, match="once_differentiable"):
         kept[0].sum().backward()
+
+
+def test_what_is_no_tensor_gets_a_sentence() -> None:
+    """After a call with tensors, too, whose shapes are known then."""
+    plan = build_plan(SliceTable(np.array([[0, 64, 0, 64, 1]])), 64, 1)
+    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
+    q, sink = torch.randn(64, 2, 8, dtype=torch.float64), torch.zeros(1, 2)
+    dist_attn(q, q, q, runtime), dist_attn(q, q, q, runtime, sink)
+    for odd in (None, q.tolist(), q.numpy(), "q"):
+        for name, at in (("q", 0), ("k", 1), ("v", 2)):
+            with pytest.raises(ContractError, match=f"{name} is"):
+                dist_attn(*[odd if i == at else q for i in range(3)], runtime)
+        if odd is not None:
+            with pytest.raises(ContractError, match="sink is a"):
+                dist_attn(q, q, q, runtime, odd)
+    with pytest.raises(ContractError, match="sink has shape"):
+        dist_attn(q, q, q, runtime, torch.zeros(2))
 
 
 def decision(rank: FakeTransport, plan: Plan, stage_mode: str) -> bool:
