@@ -12,6 +12,7 @@ from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed
@@ -44,6 +45,27 @@ def test_a_rank_that_reads_only_its_own() -> None:
         assert np.array_equal(plan.records[:, :2], plain.records[:, :2])
         first = words[abi.TilePlanHeader.from_buffer(words).words_first_order :][: len(plan.tiles)]
         assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))  # every tile once
+
+
+def test_documents_one_after_the_other() -> None:
+    """Beside remote keys, too, each tile and head once; tiles in the same order, for kernels that have no units."""
+    planner_or_skip()
+    rows, base, heads = 1024, 1280, 3
+    ends = [(q, q + 256) for q in range(0, rows, 256)]
+    of_others = [[a, b, base + a, base + b, 0] for a, b in ends]
+    slices = SliceTable(np.array([[a, b, a, b, 1] for a, b in ends] + of_others))
+    mask = RemoteMask(slices, rows, base, np.zeros(rows // TILE, dtype=np.int32), Pace(np.array([1e-3])))
+    units = UnitShape(heads, 2, 132, 132, by_document=True)
+    shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, units=units)
+    words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
+    plan = TilePlan(words)
+    at = abi.TilePlanHeader.from_buffer(words).words_units
+    listed = words[at:][: 2 * heads * len(plan.tiles)].reshape(-1, 2)
+    pairs = np.column_stack([listed[:, 0], listed[:, 1] >> abi.WALK_BITS])
+    assert len(np.unique(pairs, axis=0)) == len(pairs) == heads * len(plan.tiles)
+    assert np.array_equal(np.sort(plan.order), np.arange(len(plan.tiles)))
+    seen = [int(plan.records[plan.tiles[t, 2], 1]) for t in plan.order if plan.tiles[t, 3]]  # where its queries end
+    assert len(seen) == 16 and np.count_nonzero(np.diff(seen)) == 3, "tiles of a document follow one another"
 
 
 def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatch) -> None:
