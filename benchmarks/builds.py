@@ -39,11 +39,11 @@ from timing import interleaved_us, summary  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels import ffa_bwd  # noqa: E402
+from magi_attention.kernels.backward_steps import Steps  # noqa: E402
 from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa_operands import DTYPES as CODES  # noqa: E402
 from magi_attention.kernels.hand_out import NARROW, WIDE  # noqa: E402
 from magi_attention.kernels.head_parts import head_parts_in_turns  # noqa: E402
-from magi_attention.kernels.query_block import Steps  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402

@@ -38,9 +38,9 @@ from magi_attention.config import (
     MinHeapDispatchAlg,
 )
 from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.backward_steps import steps_of
 from magi_attention.kernels.ffa_plans import PlanShape, table_plan
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
-from magi_attention.kernels.query_block import steps_of
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.meta.one_launch import OneLaunchPlan

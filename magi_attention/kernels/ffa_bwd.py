@@ -17,6 +17,7 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
@@ -33,7 +34,6 @@ from magi_attention.kernels.ffa_operands import (
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import RemoteKeys
 from magi_attention.kernels.operands import row_delta
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.native import abi

@@ -41,7 +41,8 @@ class RemoteMask:
         return int(self.arrivals.max(initial=-1)) + 1
 
     def plan(self, shape: PlanShape, device: torch.device) -> Kept:
-        """The tile plan on ``device``, which no list of units follows; the first call copies and waits."""
+        """The tile plan on ``device``, without lists of units, which kernels never make beside remote keys; kept. The
+        first call copies and waits."""
         kept = self._plans.get((shape, device))
         if kept is None:
             words = self._transposed(shape) if shape.is_transposed else self._forward(shape)

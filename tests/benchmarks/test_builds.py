@@ -17,7 +17,7 @@ import builds  # noqa: E402
 from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend, ffa_bwd  # noqa: E402
-from magi_attention.kernels.query_block import Steps  # noqa: E402
+from magi_attention.kernels.backward_steps import Steps  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 

@@ -17,8 +17,8 @@ from forward_oracle import make_inputs
 from test_ffa_backward_deterministic import CASES
 
 from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.split_tiles import Split
 from magi_attention.kernels.types import Grads
 

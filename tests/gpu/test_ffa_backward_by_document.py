@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that take up one document after the other: where units are told, where whoever comes first stores, and in
 turns, with steps of either size; under masks that would not choose it, too. That masks do:
-``tests/kernels/test_query_block.py``."""
+``tests/kernels/test_backward_steps.py``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from test_ffa_backward import (  # noqa: F401
 from test_ffa_backward_deterministic import CASES, assert_same_bits
 
 from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards in which whoever comes first to a block of dq stores, with steps of either size: the tests of the others
 once more, where masks would not choose it, too, and with dq written at once where a block has a sole visit. That masks
-do: ``tests/kernels/test_query_block.py``."""
+do: ``tests/kernels/test_backward_steps.py``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from test_ffa_backward_deterministic import CASES
 
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.backward_steps import Steps
 from magi_attention.kernels.ffa_remote import RemoteKeys
-from magi_attention.kernels.query_block import Steps
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing.spawn import run_processes

@@ -31,8 +31,8 @@ from test_ffa_backward_deterministic import (
 
 from magi_attention.errors import ContractError
 from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.split_tiles import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks

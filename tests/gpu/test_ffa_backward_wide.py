@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward with steps of 80 queries, which head dims of 65 to 128 may take: the tests of the others once more.
 
-And that masks choose it: see ``magi_attention.kernels.query_block``.
+And that masks choose it: see ``magi_attention.kernels.backward_steps``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from test_ffa_backward_split import (  # noqa: F401
 )
 
 from magi_attention.kernels import ffa_bwd, unit_walks
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.testing import masks
 
 

@@ -18,7 +18,7 @@ from places import NEEDS_A_GPU, places
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import ffa_bwd, query_block
+from magi_attention.kernels import backward_steps, ffa_bwd
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -80,8 +80,8 @@ def steps_as(stores: bool, by_document: bool):
     """Instead of ``steps_of``: the same steps, but where whoever comes first is to store, or documents are to come one
     after the other, whatever the mask."""
 
-    def steps_of(*call) -> query_block.Steps:
-        return query_block.steps_of(*call)._replace(first_stores=stores, by_document=by_document)
+    def steps_of(*call) -> backward_steps.Steps:
+        return backward_steps.steps_of(*call)._replace(first_stores=stores, by_document=by_document)
 
     return steps_of
 
@@ -93,7 +93,7 @@ def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
     a last round to be shared out, for most numbers of tiles (with 132 multiprocessors, all but multiples of three).
     Of ten seeds the last has a causal mask whose first rank reads no keys but its own.
     """
-    query_block.wide_gains = lambda *_: seed % 2 == 1
+    backward_steps.wide_gains = lambda *_: seed % 2 == 1
     rng = np.random.default_rng(seed)
     has_last_round = seed % 8 in (5, 6)
     total = int(rng.integers(800, 1400) if has_last_round else rng.integers(300, 2500))

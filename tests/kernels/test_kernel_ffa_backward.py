@@ -18,9 +18,9 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, ffa_bwd, query_block
+from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, backward_steps, ffa_bwd
+from magi_attention.kernels.backward_steps import Steps
 from magi_attention.kernels.ffa_plans import RangeTensors
-from magi_attention.kernels.query_block import Steps
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -388,7 +388,7 @@ def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
 )
 def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
     """Where there are kernels for them and they gain; here they do from four queries a key on."""
-    monkeypatch.setattr(query_block, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
+    monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     for known in (case.slices, RangeTensors(*case.slices.tensors())):

@@ -14,8 +14,8 @@ from turns_model import Schedule, schedule_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.backward_steps import steps_of
 from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole
-from magi_attention.kernels.query_block import steps_of
 from magi_attention.kernels.split_tiles import NONE
 from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
 from magi_attention.native import abi

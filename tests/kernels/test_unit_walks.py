@@ -15,7 +15,7 @@ from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, query_block, unit_walks
+from magi_attention.kernels import AttnOptions, backward_steps, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
 from magi_attention.kernels.hand_out import WIDE, starts_of, walks_of_tiles
 from magi_attention.kernels.unit_walks import UnitShape, with_units
@@ -254,7 +254,7 @@ def test_what_fills_no_period_comes_together():
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
     """With steps of 80, here from 4 queries a key on, and no turns; there are four multiprocessors."""
-    monkeypatch.setattr(query_block, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
+    monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
     simulator.list_bytes = 0
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
@@ -274,7 +274,7 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
 
 
 def test_where_the_kernels_list_units_themselves_there_is_none(monkeypatch):
-    monkeypatch.setattr(query_block, "wide_gains", lambda *_: True)
+    monkeypatch.setattr(backward_steps, "wide_gains", lambda *_: True)
     ffa, simulator = backend()
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, case.options)

@@ -9,10 +9,10 @@ import pytest
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import AttnOptions, hand_out, query_block
+from magi_attention.kernels import AttnOptions, backward_steps, hand_out
 from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.backward_steps import Steps, steps_of
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
-from magi_attention.kernels.query_block import Steps, steps_of
 from magi_attention.kernels.split_tiles import Split
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
@@ -94,8 +94,8 @@ def test_only_where_there_is_a_kernel():
 
 
 def test_the_choice_is_kept_with_the_mask(monkeypatch):
-    mask, made, gains = Mask.full(7680), [], query_block.wide_gains
-    monkeypatch.setattr(query_block, "wide_gains", lambda *a: made.append(a) or gains(*a))
+    mask, made, gains = Mask.full(7680), [], backward_steps.wide_gains
+    monkeypatch.setattr(backward_steps, "wide_gains", lambda *a: made.append(a) or gains(*a))
     for _ in range(3):
         assert choose(mask, 7680) == WIDE and choose(mask, 7680, softcap=1.0) == NARROW
     assert len(made) == 1
@@ -250,8 +250,8 @@ def test_in_turns_documents_of_few_heads():
 
 
 def test_the_gain_is_told_once(monkeypatch):
-    asked, tell = [], query_block.gain_by_document
-    monkeypatch.setattr(query_block, "gain_by_document", lambda *a: asked.append(a) or tell(*a))
+    asked, tell = [], backward_steps.gain_by_document
+    monkeypatch.setattr(backward_steps, "gain_by_document", lambda *a: asked.append(a) or tell(*a))
     mask = causal_documents(4096, 65536)
     for in_turns in (False, True, False):
         choose(mask, 65536, in_turns=in_turns)
