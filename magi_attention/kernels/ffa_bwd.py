@@ -69,8 +69,7 @@ class _Prepared:
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
-    list_bytes: int  # 0: units are not listed
-    list_key: tuple[int, ...]  # what a list depends on besides the plan
+    list_bytes: int  # of what may be kept with the plan for the next call; 0: nothing
     device: torch.device
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
@@ -123,7 +122,7 @@ class BackwardCalls:
         stream = runtime.stream(index)
         capturing = runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the list
-        units = plan.list_of((call.list_key, stream), call.list_bytes, capturing)
+        units = plan.list_of((call.prefix, stream), call.list_bytes, capturing)
         if into is None:
             grads = Grads(*map(_empty_like, call.grads_like))
         else:
@@ -135,7 +134,7 @@ class BackwardCalls:
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
-            0 if units is None else units.data_ptr(), stream,
+            *((0, 0) if units is None else (units.address, units.is_made)), stream,
         )  # fmt: skip
         params = call.prefix + tail
         if call.options.deterministic:
@@ -149,6 +148,8 @@ class BackwardCalls:
             status = _start(call.library, params, remote)
         if status:
             call.library.check(status, "Attention backward")
+        if units is not None and not capturing:
+            units.is_made = True
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
         if keeps_delta:
@@ -193,7 +194,6 @@ class BackwardCalls:
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
             (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
-            (heads, heads_kv, options.sm_margin, steps.query_block),
             q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)

@@ -12,6 +12,7 @@ a replay follows the ranges as they are then.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -51,15 +52,23 @@ class PlanShape(NamedTuple):
         return self.total_k if self.is_transposed else self.total_q
 
 
+@dataclass(eq=False)
+class KeptList:
+    """What backwards of one plan keep (``magi_ffa_bwd_params.list``); ``is_made`` once one has been launched."""
+
+    words: torch.Tensor
+    address: int
+    is_made: bool = False
+
+
 class Kept(NamedTuple):
-    """A plan, its address, and lists of the units of backwards that follow it (``magi_ffa_bwd_params.list``); None if
-    it is for one call."""
+    """A plan, its address, and what backwards that follow it keep; None if it is for one call."""
 
     plan: torch.Tensor
     address: int
-    lists: dict[tuple, torch.Tensor] | None
+    lists: dict[tuple, KeptList] | None
 
-    def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> torch.Tensor | None:
+    def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> KeptList | None:
         """The list for calls of ``key``, to be held until the launch; None if none is kept.
 
         The first call fills it and the others read it, in stream order: the stream is part of the key. While a CUDA
@@ -69,7 +78,8 @@ class Kept(NamedTuple):
             return None
         units = self.lists.get(key)
         if units is None and not capturing:
-            units = self.lists[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
+            words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
+            units = self.lists[key] = KeptList(words, words.data_ptr())
         return units
 
 

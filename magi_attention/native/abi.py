@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -87,7 +87,7 @@ _BWD_INTS = (
 _BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
 _BWD_POINTERS = (
     *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
-    *("plan", "workspace", "list", "stream"),
+    *("plan", "workspace", "list"),
 )
 
 
@@ -126,11 +126,13 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
+        ("list_is_made", c_int64),
+        ("stream", c_void_p),
     ]
 
 
 FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
-FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS)}Q")
+FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 2}Q")
 
 
 class FfaRemote(ctypes.Structure):

@@ -15,7 +15,7 @@ from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr
 from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, DistAttnRuntimeMgr
 from magi_attention.common.held import held_bytes
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.ffa_plans import Kept
+from magi_attention.kernels.ffa_plans import Kept, KeptList
 
 TOTAL = 4096
 
@@ -45,7 +45,8 @@ def new_mask(group: dist.ProcessGroup, seed: int):
     manager = dist_attn_runtime_dict_mgr.get(key)
     # What a GPU backend keeps with the slices.
     plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
-    manager.dist_attn_runtime.part.host.__dict__["_ffa_plans"] = {"forward": Kept(plan, 0, {"list": units})}
+    kept = Kept(plan, 0, {("key",): KeptList(units, 0)})
+    manager.dist_attn_runtime.part.host.__dict__["_ffa_plans"] = {"forward": kept}
     return key, weakref.ref(manager)
 
 

@@ -181,8 +181,9 @@ def test_lists_are_kept_with_the_plan(name):
     want = run()
     assert_grads(x, want, truth(x, dout), name)
     (lists,) = (kept.lists for kept in x.slices.__dict__["_ffa_plans"].values() if kept.lists)
-    ((kept),) = lists.values()
-    assert kept[:4].view(torch.int32).item() == 1, "made"
+    (units,) = lists.values()
+    kept = units.words
+    assert units.is_made and kept[:4].view(torch.int32).item() == 1, "made"
     before = kept.clone()
     for _ in range(20):
         assert_same(run(), want, torch.bfloat16, name)
@@ -252,7 +253,7 @@ def test_even_tiles_are_listed_head_by_head():
     got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
     assert_grads(x, got, truth(x, dout))
     ((kept,),) = (k.lists.values() for k in x.slices.__dict__["_ffa_plans"].values() if k.lists)
-    words = kept.view(torch.int32).cpu()
+    words = kept.words.view(torch.int32).cpu()
     units = words[UNITS_WORD].item()
     tiles, heads = words[32 : 32 + 4 * units].view(units, 4)[:, :2].T  # behind the header
     if has_132_multiprocessors():

@@ -190,9 +190,10 @@ class Simulator:
     def _fill(self, address: int, p: abi.FfaBwdParams) -> None:
         """Zero before its first call, and then as that call left it: for the same plan, stream and sizes."""
         assert self.list_bytes, "a list that was not asked for"
-        owner = (p.plan, p.stream, p.total_q, p.total_k, p.heads_q, p.heads_kv, p.sm_margin)
+        owner = (p.plan, p.stream, bytes(p)[: abi.FFA_BWD_PREFIX_BYTES])
         words = memory(address, (self.list_bytes // 8,), (1,), np.int64)
         assert set(words.tolist()) == ({hash(owner)} if words[0] else {0})
+        assert p.list_is_made in ((0, 1) if words[0] else (0,)), "nobody made it"
         words[:] = hash(owner)
 
     @staticmethod

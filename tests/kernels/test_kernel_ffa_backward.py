@@ -261,22 +261,28 @@ def test_lists_of_units_are_kept_with_the_plan():
         ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
         return simulator.backward_calls[-1].list
 
+    def is_made() -> bool:
+        return bool(simulator.backward_calls[-1].list_is_made)
+
     for mask in (table, ranges):
         first = listed(mask)
-        assert first and listed(mask) == first
-        assert listed(mask, sm_margin=3) not in (None, first)
+        assert first and not is_made()
+        assert listed(mask) == first and is_made()
+        assert listed(mask, sm_margin=3) not in (None, first) and not is_made()
+        assert listed(mask, deterministic=True) not in (None, first) and not is_made(), "another order"
         assert listed(mask, Case(case.slices, 32, 32, heads=(2, 2))) not in (None, first)
         ffa.runtime.capturing = True
         assert listed(mask) == (first if mask is table else None), "the planner is part of the graph"
+        assert is_made() == (mask is table)
         assert listed(mask, sm_margin=4) is None
         ffa.runtime.capturing = False
-        assert listed(mask, sm_margin=4)
+        assert listed(mask, sm_margin=4) and not is_made(), "captured calls have not run"
     assert listed(table) != listed(ranges)
     (kept,) = (kept for kept in table.__dict__["_ffa_plans"].values() if kept.lists)
     died = [weakref.ref(units) for units in kept.lists.values()]
     del kept, table
     gc.collect()
-    assert len(died) == 4 and not any(ref() for ref in died)
+    assert len(died) == 5 and not any(ref() for ref in died)
     other, other_simulator = backend()
     other_simulator.list_bytes = 0
     other.backward_final(*case.tensors, ranges, case.options)

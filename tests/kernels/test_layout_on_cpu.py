@@ -178,6 +178,27 @@ def test_a_workspace_has_no_gradients_of_keys(layout_of):
         assert wanted < found.workspace < most * wanted, found.workspace / wanted
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
+    """Starts and turns of each unit of a section, the latter at each block of queries: a list has room for them."""
+    met = set()
+    for tokens, (heads, heads_kv), dim, sms in calls(seed):
+        found = {n: layout_of(tokens, (heads, heads_kv), dim, n, sms) for n in (abi.DQ_IN_TURNS, abi.DQ_FIRST_STORES)}
+        turns = found[abi.DQ_IN_TURNS]
+        tiles, blocks = -(-tokens // TILE), -(-tokens // NARROW)
+        kinds = turns.heads_per_section * turns.head_parts * (2 if dim == 256 else 1) * turns.turn_tables
+        wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
+        case = (tokens, heads, heads_kv, dim, sms)
+        if turns.list:
+            assert wanted <= turns.list < wanted + 1024 and turns.list <= 4 * 2**20, case
+            assert turns.list <= turns.workspace, case
+        else:
+            assert wanted > 4 * 2**20 - 1024, case
+        met.add(bool(turns.list))
+        assert found[abi.DQ_FIRST_STORES].list > 0, "no turns"
+    assert met == {False, True}
+
+
 def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
     """1K: four parts of dk and dv in float32, because tiles are too few for the multiprocessors."""
     found = layout_of(1024, (64, 8), 128, abi.DQ_ANY)

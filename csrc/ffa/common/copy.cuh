@@ -55,6 +55,11 @@ __device__ __forceinline__ void load_bytes(uint32_t dst, const void* src, uint32
                : "memory");
 }
 
+// To L2; likewise.
+__device__ __forceinline__ void prefetch_bytes(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void store_bytes(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 }

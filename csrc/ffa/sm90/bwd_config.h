@@ -105,8 +105,9 @@ constexpr int kSplitWord = 2, kUnitsWord = 3, kPlaceWord = 4, kOrderedWord = 5;
 // Whether units are listed; whether they were from the start, and with them the order of the blocks; and how many groups of warps of
 // the kernel that prepares the rows are through (bwd_prepare_listed.cuh).
 constexpr int kListedWord = 6, kInOrderWord = 7, kPreparedWord = 8;
-// In turns, or where whoever comes first stores: how many blocks are left to the last kernel. Cleared ahead of the others, by bwd_expect.
-constexpr int kSummedWord = 9;
+// Where visits to blocks are counted: what is made of the plan before the main kernel is kept by the caller up to so many bytes. More belongs to
+// calls of which it takes a hundredth and less.
+constexpr int64_t kMostKeptOrder = 4 << 20;
 // A list: words ahead of it, among them whether it is made and how many blocks are needed at once; then rows of units, how many units
 // each part of a tile has, and blocks in the order in which they are needed.
 constexpr int kListHeader = 32, kMadeWord = 0, kAtOnceWord = 1;  // kSplitWord, kUnitsWord as in the workspace

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
   int32_t* costs = p.order + 1;
   if (threadIdx.x == 0) {
     bands = others = visits_twice = 0;
-    p.workspace[kSummedWord] = 0;
+    p.summed[0] = 0;
   }
   __syncthreads();
   for (int rank = threadIdx.x; rank < p.num_tiles; rank += kThreads) {

@@ -23,9 +23,9 @@ struct SortedBlocks {
 
   // Returns how many there are.
   __device__ __forceinline__ int sort(const BwdRowParams& p) {
-    const int mine = threadIdx.x, count = __ldcg(p.workspace + kSummedWord);
+    const int mine = threadIdx.x, count = __ldcg(p.summed);
     if (count > kRowThreads) return count;
-    const int block = mine < count ? __ldcg(p.summed_blocks + mine) : 0;
+    const int block = mine < count ? __ldcg(p.summed + 1 + mine) : 0;
     if (mine < count) keys[mine] = __ldcg(p.turns_of_block + block).y;
     __syncthreads();
     if (mine < count) {
@@ -37,7 +37,7 @@ struct SortedBlocks {
     return count;
   }
   __device__ __forceinline__ int at(const BwdRowParams& p, int count, int rank) const {
-    return count > kRowThreads ? __ldcg(p.summed_blocks + rank) : blocks[rank];
+    return count > kRowThreads ? __ldcg(p.summed + 1 + rank) : blocks[rank];
   }
 };
 

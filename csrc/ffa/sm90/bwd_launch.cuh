@@ -124,6 +124,21 @@ inline magi_status check_sole_visits(const magi_ffa_bwd_params& a, bool is_remot
               a.dq_order, a.grad_dtype, a.accumulate, a.softcap);
 }
 
+// Where what is made of the plan lies: in the caller's list if that is for it, and if this call fits, else in the workspace.
+template <typename C>
+void set_order(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k, BwdRowParams* r) {
+  const BwdOrder o = bwd_order_layout<C>(a, k->head_parts, sms);
+  const bool is_kept = a.dq_order && a.list != nullptr && o.bytes <= bwd_bytes<C>(a, sms).list;
+  uint8_t* at = is_kept ? static_cast<uint8_t*>(a.list) : static_cast<uint8_t*>(a.workspace) + w.order;
+  r->order_is_made = is_kept && a.list_is_made;
+  k->order = r->order = reinterpret_cast<int32_t*>(at);
+  k->turns = r->turns = reinterpret_cast<int32_t*>(at + o.turns);
+  r->turns_of_block = reinterpret_cast<int2*>(at + o.turns_of_block);
+  r->summed = reinterpret_cast<int32_t*>(at + o.summed);
+  k->sole_visits = r->sole_visits = reinterpret_cast<int32_t*>(at + o.sole_visits);
+  r->writes_sole = a.sole_visits;
+}
+
 // Where dq is summed in order. Behind the sizes and the units, which it reads.
 template <typename C>
 void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k, BwdRowParams* r) {
@@ -139,13 +154,7 @@ void set_turns(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
   k->wave = r->wave = wave < 1 ? 1 : wave > kMaxWave ? kMaxWave : wave;
   k->turn_flags = r->turn_flags = a.dq_order ? reinterpret_cast<int32_t*>(workspace + w.turn_flags) : nullptr;
   k->first_stores = r->first_stores = a.dq_order == MAGI_DQ_FIRST_STORES;
-  r->turns = reinterpret_cast<int32_t*>(workspace + w.turns);
-  k->turns = r->turns;
-  k->order = r->order = reinterpret_cast<int32_t*>(workspace + w.order);
-  r->turns_of_block = reinterpret_cast<int2*>(workspace + w.turns_of_block);
-  r->writes_sole = a.sole_visits;
-  r->summed_blocks = reinterpret_cast<int32_t*>(workspace + w.summed_blocks);
-  k->sole_visits = r->sole_visits = r->summed_blocks + k->query_blocks;
+  set_order<C>(a, w, sms, k, r);
   r->heads_per_section = k->heads_per_section;
   r->passes = C::kPasses;
   r->units_per_tile = k->units_per_tile = k->heads_per_section * k->unit_parts * r->split_parts;
@@ -309,10 +318,11 @@ magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k, c
       MAGI_RETURN(launch_rows(bwd_list<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the list of units"));
       return start_listed_rows<C>(a, r, k.do_map, doing);
     }
-  const dim3 rows(k.query_blocks, k.heads_q + (a.dq_order ? 1 : 0));
-  if (!a.dq_order) return launch_rows(bwd_prepare<T, C::kQueries, false>, rows, beside, a.stream, r, doing);
+  const dim3 rows(k.query_blocks, k.heads_q), counting(k.query_blocks, k.heads_q + 1);
+  if (!a.dq_order) return launch_rows(bwd_prepare<T, C::kQueries, Visits::kNotCounted>, rows, beside, a.stream, r, doing);
+  if (r.order_is_made) return launch_rows(bwd_prepare<T, C::kQueries, Visits::kKnown>, rows, beside, a.stream, r, doing);
   MAGI_RETURN(launch_rows(bwd_expect<kRowThreads, C::kQueries>, dim3(1), beside, a.stream, r, "launching the plan of the turns"));
-  return launch_rows(bwd_prepare<T, C::kQueries, true>, rows, true, a.stream, r, doing);
+  return launch_rows(bwd_prepare<T, C::kQueries, Visits::kCounted>, counting, true, a.stream, r, doing);
 }
 
 template <typename C>

@@ -176,9 +176,29 @@ BwdList bwd_list_layout(const magi_ffa_bwd_params& a) {
   return l;
 }
 
+// What is made of the plan where visits to blocks are counted, byte offsets: flags of the plan, costs and starts come first. The same in all calls
+// of a plan, so it may be kept.
+struct BwdOrder {
+  int64_t turns, turns_of_block, summed, sole_visits, bytes;
+};
+
+template <typename C>
+BwdOrder bwd_order_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
+  if (!a.dq_order) return {};
+  const int64_t kinds = static_cast<int64_t>(bwd_heads_per_section<C>(a, parts, sms)) * parts * C::kPasses * bwd_turn_parts(a);
+  const int64_t units = bwd_tiles(a) * kinds * bwd_turn_tables<C>(a, parts, sms), blocks = bwd_query_blocks<C>(a);
+  BwdOrder o;
+  o.turns = whole_lines(4 * (1 + bwd_tiles(a) + units));
+  o.turns_of_block = o.turns + whole_lines(a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * blocks : 0);
+  o.summed = o.turns_of_block + 8 * blocks;
+  o.sole_visits = o.summed + 4 * (1 + blocks);
+  o.bytes = whole_lines(o.sole_visits + 4 * blocks);
+  return o;
+}
+
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, turns, turns_of_block, summed_blocks, bytes;
+  int64_t stats, dq_sum, partials, list, completion, turn_flags, order, bytes;
 };
 
 template <typename C>
@@ -196,23 +216,20 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.completion = w.list + (lists ? bwd_list_layout<C>(a).bytes : 0);
   w.turn_flags = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.turn_flags + (a.dq_order ? 4 * C::kPasses * blocks : 0));
-  const int64_t kinds = static_cast<int64_t>(bwd_heads_per_section<C>(a, parts, sms)) * parts * C::kPasses * bwd_turn_parts(a);
-  const int64_t units = bwd_tiles(a) * kinds * bwd_turn_tables<C>(a, parts, sms);
-  w.turns = whole_lines(w.order + (a.dq_order ? 4 * (1 + bwd_tiles(a) + units) : 0));
-  w.turns_of_block = whole_lines(w.turns + (a.dq_order == MAGI_DQ_IN_TURNS ? 4 * units * bwd_query_blocks<C>(a) : 0));
-  w.summed_blocks = w.turns_of_block + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);
-  w.bytes = w.summed_blocks + (a.dq_order ? 8 * bwd_query_blocks<C>(a) : 0);  // and which have a sole visit
+  w.bytes = w.order + bwd_order_layout<C>(a, parts, sms).bytes;
   return w;
 }
 
-// Of the workspace, and of a list of units, 0 where there is none.
+// Of the workspace, and of what the caller may keep, 0 where there is nothing: a list of units, or what order is made of.
 struct BwdBytes {
   int64_t workspace, list;
 };
 
 template <typename C>
 BwdBytes bwd_bytes(const magi_ffa_bwd_params& a, int sms) {
-  return {bwd_layout<C>(a, bwd_head_parts<C>(a, sms), sms).bytes, bwd_lists_units<C>(a, sms) ? bwd_list_layout<C>(a).bytes : 0};
+  const int parts = bwd_head_parts<C>(a, sms);
+  const int64_t order = bwd_order_layout<C>(a, parts, sms).bytes, kept = order <= kMostKeptOrder ? order : 0;
+  return {bwd_layout<C>(a, parts, sms).bytes, bwd_lists_units<C>(a, sms) ? bwd_list_layout<C>(a).bytes : kept};
 }
 
 }  // namespace magi

@@ -81,6 +81,7 @@ struct BwdRowParams {
   int32_t dim_blocks;     // of 64 columns in dq_sum
   int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
   int32_t* turns;
+  int32_t order_is_made;  // all of what follows is there, from an earlier call
   int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section by each table, in ticks
   int2* turns_of_block;  // how many there are, and a number that grows with the time at which the last one is expected
   int32_t first_stores;    // as in BwdKernelParams: turns are counted and not given out
@@ -104,9 +105,9 @@ struct BwdRowParams {
   // In turns: ranks whose units are split, in how many parts, 1 if none, and what a block of one takes, in ticks.
   int32_t split_begin, split_end, split_parts, split_ticks;
   // In turns, or where whoever comes first stores: whether a sole visit of a block writes its dq; of which blocks, as in BwdKernelParams; and
-  // those that are left to the last kernel, whose number is in the workspace.
+  // how many are left to the last kernel, and behind that which.
   int32_t writes_sole;
-  int32_t *sole_visits, *summed_blocks;
+  int32_t *sole_visits, *summed;
 };
 
 // The kernel that adds up the parts of dk and dv.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel before the main one of the backward, over the rows of queries: it computes delta = sum(out * dout) and the offsets of
-// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns, or only counts them. Where units are listed there is
-// bwd_prepare_listed.cuh.
+// the exponents, and clears the sum of dq, or where dq is summed in order assigns the turns, or only counts them, unless an earlier call of the
+// plan has. Where units are listed there is bwd_prepare_listed.cuh.
 #pragma once
 
 #include "../common/barrier.cuh"
@@ -69,24 +69,34 @@ __device__ __forceinline__ void count_visits(const BwdRowParams& p, int block) {
     for (int table = 0; table < (p.order[0] & kLaterTurns ? 2 : 1); ++table) assign_turns<kThreads, kQueries>(p, block, table);
 }
 
+// What is made of the visits to blocks, see bwd_turns.cuh: nothing; it is made by this call; or there from an earlier one.
+enum class Visits { kNotCounted, kCounted, kKnown };
+
+// One thread, of a block: its turns, which the main kernel reads next.
+__device__ __forceinline__ void fetch_turns(const BwdRowParams& p, int block) {
+  const int64_t bytes = 4ll * p.turn_tables * p.num_tiles * p.units_per_tile, first = block * bytes / 16 * 16, end = ((block + 1) * bytes + 15) / 16 * 16;
+  prefetch_bytes(reinterpret_cast<const uint8_t*>(p.turns) + first, static_cast<uint32_t>(end - first));
+}
+
 // One CTA per head and block of queries. If visits to blocks are counted, ahead of those one per block that does it, and assigns the turns:
 // it waits for the simulation of the hand-out, while the others are at the rows. That takes more registers.
-template <typename T, int kQueries, bool kCounts>
-__global__ void __launch_bounds__(kRowThreads, kCounts ? 5 : 6) bwd_prepare(const BwdRowParams p) {
-  const int block = blockIdx.x, head = blockIdx.y - (kCounts ? 1 : 0);
+template <typename T, int kQueries, Visits kVisits>
+__global__ void __launch_bounds__(kRowThreads, kVisits == Visits::kCounted ? 5 : 6) bwd_prepare(const BwdRowParams p) {
+  const int block = blockIdx.x, head = blockIdx.y - (kVisits == Visits::kCounted ? 1 : 0);
   start_next_kernel();
-  if constexpr (kCounts)
+  if constexpr (kVisits == Visits::kKnown)
+    if (head == 0 && threadIdx.x == 0 && !p.first_stores) fetch_turns(p, block);
+  if constexpr (kVisits == Visits::kCounted)
     if (head < 0) {
       if (bwd_plan_fits(p.plan, p.total_q, p.total_k)) count_visits<kRowThreads, kQueries>(p, block);
       return;
     }
   const int64_t number = static_cast<int64_t>(head) * p.query_blocks + block;
   if (number == 0)
-    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads)
-      if (i != kSummedWord) p.workspace[i] = 0;
-  if (kCounts && threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+  if (kVisits != Visits::kNotCounted && threadIdx.x < p.passes) p.turn_flags[number * p.passes + threadIdx.x] = 0;
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + number * p.dim_blocks * dq_block_floats(kQueries));
-  if (!kCounts)
+  if (kVisits == Visits::kNotCounted)
     for (int i = threadIdx.x; i < p.dim_blocks * dq_block_floats(kQueries) / 4; i += kRowThreads) sum[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int row = threadIdx.x / 8; row < kQueries; row += kRowThreads / 8) {

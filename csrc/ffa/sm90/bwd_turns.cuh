@@ -78,7 +78,7 @@ __device__ __forceinline__ void tell_turns(const BwdRowParams& p, int block, int
   const bool is_sole = p.writes_sole && turns == 1;
   p.turns_of_block[block] = make_int2(turns, last);
   p.sole_visits[block] = is_sole ? kSoleVisit : 0;
-  if (!is_sole) p.summed_blocks[atomicAdd(p.workspace + kSummedWord, 1)] = block;
+  if (!is_sole) p.summed[1 + atomicAdd(p.summed, 1)] = block;
 }
 
 // A whole CTA: the turns at one block of queries of all units of a section that starts as `table` says. Units of the same heads and pass are

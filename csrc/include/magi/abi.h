@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 12
+#define MAGI_ABI_VERSION 13
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -235,8 +235,9 @@ typedef struct {
   void *dq, *dk, *dv;
   const int32_t* plan;     /* device memory, 16-byte aligned */
   void* workspace;         /* workspace_bytes, 128-byte aligned; need not be initialised */
-  void* list;              /* or NULL: kept by the caller for calls of one plan, one stream and equal sizes and sm_margin, of as many
-                              bytes as magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
+  void* list;              /* or NULL: kept by the caller for calls of one plan and one stream, with equal values of all that is above the
+                              addresses, of as many bytes as magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
+  int64_t list_is_made;    /* 1: such a call was launched with this list before, so what it made need not be made again; 0 is always right */
   void* stream;            /* cudaStream_t */
 } magi_ffa_bwd_params;
 

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In turns, or where whoever comes first stores: what the first call of a mask makes of its plan is kept for the next.
+
+The other tests of these orders call most masks several times, so that they meet both; here is who makes it when, and
+that calls which make it every time stand other work beside them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth
+from forward_oracle import Inputs, make_inputs
+from long_kernels import beside_long_kernels
+from test_ffa_backward import (  # noqa: F401
+    DEVICE,
+    explicit_backend_in_poisoned_memory,
+    forward,
+    pytestmark,
+)
+from test_ffa_backward_deterministic import CASES, assert_same_bits
+
+from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.backward_steps import Steps
+from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa_plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.types import Grads
+from magi_attention.native import abi
+from magi_attention.testing import masks
+from magi_attention.testing.spawn import run_processes
+
+MANY = (1337, (96, 24))  # on 132 multiprocessors two units for each, so that tiles may be split
+WAYS = {
+    "turns, 64": Steps(64, 0),
+    "turns, 80": Steps(80, 0),
+    "turns, halves of the heads": Steps(64, 2),
+    "turns, split tiles": Steps(80, 0, split=Split(1, 5, 2)),
+    "turns, sole visits": Steps(80, 0, sole_visits=True),
+    "turns, by document": Steps(64, 0, by_document=True),
+    "first stores, 64": Steps(64, 0, first_stores=True),
+    "first stores, 80": Steps(80, 0, first_stores=True),
+    "first stores, sole visits": Steps(64, 0, first_stores=True, sole_visits=True),
+}
+
+
+class Calls:
+    """Backwards of one mask, each way by steps of its own, and how each was launched."""
+
+    def __init__(self, x: Inputs, steps: Steps, monkeypatch=None) -> None:
+        self.x, self.dout, self.ffa = x, make_dout(x), FfaBackend()
+        self.out, self.lse = forward(x, self.ffa)
+        self.options = replace(options_of(x), deterministic=not steps.first_stores)
+        self.launches: list[abi.FfaBwdParams] = []
+        if monkeypatch is not None:
+            start = ffa_bwd._start
+            monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
+            monkeypatch.setattr(ffa_bwd, "_start", lambda *a: self._note(a[1]) or start(*a))
+
+    def _note(self, params: bytes) -> None:
+        self.launches.append(abi.FfaBwdParams.from_buffer_copy(params))
+
+    def __call__(self) -> Grads:
+        x = self.x
+        return self.ffa.backward_final(self.dout, x.q, x.k, x.v, self.out, self.lse, x.slices, self.options)
+
+    def assert_as(self, got: Grads, want: Grads, note: object) -> None:
+        if self.options.deterministic:
+            assert_same_bits(got, want, note)
+        else:
+            assert_same(got, want, self.x.q.dtype, note)
+
+    @property
+    def is_made(self) -> list[tuple[bool, bool]]:
+        """Of each launch, whether it had a list and was told that it is made."""
+        return [(bool(p.list), bool(p.list_is_made)) for p in self.launches]
+
+
+def make_calls(name: str, way: str, monkeypatch, dim: int = 128) -> Calls:
+    total, heads = MANY
+    x = make_inputs(0, CASES[name](total), total, total, heads, (dim, dim), device=DEVICE)
+    return Calls(x, WAYS[way], monkeypatch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_made_by_the_first_call(name, way, monkeypatch):
+    calls = make_calls(name, way, monkeypatch)
+    want = truth(calls.x, calls.dout)
+    first = calls()
+    assert_grads(calls.x, first, want, (name, way))
+    ((kept,),) = (k.lists.values() for k in calls.x.slices.__dict__["_ffa_plans"].values() if k.lists)
+    made = kept.words.clone()
+    for n in range(4):
+        again = calls()
+        calls.assert_as(again, first, (name, way, n))
+        assert_grads(calls.x, again, want, (name, way, n))
+    assert calls.is_made == [(True, False)] + 4 * [(True, True)]
+    assert torch.equal(kept.words, made), "later calls only read it"
+
+
+@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("way", ("turns, 64", "first stores, 64"))
+def test_other_head_dims(dim, way, monkeypatch):
+    for name in CASES:
+        calls = make_calls(name, way, monkeypatch, dim)
+        first, want = calls(), truth(calls.x, calls.dout)
+        for n in range(3):
+            again = calls()
+            calls.assert_as(again, first, (name, n))
+            assert_grads(calls.x, again, want, (name, n))
+        assert calls.is_made == [(True, False)] + 3 * [(True, True)]
+
+
+@pytest.mark.parametrize("way", ("turns, 80", "first stores, 64"))
+def test_another_stream_and_graphs(way, monkeypatch):
+    """Each stream has one. A graph reads that of the stream on which it was captured, or makes it at each replay."""
+    calls = make_calls("documents", way, monkeypatch)
+    first, beside = calls(), torch.cuda.Stream()
+    for has_list in (False, True):
+        torch.cuda.synchronize()
+        if has_list:
+            with torch.cuda.stream(beside):
+                calls.assert_as(calls(), first, (way, "stream"))
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=beside):
+            got = calls()
+        assert calls.is_made[-1] == (has_list, has_list)
+        for n in range(5):
+            for grad in (got.dq, got.dk, got.dv):
+                grad.fill_(float("nan"))
+            graph.replay()
+            calls.assert_as(got, first, (way, "graph", has_list, n))
+    assert calls.is_made == [(True, False), (False, False), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize("way", ("turns, 64", "first stores, 80"))
+def test_a_plan_of_other_shapes_gives_nan(way, monkeypatch):
+    calls = make_calls("causal", way, monkeypatch)
+    shape = PlanShape(328, 328, calls.ffa.library.backward_tile(128, 128), is_transposed=True)
+    wrong = table_plan(masks.causal(328), shape, calls.x.q.device)
+    kept = Kept(wrong, wrong.data_ptr(), {})
+    monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
+    for _ in range(3):
+        got = calls()
+        for name in ("dq", "dk", "dv"):
+            assert getattr(got, name).isnan().all(), name
+    assert calls.is_made == [(True, False), (True, True), (True, True)]
+
+
+def made_every_time(rank: int, world: int, way: str) -> bool:
+    """Beside long kernels, as calls whose list was kept are in the tests of their order."""
+    Kept.list_of = lambda *_: None
+    steps: Steps = WAYS[way]
+    choose: Callable = lambda *_: steps  # noqa: E731
+    ffa_bwd.steps_of = choose
+    for name, make in CASES.items():
+        for dim in (64, 128, 256) if steps.query_block == 64 else (128,):
+            calls = Calls(make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE), steps)
+            torch.cuda.synchronize()
+            first = calls()
+            for n in beside_long_kernels():
+                calls.assert_as(calls(), first, (name, dim, n))
+    return True
+
+
+@pytest.mark.parametrize("way", ("turns, 64", "turns, 80", "first stores, 64"))
+def test_made_every_time_beside_other_work(way):
+    """In a process of its own: where turns once went in a circle, nothing but its end helped."""
+    assert run_processes(1, made_every_time, way, timeout_s=100, backend="nccl") == [True]
