@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group cast and group reduce over boxes: rows go straight from the sender's tensors into the receiver's memory.
 
-A cast is a push and, beside it, a copy of what has arrived to its place in the outputs; a reduce is a push and then a
-sum in float32 in the order of the ranks, so it gives the same bits on every run. No host waits for anything. While rows
-travel, multiprocessors are used by the few CTAs of the push, and in a cast by as few that copy. Launches are prepared
-once per layout and shapes.
+A cast is a push and, beside it, a copy of what has arrived to its place in the outputs; a reduce is a push and, beside
+it, a sum of what has arrived, in float32 in the order of the ranks, so it gives the same bits on every run. No host
+waits for anything. While rows travel, multiprocessors are used by the few CTAs of the push and by as few that copy or
+add. Launches are prepared once per layout and shapes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,22 @@ from magi_attention.comm.wire import dense_strides
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
 
-DEFAULT_CTAS = 16
-_TAKE_CTAS = 16  # as fast as rows arrive; 64 slow down what arrives
+# CTAs of the push, and of the copy or the sum of what arrives. 12 send as fast as more, which get in each other's way;
+# a copy keeps up by 12, a sum by 24 (docs/notes/one_launch.md). Few pieces get a CTA each.
+_CTAS = {"cast": (12, 12), "reduce": (12, 24)}
+_CTAS_OF_FEW = {"cast": (16, 16), "reduce": (16, 32)}
+_FEW = 16
+
+
+def ctas_of(op: str, pieces: int, num_sms: int | None) -> tuple[int, int]:
+    """How many CTAs of a "cast" or "reduce" send and how many copy or add, together at most ``num_sms`` if given."""
+    push, other = (_CTAS_OF_FEW if pieces <= _FEW else _CTAS)[op]
+    if num_sms is None or num_sms >= push + other:
+        return push, other
+    some = max(1, num_sms * push // (push + other))
+    return some, max(1, num_sms - some)
+
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _log = logging.getLogger("magi_attention.comm")
 
@@ -95,8 +109,8 @@ class BoxExchange:
         self.layout, self.tables = layout, BoxTables.of(layout, counts)
         self._device = device
         tables = self.tables
-        self._held = [self._on(x) for x in (tables.take, tables.places, tables.senders)]
-        self._take, self._places, self._senders = (x.data_ptr() for x in self._held)
+        self._held = [self._on(x) for x in (tables.take, tables.places, tables.needs, tables.awaited)]
+        self._take, self._places, self._needs, self._awaited = (x.data_ptr() for x in self._held)
         self._prepared: dict[tuple, tuple[Box, tuple]] = {}
 
     @classmethod
@@ -115,11 +129,16 @@ class BoxExchange:
         return found
 
     def cast(
-        self, group: BoxGroup, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], ctas: int, stream: int
+        self,
+        group: BoxGroup,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        num_sms: int | None,
+        stream: int,
     ) -> None:
         """Inputs and outputs as ``dense_rows`` makes them; enqueues everything on ``stream``, which is current."""
-        key = ("cast", ctas, *[(x.dtype, _row_bytes(x), _stride(x), _stride(y)) for x, y in zip(inputs, outputs)])
-        push, take = self._launches(key, group, lambda: self._prepare_cast(group, inputs, outputs, ctas))
+        key = ("cast", num_sms, *[(x.dtype, _row_bytes(x), _stride(x), _stride(y)) for x, y in zip(inputs, outputs)])
+        push, take = self._launches(key, group, lambda: self._prepare_cast(group, inputs, outputs, num_sms))
         push([x.data_ptr() for x in inputs], stream)
         take([y.data_ptr() for y in outputs], stream)
         if self.layout.has_local_rows:
@@ -131,16 +150,17 @@ class BoxExchange:
         inputs: Sequence[torch.Tensor],
         base: Sequence[torch.Tensor] | None,
         outputs: Sequence[torch.Tensor],
-        ctas: int,
+        num_sms: int | None,
         stream: int,
     ) -> None:
         """``inputs`` in the dtype of the wire; ``base`` and ``outputs`` contiguous."""
         of_base = None if base is None else base[0].dtype
-        key = ("reduce", ctas, of_base, outputs[0].dtype, *[(x.dtype, _row_bytes(x), _stride(x)) for x in inputs])
-        push, add = self._launches(key, group, lambda: self._prepare_reduce(group, inputs, of_base, outputs, ctas))
-        push([x.data_ptr() for x in inputs], stream)
+        key = ("reduce", num_sms, of_base, outputs[0].dtype, *[(x.dtype, _row_bytes(x), _stride(x)) for x in inputs])
+        push, add = self._launches(key, group, lambda: self._prepare_reduce(group, inputs, of_base, outputs, num_sms))
+        own = [x.data_ptr() for x in inputs]
+        push(own, stream)
         start = [0] * len(outputs) if base is None else [y.data_ptr() for y in base]
-        add(start, [y.data_ptr() for y in outputs], stream)
+        add(own, start, [y.data_ptr() for y in outputs], stream)
 
     def _launches(self, key: tuple, group: BoxGroup, prepare: Callable[[], tuple[Box, tuple]]) -> tuple:
         known = self._prepared.get(key)
@@ -148,25 +168,28 @@ class BoxExchange:
             known = self._prepared[key] = prepare()
         return known[1]
 
-    def _prepare_cast(self, group: BoxGroup, inputs, outputs, ctas: int) -> tuple[Box, tuple]:
+    def _prepare_cast(self, group: BoxGroup, inputs, outputs, num_sms: int | None) -> tuple[Box, tuple]:
         tables, sizes = self.tables, [_row_bytes(x) for x in inputs]
         box, data_at = _box_with_room(group, "cast", tables.cast_rows, sizes)
+        ctas, copying = ctas_of("cast", len(tables.cast.pieces), num_sms)
         push = self._push(group, box, tables.cast, inputs, data_at, ctas)
         num_pieces = len(tables.take)
         take = group.take(
-            box, num_tensors=len(inputs), num_pieces=num_pieces, num_ctas=_at_most(_TAKE_CTAS, num_pieces),
+            box, num_tensors=len(inputs), num_pieces=num_pieces, num_ctas=_at_most(copying, num_pieces),
             pieces=self._take, data_at=data_at, row_bytes=sizes, out_stride=[_stride(y) for y in outputs],
         )  # fmt: skip
         return box, (push, take)
 
-    def _prepare_reduce(self, group: BoxGroup, inputs, of_base, outputs, ctas: int) -> tuple[Box, tuple]:
+    def _prepare_reduce(self, group: BoxGroup, inputs, of_base, outputs, num_sms: int | None) -> tuple[Box, tuple]:
         tables, sizes = self.tables, [_row_bytes(x) for x in inputs]
         box, data_at = _box_with_room(group, "reduce", tables.reduce_rows, sizes)
+        ctas, adding = ctas_of("reduce", len(tables.reduce.pieces), num_sms)
         push = self._push(group, box, tables.reduce, inputs, data_at, ctas)
-        add = group.reduce(
-            box, None, inputs[0].dtype, outputs[0].dtype, of_base or torch.float32, rows=self.layout.input_rows,
-            num_tensors=len(inputs), row_values=[math.prod(x.shape[1:]) for x in inputs], places=self._places,
-            senders=self._senders, data_at=data_at,
+        add = group.add(
+            box, inputs[0].dtype, outputs[0].dtype, of_base or torch.float32, rows=self.layout.input_rows,
+            num_tensors=len(inputs), num_ctas=_at_most(adding, len(tables.needs)),
+            row_values=[math.prod(x.shape[1:]) for x in inputs], places=self._places, needs=self._needs,
+            slots=self._awaited, data_at=data_at, own_stride=[_stride(x) for x in inputs],
         )  # fmt: skip
         return box, (push, add)
 
@@ -190,7 +213,7 @@ def start_box_cast(
     group: BoxGroup,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
-    ctas: int,
+    num_sms: int | None,
     is_async: bool,
 ) -> tuple[Any, Callable[[], None]]:
     """As ``wire.start_cast``: what to wait for, and what to call after the wait."""
@@ -198,7 +221,7 @@ def start_box_cast(
     with group.turn(is_async) as turn:
         sources = [dense_rows(x) for x in inputs]
         targets = [y if _is_dense(y) else _empty(rows, y, y.dtype) for y in outputs]
-        exchange.cast(group, sources, targets, ctas, turn.stream)
+        exchange.cast(group, sources, targets, num_sms, turn.stream)
         for y, target in zip(outputs, targets):
             if target is not y:
                 y.narrow(0, 0, rows).copy_(target)
@@ -213,7 +236,7 @@ def start_box_reduce(
     outputs: Sequence[torch.Tensor],
     op: str,
     acc_reduce: bool,
-    ctas: int,
+    num_sms: int | None,
     is_async: bool,
 ) -> tuple[Any, Callable[[], None]]:
     """The whole reduce, by "sum" or "avg", into ``outputs``; to be used like ``start_box_cast``."""
@@ -228,7 +251,7 @@ def start_box_reduce(
             targets = base
         else:
             targets = [y if _is_packed(y) else _empty(layout.input_rows, y, y.dtype) for y in outputs]
-        exchange.reduce(group, sources, base, targets, ctas, turn.stream)
+        exchange.reduce(group, sources, base, targets, num_sms, turn.stream)
         for y, total in zip(outputs, targets):
             if is_average:
                 terms = (layout.contributions(y.device) + int(acc_reduce)).clamp(min=1).to(torch.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the rows of a group cast, and of the group reduce that is its transpose, lie in the boxes of all ranks.
 
-Cast: a box holds arriving rows in the order of the wire of ``A2AVLayout``: sources ascending, and of each in its own
-order; each source has a slot. Reduce: a box holds what each rank adds, ranks ascending, this one included.
+A box holds arriving rows in the order of the wire of ``A2AVLayout``: sources ascending, and of each in its own order,
+in a few slots. What a rank casts to itself, or adds to its own rows, does not pass through its box.
 
 Made on the CPU from the layout of one rank and the counts of all, once per layout.
 """
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.layout import A2AVLayout, Rows
+from magi_attention.native import abi
 
-SLOTS_PER_SENDER = 8  # MAGI_BOX_GROUPS
+SLOTS_PER_SENDER = abi.BOX_GROUPS
 _PUSHED_ROWS, _TAKEN_ROWS = 32, 16  # of a piece at most
-_SLOT_ROWS = 512  # a cast has a slot for as many, so that rows are copied out while the next ones arrive
+_SLOT_ROWS = 256  # there is a slot for as many, so that rows are copied out, or added, while the next ones arrive
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,9 @@ class PushTable:
 @dataclass(frozen=True, eq=False)
 class BoxTables:
     """All of one rank. ``take`` (M, 4) int32: (slot, first row in the box, first row of the output, rows); ``places``
-    (world, input rows) int32: row in the box of what a rank adds to a row, -1: nothing; ``senders`` (world,) int32.
+    (world, input rows) int32: row in the box of what a rank adds to a row, of this rank the row of its own tensor, -1:
+    nothing; ``needs`` (blocks of 16 input rows, world) int32: slots of a rank that a block waits for, a bit each, and
+    ``awaited`` (world,) int32 all of them.
     ``cast_rows`` and ``reduce_rows``: rows that the boxes of all ranks need."""
 
     cast: PushTable
@@ -40,7 +43,8 @@ class BoxTables:
     cast_rows: int
     reduce: PushTable
     places: np.ndarray
-    senders: np.ndarray
+    needs: np.ndarray
+    awaited: np.ndarray
     reduce_rows: int
 
     @classmethod
@@ -48,31 +52,38 @@ class BoxTables:
         """``counts[s, r]``: rows that rank s casts to rank r, itself included."""
         rank = layout.rank
         sent = counts * (1 - np.eye(layout.world, dtype=np.int64))  # rows for oneself do not pass through a box
-        cast_starts = _starts(sent.T)  # [box, sender]
-        reduce_starts = _starts(counts)
-        places = np.full((layout.world, layout.input_rows), -1, dtype=np.int32)
-        for r, rows in enumerate(_with_own(layout.send.index, layout.send_counts, layout.self_in.index, rank)):
-            places[r, rows] = reduce_starts[rank, r] + np.arange(rows.size)
+        cast_starts, reduce_starts = _starts(sent.T), _starts(sent)  # [box, sender]
         return cls(
-            _cast_pushes(layout, cast_starts),
+            _pushes(layout.send, layout.send_counts, cast_starts, rank),
             _takes(layout, cast_starts),
             int(sent.sum(axis=0).max()),
-            _reduce_pushes(layout, reduce_starts),
-            places,
-            (counts[rank] > 0).astype(np.int32),
-            int(counts.sum(axis=1).max()),
+            _pushes(layout.recv, layout.recv_counts, reduce_starts, rank),
+            *_additions(layout, reduce_starts),
+            int(sent.sum(axis=1).max()),
         )
 
 
-def _cast_pushes(layout: A2AVLayout, starts: np.ndarray) -> PushTable:
+def _pushes(sent: Rows, counts: list[int], starts: np.ndarray, rank: int) -> PushTable:
     """Those for the next rank first, so that at any time every rank receives from one other."""
-    parts = np.split(layout.send.index, np.cumsum(layout.send_counts)[:-1])
-    pushes = []
-    for step in range(1, layout.world):
-        to = (layout.rank + step) % layout.world
-        for slot, first, rows in _slots(parts[to], layout.rank):
-            pushes.append((to, slot, rows, int(starts[to, layout.rank]) + first))
+    parts, world, pushes = _parts(sent, counts), len(counts), []
+    for step in range(1, world):
+        to = (rank + step) % world
+        for slot, first, rows in _slots(parts[to], rank):
+            pushes.append((to, slot, rows, int(starts[to, rank]) + first))
     return _push_table(pushes)
+
+
+def _additions(layout: A2AVLayout, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``places``, ``needs`` and ``awaited``."""
+    rank, blocks = layout.rank, -(-layout.input_rows // abi.BOX_ADD_ROWS)
+    places = np.full((layout.world, layout.input_rows), -1, dtype=np.int32)
+    needs = np.zeros((blocks, layout.world), dtype=np.uint32)
+    for peer, rows in enumerate(_parts(layout.send, layout.send_counts)):
+        places[peer, rows] = starts[rank, peer] + np.arange(rows.size)
+        for slot, _, some in _slots(rows, peer):
+            needs[np.unique(some // abi.BOX_ADD_ROWS), peer] |= np.uint32(1 << slot % SLOTS_PER_SENDER)
+    places[rank, layout.self_in.index] = layout.self_out.index
+    return places, needs.view(np.int32), np.bitwise_or.reduce(needs, axis=0).view(np.int32)
 
 
 def _slots(rows: np.ndarray, sender: int) -> list[tuple[int, int, np.ndarray]]:
@@ -84,7 +95,7 @@ def _slots(rows: np.ndarray, sender: int) -> list[tuple[int, int, np.ndarray]]:
 
 def _takes(layout: A2AVLayout, starts: np.ndarray) -> np.ndarray:
     """In the order of arrival."""
-    parts = np.split(layout.recv.index, np.cumsum(layout.recv_counts)[:-1])
+    parts = _parts(layout.recv, layout.recv_counts)
     found = [np.zeros((0, 4), dtype=np.int32)]
     for step in range(1, layout.world):
         sender = (layout.rank - step) % layout.world
@@ -92,13 +103,6 @@ def _takes(layout: A2AVLayout, starts: np.ndarray) -> np.ndarray:
             pieces = _runs(rows, int(starts[layout.rank, sender]) + first, _TAKEN_ROWS)
             found.append(np.stack([np.full(len(pieces), slot), pieces[:, 1], pieces[:, 0], pieces[:, 2]], axis=1))
     return np.concatenate(found).astype(np.int32)
-
-
-def _reduce_pushes(layout: A2AVLayout, starts: np.ndarray) -> PushTable:
-    rank = layout.rank
-    parts = _with_own(layout.recv.index, layout.recv_counts, layout.self_out.index, rank)
-    owners = [(rank + step) % layout.world for step in range(1, layout.world + 1)]
-    return _push_table([(to, rank, parts[to], int(starts[to, rank])) for to in owners if len(parts[to])])
 
 
 def _push_table(pushes: list[tuple[int, int, np.ndarray, int]]) -> PushTable:
@@ -121,11 +125,9 @@ def _runs(rows: np.ndarray, there: int, most: int) -> np.ndarray:
     return np.stack([rows[begin], there + begin, np.diff(np.append(begin, len(rows)))], axis=1)
 
 
-def _with_own(index: np.ndarray, counts: list[int], own: np.ndarray, rank: int) -> list[np.ndarray]:
-    """The rows for each rank, those for this one included."""
-    parts = np.split(index, np.cumsum(counts)[:-1])
-    parts[rank] = own
-    return parts
+def _parts(rows: Rows, counts: list[int]) -> list[np.ndarray]:
+    """The rows that travel to or from each rank, in the order of the wire."""
+    return np.split(rows.index, np.cumsum(counts)[:-1])
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

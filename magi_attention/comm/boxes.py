@@ -24,7 +24,7 @@ from magi_attention.comm.torch_transport import TorchTransport, attached
 from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
-from magi_attention.native.box import Push, Reduce, Release, Take, control_bytes
+from magi_attention.native.box import Add, Push, Reduce, Release, Take, control_bytes
 from magi_attention.native.succession import Succession
 
 _GRAIN = 2**20
@@ -157,20 +157,14 @@ class BoxGroup:
         """What others push into ``box``, copied out as it arrives; ends its use. Right behind the push."""
         return Take(**self._common, box=box.struct, **fields)
 
-    def reduce(
-        self,
-        box: Box,
-        pushed: Box | None,
-        wire: torch.dtype,
-        out: torch.dtype,
-        base: torch.dtype = torch.float32,
-        **fields,
-    ) -> Reduce:
-        """The sum of what other ranks wrote into ``box`` and a base; ends the use of it, and that of ``pushed``."""
-        dtypes = {"wire_dtype": _CODES[wire], "base_dtype": _CODES[base], "out_dtype": _CODES[out]}
-        if pushed is not None:
-            fields["pushed"] = pushed.struct
-        return Reduce(**self._common, **dtypes, box=box.struct, **fields)
+    def add(self, box: Box, wire: torch.dtype, out: torch.dtype, base: torch.dtype, **fields) -> Add:
+        """The sum of a base and what others push into ``box``, as it arrives; ends its use. Right behind the push."""
+        return Add(**self._common, **_codes(wire, out, base), box=box.struct, **fields)
+
+    def reduce(self, box: Box, pushed: Box, wire: torch.dtype, out: torch.dtype, **fields) -> Reduce:
+        """The sum of what kernels of other ranks wrote into ``box`` and a float32 base; ends the use of both boxes."""
+        dtypes = _codes(wire, out, torch.float32)
+        return Reduce(**self._common, **dtypes, box=box.struct, pushed=pushed.struct, **fields)
 
     @property
     def _common(self) -> dict[str, int]:
@@ -198,6 +192,10 @@ class BoxGroup:
         torch.cuda.synchronize(self.device)
         self.meet(stage)  # nobody writes before all control words are 0
         return Box(memory, handle, addresses, data_bytes)
+
+
+def _codes(wire: torch.dtype, out: torch.dtype, base: torch.dtype) -> dict[str, int]:
+    return {"wire_dtype": _CODES[wire], "base_dtype": _CODES[base], "out_dtype": _CODES[out]}
 
 
 def box_group(transport: TorchTransport, device: torch.device) -> BoxGroup:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from magi_attention.comm import group_args as args_of
 from magi_attention.comm.box_collective import (
-    DEFAULT_CTAS,
     BoxExchange,
     boxes_for,
     is_wanted,
@@ -85,7 +84,7 @@ def group_cast(
             ``inter_group`` and ``intra_group``, for the two-level form;
             ``native``, straight over NVLink or not (default: MAGI_ATTENTION_NATIVE_GRPCOLL). All ranks then compare
             their counts at the first call with a layout, and at every call with lists: keep layouts;
-            ``config``, a GrpCollConfig, whose ``num_sms`` are the CTAs that send. Names may have the prefix
+            ``config``, a GrpCollConfig, whose ``num_sms`` are the most SMs that it takes. Names may have the prefix
             ``a2av_``, ``hier_`` or ``native_``.
 
     Returns:
@@ -122,7 +121,7 @@ def group_cast(
         elif boxes is not None:
             boxes.check("group_cast")
             exchange = BoxExchange.of(transport, layout, boxes, _signature("cast", inputs))
-            work, finish = start_box_cast(exchange, boxes, inputs, outputs, _ctas(options), async_op)
+            work, finish = start_box_cast(exchange, boxes, inputs, outputs, _num_sms(options), async_op)
         else:
             work, finish = start_cast(transport, layout, inputs, outputs)
 
@@ -210,7 +209,7 @@ def group_reduce(
             boxes.check("group_reduce")
             exchange = BoxExchange.of(transport, layout, boxes, signature)
             work, finish = start_box_reduce(
-                exchange, boxes, inputs, wire_dtypes[0], outputs, reduce_op, acc_reduce, _ctas(options), async_op
+                exchange, boxes, inputs, wire_dtypes[0], outputs, reduce_op, acc_reduce, _num_sms(options), async_op
             )
         else:
             work, parts = start_reduce(transport, layout, inputs, wire_dtypes)
@@ -262,8 +261,8 @@ def _boxes(
     return boxes_for(transport, tensors, dtypes, op)
 
 
-def _ctas(options: dict) -> int:
-    return DEFAULT_CTAS if options["config"] is None else options["config"].num_sms
+def _num_sms(options: dict) -> int | None:
+    return None if options["config"] is None else options["config"].num_sms
 
 
 def _levels(options: dict, is_beyond_sum: bool) -> tuple[Transport, Transport]:

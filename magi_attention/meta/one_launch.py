@@ -25,7 +25,7 @@ from magi_attention.meta.plan import Plan, cut_by_windows
 from magi_attention.meta.stretches import Stretches
 
 TILE = 128
-MAX_GROUPS = 6  # to 8 (MAGI_BOX_GROUPS): with 3 a causal forward waits longer, more than 5 win nothing
+MAX_GROUPS = 6  # of MAGI_BOX_GROUPS: with 3 a causal forward waits longer, more than 5 win nothing
 _GROUP_TILES = 4  # smaller groups are not worth a slot
 _MAX_PIECE_ROWS = 32
 

@@ -150,7 +150,8 @@ class FfaRemote(ctypes.Structure):
 # ---- box.h: exchanges within one NVLink domain ----
 BOX_WORD_BYTES = 32
 BOX_TENSORS = 3
-BOX_GROUPS = 8
+BOX_GROUPS = 32
+BOX_ADD_ROWS = 16
 BOX_SLOT_CULPRIT = 65536
 
 
@@ -206,6 +207,26 @@ class BoxTakeParams(ctypes.Structure):
     ]
 
 
+class BoxAddParams(ctypes.Structure):
+    """``magi_box_add_params``. What a call changes comes last, see ``BOX_ADD_TAIL``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors", "num_ctas")),
+        *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
+        ("row_values", c_int32 * BOX_TENSORS),
+        ("timeout_ms", c_uint32),
+        ("reserved", c_int32),
+        ("box", Box),
+        ("places", c_void_p),
+        ("needs", c_void_p),
+        ("slots", c_void_p),
+        *((name, c_int64 * BOX_TENSORS) for name in ("data_at", "own_stride")),
+        ("failure", c_void_p),
+        *((name, c_void_p * BOX_TENSORS) for name in ("own", "base", "out")),
+        ("stream", c_void_p),
+    ]
+
+
 class BoxReduceParams(ctypes.Structure):
     """``magi_box_reduce_params``. What a call changes comes last, see ``BOX_REDUCE_TAIL``."""
 
@@ -230,6 +251,7 @@ class BoxReduceParams(ctypes.Structure):
 BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
 BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.stream.offset, struct.Struct("=Q")
 BOX_TAKE_PREFIX_BYTES, BOX_TAKE_TAIL = BoxTakeParams.out.offset, struct.Struct("=4Q")
+BOX_ADD_PREFIX_BYTES, BOX_ADD_TAIL = BoxAddParams.own.offset, struct.Struct("=10Q")
 BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=7Q")
 
 I32_PTR = ctypes.POINTER(c_int32)
@@ -269,6 +291,7 @@ FFA_FUNCTIONS: Functions = {
     "magi_box_push": (c_int32, (ctypes.c_char_p,)),
     "magi_box_release": (c_int32, (ctypes.c_char_p,)),
     "magi_box_take": (c_int32, (ctypes.c_char_p,)),
+    "magi_box_add": (c_int32, (ctypes.c_char_p,)),
     "magi_box_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_transpose_device": (
         c_int32,

@@ -69,6 +69,18 @@ class Take(_Launch):
         self._run(abi.BOX_TAKE_TAIL.pack(*_three(out), stream))
 
 
+class Add(_Launch):
+    """``magi_box_add``."""
+
+    def __init__(self, **fields) -> None:
+        params = _filled(abi.BoxAddParams, fields)
+        super().__init__("magi_box_add", params[: abi.BOX_ADD_PREFIX_BYTES], "Adding rows as they arrive")
+
+    def __call__(self, own: Sequence[int], base: Sequence[int], out: Sequence[int], stream: int) -> None:
+        """Addresses for each tensor; 0 in ``base`` where there is nothing to add to."""
+        self._run(abi.BOX_ADD_TAIL.pack(*_three(own), *_three(base), *_three(out), stream))
+
+
 class Reduce(_Launch):
     """``magi_box_reduce``."""
 

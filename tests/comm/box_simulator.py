@@ -81,13 +81,14 @@ class SimulatedBoxes:
 
         return run
 
-    def reduce(self, box, pushed, wire, out_dtype, base_dtype, *, rows, num_tensors, row_values, **fields):
-        places, senders, data_at = (fields[name] for name in ("places", "senders", "data_at"))
-        world = self._transport.size
-        assert pushed is None and ints(senders, world, 1).shape == (world, 1)
+    def add(self, box, wire, out_dtype, base_dtype, *, rows, num_tensors, num_ctas, row_values, **fields):
+        places, needs, data_at, own_stride = (fields[n] for n in ("places", "needs", "data_at", "own_stride"))
+        world, rank = self._transport.size, self._transport.rank
+        assert num_ctas >= 1 and all(n % 16 == 0 for n in (*data_at, *own_stride))
         table = ints(places, world, max(rows, 1))
+        assert not rows or ints(needs, -(-rows // 16), world).shape[1] == ints(fields["slots"], 1, world).size
 
-        def run(base, out, stream) -> None:
+        def run(own, base, out, stream) -> None:
             for t in range(num_tensors if rows else 0):
                 values = row_values[t]
                 total = torch.zeros(rows, values)
@@ -95,8 +96,11 @@ class SimulatedBoxes:
                     total = floats(base[t], rows * values, base_dtype).view(rows, values).float()
                 for peer in range(world):
                     for row in np.flatnonzero(table[peer] >= 0):
-                        begin = data_at[t] + int(table[peer, row]) * values * wire.itemsize
-                        total[row] += floats(box.memory.data_ptr() + begin, values, wire).float()
+                        place = int(table[peer, row])
+                        at = box.memory.data_ptr() + data_at[t] + place * values * wire.itemsize
+                        if peer == rank:
+                            at = own[t] + place * own_stride[t]
+                        total[row] += floats(at, values, wire).float()
                 floats(out[t], rows * values, out_dtype).copy_(total.view(-1).to(out_dtype))
             self._transport.barrier()
 

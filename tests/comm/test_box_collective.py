@@ -93,6 +93,16 @@ def test_against_all_to_all_v(simulated, batch: int) -> None:
                 assert torch.equal(a, b), (seed, i)
 
 
+def test_no_more_multiprocessors_than_asked_for():
+    for op in ("cast", "reduce"):
+        for pieces in (1, 16, 17, 5000):
+            whole = sum(box_collective.ctas_of(op, pieces, None))
+            for num_sms in range(2, 80, 2):
+                found = box_collective.ctas_of(op, pieces, num_sms)
+                assert min(found) >= 1 and sum(found) == min(num_sms, whole), (op, pieces, num_sms)
+    assert box_collective.ctas_of("cast", 100, 24) == (12, 12) and box_collective.ctas_of("reduce", 100, 24) == (8, 16)
+
+
 def test_a_layout_is_compared_once_and_boxes_grow(simulated) -> None:
     small, large = random_plan(3, 3), random_plan(4, 3, max_splits=8, max_size=40)
 

@@ -87,14 +87,31 @@ def check_reduce(plan: WorldPlan, layouts, tables) -> None:
         for row in range(len(got)):
             for peer in range(world):
                 place = table.places[peer, row]
-                if place >= 0:
-                    sender, there = boxes[rank][place]
-                    assert sender == peer == slots[rank][place] and table.senders[peer] == 1
-                    got[row] += parts[sender][there]
+                if place < 0:
+                    continue
+                sender, there = (rank, place) if peer == rank else boxes[rank][place]
+                got[row] += parts[sender][there]
+                assert sender == peer
+                if peer != rank:
+                    slot = slots[rank][place]
+                    assert slot // SLOTS_PER_SENDER == peer
+                    assert table.needs[row // 16, peer] >> slot % SLOTS_PER_SENDER & 1, "a row that is not waited for"
         np.testing.assert_array_equal(got, results[rank])
-        waits = {peer for peer in range(world) if table.senders[peer]}
-        assert waits == {sender for sender, _ in boxes[rank] if sender >= 0}
+        assert table.needs.shape == (-(-len(got) // 16), world)
+        awaited = {
+            SLOTS_PER_SENDER * peer + i
+            for peer in range(world)
+            for i in range(SLOTS_PER_SENDER)
+            if (table.needs[:, peer] >> i & 1).any()
+        }
+        assert awaited == {slot for slot in slots[rank] if slot >= 0}, "slots that come, and no others"
+        assert table.awaited.tolist() == or_of(table.needs) or not len(got)
         assert (table.places >= 0).sum() == sum(map(len, contributions(plan, parts, rank)))
+
+
+def or_of(needs: np.ndarray) -> list[int]:
+    """All slots of each rank."""
+    return np.bitwise_or.reduce(needs, axis=0).tolist()
 
 
 def check(plan: WorldPlan) -> None:
@@ -127,10 +144,12 @@ def test_worked_example() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_rows_arrive_in_several_slots(seed: int) -> None:
-    """So that rows are copied out while the next ones arrive, in that order."""
+    """So that rows are copied out, or added, while the next ones arrive, in that order."""
     plan = random_plan(seed, world=2 + seed % 3, max_splits=6, max_size=3000)
     layouts, tables = tables_of(plan)
     check_cast(plan, layouts, tables)
+    check_reduce(plan, layouts, tables)
+    assert any(bin(n).count("1") < bin(x).count("1") for t in tables for n, x in zip(t.needs[0], or_of(t.needs)))
     most = max(int(c) for layout in layouts for r, c in enumerate(layout.send_counts) if r != layout.rank)
     assert max(len(set(t.take[:, 0].tolist())) for t in tables) > len(tables) - 1 and most > 1024
     for rank, table in enumerate(tables):

@@ -261,9 +261,7 @@ def test_lists_of_units_are_kept_with_the_plan():
         ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
         return simulator.backward_calls[-1].list
 
-    def is_made() -> bool:
-        return bool(simulator.backward_calls[-1].list_is_made)
-
+    is_made = lambda: bool(simulator.backward_calls[-1].list_is_made)  # noqa: E731
     for mask in (table, ranges):
         first = listed(mask)
         assert first and not is_made()

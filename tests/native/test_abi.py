@@ -26,12 +26,14 @@ STRUCTS = {
     "magi_box_push_params": abi.BoxPushParams,
     "magi_box_release_params": abi.BoxReleaseParams,
     "magi_box_take_params": abi.BoxTakeParams,
+    "magi_box_add_params": abi.BoxAddParams,
     "magi_box_reduce_params": abi.BoxReduceParams,
 }
 CONSTANTS = {
     "MAGI_BOX_WORD_BYTES": abi.BOX_WORD_BYTES,
     "MAGI_BOX_TENSORS": abi.BOX_TENSORS,
     "MAGI_BOX_GROUPS": abi.BOX_GROUPS,
+    "MAGI_BOX_ADD_ROWS": abi.BOX_ADD_ROWS,
     "MAGI_BOX_SLOT_CULPRIT": abi.BOX_SLOT_CULPRIT,
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
     "MAGI_OK": abi.OK,
@@ -89,6 +91,7 @@ def test_addresses_are_the_tail_of_the_parameters():
     assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
     assert abi.BOX_RELEASE_PREFIX_BYTES + abi.BOX_RELEASE_TAIL.size == ctypes.sizeof(abi.BoxReleaseParams)
     assert abi.BOX_TAKE_PREFIX_BYTES + abi.BOX_TAKE_TAIL.size == ctypes.sizeof(abi.BoxTakeParams)
+    assert abi.BOX_ADD_PREFIX_BYTES + abi.BOX_ADD_TAIL.size == ctypes.sizeof(abi.BoxAddParams)
     assert abi.BOX_REDUCE_PREFIX_BYTES + abi.BOX_REDUCE_TAIL.size == ctypes.sizeof(abi.BoxReduceParams)
     assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
 

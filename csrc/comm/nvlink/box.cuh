@@ -33,6 +33,14 @@ __device__ __forceinline__ uint32_t* box_word(const void* box, int word) {
 
 __device__ __forceinline__ uint32_t* box_word(int64_t box, int word) { return box_word(reinterpret_cast<void*>(box), word); }
 
+// Once a millisecond of a wait that has lasted so many: whether to give up, because ranks have failed or it has lasted too long.
+__device__ __forceinline__ bool has_failed(uint32_t timeout_ms, int32_t* failure, int culprit, uint32_t waited_ms) {
+  if (*reinterpret_cast<volatile int32_t*>(failure) != 0) return true;
+  if (waited_ms < timeout_ms) return false;
+  *reinterpret_cast<volatile int32_t*>(failure) = culprit + 1;
+  return true;
+}
+
 // Until *word is at least `target`, counting modulo 2^32. `culprit` is who is waited for. Looks seldom, because many looks at one
 // word slow down who writes it and whoever writes near it. The failure word is in host memory: it is looked at once a millisecond,
 // and never in a shorter wait. Read by a hundred CTAs that begin to wait, it stopped whatever the ranks sent for 100 us each time.
@@ -47,10 +55,7 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t tar
     const uint32_t now = milliseconds();
     if (now == last) continue;
     last = now;
-    if (*reinterpret_cast<volatile int32_t*>(failure) != 0) return;
-    if (now - begun < timeout_ms) continue;
-    *reinterpret_cast<volatile int32_t*>(failure) = culprit + 1;
-    return;
+    if (has_failed(timeout_ms, failure, culprit, now - begun)) return;
   }
 }
 

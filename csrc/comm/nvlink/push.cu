@@ -2,75 +2,19 @@
 // Rows straight into the boxes of other ranks, by bulk copies through the shared memory of a few CTAs, see magi/box.h. Plain loads
 // and stores were as fast alone, and slower beside attention: docs/notes/one_launch.md.
 
-#include "../../ffa/common/barrier.cuh"
-#include "../../ffa/common/copy.cuh"
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 #include "box_launch.h"
+#include "chunks.cuh"
 
 namespace magi {
 inline namespace box_pushing {  // named, because nvcc puts the path of the file into the names of what has no name
 
-constexpr int kPushThreads = 32;
-constexpr int kStages = 5;
-constexpr int kStageBytes = 32768;
+constexpr int kPushStages = 5;
 constexpr int kSignalDelay = 3;  // chunks between the last of a slot and its signal: how long stores are on their way
-constexpr int kPushSmem = (kStages + 1) * kStageBytes + 8 * kStages;
-
-constexpr int kPiecesAhead = 8;
-static_assert(kPiecesAhead > kStages, "every piece has a chunk, and loads are less than all stages ahead");
-
-// Where a lane is in the chunks of a piece: whole rows of one tensor that fit into a stage, or a part of a row.
-struct PushCursor {
-  int index, tensor = 0, row = 0, column = 0;
-  int4 piece, slot;
-
-  __device__ PushCursor(const magi_box_push_params& p) { begin(p, blockIdx.x); }
-  __device__ void begin(const magi_box_push_params& p, int i) {
-    index = i;
-    if (!valid(p)) return;
-    piece = __ldg(reinterpret_cast<const int4*>(p.pieces) + index);
-    slot = __ldg(reinterpret_cast<const int4*>(p.slots) + piece.x);
-  }
-  __device__ bool valid(const magi_box_push_params& p) const { return index < p.num_pieces; }
-  __device__ int row_bytes(const magi_box_push_params& p) const { return static_cast<int>(p.row_bytes[tensor]); }
-  __device__ int rows(const magi_box_push_params& p) const {
-    const int fit = kStageBytes / row_bytes(p);
-    return fit < 1 ? 1 : min(fit, piece.w - row);
-  }
-  // Of each of its rows.
-  __device__ int bytes(const magi_box_push_params& p) const { return min(row_bytes(p) - column, kStageBytes); }
-  __device__ const char* from(const magi_box_push_params& p, int i) const {
-    return static_cast<const char*>(p.source[tensor]) + (piece.y + row + i) * p.source_stride[tensor] + column;
-  }
-  __device__ char* to(const magi_box_push_params& p) const {
-    return reinterpret_cast<char*>(p.box.of_rank[slot.x]) + p.data_at[tensor] +
-           static_cast<int64_t>(piece.z + row) * p.row_bytes[tensor] + column;
-  }
-  // To the next chunk; true if that was the last one of the piece.
-  __device__ bool advance(const magi_box_push_params& p) {
-    column += bytes(p);
-    if (column < row_bytes(p)) return false;
-    column = 0;
-    row += rows(p);
-    if (row < piece.w) return false;
-    row = 0;
-    if (++tensor < p.num_tensors) return false;
-    tensor = 0;
-    return true;
-  }
-};
-
-__device__ __forceinline__ void load_chunk(const magi_box_push_params& p, const PushCursor& at, uint32_t stage, uint32_t full) {
-  const int rows = at.rows(p), bytes = at.bytes(p);
-  mbar_expect(full, at.piece.y < 0 ? 0 : rows * bytes);
-  if (at.piece.y < 0) return;  // zeros, which are in a stage of their own
-  if (bytes == p.source_stride[at.tensor]) {
-    load_bytes(stage, at.from(p, 0), rows * bytes, full);
-    return;
-  }
-  for (int i = 0; i < rows; ++i) load_bytes(stage + i * bytes, at.from(p, i), bytes, full);
-}
+constexpr int kZeros = Stages<kPushStages>::kSmem;  // where a stage of zeros begins
+constexpr int kPushSmem = kZeros + kStageBytes;
+static_assert(kZeros % 16 == 0, "bulk copies read there");
 
 // The rows of `done` pieces of a slot have arrived. Who counts the last one tells the receiver, and only there a fence reaches
 // beyond this GPU: it takes microseconds while others write.
@@ -83,68 +27,78 @@ __device__ __forceinline__ void count_pieces(const magi_box_push_params& p, int 
   store_release_system(box_word(p.box.of_rank[slot.x], MAGI_BOX_ARRIVED(p.world, slot.y)), use);
 }
 
-// One lane: loads run ahead of stores by some stages, and signals follow when the stores have arrived. Pieces are taken from a
-// counter: beside attention some CTAs are half as fast as others.
-__device__ void push_pieces(const magi_box_push_params& p, uint32_t smem, uint32_t use) {
-  __shared__ int ahead[kPiecesAhead];  // pieces that loads have begun and stores have not
+// One lane: chunks of pieces, which are taken from a counter, as beside attention some CTAs are half as fast as others. The number of a piece is
+// asked for two ahead and the piece one ahead.
+__device__ void load_pieces(const magi_box_push_params& p, const Stages<kPushStages>& stages) {
   uint32_t* counter = box_word(p.box.own, MAGI_BOX_NEXT(p.world));
   auto take = [&] { return static_cast<int>(gridDim.x + atomicAdd(counter, 1)); };
-  int next = take(), loads_begun = 0, stores_begun = 0;  // the next piece is asked for before it is needed
-  const uint32_t zeros = smem + kStages * kStageBytes, bars = zeros + kStageBytes;
-  PushCursor loads(p), stores(p);
-  int loaded = 0, stored = 0, done = 0;
+  auto piece_of = [&](int i) { return i < p.num_pieces ? __ldg(reinterpret_cast<const int4*>(p.pieces) + i) : make_int4(0, 0, 0, 0); };
+  ChunkLoader<kPushStages> loader{stages};
+  int index = blockIdx.x, next = take();
+  int4 piece = piece_of(index);
+  while (index < p.num_pieces) {
+    const int4 slot = __ldg(reinterpret_cast<const int4*>(p.slots) + piece.x), next_piece = piece_of(next);
+    const int after = next < p.num_pieces ? take() : next;
+    char* box = reinterpret_cast<char*>(p.box.of_rank[slot.x]);
+    for_chunks(p, piece.w, [&](int t, int row, int rows, int column, int bytes) {
+      const int64_t row_bytes = p.row_bytes[t], stride = p.source_stride[t];
+      const bool ends_piece = t + 1 == p.num_tensors && row + rows == piece.w && column + bytes == row_bytes;
+      char* to = box + p.data_at[t] + (piece.z + row) * row_bytes + column;
+      // Without a place here they are zeros, which are in a stage of their own.
+      const char* from = piece.y < 0 ? nullptr : static_cast<const char*>(p.source[t]) + (piece.y + row) * stride + column;
+      loader.put(Chunk{to, piece.y < 0 ? 0 : bytes, rows, bytes, piece.x, ends_piece, slot}, from, stride);
+    });
+    index = next, next = after, piece = next_piece;
+  }
+  loader.end();
+}
+
+// Another: stores, and when those of a slot have arrived its signal.
+__device__ void store_pieces(const magi_box_push_params& p, const Stages<kPushStages>& stages, uint32_t use) {
+  ChunkStorer<kPushStages> storer{stages};
+  int slot = -1, done = 0;                       // the slot at hand, and pieces of it that have been stored
   int waiting = 0, waiting_slot = 0, since = 0;  // pieces to be signalled, and chunks stored since
-  int4 waiting_for = make_int4(0, 0, 0, 0);
+  int4 receiver = make_int4(0, 0, 0, 0), waiting_for = receiver;
   auto signal = [&] {
     if (waiting > 0) count_pieces(p, waiting_slot, waiting_for, waiting, use);
     waiting = 0;
   };
-  while (stores.valid(p)) {
-    while (loads.valid(p) && loaded - stored < kStages - 1) {
-      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-      load_chunk(p, loads, smem + loaded % kStages * kStageBytes, bars + 8 * (loaded % kStages));
-      ++loaded;
-      if (!loads.advance(p)) continue;
-      ahead[loads_begun++ % kPiecesAhead] = next;
-      loads.begin(p, next);
-      if (loads.valid(p)) next = take();
-    }
-    mbar_wait(bars + 8 * (stored % kStages), stored / kStages & 1);
-    store_bytes(stores.to(p), stores.piece.y < 0 ? zeros : smem + stored % kStages * kStageBytes, stores.rows(p) * stores.bytes(p));
-    store_commit();
-    ++stored;
-    if (waiting > 0 && ++since == kSignalDelay) {
-      asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kSignalDelay) : "memory");
-      signal();
-    }
-    const int own_slot = stores.piece.x;
-    const int4 slot = stores.slot;
-    if (!stores.advance(p)) continue;
-    stores.begin(p, ahead[stores_begun++ % kPiecesAhead]);
-    ++done;
-    if (stores.valid(p) && stores.piece.x == own_slot) continue;
+  auto end_slot = [&] {
     if (waiting > 0) {
       store_wait_all();
       signal();
     }
-    waiting = done, waiting_slot = own_slot, waiting_for = slot, since = 0, done = 0;
+    waiting = done, waiting_slot = slot, waiting_for = receiver, since = 0, done = 0;
+  };
+  for (Chunk chunk = storer.next(); chunk.rows > 0; chunk = storer.next()) {
+    if (chunk.own_slot != slot) {
+      if (slot >= 0) end_slot();
+      slot = chunk.own_slot, receiver = chunk.slot;
+    }
+    const bool are_zeros = chunk.stride == 0;
+    chunk.stride = chunk.bytes;
+    storer.store(chunk, are_zeros ? stages.smem + kZeros : 0);
+    done += chunk.ends_piece;
+    if (waiting > 0 && ++since == kSignalDelay) {
+      asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kSignalDelay) : "memory");
+      signal();
+    }
   }
+  if (slot >= 0) end_slot();
   store_wait_all();
   signal();
 }
 
-__global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constant__ magi_box_push_params p) {
+__global__ void __launch_bounds__(kMoveThreads, 1) box_push(const __grid_constant__ magi_box_push_params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const uint32_t smem = smem_addr(raw), use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) mbar_init(smem + (kStages + 1) * kStageBytes + 8 * i, 1);
-    mbar_init_fence();
-  }
-  for (int i = threadIdx.x; i < kStageBytes / 16; i += kPushThreads)
-    reinterpret_cast<uint4*>(raw + kStages * kStageBytes)[i] = make_uint4(0, 0, 0, 0);
+  __shared__ Chunk chunks[kPushStages];
+  const Stages<kPushStages> stages{smem_addr(raw), chunks};
+  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
+  if (threadIdx.x == 0) stages.init();
+  for (int i = threadIdx.x; i < kStageBytes / 16; i += kMoveThreads) reinterpret_cast<uint4*>(raw + kZeros)[i] = make_uint4(0, 0, 0, 0);
   fence_async_proxy();
   // What the receivers have of the use before must be over.
-  for (int peer = threadIdx.x; peer < p.world; peer += kPushThreads) {
+  for (int peer = threadIdx.x; peer < p.world; peer += kMoveThreads) {
     if (peer == p.rank) continue;
     wait_for_word(box_word(p.box.own, MAGI_BOX_FREE(p.world, peer)), use - 1, p.timeout_ms, p.failure, peer);
     if (p.also_free.own == nullptr) continue;
@@ -154,8 +108,9 @@ __global__ void __launch_bounds__(kPushThreads, 1) box_push(const __grid_constan
   __syncthreads();
   // From here on this CTA holds its multiprocessor until it is done, whatever the next kernel takes.
   start_next_kernel();
+  if (threadIdx.x == 32) load_pieces(p, stages);
   if (threadIdx.x != 0) return;
-  push_pieces(p, smem, use);
+  store_pieces(p, stages, use);
   uint32_t* ctas = box_word(p.box.own, MAGI_BOX_CTAS);
   __threadfence();
   if (atomicAdd(ctas, 1) + 1 != gridDim.x) return;
@@ -187,7 +142,7 @@ magi_status magi_box_push(const magi_box_push_params* params) {
   MAGI_RETURN(configured.run([] {
     return cudaFuncSetAttribute(magi::box_push, cudaFuncAttributeMaxDynamicSharedMemorySize, magi::kPushSmem);
   }));
-  magi::box_push<<<p.num_ctas, magi::kPushThreads, magi::kPushSmem, static_cast<cudaStream_t>(p.stream)>>>(p);
+  magi::box_push<<<p.num_ctas, magi::kMoveThreads, magi::kPushSmem, static_cast<cudaStream_t>(p.stream)>>>(p);
   return magi::cuda_status(cudaGetLastError(), "launching the push of rows");
 }
 }

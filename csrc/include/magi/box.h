@@ -10,7 +10,7 @@
  *   pushed      uses for which this rank's own rows have left
  *   left[i]     pieces of this rank's own slot i that are done; 0 between uses
  *   ctas        CTAs that are done; 0 between uses
- *   taken       the same of magi_box_take
+ *   taken       the same of magi_box_take and magi_box_add
  *   next        pieces that CTAs have asked for beyond their first; 0 between uses
  * Data follows at magi_box_control_bytes(world). Counters live in memory, not in arguments, so launches may be captured in a
  * graph and replayed. Every rank makes the same sequence of uses.
@@ -30,7 +30,7 @@ extern "C" {
 
 #define MAGI_BOX_WORD_BYTES 32
 #define MAGI_BOX_TENSORS 3
-#define MAGI_BOX_GROUPS 8 /* slots of one sender in one box, at most */
+#define MAGI_BOX_GROUPS 32 /* slots of one sender in one box, at most */
 
 #define MAGI_BOX_SLOT_CULPRIT 65536
 
@@ -109,6 +109,37 @@ typedef struct {
   void* stream;
 } magi_box_take_params;
 MAGI_EXPORT magi_status magi_box_take(const magi_box_take_params* params);
+
+/* Adds rows that other ranks push into this rank's box, as they arrive: out = base + the rows of ranks 0, 1, ..., in this order, in
+ * float32; then ends the use. Put into the stream right behind the push of this use, beside which it starts. Here slot s belongs to
+ * rank s / MAGI_BOX_GROUPS. What this rank adds itself is read where it lies. */
+#define MAGI_BOX_ADD_ROWS 16
+typedef struct {
+  int32_t version;
+  int32_t rank, world;
+  int32_t rows;        /* of the result */
+  int32_t num_tensors; /* 1..MAGI_BOX_TENSORS */
+  int32_t num_ctas;
+  int32_t wire_dtype;  /* of the rows in the box, and of this rank's own */
+  int32_t base_dtype;  /* of base */
+  int32_t out_dtype;
+  int32_t row_values[MAGI_BOX_TENSORS]; /* multiples of 8 */
+  uint32_t timeout_ms;
+  int32_t reserved;
+  magi_box box;
+  const int32_t* places; /* device: (world, rows): row in the box of what that rank adds to a row, of this rank its own row; -1: nothing */
+  const int32_t* needs;  /* device: (rows / MAGI_BOX_ADD_ROWS rounded up, world): which slots of that rank so many rows of the result wait
+                            for, a bit each */
+  const int32_t* slots;  /* device: (world,) all of them */
+  int64_t data_at[MAGI_BOX_TENSORS];
+  int64_t own_stride[MAGI_BOX_TENSORS]; /* bytes from row to row of this rank's own, a multiple of 16 */
+  int32_t* failure;
+  const void* own[MAGI_BOX_TENSORS];
+  const void* base[MAGI_BOX_TENSORS]; /* (rows, row_values) contiguous, or NULL for 0 */
+  void* out[MAGI_BOX_TENSORS];        /* (rows, row_values) contiguous; may be base */
+  void* stream;
+} magi_box_add_params;
+MAGI_EXPORT magi_status magi_box_add(const magi_box_add_params* params);
 
 /* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32.
  * First tells the others that what kernels before it in the stream wrote into their boxes is there; then waits for theirs.

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Native group cast and group reduce of keys and values, beside plain copies between the same GPUs.
+
+    torchrun --nproc-per-node 2 benchmarks/group_collectives.py [--rows 8,512,4K,16K] [--heads 8] [--head-dim 128]
+                                                                [--beside 8K] [--out benchmarks/results/NAME]
+
+Each rank casts ``rows`` rows of K and V to every other rank, and adds what it gets back. ``copy`` moves as many bytes
+to every other rank by ``Tensor.copy_`` into symmetric memory, by the copy engines. Times are of one operation out of
+ten in a CUDA graph, so without the host, the largest over ranks of medians. ``all-to-all`` is what the same calls are
+without ``native``: packing, NCCL, unpacking; it is called, as it cannot be captured, so its small rows are the host's.
+Results are compared with that first, bit for bit.
+
+``--beside``: how much longer attention of so many tokens takes beside one cast on another stream, in a graph of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from case_options import list_of, parse_size  # noqa: E402
+from kernel import environment, make_inputs  # noqa: E402
+from masks import make_case  # noqa: E402
+from peers import our_backend  # noqa: E402
+
+from magi_attention.comm.group_collective import group_cast, group_reduce  # noqa: E402
+from magi_attention.comm.layout import A2AVLayout  # noqa: E402
+from magi_attention.comm.torch_transport import as_transport  # noqa: E402
+from magi_attention.common.group_spec import GroupSpec  # noqa: E402
+from magi_attention.config import GrpCollConfig  # noqa: E402
+from magi_attention.kernels import AttnOptions  # noqa: E402
+
+IN_A_GRAPH = 10
+LEAD_CYCLES = 2_000_000  # about 1 ms of idling, in which the host gets its launches queued
+NO_LISTS: tuple = ([], [], [], [])
+Call = Callable[[], object]
+
+
+class Replay:
+    """Replays so many calls, one after the other; holds what they use."""
+
+    def __init__(self, call: Call, graph: torch.cuda.CUDAGraph, held: object) -> None:
+        self._held, self._graph = (call, held), graph
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+def graph_of(call: Call, count: int, held: object = None) -> Call:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            call()
+    return Replay(call, graph, held)
+
+
+def times_us(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each call on this rank, in an order that changes from round to round, alike on all ranks."""
+    draw, ticket = random.Random(0), torch.zeros(1, device="cuda")
+    marks: dict[str, list] = {name: [] for name in calls}
+    for number in range(repeats + 2):
+        for name in draw.sample(list(calls), len(calls)):
+            torch.cuda._sleep(LEAD_CYCLES)
+            dist.all_reduce(ticket)  # all ranks begin together
+            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            calls[name]()
+            second.record()
+            if number >= 2:
+                marks[name].append((first, second))
+        torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+
+
+def over_ranks(value: float) -> float:
+    told = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return told.item()
+
+
+def peer_copy(x: torch.Tensor, count: int) -> Call:
+    """Copies ``x`` into the memory of all other ranks, the next one first; a graph of so many."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    memory = symmetric.empty(world * x.numel(), dtype=x.dtype, device=x.device)
+    handle = symmetric.rendezvous(memory, group.group_name)
+    others = [(rank + step) % world for step in range(1, world)]
+    targets = [handle.get_buffer(r, (world, x.numel()), x.dtype)[rank] for r in others]
+    # What others write into must outlive their copies.
+    return graph_of(lambda: [target.copy_(x.view(-1)) for target in targets], count, held=(memory, handle))
+
+
+class Exchange:
+    """Casts and reduces of K and V (rows, heads, head dim), from each rank to all others."""
+
+    def __init__(self, rows: int, options: argparse.Namespace) -> None:
+        self.transport = t = as_transport(dist.group.WORLD)
+        others = [r for r in range(t.size) if r != t.rank]
+        spec = GroupSpec.make(t.rank, t.size, [rows], [others], [rows] * len(others), others)
+        shape, gen = (options.heads, options.head_dim), torch.Generator("cuda").manual_seed(t.rank)
+        draw = lambda n: torch.randn(n, *shape, generator=gen, device="cuda").bfloat16()  # noqa: E731
+        self.layout = A2AVLayout.from_spec(spec)
+        self.inputs, self.parts = [draw(rows) for _ in "kv"], [draw(rows * len(others)) for _ in "kv"]
+        self.outputs, self.sums = [torch.empty_like(x) for x in self.parts], [torch.empty_like(x) for x in self.inputs]
+        self.received = sum(x.nbytes for x in self.outputs)
+        self._config = None if options.num_sms is None else GrpCollConfig(num_sms=options.num_sms)
+
+    def _options(self, native: bool) -> dict:
+        return {"layout": self.layout, "native": native, "config": self._config}
+
+    def cast(self, native: bool) -> None:
+        options = self._options(native)
+        group_cast(self.inputs, self.outputs, *NO_LISTS, self.transport, **options).wait_post_process()
+
+    def reduce(self, native: bool) -> None:
+        options = {"acc_reduce": False, **self._options(native)}
+        group_reduce(self.parts, self.sums, *NO_LISTS, self.transport, **options).wait_post_process()
+
+    def check(self) -> None:
+        for call, results in ((self.cast, self.outputs), (self.reduce, self.sums)):
+            found = []
+            for native in (False, True):
+                for x in results:
+                    x.fill_(float("nan"))
+                call(native)
+                found.append([x.clone() for x in results])
+            if not all(map(torch.equal, *found)):
+                raise SystemExit(f"{call.__name__} of {self.inputs[0].shape[0]} rows differs from that by all-to-all.")
+
+
+def measure(rows: int, options: argparse.Namespace) -> dict:
+    exchange = Exchange(rows, options)
+    exchange.check()
+    sent = torch.cat([x.view(-1) for x in exchange.inputs])
+    graphs = {
+        "copy": peer_copy(sent, IN_A_GRAPH),
+        "cast": graph_of(lambda: exchange.cast(True), IN_A_GRAPH),
+        "reduce": graph_of(lambda: exchange.reduce(True), IN_A_GRAPH),
+    }
+    found = {n: over_ranks(median(us) / IN_A_GRAPH) for n, us in times_us(graphs, options.repeats).items()}
+    dist.barrier()  # the memory of the copies goes
+    called = {
+        "cast by all-to-all": lambda: exchange.cast(False),
+        "reduce by all-to-all": lambda: exchange.reduce(False),
+    }
+    found |= {n: over_ranks(median(us)) for n, us in times_us(called, options.repeats).items()}
+    return {"rows": rows, "received_bytes": exchange.received, "us": found}
+
+
+def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
+    """Attention forward alone and beside one cast: microseconds, and how much longer, both of the slowest rank."""
+    exchange, case, backend = Exchange(rows, options), make_case("full", tokens), our_backend()
+    q, k, v = make_inputs(case, (8 * options.heads, options.heads), options.head_dim, torch.bfloat16, "cuda")
+    attn, side = AttnOptions(q.shape[2] ** -0.5), torch.cuda.Stream()
+
+    def attention() -> None:
+        backend.forward_final(q, k, v, case.mask.slices, attn)
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            exchange.cast(True)
+        attention()
+        torch.cuda.current_stream().wait_stream(side)
+
+    graphs = {"alone": graph_of(attention, 1), "beside": graph_of(both, 1)}
+    us = {n: median(found) for n, found in times_us(graphs, 3 * options.repeats).items()}
+    longer = over_ranks(us["beside"] / us["alone"] - 1)
+    return {"rows": rows, "tokens": tokens, "alone_us": over_ranks(us["alone"]), "longer": longer}
+
+
+def table(cells: Sequence[dict]) -> str:
+    names = list(cells[0]["us"])
+    lines = [f"{'rows':>7}{'MiB':>8}" + "".join(f"{n:>{len(n) + 9}}" for n in names) + "   us (GB/s received)"]
+    for cell in cells:
+        rates = {n: cell["received_bytes"] / us / 1e3 for n, us in cell["us"].items()}
+        texts = [f"{us:.1f} ({rates[n]:.0f})".rjust(len(n) + 9) for n, us in cell["us"].items()]
+        shares = ", ".join(f"{n} {rates[n] / rates['copy']:.2f}" for n in ("cast", "reduce"))
+        size = cell["received_bytes"] / 2**20
+        lines.append(f"{cell['rows']:>7}{size:>8.2f}" + "".join(texts) + f"   of copy: {shares}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--rows", type=list_of(parse_size), default="8,512,4K,16K", help="to every other rank (8,512,4K,16K)")
+    add("--heads", type=int, default=8, help="kv heads (8)")
+    add("--head-dim", type=int, default=128)
+    add("--num-sms", type=int, help="the most that are used, even (GrpCollConfig); by default as without a config")
+    add("--repeats", type=int, default=20, help="timed runs, of which the median counts (20)")
+    add("--beside", type=parse_size, metavar="8K", help="also attention of so many tokens beside casts")
+    add("--out", type=Path, help="write OUT.json")
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ or not torch.cuda.is_available():
+        parser.error("run it by torchrun on GPUs that share NVLink, two or more.")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    try:
+        cells = [measure(rows, options) for rows in options.rows]
+        others = [beside(rows, options.beside, options) for rows in options.rows] if options.beside else []
+        if dist.get_rank() == 0:
+            print(table(cells), flush=True)
+            for x in others:
+                what = f"{x['tokens']} tokens beside a cast of {x['rows']} rows"
+                print(f"{what}: {x['alone_us']:.0f} us, {x['longer']:+.1%}")
+            if options.out is not None:
+                settings = {n: x for n, x in vars(options).items() if n != "out"}
+                whole = {"environment": environment(), "settings": settings, "results": cells, "beside": others}
+                options.out.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
