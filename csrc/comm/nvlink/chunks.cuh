@@ -17,8 +17,8 @@ struct Chunk {
   char* to;
   int64_t stride;
   int32_t rows, bytes;  // no rows: there are no more chunks
-  int32_t own_slot;     // of a push, with what the table says of it; and whether a piece ends here
-  int32_t ends_piece;
+  // Of a push: the slot, with what the table says of it; whether a piece ends here, and whether it is zeros, which are not loaded.
+  int32_t own_slot, ends_piece, are_zeros;
   int4 slot;
 };
 
@@ -70,9 +70,8 @@ struct ChunkStorer {
     mbar_wait(stages.full(stored), stages.phase(stored));
     return stages.chunks[stored % kStages];
   }
-  // Stores it, out of its stage or, if that is not 0, from elsewhere; and gives the stage before back when its store has read it.
-  __device__ __forceinline__ void store(const Chunk& chunk, uint32_t from = 0) {
-    if (from == 0) from = stages.stage(stored);
+  // Stores what lies at `from` in shared memory; and gives the stage before back when its store has read it.
+  __device__ __forceinline__ void store(const Chunk& chunk, uint32_t from) {
     if (chunk.bytes == chunk.stride)
       store_bytes(chunk.to, from, chunk.rows * chunk.bytes);
     else

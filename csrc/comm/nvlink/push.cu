@@ -44,9 +44,9 @@ __device__ void load_pieces(const magi_box_push_params& p, const Stages<kPushSta
       const int64_t row_bytes = p.row_bytes[t], stride = p.source_stride[t];
       const bool ends_piece = t + 1 == p.num_tensors && row + rows == piece.w && column + bytes == row_bytes;
       char* to = box + p.data_at[t] + (piece.z + row) * row_bytes + column;
-      // Without a place here they are zeros, which are in a stage of their own.
-      const char* from = piece.y < 0 ? nullptr : static_cast<const char*>(p.source[t]) + (piece.y + row) * stride + column;
-      loader.put(Chunk{to, piece.y < 0 ? 0 : bytes, rows, bytes, piece.x, ends_piece, slot}, from, stride);
+      const bool are_zeros = piece.y < 0;  // which are in a stage of their own
+      const char* from = are_zeros ? nullptr : static_cast<const char*>(p.source[t]) + (piece.y + row) * stride + column;
+      loader.put(Chunk{to, bytes, rows, bytes, piece.x, ends_piece, are_zeros, slot}, from, stride);
     });
     index = next, next = after, piece = next_piece;
   }
@@ -75,9 +75,7 @@ __device__ void store_pieces(const magi_box_push_params& p, const Stages<kPushSt
       if (slot >= 0) end_slot();
       slot = chunk.own_slot, receiver = chunk.slot;
     }
-    const bool are_zeros = chunk.stride == 0;
-    chunk.stride = chunk.bytes;
-    storer.store(chunk, are_zeros ? stages.smem + kZeros : 0);
+    storer.store(chunk, chunk.are_zeros ? stages.smem + kZeros : stages.stage(storer.stored));
     done += chunk.ends_piece;
     if (waiting > 0 && ++since == kSignalDelay) {
       asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kSignalDelay) : "memory");

@@ -30,7 +30,7 @@ __device__ void load_pieces(const magi_box_take_params& p, const Stages<kTakeSta
       const int64_t row_bytes = p.row_bytes[t], stride = p.out_stride[t];
       const char* from = static_cast<const char*>(p.box.own) + p.data_at[t] + (piece.y + row) * row_bytes + column;
       char* to = static_cast<char*>(p.out[t]) + (piece.z + row) * stride + column;
-      loader.put(Chunk{to, stride, rows, bytes, 0, 0, piece}, from, row_bytes);
+      loader.put(Chunk{to, stride, rows, bytes}, from, row_bytes);
     });
     piece = next;
   }
@@ -39,7 +39,7 @@ __device__ void load_pieces(const magi_box_take_params& p, const Stages<kTakeSta
 
 __device__ void store_pieces(const Stages<kTakeStages>& stages) {
   ChunkStorer<kTakeStages> storer{stages};
-  for (Chunk chunk = storer.next(); chunk.rows > 0; chunk = storer.next()) storer.store(chunk);
+  for (Chunk chunk = storer.next(); chunk.rows > 0; chunk = storer.next()) storer.store(chunk, stages.stage(storer.stored));
   store_wait_all();
 }
 
