@@ -67,6 +67,7 @@ int64_t magi_box_control_bytes(int32_t) { return 1024; }
 magi_status magi_box_push(const magi_box_push_params*) { return MAGI_OK; }
 magi_status magi_box_release(const magi_box_release_params*) { return MAGI_OK; }
 magi_status magi_box_take(const magi_box_take_params*) { return MAGI_OK; }
+magi_status magi_box_add(const magi_box_add_params*) { return MAGI_OK; }
 magi_status magi_box_reduce(const magi_box_reduce_params*) { return MAGI_OK; }
 magi_status magi_tile_transpose_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t,
                                        int32_t*, int32_t*, int32_t*, void*) { return MAGI_OK; }
