@@ -14,14 +14,22 @@ inline namespace box_summing {  // named, because nvcc puts the path of the file
 
 constexpr int kReduceThreads = 256;
 
-__global__ void __launch_bounds__(kReduceThreads, 1) box_reduce(const __grid_constant__ magi_box_reduce_params p) {
+// All rows are there, so threads that have eight values each, as many as a multiprocessor takes, keep more loads on their way than warps that
+// have whole rows.
+__global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_constant__ magi_box_reduce_params p) {
   const SummedRows all{p.places, p.rows, p.world, p.rank, p.wire_dtype, p.base_dtype, p.out_dtype};
-  const int warp = blockIdx.x * (kReduceThreads / 32) + threadIdx.x / 32, warps = gridDim.x * (kReduceThreads / 32);
   for (int t = 0; t < p.num_tensors; ++t) {
     // What this rank adds itself, if anything, lies in its box as well.
     const SummedTensor of{static_cast<const char*>(p.box.own) + p.data_at[t], nullptr, p.base[t], p.out[t], 0, p.row_values[t]};
-    const int rows = rows_of_warp(p.row_values[t]), units = (p.rows + rows - 1) / rows;
-    for (int unit = warp; unit < units; unit += warps) sum_rows(all, of, unit * rows, min(rows, p.rows - unit * rows));
+    const int per_row = p.row_values[t] / 8;
+    const int64_t total = static_cast<int64_t>(p.rows) * per_row, step = static_cast<int64_t>(gridDim.x) * kReduceThreads;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x; i < total; i += step) {
+      const int row = static_cast<int>(i / per_row), column = static_cast<int>(i - static_cast<int64_t>(row) * per_row);
+      if (p.wire_dtype == MAGI_FP32)
+        sum_part<1, true>(all, of, row, column);
+      else
+        sum_part<1, false>(all, of, row, column);
+    }
   }
   // The last CTA ends the uses.
   if (!is_last_cta(box_word(p.box.own, MAGI_BOX_CTAS))) return;
@@ -39,16 +47,16 @@ extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.rows < 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors of %d rows; give 1 to %d tensors.", p.num_tensors, p.rows,
                       MAGI_BOX_TENSORS);
-  int wanted = 1;
+  int64_t most = 1;
   for (int t = 0; t < p.num_tensors; ++t) {
     if (p.row_values[t] < 8 || p.row_values[t] % 8 || p.data_at[t] % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Rows of tensor %d have %d values; they must be multiples of 8.", t, p.row_values[t]);
-    const int rows = magi::rows_of_warp(p.row_values[t]) * (magi::kReduceThreads / 32);
-    wanted = std::max(wanted, (p.rows + rows - 1) / rows);
+    most = std::max(most, static_cast<int64_t>(p.rows) * (p.row_values[t] / 8));
   }
   int sms = 0;
   MAGI_RETURN(magi::multiprocessors(&sms));
-  const int grid = std::min(wanted, 8 * sms);
+  const int64_t wanted = (most + magi::kReduceThreads - 1) / magi::kReduceThreads;
+  const int grid = static_cast<int>(std::min<int64_t>(wanted, 8ll * sms));
   magi::box_meet<<<1, magi::kMeetThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
   MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
   magi::box_reduce<<<grid, magi::kReduceThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
