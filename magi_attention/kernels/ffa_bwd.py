@@ -122,7 +122,7 @@ class BackwardCalls:
         stream = runtime.stream(index)
         capturing = runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the list
-        units = plan.list_of((call.prefix, stream), call.list_bytes, capturing)
+        kept = plan.list_of((call.prefix, stream), call.list_bytes, capturing)
         if into is None:
             grads = Grads(*map(_empty_like, call.grads_like))
         else:
@@ -134,7 +134,7 @@ class BackwardCalls:
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
-            *((0, 0) if units is None else (units.address, units.is_made)), stream,
+            *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
         )  # fmt: skip
         params = call.prefix + tail
         if call.options.deterministic:
@@ -148,8 +148,8 @@ class BackwardCalls:
             status = _start(call.library, params, remote)
         if status:
             call.library.check(status, "Attention backward")
-        if units is not None and not capturing:
-            units.is_made = True
+        if kept is not None and not capturing:
+            kept.is_made = True
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
         if keeps_delta:

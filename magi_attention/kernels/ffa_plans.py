@@ -76,11 +76,11 @@ class Kept(NamedTuple):
         """
         if not num_bytes or self.lists is None:
             return None
-        units = self.lists.get(key)
-        if units is None and not capturing:
+        kept = self.lists.get(key)
+        if kept is None and not capturing:
             words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
-            units = self.lists[key] = KeptList(words, words.data_ptr())
-        return units
+            kept = self.lists[key] = KeptList(words, words.data_ptr())
+        return kept
 
 
 class _Entry(NamedTuple):

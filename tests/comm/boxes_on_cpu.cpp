@@ -190,6 +190,7 @@ inline void bulk_wait(size_t but) {
     for (const auto& store : groups.front()) store();
 }
 inline void store_wait_all() { bulk_wait(0); }
+inline void store_wait_read_but_one() { bulk_wait(1); }
 inline void fence_async_proxy() {}
 inline void fence_proxies() {}
 inline void start_next_kernel() {}

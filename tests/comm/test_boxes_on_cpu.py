@@ -25,7 +25,7 @@ from magi_attention.testing.masks import random_slices
 SOURCE = Path(__file__).with_name("boxes_on_cpu.cpp")
 CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
 HERE = {"box.cuh", "chunks.cuh", "values.cuh", "meet.cuh"}
-PTX = r'asm volatile\("cp\.async\.bulk\.wait_group(?:\.read)? (?:%0|(\d));"[^)]*?(?:"n"\((\w+)\)[^)]*)?\);'
+PTX = r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);'
 
 
 def for_the_cpu(text: str) -> str:
@@ -34,7 +34,7 @@ def for_the_cpu(text: str) -> str:
     text = re.sub(
         r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
     )
-    text = re.sub(PTX, lambda m: f"bulk_wait({m[1] or m[2]});", text)
+    text = re.sub(PTX, lambda m: f"bulk_wait({m[1]});", text)
     for name in ("load_acquire_system", "store_release_system", "milliseconds"):
         text = re.sub(rf"__device__ __forceinline__ \w+ {name}\([^{{]*{{.*?\n}}\n", "", text, flags=re.DOTALL)
     text = text.replace("extern __shared__", "extern")

@@ -77,7 +77,7 @@ struct ChunkStorer {
     else
       for (int i = 0; i < chunk.rows; ++i) store_bytes(chunk.to + i * chunk.stride, from + i * chunk.bytes, chunk.bytes);
     store_commit();
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    store_wait_read_but_one();
     if (stored > 0) mbar_arrive(stages.empty(stored - 1));
     ++stored;
   }

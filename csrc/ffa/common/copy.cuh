@@ -80,6 +80,9 @@ __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.com
 // Until the shared memory behind all committed stores of this thread may be written again.
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// The same of all but the last.
+__device__ __forceinline__ void store_wait_read_but_one() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }
+
 __device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // The same but for the last that was committed.

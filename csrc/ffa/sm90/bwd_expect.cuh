@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel before those of the backward where dq is summed in order (bwd_turns.cuh): it tells which order fits the plan, and
-// simulates how units are handed out.
+// simulates how units are handed out. Not launched where an earlier call of the plan did so, and what it made was kept.
 #pragma once
 
 #include "../common/barrier.cuh"

@@ -81,7 +81,8 @@ struct BwdRowParams {
   int32_t dim_blocks;     // of 64 columns in dq_sum
   int32_t* turn_flags;    // as in BwdKernelParams; NULL: no order
   int32_t* turns;
-  int32_t order_is_made;  // all of what follows is there, from an earlier call
+  // An earlier call of the plan has made order, turns, turns_of_block, sole_visits and summed.
+  int32_t order_is_made;
   int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each unit of a section by each table, in ticks
   int2* turns_of_block;  // how many there are, and a number that grows with the time at which the last one is expected
   int32_t first_stores;    // as in BwdKernelParams: turns are counted and not given out

@@ -40,6 +40,9 @@
 // With MAGI_DQ_FIRST_STORES there is no order: whoever comes first stores, and nobody waits but for that store to be complete. Units are
 // handed out as above all the same, and additions counted, for the last kernel.
 //
+// All of that depends on the plan and the sizes of a call alone, so the first call of its kind makes it, and the caller may keep it for the others
+// (`list` in magi/abi.h).
+//
 // Which order fits a plan and when units are expected to start is in bwd_starts.cuh, how they walk in bwd_plan.cuh, who waits in bwd_add.cuh.
 // tests/kernels/turns_model.py has the same rules in Python, with an adversary; turns_times.py what they cost; test_turns_on_cpu.py that
 // these files keep to them.
