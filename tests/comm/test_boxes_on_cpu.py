@@ -24,7 +24,7 @@ from magi_attention.testing.masks import random_slices
 
 SOURCE = Path(__file__).with_name("boxes_on_cpu.cpp")
 CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
-HERE = {"box.cuh", "chunks.cuh", "values.cuh", "meet.cuh"}
+HERE = {"box.cuh", "chunks.cuh", "sums.cuh", "meet.cuh"}
 PTX = r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);'
 
 

@@ -4,7 +4,7 @@
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 #include "box_launch.h"
-#include "values.cuh"
+#include "sums.cuh"
 
 namespace magi {
 inline namespace box_adding {  // named, because nvcc puts the path of the file into the names of what has no name

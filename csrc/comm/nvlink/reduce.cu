@@ -7,7 +7,7 @@
 #include "box.cuh"
 #include "box_launch.h"
 #include "meet.cuh"
-#include "values.cuh"
+#include "sums.cuh"
 
 namespace magi {
 inline namespace box_summing {  // named, because nvcc puts the path of the file into the names of what has no name

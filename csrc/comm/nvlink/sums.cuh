@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of sums: eight values at a time, of any dtype that travels, added in float32 in the order of the ranks.
+// Sums of rows of several ranks, in float32 in the order of the ranks: eight values at a time, of any dtype that travels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 #include "magi/abi.h"
 
 namespace magi {
-inline namespace box_values {
+inline namespace box_sums {
 
 __device__ __forceinline__ void unpack(uint32_t word, int dtype, float* to) {
   if (dtype == MAGI_BF16) {
@@ -178,5 +178,5 @@ __device__ __forceinline__ void sum_rows(const SummedRows& p, const SummedTensor
     sum_rows_of<false>(p, t, first, rows);
 }
 
-}  // namespace box_values
+}  // namespace box_sums
 }  // namespace magi
