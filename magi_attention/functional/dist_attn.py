@@ -53,7 +53,7 @@ def dist_attn(
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
         call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace)
     out, lse, max_logits = _DistAttn.apply(q, k, v, sink, call)
-    return out.to(out_dtype), lse, max_logits if return_max_logits else None
+    return out if out.dtype == out_dtype else out.to(out_dtype), lse, max_logits if return_max_logits else None
 
 
 class _Forward(NamedTuple):

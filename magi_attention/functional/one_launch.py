@@ -10,7 +10,6 @@ results are the same bits on every run, all but dq, which is summed in no fixed 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from magi_attention.comm.boxes import BoxGroup, box_group
 from magi_attention.kernels import Grads
 from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask, remote_params
 from magi_attention.meta.one_launch import OneLaunchPart, OneLaunchPlan
 from magi_attention.meta.plan import Plan
 
@@ -55,40 +54,40 @@ class OneLaunch:
 
     def forward(self, backend, q, k, v, options, sink):
         """``(out in q's dtype, lse, max_logits)``."""
-        k, v = _rows(k), _rows(v)
-        launches = self._of(q, k, v)
+        launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention forward")
-        push = partial(launches.push, (k.data_ptr(), v.data_ptr()), stream)
         with launches.group.in_succession(stream):
-            remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
-            got = backend.forward_remote(q, k, v, remote, options, sink)
+            got = backend.forward_remote(q, k, v, launches.forward, options, sink)
             launches.release(stream)
         return got
 
     def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
         """dq, dk, dv in the inputs' dtype."""
-        k, v = _rows(k), _rows(v)
-        launches = self._of(q, k, v)
+        launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
-        push = partial(launches.push_again, (k.data_ptr(), v.data_ptr()), stream)
         with launches.group.in_succession(stream):
-            remote = RemoteKeys(launches.remote.mask, launches.remote.params, push)
-            grads = backend.backward_remote(dout, q, k, v, out, lse, remote, options, sink)
+            grads = backend.backward_remote(dout, q, k, v, out, lse, launches.backward, options, sink)
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            launches.reduce((grads.dk.data_ptr(), grads.dv.data_ptr()), (dk.data_ptr(), dv.data_ptr()), stream)
+            launches.reduce((grads.dk_at, grads.dv_at), (dk.data_ptr(), dv.data_ptr()), stream)
         return Grads(grads.dq, dk, dv, grads.dsink)
 
-    def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Launches:
-        key = (k.device, k.dtype, q.shape[1], k.shape, v.shape[2], k.stride(0), v.stride(0))
+    def _of(self, q, k, v) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
+        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
+        key = _layout(q, k, v)
         found = self._launches.get(key)
+        if found is None or (k.data_ptr() | v.data_ptr()) & 15:
+            k, v = _rows(k), _rows(v)
+            key = _layout(q, k, v)
+            found = self._launches.get(key)
         if found is None or not found.is_current():
-            shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), key[-2:])
+            strides = (k.stride(0), v.stride(0))
+            shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
             group = box_group(self._transport, k.device) if found is None else found.group
             wire = k.dtype if self._wire is None else self._wire
             found = self._launches[key] = _Launches(self.part, shapes, wire, group)
-        return found
+        return found, k, v
 
 
 class _Launches:
@@ -113,8 +112,7 @@ class _Launches:
             "slots": at["slots"], "source_stride": [n * size for n in shapes.strides],
             "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
         }  # fmt: skip
-        self.push = group.push(self.keys, **pushed)
-        self.push_again = group.push(self.keys, self.grads, **pushed)
+        push, push_again = group.push(self.keys, **pushed), group.push(self.keys, self.grads, **pushed)
         self.release = group.release(self.keys)
         self.reduce = group.reduce(
             self.grads, self.keys, wire, shapes.dtype, rows=part.local_rows, num_tensors=2, row_values=[row_k, row_v],
@@ -122,12 +120,13 @@ class _Launches:
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
         mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _pace(part, shapes))
-        self.remote = RemoteKeys.of(  # also where nothing arrives, because dk and dv are to be in float32 and dq is not
+        params = remote_params(  # also where nothing arrives, because dk and dv are to be in float32 and dq is not
             mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
             box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
             owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
             dv_targets=self._targets[1].data_ptr(),
         )  # fmt: skip
+        self.forward, self.backward = RemoteKeys(mask, params, push), RemoteKeys(mask, params, push_again)
 
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""
@@ -147,6 +146,11 @@ def _pace(part: OneLaunchPart, shapes: _Shapes) -> Pace:
         _START_SECONDS + part.slot_rows * row_bytes / _PUSH_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
         heads=group, section_heads=min(kept, shapes.heads) * group,
     )  # fmt: skip
+
+
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """What of them launches depend on, but for the addresses."""
+    return k.device, k.dtype, q.shape[1], k.shape, k.stride(), v.shape, v.stride()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.ffa_remote import RemoteGrads, RemoteKeys
 from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
@@ -216,11 +216,9 @@ class FfaBackend:
         remote: RemoteKeys,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
-    ) -> Grads:
-        """Gradients of ``forward_remote``: dq in q's dtype; dk and dv of the local keys in float32, to which other
-        ranks will add; those of remote keys go to their owners."""
-        x = Operands(dout, q, k, v, out, lse, None)
-        return self._backward.run(self.runtime, x, remote, options, sink, None, q.dtype)
+    ) -> RemoteGrads:
+        """Gradients of ``forward_remote``; those of remote keys go to their owners."""
+        return self._backward.run_remote(self.runtime, Operands(dout, q, k, v, out, lse, None), remote, options, sink)
 
     def prepared(
         self,
@@ -259,19 +257,28 @@ class FfaBackend:
             with runtime.on_device(index):
                 return self._run(q, k, v, mask, options, sink, into, out_dtype)
         remote = mask if isinstance(mask, RemoteKeys) else None
-        total_k = k.shape[0] if remote is None else remote.mask.total_k
-        key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
-        call = self._prepared.get(key)
-        if call is None:
-            call = self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k)
+        known_as = None if remote is None else _remote_key(q, options, sink)
+        known = None if remote is None else remote.known.get(known_as)
+        if known is None:
+            total_k = k.shape[0] if remote is None else remote.mask.total_k
+            key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
+            call = self._prepared.get(key)
+            if call is None:
+                call = self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k)
+        else:
+            call, plan = known
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
-            if 0 in call.out_like.shape or not total_k:
+            if 0 in call.out_like.shape or not call.plan.total_k:
                 return self._run_empty(q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
+        if known is None:
+            plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)
+            if remote is not None:
+                remember(remote.known, known_as, (call, plan))
+        # The plan is held until the launch.
         return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, remote)
 
     def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, remote) -> Final:
@@ -293,7 +300,7 @@ class FfaBackend:
         if remote is None:
             status = library.forward_raw(call.prefix + tail)
         else:
-            remote.push()
+            remote.push(addresses[1:], stream)
             status = library.forward_remote_raw(call.prefix + tail, remote.params)
         if status:
             call.library.check(status, "Attention forward")
@@ -354,6 +361,11 @@ def _key(q, k, v, options, sink, into, out_dtype) -> tuple:
         v.stride(), v.dtype, v.get_device(), id(options),
         None if sink is None else (sink.shape, sink.get_device()), into is None, out_dtype,
     )  # fmt: skip
+
+
+def _remote_key(q, options, sink) -> tuple:
+    """What a call depends on where k and v are known by their ``RemoteKeys``."""
+    return q.shape, q.stride(), q.dtype, id(options), None if sink is None else (sink.shape, sink.get_device())
 
 
 _NO_SLICES = SliceTable([]).array

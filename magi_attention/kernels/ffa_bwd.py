@@ -10,6 +10,7 @@ follow are copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.ffa_remote import RemoteGrads, RemoteKeys
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import UnitShape
@@ -40,6 +41,7 @@ from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.succession import Succession
 
+_SUM_ALIGNMENT = 128  # bytes
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _empty_like = torch.empty_like
 
@@ -69,6 +71,7 @@ class _Prepared:
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
+    sums_at: tuple[int, int]  # where in it dk and dv of local keys are summed in float32, beside keys that arrive
     list_bytes: int  # of what may be kept with the plan for the next call; 0: nothing
     device: torch.device
     is_empty: bool  # no queries or no keys
@@ -87,7 +90,7 @@ class BackwardCalls:
         self._in_turns: dict[int, Succession] = {}  # device -> its kernels in turns
 
     def run(
-        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
+        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
         sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype, keeps_delta: bool = False,
     ) -> Grads:  # fmt: skip
         """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned.
@@ -98,29 +101,17 @@ class BackwardCalls:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
-        remote = mask if isinstance(mask, RemoteKeys) else None
-        steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(index))
-        key = _key(x, options, into is None, grad_dtype, steps, remote)
-        call = self._prepared.get(key)
-        if call is None:
-            call = self._prepare(key, x, options, into is not None, grad_dtype, steps, remote, runtime)
+        call = self._call(runtime, x, mask, options, into is not None, grad_dtype, None)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
             _check_into(into, x)
         if call.is_empty:
             return _run_empty(call, x, sink, into)
-        out_at = 0 if x.out is None else x.out.data_ptr()
-        at = (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr())
+        at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
             return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta)
-        return self._launch(call, at, x, mask, sink, into, runtime, index, remote, keeps_delta)
-
-    def _launch(
-        self, call: _Prepared, at, x: Operands, mask, sink, into, runtime, index, remote, keeps_delta
-    ) -> Grads:  # fmt: skip
-        stream = runtime.stream(index)
-        capturing = runtime.is_capturing()
+        stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the list
         kept = plan.list_of((call.prefix, stream), call.list_bytes, capturing)
         if into is None:
@@ -136,18 +127,7 @@ class BackwardCalls:
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
             *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
         )  # fmt: skip
-        params = call.prefix + tail
-        if call.options.deterministic:
-            succession = self._in_turns.get(index)
-            if succession is None:
-                made = Succession(runtime.event, runtime.stream_object)
-                succession = self._in_turns.setdefault(index, made)
-            with succession.next(stream, capturing):
-                status = _start(call.library, params, remote)
-        else:
-            status = _start(call.library, params, remote)
-        if status:
-            call.library.check(status, "Attention backward")
+        self._launch(call, call.library.backward_raw, call.prefix + tail, runtime, index, stream, capturing)
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
@@ -155,6 +135,75 @@ class BackwardCalls:
         if keeps_delta:
             grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
+
+    def run_remote(
+        self, runtime: CudaRuntime, x: Operands, remote: RemoteKeys, options: AttnOptions, sink: torch.Tensor | None
+    ) -> RemoteGrads:
+        """Gradients where keys of other ranks arrive, with this rank's push: dq in q's dtype. ``x`` has ``out``."""
+        index = x.q.get_device()
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.run_remote(runtime, x, remote, options, sink)
+        stream, capturing = runtime.stream(index), runtime.is_capturing()
+        key = _remote_key(x, options)
+        known = remote.known.get(key)
+        if known is None:
+            call = self._call(runtime, x, remote, options, False, x.q.dtype, remote)
+            if call.is_empty:
+                raise ContractError("This rank has no tokens, and attention in one launch needs some; use fewer ranks.")
+            known = (call, self._plans.plan(remote, call.plan, call.device, stream, capturing))
+            remember(remote.known, key, known)
+        call, plan = known  # the plan is held until the launch
+        if sink is not None:
+            check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
+        at = _addresses(x)
+        if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
+            return self.run_remote(runtime, _plain(x), remote, options, sink)
+        dq, memory = _empty_like(call.grads_like[0]), _empty_like(call.workspace_like)
+        delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
+        work_at = memory.data_ptr()
+        dk_at, dv_at = work_at + call.sums_at[0], work_at + call.sums_at[1]
+        tail = _pack_addresses(
+            *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk_at, dv_at, plan.address,
+            work_at, 0, 0, stream,
+        )  # fmt: skip
+
+        def start(params: bytes) -> int:
+            remote.push(at[1:3], stream)
+            return call.library.backward_remote_raw(params, remote.params)
+
+        self._launch(call, start, call.prefix + tail, runtime, index, stream, capturing)
+        dsink = None
+        if sink is not None:
+            dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
+        return RemoteGrads(dq, dk_at, dv_at, memory, dsink)
+
+    def _launch(
+        self, call: _Prepared, start: Callable[[bytes], int], params: bytes, runtime, index: int, stream: int, capturing
+    ) -> None:
+        """Calls ``start``; kernels in turns follow the last ones in turns of the device."""
+        if call.options.deterministic:
+            succession = self._in_turns.get(index)
+            if succession is None:
+                made = Succession(runtime.event, runtime.stream_object)
+                succession = self._in_turns.setdefault(index, made)
+            with succession.next(stream, capturing):
+                status = start(params)
+        else:
+            status = start(params)
+        if status:
+            call.library.check(status, "Attention backward")
+
+    def _call(
+        self, runtime, x: Operands, mask, options: AttnOptions, is_accumulating: bool, grad_dtype, remote
+    ) -> _Prepared:
+        """What calls with these operands share."""
+        steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(x.q.get_device()))
+        key = _key(x, options, not is_accumulating, grad_dtype, steps, remote)
+        call = self._prepared.get(key)
+        if call is None:
+            call = self._prepare(key, x, options, is_accumulating, grad_dtype, steps, remote, runtime)
+        return call
 
     def _prepare(
         self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, steps: Steps,
@@ -189,23 +238,22 @@ class BackwardCalls:
             places = max(processors - options.sm_margin, 1)
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
-        of_key = grad if remote is None else number
+        dk_at = -(-workspace_bytes // _SUM_ALIGNMENT) * _SUM_ALIGNMENT
+        dv_at = dk_at + 4 * k.numel()
+        held_bytes = workspace_bytes if remote is None else dv_at + 4 * v.numel()
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
-            (grad.expand(q.shape), of_key.expand(k.shape), of_key.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), list_bytes,
+            (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
+            q.new_empty((), dtype=torch.uint8).expand(held_bytes), (dk_at, dv_at), list_bytes,
             q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared
 
 
-def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None) -> int:
-    """The launches; with keys that arrive, after this rank's own are on their way."""
-    if remote is None:
-        return library.backward_raw(params)
-    remote.push()
-    return library.backward_remote_raw(params, remote.params)
+def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
+    out_at = 0 if x.out is None else x.out.data_ptr()
+    return x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr()
 
 
 def _key(
@@ -215,6 +263,16 @@ def _key(
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
         id(options), is_fresh, grad_dtype, steps, None if remote is None else remote.mask.total_k,
+    )  # fmt: skip
+
+
+def _remote_key(x: Operands, options: AttnOptions) -> tuple:
+    """What a call depends on where k and v are known by their ``RemoteKeys``."""
+    q, dout, out, lse = x.q, x.dout, x.out, x.lse
+    of_out = None if out is None else (out.shape, out.stride(), out.dtype)
+    return (
+        q.shape, q.stride(), q.dtype, dout.shape, dout.stride(), dout.dtype, of_out, lse.shape, lse.stride(), lse.dtype,
+        id(options),
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,24 +71,39 @@ class RemoteMask:
         return with_units(words, shape.units, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
-class RemoteKeys(NamedTuple):
-    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds.
+class RemoteKeys:
+    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds; for k and v of one
+    layout, dtype and device, and for one direction.
 
-    ``push`` launches this rank's push. The kernel starts beside whatever comes before it in the stream and does not
-    wait for that, so it is called when all else has been launched: casts of inputs, cleared workspaces.
+    ``push(addresses of k and v, stream)`` launches this rank's push. The kernel starts beside that on the same stream
+    and does not wait for it, so it is called when all else has been launched: casts of inputs, cleared workspaces.
+    ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend on.
     """
 
-    mask: RemoteMask
-    params: bytes
-    push: Callable[[], None] | None = None
+    def __init__(
+        self, mask: RemoteMask, params: bytes, push: Callable[[Sequence[int], int], None] = lambda *_: None
+    ) -> None:
+        self.mask, self.params, self.push = mask, params, push
+        self.known: dict[tuple, Any] = {}
 
-    @classmethod
-    def of(cls, mask: RemoteMask, wire: torch.dtype, **fields: int) -> RemoteKeys:
-        """``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the rest of
-        ``magi_ffa_remote``."""
-        code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
-        sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
-        return cls(mask, bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields)))
+
+class RemoteGrads(NamedTuple):
+    """dq in q's dtype, dsink, and the addresses of dk and dv of the local keys in float32, to which other ranks will
+    add: (local keys, Hk, D) and (local keys, Hk, Dv), dense, in ``memory``."""
+
+    dq: torch.Tensor
+    dk_at: int
+    dv_at: int
+    memory: torch.Tensor
+    dsink: torch.Tensor | None
+
+
+def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int) -> bytes:
+    """The bytes of ``magi_ffa_remote``: ``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the
+    rest."""
+    code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
+    sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
+    return bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields))
 
 
 _HAS_UNSEEN = abi.Layer.has_unseen.offset // 4

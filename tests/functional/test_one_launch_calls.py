@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from magi_attention.functional.one_launch import OneLaunch, _pace, _Shapes
-from magi_attention.kernels import Grads
+from magi_attention.kernels.ffa_remote import RemoteGrads
 from magi_attention.native.succession import Succession
 
 
@@ -21,8 +21,9 @@ class Spy:
         self.said: list[str] = []
         self.stream_now = 7
         self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
-        self.remote = self
         self.group = self
+        self.forward = SimpleNamespace(push=self.note("push"))
+        self.backward = SimpleNamespace(push=self.note("push_again"))
         self.events_made = 0
         self._succession = Succession(self.make_event, lambda: self.stream_now)
 
@@ -40,13 +41,13 @@ class Spy:
         return self._succession.next(stream, is_capturing=False)
 
     def forward_remote(self, q, k, v, remote, *rest):
-        remote.push()
+        remote.push((1, 2), self.stream_now)
         self.said.append(f"kernel {self.stream_now}")
 
     def backward_remote(self, dout, q, k, v, out, lse, remote, *rest):
-        remote.push()
+        remote.push((1, 2), self.stream_now)
         self.said.append(f"kernel {self.stream_now}")
-        return Grads(q, k, v)
+        return RemoteGrads(q, 3, 4, q, None)
 
 
 def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
@@ -54,7 +55,7 @@ def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
     spy = Spy()
     one = object.__new__(OneLaunch)
     one.part = SimpleNamespace(slices=None)
-    monkeypatch.setattr(one, "_of", lambda q, k, v: spy, raising=False)
+    monkeypatch.setattr(one, "_of", lambda q, k, v: (spy, k, v), raising=False)
     x = torch.zeros(4, 2, 8)
     for stream, is_forward in ((7, True), (7, False), (8, True), (8, False)):
         spy.stream_now = stream

@@ -24,7 +24,7 @@ def remote_keys(events: list[str]) -> RemoteKeys:
     base = 2 * TILE
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
     mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
-    return RemoteKeys(mask, b"", lambda: events.append("push"))
+    return RemoteKeys(mask, b"", lambda keys, stream: events.append("push"))
 
 
 def test_a_rank_that_reads_only_its_own() -> None:
@@ -115,3 +115,81 @@ def test_turns_where_keys_arrive(monkeypatch) -> None:
         ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
     assert events == ["push", "kernel"] * 2 and [c.dq_order for c in calls] == [1, 1]
     assert ("wait", 8) in ffa.runtime.said
+
+
+def launches_of(monkeypatch):
+    """A backend whose launches beside remote keys are written down, forward and backward: parameters, pushed keys."""
+    ffa, library = backend()
+    seen: list[tuple[bytes, tuple[int, ...]]] = []
+    pushed: list[tuple[int, ...]] = []
+
+    def launch(params: bytes, remote: bytes) -> int:
+        seen.append((params, pushed.pop()))
+        return 0
+
+    for name in ("forward_remote_raw", "backward_remote_raw"):
+        monkeypatch.setattr(library, name, launch, raising=False)
+    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    return ffa, seen, lambda keys, stream: pushed.append((*keys, stream))
+
+
+def test_known_calls_are_told_apart(monkeypatch) -> None:
+    """Calls with the same k and v, in any order, launch what each would have launched first; from the second time on
+    none is prepared."""
+    planner_or_skip()
+    ffa, seen, push = launches_of(monkeypatch)
+    q, k, v = inputs(32, 32)
+    wide = torch.zeros(32, 4, 24, dtype=q.dtype)[..., :16]
+    lse, out, odd = torch.zeros(32, 4), torch.zeros_like(q), torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    options = [
+        AttnOptions(0.25),
+        AttnOptions(0.5),
+        AttnOptions(0.25, deterministic=True),
+        AttnOptions(0.25, softcap=3.0),
+    ]
+    sinks = [torch.zeros(n, 4) for n in (1, 2)]
+    variants = [(q, out, out, lse, o, None) for o in options]
+    variants += [(q, out, out, lse, options[0], s) for s in sinks] + [(wide, out, out, lse, options[0], None)]
+    variants += [(q, wide, out, lse, options[0], None), (q, out, wide, lse, options[0], None)]
+    variants += [(q, out.double(), out, lse, options[0], None), (q, out, out.float(), lse, options[0], None)]
+    variants += [(q, out, out, lse.double(), options[0], None), (odd, out, out, lse, options[0], None)]
+
+    def call(of: tuple, forward: RemoteKeys, backward: RemoteKeys) -> list[bytes]:
+        x, dout, result, logs, option, sink = of
+        ffa.forward_remote(x, k, v, forward, option, sink)
+        ffa.backward_remote(dout, x, k, v, result, logs, backward, option, sink)
+        assert [keys for _, keys in seen] == [(k.data_ptr(), v.data_ptr(), 7)] * 2
+        sizes = (abi.FFA_FWD_PREFIX_BYTES, abi.FFA_BWD_PREFIX_BYTES)
+        prefixes = [params[:size] for (params, _), size in zip(seen, sizes)]
+        seen.clear()
+        return prefixes
+
+    def keys() -> RemoteKeys:
+        return RemoteKeys(remote_keys([]).mask, b"", push)
+
+    alone = [call(of, keys(), keys()) for of in variants]
+    assert len({tuple(prefixes) for prefixes in alone}) > len(options) + len(sinks)
+    forward, backward = keys(), keys()
+    rng = np.random.default_rng(3)
+    first, later = rng.permutation(len(variants)), rng.integers(0, len(variants), 3 * len(variants))
+    for i, n in enumerate([*first, *later]):
+        if i == len(first):
+            monkeypatch.setattr(ffa, "_prepare", None)
+            monkeypatch.setattr(ffa._backward, "_call", None)
+        assert call(variants[n], forward, backward) == alone[n], f"variant {n}, call {i}"
+
+
+def test_sums_of_local_gradients_lie_behind_the_workspace(monkeypatch) -> None:
+    planner_or_skip()
+    ffa, seen, push = launches_of(monkeypatch)
+    for dims in ((16, 16), (24, 8)):
+        q, k, v = inputs(32, 32, dims=dims)
+        out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
+        got = ffa.backward_remote(
+            out, q, k, v, out, lse, RemoteKeys(remote_keys([]).mask, b"", push), AttnOptions(0.25)
+        )
+        p = abi.FfaBwdParams.from_buffer_copy(seen.pop()[0])
+        assert (p.dk, p.dv, p.dq) == (got.dk_at, got.dv_at, got.dq.data_ptr())
+        assert p.workspace == got.memory.data_ptr() and not got.dk_at % 16 and not got.dv_at % 16
+        assert p.workspace + p.workspace_bytes <= got.dk_at and got.dk_at + 4 * k.numel() <= got.dv_at
+        assert got.dv_at + 4 * v.numel() <= p.workspace + got.memory.numel()
