@@ -10,7 +10,6 @@ follow are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,7 +126,7 @@ class BackwardCalls:
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
             *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
         )  # fmt: skip
-        self._launch(call, call.library.backward_raw, call.prefix + tail, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, None, at, runtime, index, stream, capturing)
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
@@ -167,30 +166,25 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk_at, dv_at, plan.address,
             work_at, 0, 0, stream,
         )  # fmt: skip
-
-        def start(params: bytes) -> int:
-            remote.push(at[1:3], stream)
-            return call.library.backward_remote_raw(params, remote.params)
-
-        self._launch(call, start, call.prefix + tail, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, remote, at, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
             dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
         return RemoteGrads(dq, dk_at, dv_at, memory, dsink)
 
     def _launch(
-        self, call: _Prepared, start: Callable[[bytes], int], params: bytes, runtime, index: int, stream: int, capturing
+        self, call: _Prepared, params: bytes, remote: RemoteKeys | None, at, runtime, index: int, stream: int, capturing
     ) -> None:
-        """Calls ``start``; kernels in turns follow the last ones in turns of the device."""
+        """Kernels in turns follow the last ones in turns of the device."""
         if call.options.deterministic:
             succession = self._in_turns.get(index)
             if succession is None:
                 made = Succession(runtime.event, runtime.stream_object)
                 succession = self._in_turns.setdefault(index, made)
             with succession.next(stream, capturing):
-                status = start(params)
+                status = _start(call.library, params, remote, at, stream)
         else:
-            status = start(params)
+            status = _start(call.library, params, remote, at, stream)
         if status:
             call.library.check(status, "Attention backward")
 
@@ -251,7 +245,16 @@ class BackwardCalls:
         return prepared
 
 
+def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None, at: tuple[int, ...], stream: int) -> int:
+    """The launches; with keys that arrive, after this rank's own are on their way."""
+    if remote is None:
+        return library.backward_raw(params)
+    remote.push(at[1:3], stream)
+    return library.backward_remote_raw(params, remote.params)
+
+
 def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
+    """Of q, k, v, out (0 for none) and dout."""
     out_at = 0 if x.out is None else x.out.data_ptr()
     return x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr()
 

@@ -69,9 +69,9 @@ def orders(monkeypatch) -> list[int]:
     """The order of dq of each launch."""
     found, start = [], ffa_bwd._start
 
-    def watched(library, params: bytes, remote) -> int:
+    def watched(library, params: bytes, *rest) -> int:
         found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_order)
-        return start(library, params, remote)
+        return start(library, params, *rest)
 
     monkeypatch.setattr(ffa_bwd, "_start", watched)
     return found
