@@ -127,11 +127,14 @@ def device_ms(step: Step, clock: Clock, warm_up: int, repeats: int) -> Milliseco
 
 
 def wall_ms(step: Step, clock: Clock, repeats: int, layers: int) -> tuple[Milliseconds, Milliseconds]:
-    """Per layer of a row of ``layers``: (from the first call to the last result, of which the calls themselves)."""
+    """Per layer of a row of ``layers``: (from the first call to the last result, of which the calls themselves).
+
+    A first row is not timed: it asks the device for the memory of so many layers, which the rows behind it find.
+    """
     wall: Milliseconds = {phase: [] for phase in PHASES}
     host: Milliseconds = {phase: [] for phase in PHASES}
     with no_collection():
-        for _ in range(repeats):
+        for _ in range(repeats + 1):
             row: list = []
             for phase in PHASES:
                 clock.meet()
@@ -146,6 +149,7 @@ def wall_ms(step: Step, clock: Clock, repeats: int, layers: int) -> tuple[Millis
                 wall[phase].append((time.perf_counter() - started) * 1e3 / layers)
                 host[phase].append((returned - started) * 1e3 / layers)
             del row, grads
+    wall, host = ({phase: values[1:] for phase, values in times.items()} for times in (wall, host))
     return wall, host
 
 

@@ -13,17 +13,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import cp_timing  # noqa: E402
 
-FORWARD, BACKWARD, DRAIN, MEET = 2.0, 5.0, 6.0, 100.0  # seconds
+FORWARD, BACKWARD, DRAIN, MEET, MEMORY = 2.0, 5.0, 6.0, 100.0, 30.0  # seconds
 
 
 class FakeClock:
-    """A host of which a forward takes 2 s and a backward 5 s; what they launched keeps the device for 6 s longer."""
+    """A host of which a forward takes 2 s, behind the first meeting 32 s, and a backward 5 s; what they launched keeps
+    the device for 6 s longer."""
 
     def __init__(self) -> None:
         self.now, self.has_work, self.calls = 0.0, False, []
+        self.memory = 0.0  # what a forward takes longer
         self._states = count()
 
     def meet(self) -> None:
+        self.memory = MEMORY if not self.calls else 0.0
         self.now += MEET
         self.calls.append("meet")
 
@@ -44,7 +47,7 @@ class FakeClock:
         return (second - first) * 1e3
 
     def forward(self) -> int:
-        self.now, self.has_work = self.now + FORWARD, True
+        self.now, self.has_work = self.now + FORWARD + self.memory, True
         state = next(self._states)
         self.calls.append(("forward", state))
         return state
@@ -71,7 +74,7 @@ def test_wall_clock_is_per_layer_of_a_row_and_each_backward_has_its_own_forward(
         "backward": pytest.approx([(BACKWARD + DRAIN / layers) * 1e3] * 2),
     }
     assert host == {"forward": pytest.approx([FORWARD * 1e3] * 2), "backward": pytest.approx([BACKWARD * 1e3] * 2)}
-    rows = [range(layers), range(layers, 2 * layers)]
+    rows = [range(n * layers, (n + 1) * layers) for n in range(3)]  # the first one is not timed
     expected = [
         call for row in rows for phase in cp_timing.PHASES for call in ["meet", *((phase, state) for state in row)]
     ]
