@@ -40,7 +40,6 @@ from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.succession import Succession
 
-_SUM_ALIGNMENT = 128  # bytes
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _empty_like = torch.empty_like
 
@@ -70,7 +69,7 @@ class _Prepared:
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
-    sums_at: tuple[int, int]  # where in it dk and dv of local keys are summed in float32, beside keys that arrive
+    sums_like: torch.Tensor  # of dk and, behind it, dv of local keys in float32, beside keys that arrive
     list_bytes: int  # of what may be kept with the plan for the next call; 0: nothing
     device: torch.device
     is_empty: bool  # no queries or no keys
@@ -158,19 +157,20 @@ class BackwardCalls:
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
             return self.run_remote(runtime, _plain(x), remote, options, sink)
-        dq, memory = _empty_like(call.grads_like[0]), _empty_like(call.workspace_like)
+        # The workspace goes when this returns, and what the sums are rounded into takes its place.
+        dq, sums, work = map(_empty_like, (call.grads_like[0], call.sums_like, call.workspace_like))
         delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
-        work_at = memory.data_ptr()
-        dk_at, dv_at = work_at + call.sums_at[0], work_at + call.sums_at[1]
+        dk_at = sums.data_ptr()
+        dv_at = dk_at + 4 * x.k.numel()
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk_at, dv_at, plan.address,
-            work_at, 0, 0, stream,
+            work.data_ptr(), 0, 0, stream,
         )  # fmt: skip
         self._launch(call, call.prefix + tail, remote, at, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
             dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
-        return RemoteGrads(dq, dk_at, dv_at, memory, dsink)
+        return RemoteGrads(dq, dk_at, dv_at, sums, dsink)
 
     def _launch(
         self, call: _Prepared, params: bytes, remote: RemoteKeys | None, at, runtime, index: int, stream: int, capturing
@@ -232,14 +232,11 @@ class BackwardCalls:
             places = max(processors - options.sm_margin, 1)
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
-        dk_at = -(-workspace_bytes // _SUM_ALIGNMENT) * _SUM_ALIGNMENT
-        dv_at = dk_at + 4 * k.numel()
-        held_bytes = workspace_bytes if remote is None else dv_at + 4 * v.numel()
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(held_bytes), (dk_at, dv_at), list_bytes,
-            q.device, is_empty, bool(odd) or not _is_plain(x), options,
+            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), number.expand(k.numel() + v.numel()),
+            list_bytes, q.device, is_empty, bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared

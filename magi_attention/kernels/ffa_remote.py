@@ -89,12 +89,12 @@ class RemoteKeys:
 
 class RemoteGrads(NamedTuple):
     """dq in q's dtype, dsink, and the addresses of dk and dv of the local keys in float32, to which other ranks will
-    add: (local keys, Hk, D) and (local keys, Hk, Dv), dense, in ``memory``."""
+    add: (local keys, Hk, D) and (local keys, Hk, Dv), dense, in ``sums``."""
 
     dq: torch.Tensor
     dk_at: int
     dv_at: int
-    memory: torch.Tensor
+    sums: torch.Tensor
     dsink: torch.Tensor | None
 
 
