@@ -138,9 +138,15 @@ class BoxGroup:
         """Group collectives use one box each, so they follow one another, on whatever stream they are."""
         return self._turns.next(is_beside)
 
-    def in_succession(self, stream: int) -> AbstractContextManager[None]:
-        """Attention in one launch uses boxes that all calls share, in the same order on all ranks."""
-        return self._one_launches.next(stream, self.is_capturing)
+    def follow(self, stream: int) -> int:
+        """Puts a call of attention in one launch behind the last one, as all use the same boxes, in the same order on
+        all ranks. Returns the event that the call has to record behind its launches, or 0."""
+        return self._one_launches.follow(stream, self.is_capturing)
+
+    def end_early(self, event: int) -> None:
+        """What a call has launched before it failed is to be followed, too."""
+        if event:
+            self._one_launches.finish()
 
     # -- launches, prepared: addresses that change from call to call are given to them --------------------
     def push(self, box: Box, also_free: Box | None = None, **fields) -> Push:

@@ -57,9 +57,13 @@ class OneLaunch:
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention forward")
-        with launches.group.in_succession(stream):
+        event = launches.group.follow(stream)
+        try:
             got = backend.forward_remote(q, k, v, launches.forward, options, sink)
-            launches.release(stream)
+            launches.release(event, stream)
+        except BaseException:
+            launches.group.end_early(event)
+            raise
         return got
 
     def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
@@ -67,10 +71,14 @@ class OneLaunch:
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
-        with launches.group.in_succession(stream):
+        event = launches.group.follow(stream)
+        try:
             grads = backend.backward_remote(dout, q, k, v, out, lse, launches.backward, options, sink)
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            launches.reduce((grads.dk_at, grads.dv_at), (dk.data_ptr(), dv.data_ptr()), stream)
+            launches.reduce((grads.dk_at, grads.dv_at), (dk.data_ptr(), dv.data_ptr()), event, stream)
+        except BaseException:
+            launches.group.end_early(event)
+            raise
         return Grads(grads.dq, dk, dv, grads.dsink)
 
     def _of(self, q, k, v) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
@@ -126,7 +134,7 @@ class _Launches:
             owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
             dv_targets=self._targets[1].data_ptr(),
         )  # fmt: skip
-        self.forward, self.backward = RemoteKeys(mask, params, push), RemoteKeys(mask, params, push_again)
+        self.forward, self.backward = (RemoteKeys(mask, params, x.params) for x in (push, push_again))
 
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""

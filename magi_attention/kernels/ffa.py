@@ -300,8 +300,7 @@ class FfaBackend:
         if remote is None:
             status = library.forward_raw(call.prefix + tail)
         else:
-            remote.push(addresses[1:], stream)
-            status = library.forward_remote_raw(call.prefix + tail, remote.params)
+            status = library.forward_remote_raw(call.prefix + tail, remote.params, remote.push)
         if status:
             call.library.check(status, "Attention forward")
         return out, lse, max_logits

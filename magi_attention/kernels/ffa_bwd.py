@@ -125,7 +125,7 @@ class BackwardCalls:
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
             *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
         )  # fmt: skip
-        self._launch(call, call.prefix + tail, None, at, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, None, runtime, index, stream, capturing)
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
@@ -166,14 +166,14 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk_at, dv_at, plan.address,
             work.data_ptr(), 0, 0, stream,
         )  # fmt: skip
-        self._launch(call, call.prefix + tail, remote, at, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, remote, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
             dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
         return RemoteGrads(dq, dk_at, dv_at, sums, dsink)
 
     def _launch(
-        self, call: _Prepared, params: bytes, remote: RemoteKeys | None, at, runtime, index: int, stream: int, capturing
+        self, call: _Prepared, params: bytes, remote: RemoteKeys | None, runtime, index: int, stream: int, capturing
     ) -> None:
         """Kernels in turns follow the last ones in turns of the device."""
         if call.options.deterministic:
@@ -182,9 +182,9 @@ class BackwardCalls:
                 made = Succession(runtime.event, runtime.stream_object)
                 succession = self._in_turns.setdefault(index, made)
             with succession.next(stream, capturing):
-                status = _start(call.library, params, remote, at, stream)
+                status = _start(call.library, params, remote)
         else:
-            status = _start(call.library, params, remote, at, stream)
+            status = _start(call.library, params, remote)
         if status:
             call.library.check(status, "Attention backward")
 
@@ -242,12 +242,11 @@ class BackwardCalls:
         return prepared
 
 
-def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None, at: tuple[int, ...], stream: int) -> int:
+def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None) -> int:
     """The launches; with keys that arrive, after this rank's own are on their way."""
     if remote is None:
         return library.backward_raw(params)
-    remote.push(at[1:3], stream)
-    return library.backward_remote_raw(params, remote.params)
+    return library.backward_remote_raw(params, remote.params, remote.push)
 
 
 def _addresses(x: Operands) -> tuple[int, int, int, int, int]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,14 +74,13 @@ class RemoteKeys:
     """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds; for k and v of one
     layout, dtype and device, and for one direction.
 
-    ``push(addresses of k and v, stream)`` launches this rank's push. The kernel starts beside that on the same stream
-    and does not wait for it, so it is called when all else has been launched: casts of inputs, cleared workspaces.
-    ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend on.
+    ``push``, the bytes of ``magi_box_push_params`` without addresses, is this rank's push, if there is one. The kernel
+    starts beside it and does not wait for it, so both are launched when all else has been: casts of inputs, cleared
+    workspaces. ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend
+    on.
     """
 
-    def __init__(
-        self, mask: RemoteMask, params: bytes, push: Callable[[Sequence[int], int], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, mask: RemoteMask, params: bytes, push: bytes | None = None) -> None:
         self.mask, self.params, self.push = mask, params, push
         self.known: dict[tuple, Any] = {}
 

@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -187,6 +187,7 @@ class BoxReleaseParams(ctypes.Structure):
         ("timeout_ms", c_uint32),
         ("box", Box),
         ("failure", c_void_p),
+        ("event", c_void_p),
         ("stream", c_void_p),
     ]
 
@@ -243,16 +244,17 @@ class BoxReduceParams(ctypes.Structure):
         ("failure", c_void_p),
         ("base", c_void_p * BOX_TENSORS),
         ("out", c_void_p * BOX_TENSORS),
+        ("event", c_void_p),
         ("stream", c_void_p),
     ]
 
 
 # As with the attention kernels, a call writes the addresses behind a prepared prefix.
 BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
-BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.stream.offset, struct.Struct("=Q")
+BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.event.offset, struct.Struct("=2Q")
 BOX_TAKE_PREFIX_BYTES, BOX_TAKE_TAIL = BoxTakeParams.out.offset, struct.Struct("=4Q")
 BOX_ADD_PREFIX_BYTES, BOX_ADD_TAIL = BoxAddParams.own.offset, struct.Struct("=10Q")
-BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=7Q")
+BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=8Q")
 
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
@@ -282,11 +284,11 @@ FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
-    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p)),
+    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
     "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),
     "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
-    "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p)),
+    "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
     "magi_box_control_bytes": (c_int64, (c_int32,)),
     "magi_box_push": (c_int32, (ctypes.c_char_p,)),
     "magi_box_release": (c_int32, (ctypes.c_char_p,)),

@@ -38,7 +38,7 @@ class Push(_Launch):
     """``magi_box_push``; ``fields`` are those of its parameters, lists for arrays."""
 
     def __init__(self, **fields) -> None:
-        params = _filled(abi.BoxPushParams, fields)
+        params = self.params = _filled(abi.BoxPushParams, fields)  # for attention that pushes its own k and v
         super().__init__("magi_box_push", params[: abi.BOX_PUSH_PREFIX_BYTES], "Pushing rows to other ranks")
 
     def __call__(self, sources: Sequence[int], stream: int) -> None:
@@ -53,8 +53,9 @@ class Release(_Launch):
         params = _filled(abi.BoxReleaseParams, fields)
         super().__init__("magi_box_release", params[: abi.BOX_RELEASE_PREFIX_BYTES], "Ending the use of a box")
 
-    def __call__(self, stream: int) -> None:
-        self._run(abi.BOX_RELEASE_TAIL.pack(stream))
+    def __call__(self, event: int, stream: int) -> None:
+        """``event`` is recorded behind it; 0 for none."""
+        self._run(abi.BOX_RELEASE_TAIL.pack(event, stream))
 
 
 class Take(_Launch):
@@ -88,9 +89,9 @@ class Reduce(_Launch):
         params = _filled(abi.BoxReduceParams, fields)
         super().__init__("magi_box_reduce", params[: abi.BOX_REDUCE_PREFIX_BYTES], "Adding rows of other ranks")
 
-    def __call__(self, base: Sequence[int], out: Sequence[int], stream: int) -> None:
-        """Addresses for each tensor; 0 in ``base`` where there is nothing to add to."""
-        self._run(abi.BOX_REDUCE_TAIL.pack(*_three(base), *_three(out), stream))
+    def __call__(self, base: Sequence[int], out: Sequence[int], event: int, stream: int) -> None:
+        """Addresses for each tensor; 0 in ``base`` where there is nothing to add to. ``event`` as for a release."""
+        self._run(abi.BOX_REDUCE_TAIL.pack(*_three(base), *_three(out), event, stream))
 
 
 def _filled(kind: type[ctypes.Structure], fields: dict) -> bytes:

@@ -34,6 +34,16 @@ class Succession:
         ``stream`` is given."""
         return nullcontext() if is_capturing else _Next(self, address, stream)
 
+    def follow(self, address: int, is_capturing: bool) -> int:
+        """As ``next``, for launches that record their end themselves: the address of the event for that, 0 for none.
+        After launches that failed, ``finish`` records it."""
+        if is_capturing:
+            return 0
+        self.begin(address, None)
+        if self.end is None:
+            self.finish()  # torch makes an event when it records it first
+        return self.end.cuda_event
+
     def begin(self, address: int, stream: torch.cuda.Stream | None) -> None:
         """Puts the stream behind the last one."""
         if self._stream is None or self._address != address:

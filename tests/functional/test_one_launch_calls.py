@@ -22,56 +22,89 @@ class Spy:
         self.stream_now = 7
         self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
         self.group = self
-        self.forward = SimpleNamespace(push=self.note("push"))
-        self.backward = SimpleNamespace(push=self.note("push_again"))
+        self.forward, self.backward = "push", "push_again"
         self.events_made = 0
         self._succession = Succession(self.make_event, lambda: self.stream_now)
+        self.fails_at = ""
 
     def make_event(self) -> SimpleNamespace:
         self.events_made += 1
-        return SimpleNamespace(record=self.note("record"), wait=self.note("wait"))
+        return SimpleNamespace(record=self.note("record"), wait=self.note("wait"), cuda_event=5)
 
     def note(self, what: str):
-        return lambda *args: self.said.append(f"{what} {self.stream_now}")
+        return lambda *args: self.say(what, args)
+
+    def say(self, what: str, given: tuple = ()) -> None:
+        self.said.append(f"{what} {self.stream_now}")
+        if what == self.fails_at:
+            raise ValueError(what)
+        if what in ("release", "reduce"):
+            assert given[-2:] == (5, self.stream_now), "the event to be recorded, and the stream"
 
     def __getattr__(self, name: str):
         return self.note(name)
 
-    def in_succession(self, stream: int):
-        return self._succession.next(stream, is_capturing=False)
+    def follow(self, stream: int) -> int:
+        return self._succession.follow(stream, is_capturing=False)
+
+    def end_early(self, event: int) -> None:
+        assert event == 5
+        self._succession.finish()
 
     def forward_remote(self, q, k, v, remote, *rest):
-        remote.push((1, 2), self.stream_now)
-        self.said.append(f"kernel {self.stream_now}")
+        self.say(remote)
+        self.say("kernel")
 
     def backward_remote(self, dout, q, k, v, out, lse, remote, *rest):
-        remote.push((1, 2), self.stream_now)
-        self.said.append(f"kernel {self.stream_now}")
+        self.say(remote)
+        self.say("kernel")
         return RemoteGrads(q, 3, 4, q, None)
+
+
+def one_launch(spy: Spy, monkeypatch) -> OneLaunch:
+    one = object.__new__(OneLaunch)
+    one.part = SimpleNamespace(slices=None)
+    monkeypatch.setattr(one, "_of", lambda q, k, v: (spy, k, v), raising=False)
+    return one
+
+
+def run(one: OneLaunch, spy: Spy, is_forward: bool) -> None:
+    x = torch.zeros(4, 2, 8)
+    if is_forward:
+        one.forward(spy, x, x, x, None, None)
+    else:
+        one.backward(spy, x, x, x, x, x, x, None, None)
 
 
 def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
     """All calls of a group use the same boxes, in the same order on every rank."""
     spy = Spy()
-    one = object.__new__(OneLaunch)
-    one.part = SimpleNamespace(slices=None)
-    monkeypatch.setattr(one, "_of", lambda q, k, v: (spy, k, v), raising=False)
-    x = torch.zeros(4, 2, 8)
+    one = one_launch(spy, monkeypatch)
     for stream, is_forward in ((7, True), (7, False), (8, True), (8, False)):
         spy.stream_now = stream
-        if is_forward:
-            one.forward(spy, x, x, x, None, None)
-        else:
-            one.backward(spy, x, x, x, x, x, x, None, None)
-    push = {7: ("push 7", "push_again 7"), 8: ("push 8", "push_again 8")}
+        run(one, spy, is_forward)
     wanted = []
     for stream in (7, 8):
-        calls = [[push[stream][0], f"kernel {stream}", f"release {stream}"]]
-        calls.append([push[stream][1], f"kernel {stream}", f"reduce {stream}"])
-        for call in calls:
-            first_here = ["wait 8"] if stream == 8 and call is calls[0] else []
-            wanted += [f"check {stream}", *first_here, *call, f"record {stream}"]
+        first_here = {7: ["record 7"], 8: ["wait 8"]}[stream]  # so torch makes the event; the end of the last call
+        wanted += [f"check {stream}", *first_here, *[f"{x} {stream}" for x in ("push", "kernel", "release")]]
+        wanted += [f"check {stream}", *[f"{x} {stream}" for x in ("push_again", "kernel", "reduce")]]
     assert spy.said == wanted and spy.events_made == 1  # recorded anew, which does not change what waits already
+
+
+@pytest.mark.parametrize(
+    "is_forward, fails_at", ((True, "kernel"), (True, "release"), (False, "kernel"), (False, "reduce"))
+)
+def test_what_was_launched_before_an_error_is_followed(is_forward, fails_at, monkeypatch) -> None:
+    spy = Spy()
+    one = one_launch(spy, monkeypatch)
+    run(one, spy, True)
+    spy.fails_at = fails_at
+    with pytest.raises(ValueError, match=fails_at):
+        run(one, spy, is_forward)
+    assert spy.said[-2:] == [f"{fails_at} 7", "record 7"]
+    spy.fails_at, spy.stream_now = "", 8
+    run(one, spy, True)
+    assert spy.said[-5:-3] == ["check 8", "wait 8"]
 
 
 def test_pace() -> None:

@@ -18,13 +18,15 @@ from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 
+PUSH = b"this rank's"
 
-def remote_keys(events: list[str]) -> RemoteKeys:
+
+def remote_keys() -> RemoteKeys:
     """32 local keys and one tile of remote ones, for 32 queries."""
     base = 2 * TILE
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
     mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
-    return RemoteKeys(mask, b"", lambda keys, stream: events.append("push"))
+    return RemoteKeys(mask, b"", PUSH)
 
 
 def test_a_rank_that_reads_only_its_own() -> None:
@@ -68,7 +70,7 @@ def test_documents_one_after_the_other() -> None:
     assert len(seen) == 16 and np.count_nonzero(np.diff(seen)) == 3, "tiles of a document follow one another"
 
 
-def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatch) -> None:
+def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(monkeypatch) -> None:
     planner_or_skip()
     ffa, _ = backend()
     events: list[str] = []
@@ -82,28 +84,27 @@ def test_the_push_comes_right_before_the_kernel_that_starts_beside_it(monkeypatc
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **b: (events.append("to"), to(self, *a, **b))[1])
     library = ffa.library
     for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(library, name, lambda *_: (events.append("kernel"), 0)[1], raising=False)
+        monkeypatch.setattr(library, name, lambda *a: (events.append("kernel"), a[2] != PUSH)[1], raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
-    remote = remote_keys(events)
+    remote = remote_keys()
     out, lse, _ = ffa.forward_remote(q, k, v, remote, AttnOptions(0.25, return_max_logits=True), sink)
-    assert "zeros" in events and "full" in events and events[-2:] == ["push", "kernel"]
+    assert "zeros" in events and "full" in events and events[-1] == "kernel" and events.count("kernel") == 1
     events.clear()
     ffa.backward_remote(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
     at = events.index("kernel")
-    assert "to" in events[:at] and events[at - 1] == "push" and events.count("push") == 1
+    assert "to" in events[:at] and events.count("kernel") == 1
 
 
 def test_turns_where_keys_arrive(monkeypatch) -> None:
-    """As elsewhere: this kernel after the last one in turns, and the push right before it."""
+    """As elsewhere: this kernel, and with it the push, after the last one in turns."""
     planner_or_skip()
     ffa, _ = backend()
-    events: list[str] = []
     q, k, v = inputs(32, 32)
     calls: list[abi.FfaBwdParams] = []
     library = ffa.library
 
-    def launch(params: bytes, remote: bytes) -> int:
-        events.append("kernel")
+    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+        ffa.runtime.said.append(("kernel", ffa.runtime.current_stream))
         calls.append(abi.FfaBwdParams.from_buffer_copy(params))
         return 0
 
@@ -111,33 +112,32 @@ def test_turns_where_keys_arrive(monkeypatch) -> None:
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     for stream in (7, 8):
         ffa.runtime.current_stream = stream
-        args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys(events))
+        args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys())
         ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
-    assert events == ["push", "kernel"] * 2 and [c.dq_order for c in calls] == [1, 1]
-    assert ("wait", 8) in ffa.runtime.said
+    assert [c.dq_order for c in calls] == [1, 1]
+    assert [x for x in ffa.runtime.said if x[0] != "record"] == [("kernel", 7), ("wait", 8), ("kernel", 8)]
 
 
 def launches_of(monkeypatch):
-    """A backend whose launches beside remote keys are written down, forward and backward: parameters, pushed keys."""
+    """A backend whose launches beside remote keys are written down, forward and backward."""
     ffa, library = backend()
-    seen: list[tuple[bytes, tuple[int, ...]]] = []
-    pushed: list[tuple[int, ...]] = []
+    seen: list[bytes] = []
 
-    def launch(params: bytes, remote: bytes) -> int:
-        seen.append((params, pushed.pop()))
-        return 0
+    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+        seen.append(params)
+        return push != PUSH
 
     for name in ("forward_remote_raw", "backward_remote_raw"):
         monkeypatch.setattr(library, name, launch, raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    return ffa, seen, lambda keys, stream: pushed.append((*keys, stream))
+    return ffa, seen
 
 
 def test_known_calls_are_told_apart(monkeypatch) -> None:
     """Calls with the same k and v, in any order, launch what each would have launched first; from the second time on
     none is prepared."""
     planner_or_skip()
-    ffa, seen, push = launches_of(monkeypatch)
+    ffa, seen = launches_of(monkeypatch)
     q, k, v = inputs(32, 32)
     wide = torch.zeros(32, 4, 24, dtype=q.dtype)[..., :16]
     lse, out, odd = torch.zeros(32, 4), torch.zeros_like(q), torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
@@ -158,18 +158,17 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
         x, dout, result, logs, option, sink = of
         ffa.forward_remote(x, k, v, forward, option, sink)
         ffa.backward_remote(dout, x, k, v, result, logs, backward, option, sink)
-        assert [keys for _, keys in seen] == [(k.data_ptr(), v.data_ptr(), 7)] * 2
+        kinds = (abi.FfaFwdParams, abi.FfaBwdParams)
+        for p in (kind.from_buffer_copy(params) for kind, params in zip(kinds, seen)):
+            assert (p.k, p.v, p.stream) == (k.data_ptr(), v.data_ptr(), 7), "what the push sends"
         sizes = (abi.FFA_FWD_PREFIX_BYTES, abi.FFA_BWD_PREFIX_BYTES)
-        prefixes = [params[:size] for (params, _), size in zip(seen, sizes)]
+        prefixes = [params[:size] for params, size in zip(seen, sizes)]
         seen.clear()
         return prefixes
 
-    def keys() -> RemoteKeys:
-        return RemoteKeys(remote_keys([]).mask, b"", push)
-
-    alone = [call(of, keys(), keys()) for of in variants]
+    alone = [call(of, remote_keys(), remote_keys()) for of in variants]
     assert len({tuple(prefixes) for prefixes in alone}) > len(options) + len(sinks)
-    forward, backward = keys(), keys()
+    forward, backward = remote_keys(), remote_keys()
     rng = np.random.default_rng(3)
     first, later = rng.permutation(len(variants)), rng.integers(0, len(variants), 3 * len(variants))
     for i, n in enumerate([*first, *later]):
@@ -181,14 +180,12 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
 
 def test_sums_of_local_gradients(monkeypatch) -> None:
     planner_or_skip()
-    ffa, seen, push = launches_of(monkeypatch)
+    ffa, seen = launches_of(monkeypatch)
     for dims in ((16, 16), (24, 8)):
         q, k, v = inputs(32, 32, dims=dims)
         out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
-        got = ffa.backward_remote(
-            out, q, k, v, out, lse, RemoteKeys(remote_keys([]).mask, b"", push), AttnOptions(0.25)
-        )
-        p = abi.FfaBwdParams.from_buffer_copy(seen.pop()[0])
+        got = ffa.backward_remote(out, q, k, v, out, lse, remote_keys(), AttnOptions(0.25))
+        p = abi.FfaBwdParams.from_buffer_copy(seen.pop())
         assert (p.dk, p.dv, p.dq) == (got.dk_at, got.dv_at, got.dq.data_ptr())
         start, end = got.sums.data_ptr(), got.sums.data_ptr() + 4 * got.sums.numel()
         assert start <= got.dk_at and got.dk_at + 4 * k.numel() <= got.dv_at and got.dv_at + 4 * v.numel() <= end

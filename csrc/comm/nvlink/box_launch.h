@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every launch on a box checks first.
+// What every launch on a box checks first, and what ends one.
 #pragma once
 
 #include "../../ffa/common/host.h"
@@ -15,6 +15,12 @@ inline magi_status check_world(int32_t version, int32_t rank, int32_t world, con
     return fail(MAGI_INVALID_ARGUMENT, "rank %d of %d: boxes need two ranks or more, numbered from 0.", rank, world);
   if (box.own == nullptr || box.of_rank == nullptr) return fail(MAGI_INVALID_ARGUMENT, "The box has no address.");
   return MAGI_OK;
+}
+
+// For calls on other streams that are to follow; `event` may be NULL.
+inline magi_status record_end(void* event, void* stream) {
+  if (event == nullptr) return MAGI_OK;
+  return cuda_status(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)), "recording the end of a call");
 }
 
 }  // namespace magi

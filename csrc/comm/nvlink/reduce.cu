@@ -60,5 +60,6 @@ extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   magi::box_meet<<<1, magi::kMeetThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
   MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
   magi::box_reduce<<<grid, magi::kReduceThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
-  return magi::cuda_status(cudaGetLastError(), "launching the sum of rows");
+  MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the sum of rows"));
+  return magi::record_end(p.event, p.stream);
 }

@@ -20,5 +20,6 @@ __global__ void __launch_bounds__(kReleaseThreads) box_release(const __grid_cons
 extern "C" magi_status magi_box_release(const magi_box_release_params* params) {
   MAGI_RETURN(magi::check_world(params->version, params->rank, params->world, params->box));
   magi::box_release<<<1, magi::kReleaseThreads, 0, static_cast<cudaStream_t>(params->stream)>>>(*params);
-  return magi::cuda_status(cudaGetLastError(), "launching the release of a box");
+  MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the release of a box"));
+  return magi::record_end(params->event, params->stream);
 }

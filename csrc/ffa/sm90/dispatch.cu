@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Entry points of the library: checks of what no variant may get wrong, and the choice of the variant.
-#include "../../include/magi/abi.h"
+#include "../../include/magi/box.h"
 #include "../common/host.h"
 
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL)                          \
@@ -111,6 +111,17 @@ magi_status choose(const Params& p, const char* direction, Finder<Params>* finde
               p.head_dim_v);
 }
 
+// This rank's rows of k and v, on their way before the kernel that runs beside them.
+template <typename Params>
+magi_status push_keys(const Params& p, const magi_box_push_params* push) {
+  if (push == nullptr) return MAGI_OK;
+  magi_box_push_params of_call = *push;
+  of_call.source[0] = p.k;
+  of_call.source[1] = p.v;
+  of_call.stream = p.stream;
+  return magi_box_push(&of_call);
+}
+
 template <typename Params>
 bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
   Params p{};
@@ -152,15 +163,16 @@ magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* b
   return finder.best->workspace(params, bytes);
 }
 
-magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote) {
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote, const magi_box_push_params* push) {
   magi::Finder<magi_ffa_fwd_params> finder{*params};
   MAGI_RETURN(magi::check_fwd(*params));
   if (remote != nullptr) MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
   MAGI_RETURN(magi::choose(*params, "forward", &finder));
+  MAGI_RETURN(magi::push_keys(*params, push));
   return finder.best->launch(params, remote);
 }
 
-magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) { return magi_ffa_fwd_remote(params, nullptr); }
+magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) { return magi_ffa_fwd_remote(params, nullptr, nullptr); }
 
 magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups) {
   if (head_dim < 8 || head_dim_v < 8)
@@ -177,7 +189,7 @@ magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* b
   return finder.best->workspace(params, bytes);
 }
 
-magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote) {
+magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote, const magi_box_push_params* push) {
   magi::Finder<magi_ffa_bwd_params> finder{*params};
   MAGI_RETURN(magi::check_bwd(*params));
   if (remote != nullptr) {
@@ -185,10 +197,11 @@ magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ff
     if (params->accumulate) return magi::fail(MAGI_INVALID_ARGUMENT, "Gradients with remote keys are not accumulated.");
   }
   MAGI_RETURN(magi::choose(*params, "backward", &finder));
+  MAGI_RETURN(magi::push_keys(*params, push));
   return finder.best->launch(params, remote);
 }
 
-magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) { return magi_ffa_bwd_remote(params, nullptr); }
+magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) { return magi_ffa_bwd_remote(params, nullptr, nullptr); }
 
 const char* magi_last_error(void) { return magi::error_buffer(); }
 int32_t magi_abi_version(void) { return MAGI_ABI_VERSION; }

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 13
+#define MAGI_ABI_VERSION 14
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -124,7 +124,7 @@ MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t he
  * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys that other ranks push into this
  * rank's box (box.h) meanwhile. In the plan's coordinates, so also in total_k, local keys come first, remote ones from `base` on,
  * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for the
- * slot of the box that it came by. A launch of this kind may start beside the kernel before it in the stream, which must be magi_box_push.
+ * slot of the box that it came by. magi_ffa_fwd_remote and magi_ffa_bwd_remote of box.h launch it.
  */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
@@ -185,7 +185,6 @@ MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int
  * are fewer tiles than multiprocessors, long tiles are cut along the keys, and the parts wait there to be joined. */
 MAGI_EXPORT magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
-MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote);
 
 /* ---- FFA backward ------------------------------------------------------------------------------------
  *
@@ -247,8 +246,6 @@ MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, 
 /* Bytes of workspace that a call with these shapes needs, and of its list, 0 if it takes none; pointers are not looked at. */
 MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
-/* grad_dtype is that of dq; dk and dv are float32, (local_keys, heads_kv, d), and not accumulated. */
-MAGI_EXPORT magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote);
 
 /* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty ones with all zeros. Host:
  * rows of 5 int32 as for magi_tile_plan_host. Device: int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or NULL, to

@@ -76,6 +76,14 @@ typedef struct {
 } magi_box_push_params;
 MAGI_EXPORT magi_status magi_box_push(const magi_box_push_params* params);
 
+/* Attention beside such a push of its k and v, which is launched right before it on the same stream: it starts when all CTAs of the push
+ * are at work. What `push` says of source and stream is not looked at. Without a push, `push` is NULL. */
+MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote,
+                                            const magi_box_push_params* push);
+/* grad_dtype is that of dq; dk and dv are float32, (local_keys, heads_kv, d), and not accumulated. */
+MAGI_EXPORT magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote,
+                                            const magi_box_push_params* push);
+
 /* Ends a use: waits until this rank's rows have left, and tells the others that this box is free. Put into the stream behind
  * whatever read the box. */
 typedef struct {
@@ -84,6 +92,7 @@ typedef struct {
   uint32_t timeout_ms;
   magi_box box;
   int32_t* failure;
+  void* event; /* cudaEvent_t to be recorded behind it, or NULL */
   void* stream;
 } magi_box_release_params;
 MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
@@ -161,6 +170,7 @@ typedef struct {
   int32_t* failure;
   const void* base[MAGI_BOX_TENSORS]; /* (rows, row_values) contiguous, or NULL for 0 */
   void* out[MAGI_BOX_TENSORS];        /* (rows, row_values) contiguous; may be base */
+  void* event;                        /* as in magi_box_release_params */
   void* stream;
 } magi_box_reduce_params;
 MAGI_EXPORT magi_status magi_box_reduce(const magi_box_reduce_params* params);
