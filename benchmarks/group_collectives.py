@@ -198,7 +198,7 @@ def table(cells: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--rows", type=list_of(parse_size), default="8,512,4K,16K", help="to every other rank (8,512,4K,16K)")
@@ -208,6 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=20, help="timed runs, of which the median counts (20)")
     add("--beside", type=parse_size, metavar="8K", help="also attention of so many tokens beside casts")
     add("--out", type=Path, help="write OUT.json")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ or not torch.cuda.is_available():
         parser.error("run it by torchrun on GPUs that share NVLink, two or more.")
@@ -222,9 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 what = f"{x['tokens']} tokens beside a cast of {x['rows']} rows"
                 print(f"{what}: {x['alone_us']:.0f} us, {x['longer']:+.1%}")
             if options.out is not None:
-                settings = {n: x for n, x in vars(options).items() if n != "out"}
+                settings = {n: x for n, x in vars(options).items() if n != "out"} | {"world": dist.get_world_size()}
                 whole = {"environment": environment(), "settings": settings, "results": cells, "beside": others}
-                options.out.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                Path(f"{options.out}.json").write_text(json.dumps(whole, indent=1) + "\n")
     finally:
         dist.destroy_process_group()
     return 0

@@ -114,12 +114,16 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
     return results
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=256, help="size of a result")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, metavar="PATH", help="write PATH.json")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch sees none.", file=sys.stderr)
         return 2

@@ -1,60 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares results of benchmarks/kernel.py or benchmarks/context_parallel.py with a baseline of the same; no GPU and no
-torch is needed for that.
+"""Compares results of a benchmark with a baseline of the same (``result_files.py``); no GPU and no torch is needed for
+that.
 
-A cell is one direction, mask, length and shape. It has up to two measures of how much slower ours became:
+A cell has up to two measures of how much slower ours became:
 
-- *ratio*: our TFLOP/s over that of each peer in the same run, the median over peers. Clocks and heat cancel out. It
+- *ratio*: our speed over that of each peer in the same run, the median over peers. Clocks and heat cancel out. It
   counts where the peers are the same code in both, so where torch, CUDA and cuDNN are.
-- *tflops*: our TFLOP/s. It counts on the same GPU with the same power limit.
+- *tflops*, of attention, or *bandwidth*: our speed. It counts on the same GPU with the same power limit.
 
-The ratio decides where there is one, TFLOP/s where there is none. Where TFLOP/s fell and the ratio did not, the peers
+The ratio decides where there is one, the speed where there is none. Where that fell and the ratio did not, the peers
 became slower as well: that is the machine's doing, and a warning.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from result_files import ATTENTION, KERNEL, OURS, Cell, Contents, Incomparable, read, read_file
+
 WARN, FAIL = 0.05, 0.10  # share of speed lost
-KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks
-OURS = {KERNEL: "magi", CONTEXT_PARALLEL: "magi_fused"}
 _VARIANTS = "magi_"  # our other settings: neither ours nor peers
-_SHAPE = ("heads", "head_dim", "dtype")
-_FIELDS = ("mask", "seqlen", "name", "tflops", "direction")
 SEVERITY = ("ok", "faster", "warn", "slow", "missing", "wrong")  # what fails comes last
 FAILING = SEVERITY[3:]
-
-
-class Incomparable(Exception):
-    """Baseline and run cannot be compared; the text says why and what to do."""
-
-
-@dataclass(frozen=True, order=True)
-class Cell:
-    """What was timed. ``samples`` are the draws of documents over which the time is a mean; with several GPUs,
-    ``world``, ``seqlen`` is the tokens of one."""
-
-    direction: str
-    mask: str
-    seqlen: int
-    heads: tuple[int, int]
-    head_dim: int
-    dtype: str
-    samples: int
-    world: int = 1
-
-    @property
-    def size(self) -> str:
-        """``"4K"`` for 4096 tokens."""
-        return f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
-
-    def __str__(self) -> str:
-        return f"{self.direction} {self.mask} {self.size}" + (f" on {self.world} GPUs" if self.world > 1 else "")
 
 
 @dataclass
@@ -75,10 +45,15 @@ class Run:
         """GPUs that it takes to measure this."""
         return max((cell.world for cell in self.results), default=1)
 
+    @property
+    def speed(self) -> tuple[str, str]:
+        """What speed is called as a measure, and its unit."""
+        return ("tflops", "TFLOP/s") if self.benchmark in ATTENTION else ("bandwidth", "GB/s")
+
     def speeds(self, cell: Cell) -> dict[str, float]:
-        """TFLOP/s of every implementation that could run the cell."""
+        """Of every implementation that could run the cell."""
         found = self.results.get(cell, {})
-        return {name: row["tflops"] for name, row in found.items() if row["tflops"] > 0 and not row.get("reason")}
+        return {name: row["speed"] for name, row in found.items() if row["speed"] > 0 and not row.get("reason")}
 
 
 @dataclass
@@ -97,49 +72,18 @@ class Verdict:
         return f"{self.cell}: {self.status}" + "; ".join([f", {change}" if self.measure else "", *self.notes])
 
 
-def _rows_of(cells: Iterable[Mapping]) -> list[dict]:
-    """Cells of benchmarks/context_parallel.py as rows of benchmarks/kernel.py."""
-    return [
-        {
-            "mask": cell["mask"], "seqlen": cell["tokens_per_gpu"], "name": cell["name"], "direction": direction,
-            "tflops": (cell[direction] or {}).get("tflops", 0.0), "reason": cell["reason"],
-        }
-        for cell in cells
-        for direction in ("forward", "backward", "both")
-    ]  # fmt: skip
+def _run_of(found: Contents) -> Run:
+    return Run(found.environment, found.settings, found.results, found.benchmark)
 
 
-def parse(data: Mapping, where: str) -> Run:
+def parse(data: object, where: str) -> Run:
     """A results file that was read; ``Incomparable`` if it is not one of our benchmarks."""
-    is_several = isinstance(data, Mapping) and "cells" in data
-    rows = _rows_of(data["cells"]) if is_several else data.get("results") if isinstance(data, Mapping) else None
-    if not rows or not all(isinstance(row, Mapping) and all(f in row for f in _FIELDS) for row in rows):
-        raise Incomparable(
-            f"{where} holds no results of benchmarks/kernel.py or benchmarks/context_parallel.py; give a file that "
-            "their --out wrote."
-        )
-    settings = data["settings"] if isinstance(data["settings"], list) else [data["settings"]]
-    sizes, samples = ("tokens", "packs") if is_several else ("seqlens", "samples")
-    results: dict[Cell, dict[str, dict]] = {}
-    for row in rows:
-        found = [s for s in settings if row["mask"] in s["masks"] and row["seqlen"] in s[sizes]]
-        if not found:
-            raise Incomparable(f"{where} has no settings for {row['mask']}, {row['seqlen']} tokens; measure it anew.")
-        shape = {key: tuple(v) if isinstance(v := found[0][key], list) else v for key in _SHAPE}
-        drawn = found[0][samples] if row["mask"].startswith("varlen") else 1
-        world = found[0]["world"] if is_several else 1
-        cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=drawn, world=world, **shape)
-        results.setdefault(cell, {})[row["name"]] = dict(row)
-    benchmark = CONTEXT_PARALLEL if is_several else KERNEL
-    return Run(dict(data["environment"]), settings, results, benchmark)
+    return _run_of(read(data, where))
 
 
 def load(path: Path) -> Run:
     """``parse`` of a file."""
-    try:
-        return parse(json.loads(path.read_text()), str(path))
-    except (json.JSONDecodeError, KeyError, TypeError) as failure:
-        raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew.") from None
+    return _run_of(read_file(path))
 
 
 def narrow(run: Run, masks: Collection[str], sizes: Collection[str]) -> Run:
@@ -175,10 +119,10 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
             f"The baseline is of {baseline.get('gpu') or 'no GPU'} and this is {now.get('gpu') or 'no GPU'}; commit "
             "results of this GPU to benchmarks/results, as --out of the benchmarks writes them."
         )
-    found, notes = {"ratio", "tflops"}, []
+    found, notes = {"ratio", "speed"}, []
     if (was := _power_limit(baseline)) != (is_now := _power_limit(now)):
-        found.discard("tflops")
-        notes.append(f"The power limit was {was or 'unknown'} and is {is_now or 'unknown'}: TFLOP/s are not compared.")
+        found.discard("speed")
+        notes.append(f"The power limit was {was or 'unknown'} and is {is_now or 'unknown'}: speeds are not compared.")
     for key in ("torch", "cuda", "cudnn"):
         if baseline.get(key) != now.get(key):
             found.discard("ratio")
@@ -202,19 +146,20 @@ def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | N
     shared = [p for p in peers if p in after]
     if "ratio" in allowed and shared:
         slower["ratio"] = 1 - median(after[ours] / after[p] * before[p] / before[ours] for p in shared)
-    if "tflops" in allowed:
-        slower["tflops"] = 1 - after[ours] / before[ours]
+    name, unit = baseline.speed
+    if "speed" in allowed:
+        slower[name] = 1 - after[ours] / before[ours]
     if not slower:
-        return Verdict(cell, "missing", notes=["no peer of the baseline was measured, and TFLOP/s are not comparable"])
-    measure = "ratio" if "ratio" in slower else "tflops"
+        return Verdict(cell, "missing", notes=[f"no peer of the baseline was measured, and {unit} are not comparable"])
+    measure = "ratio" if "ratio" in slower else name
     share = slower[measure]
     status = "slow" if share > FAIL else "warn" if share > WARN else "faster" if share < -WARN else "ok"
     verdict = Verdict(cell, status, share, measure)
     if absent := [p for p in peers if p not in after]:
         verdict.notes.append(f"{', '.join(absent)} of the baseline did not run")
-    if measure == "ratio" and share <= WARN < slower.get("tflops", 0.0):
+    if measure == "ratio" and share <= WARN < slower.get(name, 0.0):
         verdict.status = "warn"
-        verdict.notes.append(f"TFLOP/s fell by {slower['tflops']:.1%} and those of the peers too: look at the clocks")
+        verdict.notes.append(f"{unit} fell by {slower[name]:.1%} and those of the peers too: look at the clocks")
     return verdict
 
 

@@ -7,8 +7,8 @@
                                                  less than a minute, while one works on a kernel
     ci/gpu_regression --compare RUN.json ...     only compares results that are there; needs no GPU
 
-Baselines are the files of benchmarks/results whose GPU is the one here, and of no more GPUs than are here; each is
-measured anew with its own settings.
+Baselines are the files of benchmarks/results whose GPU is the one here, and of no more GPUs than are here: attention,
+distributed attention, group collectives, moves of rows. Each is measured anew with its own settings.
 What is more than 5% slower is a warning. What is more than 10% slower, or has no result, is measured a second time and
 fails if it is so again; a wrong result fails at once. How speed is compared stands in ci/compare_results.py.
 Exit codes: 0 passed, perhaps with warnings; 1 tests failed or something became slow; 2 nothing could be compared.
@@ -26,20 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compare_results import (
-    CONTEXT_PARALLEL,
-    FAILING,
-    Cell,
-    Incomparable,
-    Run,
-    Verdict,
-    best_of,
-    compare,
-    load,
-    merge,
-    narrow,
-    to_repeat,
-)
+from compare_results import FAILING, Run, Verdict, best_of, compare, load, merge, narrow, to_repeat
+from result_files import KERNEL, SIZES, Cell, Incomparable
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "results"
@@ -100,9 +88,11 @@ def chosen(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Run]
 
 
 def command(direction: str, settings: dict, out: Path) -> list[str]:
-    """The benchmark's command line that had these settings; several GPUs measure all directions at once."""
+    """The benchmark's command line that had these settings; all but one measure all directions at once."""
+    if "megabytes" in settings:
+        return _range_ops_command(settings, out)
     if "world" in settings:
-        return _several_command(settings, out)
+        return (_group_command if "rows" in settings else _several_command)(settings, out)
     line = [sys.executable, str(ROOT / "benchmarks" / "kernel.py"), "--direction", direction, "--out", str(out)]
     for key in ("masks", "seqlens", "only"):
         if settings.get(key):
@@ -114,9 +104,24 @@ def command(direction: str, settings: dict, out: Path) -> list[str]:
     return line + [f"--{key.replace('_', '-')}" for key in ("no_peers", "graph", "host") if settings.get(key)]
 
 
+def _range_ops_command(settings: dict, out: Path) -> list[str]:
+    line = [sys.executable, str(ROOT / "benchmarks" / "range_ops.py"), "--out", str(out)]
+    return line + [f"--{key}={settings[key]}" for key in ("megabytes", "repeats")]
+
+
+def _on_ranks(settings: dict, script: str, out: Path) -> list[str]:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings["world"])]
+    return [sys.executable, *ranks, str(ROOT / "benchmarks" / script), "--out", str(out)]
+
+
+def _group_command(settings: dict, out: Path) -> list[str]:
+    line = _on_ranks(settings, "group_collectives.py", out) + ["--rows", ",".join(map(str, settings["rows"]))]
+    given = {key: settings.get(key) for key in ("heads", "head_dim", "num_sms", "repeats", "beside")}
+    return line + [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
+
+
 def _several_command(settings: dict, out: Path) -> list[str]:
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings["world"])]
-    line += [str(ROOT / "benchmarks" / "context_parallel.py"), "--out", str(out)]
+    line = _on_ranks(settings, "context_parallel.py", out)
     for key in ("masks", "tokens", "only"):
         line += [f"--{key}", ",".join(map(str, settings[key]))]
     line += ["--heads", *map(str, settings["heads"])]
@@ -152,21 +157,25 @@ def measurer(folder: Path, timeout_s: float) -> Measure:
 
 def _parts(baseline: Run, cells: Sequence[Cell] | None) -> list[tuple[str, dict]]:
     """(direction, settings) that measure the whole baseline, or at least ``cells``."""
-    out = []
-    is_several = baseline.benchmark == CONTEXT_PARALLEL
-    sizes = "tokens" if is_several else "seqlens"
-    directions = ["all"] if is_several else list(dict.fromkeys(cell.direction for cell in baseline.results))
+    out, wanted = [], list(baseline.results if cells is None else cells)
+    sizes = SIZES.get(baseline.benchmark)
+    directions = ["all"]
+    if baseline.benchmark == KERNEL:
+        directions = list(dict.fromkeys(cell.direction for cell in baseline.results))
     for settings in baseline.settings:
         for direction in directions:
-            wanted = [
+            here = [
                 c
-                for c in (baseline.results if cells is None else cells)
-                if direction in ("all", c.direction) and c.mask in settings["masks"] and c.seqlen in settings[sizes]
+                for c in wanted
+                if direction in ("all", c.direction)
+                and ("masks" not in settings or c.mask in settings["masks"])
+                and (sizes is None or c.seqlen in settings[sizes])
             ]
-            if wanted:
-                masks = [m for m in settings["masks"] if any(c.mask == m for c in wanted)]
-                lengths = [n for n in settings[sizes] if any(c.seqlen == n for c in wanted)]
-                out.append((direction, settings | {"masks": masks, sizes: lengths}))
+            if here:
+                masks, lengths = {c.mask for c in here}, {c.seqlen for c in here}
+                less = {"masks": [m for m in settings["masks"] if m in masks]} if "masks" in settings else {}
+                less |= {sizes: [n for n in settings[sizes] if n in lengths]} if sizes else {}
+                out.append((direction, settings | less))
     return out
 
 
