@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError
 from magi_attention.kernels.ffa_bwd import BackwardCalls, Operands
 from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.ffa_operands import (
@@ -33,7 +34,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa_remote import RemoteGrads, RemoteKeys
+from magi_attention.kernels.ffa_remote import NO_TOKENS, RemoteGrads, RemoteKeys
 from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
@@ -203,7 +204,25 @@ class FfaBackend:
         sink: torch.Tensor | None = None,
     ) -> Final:
         """``forward_final`` over k, v and the keys that other ranks are pushing, with this rank's push."""
-        return self._run(q, k, v, remote, options, sink, None, None)
+        runtime, index = self.runtime, q.get_device()
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.forward_remote(q, k, v, remote, options, sink)
+        stream, capturing = runtime.stream(index), runtime.is_capturing()
+        key = _remote_key(q, options, sink)
+        known = remote.known.get(key)
+        if known is None:
+            call = self._call(q, k, v, options, sink, None, None, remote.mask.total_k)
+            if not q.shape[0]:
+                raise ContractError(NO_TOKENS)
+            known = (call, self._range_plans.plan(remote, call.plan, call.device, stream, capturing))
+            remember(remote.known, key, known)
+        call, plan = known  # the plan is held until the launch
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
+            q, k, v = (dense(x) for x in (q, k, v))
+            return self.forward_remote(q, k, v, remote, options, sink)
+        return self._launch(call, addresses, sink, None, plan.address, index, stream, capturing, remote)
 
     def backward_remote(
         self,
@@ -256,30 +275,22 @@ class FfaBackend:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self._run(q, k, v, mask, options, sink, into, out_dtype)
-        remote = mask if isinstance(mask, RemoteKeys) else None
-        known_as = None if remote is None else _remote_key(q, options, sink)
-        known = None if remote is None else remote.known.get(known_as)
-        if known is None:
-            total_k = k.shape[0] if remote is None else remote.mask.total_k
-            key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
-            call = self._prepared.get(key)
-            if call is None:
-                call = self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k)
-        else:
-            call, plan = known
+        call = self._call(q, k, v, options, sink, into, out_dtype, k.shape[0])
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
-            if 0 in call.out_like.shape or not call.plan.total_k:
+            if 0 in call.out_like.shape or not k.shape[0]:
                 return self._run_empty(q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (dense(x) for x in (q, k, v))
             return self._run(q, k, v, mask, options, sink, into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        if known is None:
-            plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)
-            if remote is not None:
-                remember(remote.known, known_as, (call, plan))
-        # The plan is held until the launch.
-        return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, remote)
+        plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
+        return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, None)
+
+    def _call(self, q, k, v, options, sink, into, out_dtype, total_k: int) -> _Prepared:
+        """What calls with these operands share; ``total_k`` keys, those of other ranks included."""
+        key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
+        call = self._prepared.get(key)
+        return self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k) if call is None else call
 
     def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, remote) -> Final:
         if into is None:

@@ -32,7 +32,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa_remote import RemoteGrads, RemoteKeys
+from magi_attention.kernels.ffa_remote import NO_TOKENS, RemoteGrads, RemoteKeys
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import UnitShape
@@ -148,7 +148,7 @@ class BackwardCalls:
         if known is None:
             call = self._call(runtime, x, remote, options, False, x.q.dtype, remote)
             if call.is_empty:
-                raise ContractError("This rank has no tokens, and attention in one launch needs some; use fewer ranks.")
+                raise ContractError(NO_TOKENS)
             known = (call, self._plans.plan(remote, call.plan, call.device, stream, capturing))
             remember(remote.known, key, known)
         call, plan = known  # the plan is held until the launch

@@ -17,6 +17,7 @@ from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
 TILE = 128  # remote keys come in tiles that have one owner
+NO_TOKENS = "This rank has no tokens, and attention in one launch needs some; use fewer ranks."
 
 
 class RemoteMask:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from ffa_simulator import backend, inputs
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape
@@ -173,7 +175,7 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
     first, later = rng.permutation(len(variants)), rng.integers(0, len(variants), 3 * len(variants))
     for i, n in enumerate([*first, *later]):
         if i == len(first):
-            monkeypatch.setattr(ffa, "_prepare", None)
+            monkeypatch.setattr(ffa, "_call", None)
             monkeypatch.setattr(ffa._backward, "_call", None)
         assert call(variants[n], forward, backward) == alone[n], f"variant {n}, call {i}"
 
@@ -190,3 +192,15 @@ def test_sums_of_local_gradients(monkeypatch) -> None:
         start, end = got.sums.data_ptr(), got.sums.data_ptr() + 4 * got.sums.numel()
         assert start <= got.dk_at and got.dk_at + 4 * k.numel() <= got.dv_at and got.dv_at + 4 * v.numel() <= end
         assert not got.dk_at % 16 and not got.dv_at % 16
+
+
+def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:
+    """Others would wait for its push."""
+    planner_or_skip()
+    ffa, seen = launches_of(monkeypatch)
+    q, k, v = inputs(0, 32)
+    with pytest.raises(ContractError, match="has no tokens"):
+        ffa.forward_remote(q, k, v, remote_keys(), AttnOptions(0.25))
+    with pytest.raises(ContractError, match="has no tokens"):
+        ffa.backward_remote(q, q, k, v, q, torch.zeros(0, 4), remote_keys(), AttnOptions(0.25))
+    assert not seen
