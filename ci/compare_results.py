@@ -16,44 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-from result_files import ATTENTION, KERNEL, OURS, Cell, Contents, Incomparable, read, read_file
+from result_files import Cell, Incomparable, Run
 
 WARN, FAIL = 0.05, 0.10  # share of speed lost
 _VARIANTS = "magi_"  # our other settings: neither ours nor peers
 SEVERITY = ("ok", "faster", "warn", "slow", "missing", "wrong")  # what fails comes last
 FAILING = SEVERITY[3:]
-
-
-@dataclass
-class Run:
-    """Results by cell and implementation; ``settings`` are the command lines of ``benchmark`` that made them."""
-
-    environment: dict
-    settings: list[dict]
-    results: dict[Cell, dict[str, dict]]
-    benchmark: str = KERNEL
-
-    @property
-    def ours(self) -> str:
-        return OURS[self.benchmark]
-
-    @property
-    def world(self) -> int:
-        """GPUs that it takes to measure this."""
-        return max((cell.world for cell in self.results), default=1)
-
-    @property
-    def speed(self) -> tuple[str, str]:
-        """What speed is called as a measure, and its unit."""
-        return ("tflops", "TFLOP/s") if self.benchmark in ATTENTION else ("bandwidth", "GB/s")
-
-    def speeds(self, cell: Cell) -> dict[str, float]:
-        """Of every implementation that could run the cell."""
-        found = self.results.get(cell, {})
-        return {name: row["speed"] for name, row in found.items() if row["speed"] > 0 and not row.get("reason")}
 
 
 @dataclass
@@ -70,20 +40,6 @@ class Verdict:
         """One sentence."""
         change = f"{abs(self.slower_by):.1%} {'slower' if self.slower_by > 0 else 'faster'} by {self.measure}"
         return f"{self.cell}: {self.status}" + "; ".join([f", {change}" if self.measure else "", *self.notes])
-
-
-def _run_of(found: Contents) -> Run:
-    return Run(found.environment, found.settings, found.results, found.benchmark)
-
-
-def parse(data: object, where: str) -> Run:
-    """A results file that was read; ``Incomparable`` if it is not one of our benchmarks."""
-    return _run_of(read(data, where))
-
-
-def load(path: Path) -> Run:
-    """``parse`` of a file."""
-    return _run_of(read_file(path))
 
 
 def narrow(run: Run, masks: Collection[str], sizes: Collection[str]) -> Run:

@@ -26,12 +26,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compare_results import FAILING, Run, Verdict, best_of, compare, load, merge, narrow, to_repeat
-from result_files import KERNEL, SIZES, Cell, Incomparable
+from compare_results import FAILING, Verdict, best_of, compare, merge, narrow, to_repeat
+from result_files import (
+    CONTEXT_PARALLEL,
+    GROUP_COLLECTIVES,
+    KERNEL,
+    RANGE_OPS,
+    SIZES,
+    Cell,
+    Incomparable,
+    Run,
+    load,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "results"
-Measure = Callable[[str, dict, str], Run]  # (direction, settings, name of the output) -> results
+Measure = Callable[[str, str, dict, str], Run]  # (benchmark, direction, settings, name of the output) -> results
 
 
 def gpus_here() -> tuple[str, int]:
@@ -87,12 +97,14 @@ def chosen(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Run]
     return {name: run for name, run in narrowed.items() if run.results}
 
 
-def command(direction: str, settings: dict, out: Path) -> list[str]:
+def command(benchmark: str, direction: str, settings: dict, out: Path) -> list[str]:
     """The benchmark's command line that had these settings; all but one measure all directions at once."""
-    if "megabytes" in settings:
-        return _range_ops_command(settings, out)
-    if "world" in settings:
-        return (_group_command if "rows" in settings else _several_command)(settings, out)
+    if benchmark == KERNEL:
+        return _kernel_command(direction, settings, out)
+    return _COMMANDS[benchmark](settings, out)
+
+
+def _kernel_command(direction: str, settings: dict, out: Path) -> list[str]:
     line = [sys.executable, str(ROOT / "benchmarks" / "kernel.py"), "--direction", direction, "--out", str(out)]
     for key in ("masks", "seqlens", "only"):
         if settings.get(key):
@@ -135,14 +147,17 @@ def _several_command(settings: dict, out: Path) -> list[str]:
     return line + [f"--{key.replace('_', '-')}" for key in ("no_check", "no_flush") if settings.get(key)]
 
 
+_COMMANDS = {CONTEXT_PARALLEL: _several_command, GROUP_COLLECTIVES: _group_command, RANGE_OPS: _range_ops_command}
+
+
 def measurer(folder: Path, timeout_s: float) -> Measure:
     """Runs the benchmark in a process of its own and reads what it wrote."""
 
-    def measure(direction: str, settings: dict, name: str) -> Run:
+    def measure(benchmark: str, direction: str, settings: dict, name: str) -> Run:
         out = folder / name
         file = Path(f"{out}.json")
         file.unlink(missing_ok=True)  # what an earlier run left must not pass for this one
-        line = command(direction, settings, out)
+        line = command(benchmark, direction, settings, out)
         print(f"$ {shlex.join(line)}", flush=True)
         try:
             subprocess.run(line, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=timeout_s)
@@ -184,7 +199,8 @@ def check(name: str, baseline: Run, measure: Measure) -> tuple[list[Verdict], li
 
     def attempt(number: int, cells: Sequence[Cell] | None) -> Run:
         parts = _parts(baseline, cells)
-        return merge([measure(d, s, f"{name}-try{number}-part{i}") for i, (d, s) in enumerate(parts, 1)])
+        names = [f"{name}-try{number}-part{i}" for i in range(1, len(parts) + 1)]
+        return merge([measure(baseline.benchmark, *part, out) for part, out in zip(parts, names)])
 
     verdicts, notes = compare(baseline, attempt(1, None))
     if again := to_repeat(verdicts):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks, by the names of their files
 GROUP_COLLECTIVES, RANGE_OPS = "group_collectives", "range_ops"
-ATTENTION = (KERNEL, CONTEXT_PARALLEL)
 OURS = {KERNEL: "magi", CONTEXT_PARALLEL: "magi_fused", GROUP_COLLECTIVES: "native", RANGE_OPS: "magi"}
 SIZES = {KERNEL: "seqlens", CONTEXT_PARALLEL: "tokens", GROUP_COLLECTIVES: "rows"}  # the setting with the sizes
 _SHAPE = ("heads", "head_dim", "dtype")
@@ -123,18 +122,38 @@ def _benchmark_of(data: object) -> str | None:
     return next((name for name, fields in _FIELDS.items() if all(fields <= set(row) for row in rows)), None)
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a results file says: who wrote it, by which command lines, and rows by cell and implementation."""
+@dataclass
+class Run:
+    """Results by cell and implementation; ``settings`` are the command lines of ``benchmark`` that made them."""
 
-    benchmark: str
     environment: dict
     settings: list[dict]
     results: dict[Cell, dict[str, dict]]
+    benchmark: str = KERNEL
+
+    @property
+    def ours(self) -> str:
+        return OURS[self.benchmark]
+
+    @property
+    def world(self) -> int:
+        """GPUs that it takes to measure this."""
+        return max((cell.world for cell in self.results), default=1)
+
+    @property
+    def speed(self) -> tuple[str, str]:
+        """What speed is called as a measure, and its unit."""
+        is_attention = self.benchmark in (KERNEL, CONTEXT_PARALLEL)
+        return ("tflops", "TFLOP/s") if is_attention else ("bandwidth", "GB/s")
+
+    def speeds(self, cell: Cell) -> dict[str, float]:
+        """Of every implementation that could run the cell."""
+        found = self.results.get(cell, {})
+        return {name: row["speed"] for name, row in found.items() if row["speed"] > 0 and not row.get("reason")}
 
 
-def read(data: object, where: str) -> Contents:
-    """A results file that was parsed; ``Incomparable`` if it is not one of our benchmarks."""
+def parse(data: object, where: str) -> Run:
+    """A results file that was read; ``Incomparable`` if it is not one of our benchmarks."""
     benchmark = _benchmark_of(data)
     if benchmark is None:
         names = ", ".join(f"benchmarks/{name}.py" for name in OURS)
@@ -147,12 +166,12 @@ def read(data: object, where: str) -> Contents:
             results.setdefault(cell, {})[name] = row
     except Incomparable as reason:
         raise Incomparable(f"{where}: {reason}") from None
-    return Contents(benchmark, dict(data["environment"]), settings, results)
+    return Run(dict(data["environment"]), settings, results, benchmark)
 
 
-def read_file(path: Path) -> Contents:
-    """``read`` of a file."""
+def load(path: Path) -> Run:
+    """``parse`` of a file."""
     try:
-        return read(json.loads(path.read_text()), str(path))
+        return parse(json.loads(path.read_text()), str(path))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as failure:
         raise Incomparable(f"{path} cannot be read ({failure!r}); measure it anew.") from None

@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmarks")]
 
 import compare_results as cr  # noqa: E402
 import gpu_regression as gr  # noqa: E402
+import result_files as rf  # noqa: E402
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "cuda": "13.0", "cudnn": 91900,
@@ -49,8 +50,8 @@ def changed(data: dict, factor: float, mask: str = "full", seqlen: int = 4096, n
     return out
 
 
-def run(data: dict) -> cr.Run:
-    return cr.parse(data, "made up")
+def run(data: dict) -> rf.Run:
+    return rf.parse(data, "made up")
 
 
 def verdict(before: dict, after: dict, mask: str = "full", seqlen: int = 4096) -> cr.Verdict:
@@ -65,7 +66,7 @@ class Tries:
         self.prepared = list(prepared)
         self.asked: list[tuple[str, list, list]] = []
 
-    def __call__(self, direction: str, settings: dict, name: str) -> cr.Run:
+    def __call__(self, benchmark: str, direction: str, settings: dict, name: str) -> rf.Run:
         self.asked.append((name, settings["masks"], settings["seqlens"]))
         data = self.prepared.pop(0)
         return run(
@@ -166,7 +167,7 @@ def test_without_peers_tflops_decide():
 
 
 def test_another_machine():
-    with pytest.raises(cr.Incomparable, match="baseline is of NVIDIA H100.* and this is NVIDIA H200; commit"):
+    with pytest.raises(rf.Incomparable, match="baseline is of NVIDIA H100.* and this is NVIDIA H200; commit"):
         cr.compare(run(results()), run(results(gpu="NVIDIA H200")))
     # The same GPU with another power limit: the ratio alone.
     cooler = results(nvidia_smi="580.1, 500.00 W, 1980 MHz")
@@ -176,7 +177,7 @@ def test_another_machine():
     newer = changed(results(torch="2.15.0"), 0.8, names=("cudnn", "flex"))
     verdicts, notes = cr.compare(run(results()), run(newer))
     assert {v.measure for v in verdicts} == {"tflops"} and "torch was 2.11.0 and is 2.15.0" in notes[0]
-    with pytest.raises(cr.Incomparable, match="Nothing is left to compare"):
+    with pytest.raises(rf.Incomparable, match="Nothing is left to compare"):
         cr.compare(run(results()), run(results(torch="2.15.0", nvidia_smi=None)))
 
 
@@ -191,8 +192,8 @@ def test_other_shapes_and_samples_are_other_cells():
 @pytest.mark.parametrize("text", ["{}", '{"results": [1]}', "not json", '{"results": [{"mask": "full"}]}'])
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(cr.Incomparable, match="x.json"):
-        cr.load(tmp_path / "x.json")
+    with pytest.raises(rf.Incomparable, match="x.json"):
+        rf.load(tmp_path / "x.json")
 
 
 def test_without_a_gpu_nothing_passes(monkeypatch, capsys):
@@ -214,7 +215,7 @@ def test_baselines_are_those_of_this_gpu(tmp_path):
     put(tmp_path, mine=results(), other=results(gpu="NVIDIA H200"), strange={"results": []})
     found, notes = gr.baselines(tmp_path, ENVIRONMENT["gpu"])
     assert list(found) == ["mine"] and len(notes) == 1 and "strange.json is left out" in notes[0]
-    with pytest.raises(cr.Incomparable, match="no baseline of a machine without a GPU, only of NVIDIA H100"):
+    with pytest.raises(rf.Incomparable, match="no baseline of a machine without a GPU, only of NVIDIA H100"):
         gr.baselines(tmp_path, None)
 
 
@@ -225,12 +226,13 @@ def test_committed_results_are_baselines_of_themselves():
     import kernel
 
     for path in files:
-        baseline = cr.load(path)
+        baseline = rf.load(path)
         verdicts, notes = cr.compare(baseline, baseline)
         assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
         parts = gr._parts(baseline, None)
         for direction, settings in parts:
-            options = kernel.make_parser().parse_args(gr.command(direction, settings, Path("x"))[2:])
+            line = gr.command(baseline.benchmark, direction, settings, Path("x"))
+            options = kernel.make_parser().parse_args(line[2:])
             assert kernel.settings_of(options) == settings | {"direction": direction}
         covered = {(d, m, n) for d, s in parts for m in s["masks"] for n in s["seqlens"]}
         assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
@@ -241,7 +243,7 @@ def test_masks_other_than_usual_are_asked_for_again():
 
     options = kernel.make_parser().parse_args("--masks varlen_full --documents 512 --window 100".split())
     settings = json.loads(json.dumps(kernel.settings_of(options)))
-    line = gr.command("forward", settings, Path("x"))
+    line = gr.command("kernel", "forward", settings, Path("x"))
     assert kernel.settings_of(kernel.make_parser().parse_args(line[2:])) == settings
     assert (settings["documents"], settings["window"]) == (512, 100)
 
@@ -252,12 +254,12 @@ def test_committed_results_of_several_gpus_are_baselines_of_themselves():
     import context_parallel
 
     for path in files:
-        baseline = cr.load(path)
+        baseline = rf.load(path)
         verdicts, notes = cr.compare(baseline, baseline)
         assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
         assert {v.cell.direction for v in verdicts} == {"forward", "backward", "both"}
         ((direction, settings),) = gr._parts(baseline, None)
-        line = gr.command(direction, settings, Path("x"))
+        line = gr.command(baseline.benchmark, direction, settings, Path("x"))
         assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(baseline.world)]
         parse = context_parallel.make_parser().parse_args
         options, usual = vars(parse(line[7:])), vars(parse([]))  # options that came later are as they are by default
@@ -309,12 +311,12 @@ def test_several_gpus():
     verdicts, _ = cr.compare(before, run(several(0.8, all_gather=0.8)))
     assert {v.status for v in verdicts} == {"warn"}
     assert {v.status for v in cr.compare(before, run(several(world=2)))[0]} == {"missing"}
-    with pytest.raises(cr.Incomparable, match="several benchmarks"):
+    with pytest.raises(rf.Incomparable, match="several benchmarks"):
         cr.merge([before, run(results())])
     tries = [several(0.8), several()]
     asked = []
 
-    def measure(direction: str, settings: dict, name: str) -> cr.Run:
+    def measure(benchmark: str, direction: str, settings: dict, name: str) -> rf.Run:
         asked.append((direction, settings["masks"], settings["tokens"]))
         return run(tries.pop(0))
 
@@ -328,7 +330,7 @@ def test_baselines_of_more_gpus_than_are_here_are_left_out(tmp_path):
     assert list(found) == ["one"] and notes == ["four.json is left out. It takes 4 GPUs and here are 2."]
     assert set(gr.baselines(tmp_path, ENVIRONMENT["gpu"], 4)[0]) == {"one", "four"}
     (tmp_path / "one.json").unlink()
-    with pytest.raises(cr.Incomparable, match="only of 4 x NVIDIA H100"):
+    with pytest.raises(rf.Incomparable, match="only of 4 x NVIDIA H100"):
         gr.baselines(tmp_path, ENVIRONMENT["gpu"], 1)
 
 
@@ -339,13 +341,13 @@ def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
         "if 'slow' in sys.argv[1]: time.sleep(60)\n"
         f"if 'good' in sys.argv[1]: pathlib.Path(sys.argv[1] + '.json').write_text({json.dumps(results())!r})\n"
     )
-    monkeypatch.setattr(gr, "command", lambda direction, settings, out: [sys.executable, str(script), str(out)])
-    assert len(gr.measurer(tmp_path, 30)("forward", {}, "good").results) == 4
+    monkeypatch.setattr(gr, "command", lambda *given: [sys.executable, str(script), str(given[-1])])
+    assert len(gr.measurer(tmp_path, 30)("kernel", "forward", {}, "good").results) == 4
     (tmp_path / "left.json").write_text(json.dumps(results()))
-    with pytest.raises(cr.Incomparable, match="wrote no left.json"):
-        gr.measurer(tmp_path, 30)("forward", {}, "left")
-    with pytest.raises(cr.Incomparable, match="wrote no slow.json"):
-        gr.measurer(tmp_path, 0.5)("forward", {}, "slow")
+    with pytest.raises(rf.Incomparable, match="wrote no left.json"):
+        gr.measurer(tmp_path, 30)("kernel", "forward", {}, "left")
+    with pytest.raises(rf.Incomparable, match="wrote no slow.json"):
+        gr.measurer(tmp_path, 0.5)("kernel", "forward", {}, "slow")
     assert "took over 0 s and was stopped" in capfd.readouterr().out
 
 

@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmarks")]
 
 import compare_results as cr  # noqa: E402
 import gpu_regression as gr  # noqa: E402
+import result_files as rf  # noqa: E402
 from test_gpu_regression import ENVIRONMENT, results, run  # noqa: E402
 
 
@@ -21,13 +22,13 @@ def test_committed_results_of_rows_are_baselines_of_themselves():
     import range_ops
 
     paths = [path for path in gr.BASELINES.glob("*.json") if path.stem.startswith(("group_", "range_"))]
-    found = [cr.load(path) for path in paths]
+    found = [rf.load(path) for path in paths]
     assert {baseline.benchmark for baseline in found} == {"group_collectives", "range_ops"}
     for baseline in found:
         verdicts, notes = cr.compare(baseline, baseline)
         assert verdicts and not notes and {(v.status, v.measure) for v in verdicts} == {("ok", "ratio")}
         ((direction, settings),) = gr._parts(baseline, None)
-        line = gr.command(direction, settings, Path("x"))
+        line = gr.command(baseline.benchmark, direction, settings, Path("x"))
         if baseline.benchmark == "range_ops":
             options = vars(range_ops.make_parser().parse_args(line[2:]))
         else:
@@ -62,7 +63,7 @@ def test_group_collectives():
     assert "reduce rows 4K on 2 GPUs: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
     tries, asked = [rows_of_ranks(0.8), rows_of_ranks()], []
 
-    def measure(direction: str, settings: dict, name: str) -> cr.Run:
+    def measure(benchmark: str, direction: str, settings: dict, name: str) -> rf.Run:
         asked.append((direction, settings["rows"]))
         return run(tries.pop(0))
 
@@ -70,5 +71,5 @@ def test_group_collectives():
     newer = rows_of_ranks(0.8)
     newer["environment"]["torch"] = "2.15.0"
     assert {v.measure for v in cr.compare(before, run(newer))[0]} == {"bandwidth"}
-    with pytest.raises(cr.Incomparable, match="several benchmarks"):
+    with pytest.raises(rf.Incomparable, match="several benchmarks"):
         cr.merge([before, run(results())])
