@@ -53,7 +53,9 @@ def dist_attn(
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
         call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace)
     out, lse, max_logits = _DistAttn.apply(q, k, v, sink, call)
-    return out if out.dtype == out_dtype else out.to(out_dtype), lse, max_logits if return_max_logits else None
+    if out.dtype != out_dtype:  # asked here, because every layer passes by and to() takes longer to find out
+        out = out.to(out_dtype)
+    return out, lse, max_logits if return_max_logits else None
 
 
 class _Forward(NamedTuple):

@@ -99,7 +99,7 @@ class BackwardCalls:
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
-        call = self._call(runtime, x, mask, options, into is not None, grad_dtype, None)
+        call = self._call(runtime, x, mask, options, into is not None, grad_dtype)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         if into is not None:
@@ -137,7 +137,7 @@ class BackwardCalls:
     def run_remote(
         self, runtime: CudaRuntime, x: Operands, remote: RemoteKeys, options: AttnOptions, sink: torch.Tensor | None
     ) -> RemoteGrads:
-        """Gradients where keys of other ranks arrive, with this rank's push: dq in q's dtype. ``x`` has ``out``."""
+        """Gradients where keys of other ranks arrive, with this rank's push; dq is in q's dtype."""
         index = x.q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
@@ -146,7 +146,7 @@ class BackwardCalls:
         key = _remote_key(x, options)
         known = remote.known.get(key)
         if known is None:
-            call = self._call(runtime, x, remote, options, False, x.q.dtype, remote)
+            call = self._call(runtime, x, remote, options, False, x.q.dtype)
             if call.is_empty:
                 raise ContractError(NO_TOKENS)
             known = (call, self._plans.plan(remote, call.plan, call.device, stream, capturing))
@@ -188,10 +188,9 @@ class BackwardCalls:
         if status:
             call.library.check(status, "Attention backward")
 
-    def _call(
-        self, runtime, x: Operands, mask, options: AttnOptions, is_accumulating: bool, grad_dtype, remote
-    ) -> _Prepared:
+    def _call(self, runtime, x: Operands, mask, options: AttnOptions, is_accumulating: bool, grad_dtype) -> _Prepared:
         """What calls with these operands share."""
+        remote = mask if isinstance(mask, RemoteKeys) else None
         steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(x.q.get_device()))
         key = _key(x, options, not is_accumulating, grad_dtype, steps, remote)
         call = self._prepared.get(key)

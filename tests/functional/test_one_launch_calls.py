@@ -107,6 +107,17 @@ def test_what_was_launched_before_an_error_is_followed(is_forward, fails_at, mon
     assert spy.said[-5:-3] == ["check 8", "wait 8"]
 
 
+def test_calls_in_a_graph_neither_wait_nor_record() -> None:
+    """They are in the order of the capture; the next call outside follows the last one outside."""
+    spy = Spy()
+    succession = Succession(spy.make_event, lambda: spy.stream_now)
+    assert succession.follow(7, is_capturing=False) == 5
+    spy.said.clear()
+    assert succession.follow(8, is_capturing=True) == 0 and spy.said == []
+    spy.stream_now = 8
+    assert succession.follow(8, is_capturing=False) == 5 and spy.said == ["wait 8"]
+
+
 def test_pace() -> None:
     """Rows at the speed of a push, flops of a pair, and heads as many as the kernel works on at a time."""
     shapes = _Shapes(torch.device("cpu"), torch.bfloat16, 16, 2, (64, 64), (128, 128))

@@ -38,8 +38,8 @@ def attention(kind: str, k: int, v: int, **fields: int) -> bytes:
     return bytes(made(**{**common, **strides, **only[kind], **gradients, **fields}))
 
 
-def push(**fields: int) -> bytes:
-    p = abi.BoxPushParams(version=abi.ABI_VERSION, rank=0, world=2, num_tensors=2, num_ctas=1, **fields)
+def push() -> bytes:
+    p = abi.BoxPushParams(version=abi.ABI_VERSION, rank=0, world=2, num_tensors=2, num_ctas=1)
     p.box = abi.Box(FINE, FINE)
     for t in range(2):
         p.row_bytes[t] = p.source_stride[t] = 2 * HEADS * DIM
