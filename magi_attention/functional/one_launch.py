@@ -24,6 +24,10 @@ from magi_attention.meta.plan import Plan
 PUSH_CTAS = 16
 # Rough speeds: of one rank's push, and of one multiprocessor at work, forward and backward.
 _PUSH_BYTES_PER_S, _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 2.2e11, 1e-5, 5e12, 4.3e12
+_TABLES = (
+    *("pieces", "slots", "arrivals", "owners", "target_rows", "senders"),
+    *("summed", "summed_tiles", "summed_places"),
+)  # of a part, on the device
 _SECTION_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd_launch.cuh
 
 
@@ -74,12 +78,12 @@ class OneLaunch:
         event = launches.group.follow(stream)
         try:
             grads = backend.backward_remote(dout, q, k, v, out, lse, launches.backward, options, sink)
-            dk, dv = torch.empty_like(k), torch.empty_like(v)
-            launches.reduce((grads.dk_at, grads.dv_at), (dk.data_ptr(), dv.data_ptr()), event, stream)
+            sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
+            launches.reduce(sums, to, event, stream)
         except BaseException:
             launches.group.end_early(event)
             raise
-        return Grads(grads.dq, dk, dv, grads.dsink)
+        return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
 
     def _of(self, q, k, v) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
         """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
@@ -112,7 +116,7 @@ class _Launches:
         v_at, dv_at = start + part.box_rows * row_k * size, start + part.grad_rows * row_k * wire_size
         self._held = {
             name: torch.from_numpy(getattr(part, name)).to(shapes.device).contiguous()
-            for name in ("pieces", "slots", "arrivals", "owners", "target_rows", "places", "senders")
+            for name in _TABLES
         }
         at = {name: x.data_ptr() for name, x in self._held.items()}
         pushed = {
@@ -123,16 +127,18 @@ class _Launches:
         push, push_again = group.push(self.keys, **pushed), group.push(self.keys, self.grads, **pushed)
         self.release = group.release(self.keys)
         self.reduce = group.reduce(
-            self.grads, self.keys, wire, shapes.dtype, rows=part.local_rows, num_tensors=2, row_values=[row_k, row_v],
-            places=at["places"], senders=at["senders"], data_at=[start, dv_at],
+            self.grads, self.keys, wire, shapes.dtype, rows=part.summed_places.shape[1], out_rows=part.local_rows,
+            num_tensors=2, row_values=[row_k, row_v], tiles=at["summed_tiles"], places=at["summed_places"],
+            senders=at["senders"], data_at=[start, dv_at],
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
-        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, _pace(part, shapes))
-        params = remote_params(  # also where nothing arrives, because dk and dv are to be in float32 and dq is not
+        pace, num_summed = _pace(part, shapes), len(part.summed_tiles)
+        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, num_summed)
+        params = remote_params(  # also where nothing arrives, because other ranks may add to dk and dv
             mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
             box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
             owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
-            dv_targets=self._targets[1].data_ptr(),
+            dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
         )  # fmt: skip
         self.forward, self.backward = (RemoteKeys(mask, params, x.params) for x in (push, push_again))
 

@@ -311,7 +311,7 @@ class FfaBackend:
         if remote is None:
             status = library.forward_raw(call.prefix + tail)
         else:
-            status = library.forward_remote_raw(call.prefix + tail, remote.params, remote.push)
+            status = library.forward_remote_raw(call.prefix + tail, remote.forward_params, remote.push)
         if status:
             call.library.check(status, "Attention forward")
         return out, lse, max_logits

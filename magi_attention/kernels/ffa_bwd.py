@@ -32,7 +32,7 @@ from magi_attention.kernels.ffa_operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa_remote import NO_TOKENS, RemoteGrads, RemoteKeys
+from magi_attention.kernels.ffa_remote import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import UnitShape
@@ -41,7 +41,11 @@ from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.succession import Succession
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
+_pack_sums = abi.FFA_REMOTE_TAIL.pack
 _empty_like = torch.empty_like
+
+
+_Beside = tuple[bytes, bytes | None]  # magi_ffa_remote and this rank's push, for launches beside keys that arrive
 
 
 class Operands(NamedTuple):
@@ -69,7 +73,7 @@ class _Prepared:
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
-    sums_like: torch.Tensor  # of dk and, behind it, dv of local keys in float32, beside keys that arrive
+    sums_at: tuple[int, int]  # bytes into the workspace: of dk and dv to which others add, beside keys that arrive
     list_bytes: int  # of what may be kept with the plan for the next call; 0: nothing
     device: torch.device
     is_empty: bool  # no queries or no keys
@@ -157,23 +161,24 @@ class BackwardCalls:
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
             return self.run_remote(runtime, _plain(x), remote, options, sink)
-        # The workspace goes when this returns, and what the sums are rounded into takes its place.
-        dq, sums, work = map(_empty_like, (call.grads_like[0], call.sums_like, call.workspace_like))
+        dq, dk, dv = map(_empty_like, call.grads_like)
+        work = _empty_like(call.workspace_like)
         delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
-        dk_at = sums.data_ptr()
-        dv_at = dk_at + 4 * x.k.numel()
+        work_at = work.data_ptr()
+        sums = work_at + call.sums_at[0], work_at + call.sums_at[1]
         tail = _pack_addresses(
-            *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk_at, dv_at, plan.address,
-            work.data_ptr(), 0, 0, stream,
+            *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
+            dv.data_ptr(), plan.address, work_at, 0, 0, stream,
         )  # fmt: skip
-        self._launch(call, call.prefix + tail, remote, runtime, index, stream, capturing)
+        beside = remote.params + _pack_sums(*sums), remote.push
+        self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
             dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
-        return RemoteGrads(dq, dk_at, dv_at, sums, dsink)
+        return RemoteGrads(dq, dk, dv, dsink, *sums, work)
 
     def _launch(
-        self, call: _Prepared, params: bytes, remote: RemoteKeys | None, runtime, index: int, stream: int, capturing
+        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime, index: int, stream: int, capturing
     ) -> None:
         """Kernels in turns follow the last ones in turns of the device."""
         if call.options.deterministic:
@@ -182,9 +187,9 @@ class BackwardCalls:
                 made = Succession(runtime.event, runtime.stream_object)
                 succession = self._in_turns.setdefault(index, made)
             with succession.next(stream, capturing):
-                status = _start(call.library, params, remote)
+                status = _start(call.library, params, beside)
         else:
-            status = _start(call.library, params, remote)
+            status = _start(call.library, params, beside)
         if status:
             call.library.check(status, "Attention backward")
 
@@ -230,22 +235,30 @@ class BackwardCalls:
             processors = runtime.processors(q.get_device())
             places = max(processors - options.sm_margin, 1)
             walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)
+        dk_at, dv_at, bytes_in_all = _with_sums(workspace_bytes, remote, heads_kv, (dim, dim_v))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(workspace_bytes), number.expand(k.numel() + v.numel()),
-            list_bytes, q.device, is_empty, bool(odd) or not _is_plain(x), options,
+            q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), list_bytes, q.device, is_empty,
+            bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared
 
 
-def _start(library: FfaLibrary, params: bytes, remote: RemoteKeys | None) -> int:
+def _start(library: FfaLibrary, params: bytes, beside: _Beside | None) -> int:
     """The launches; with keys that arrive, after this rank's own are on their way."""
-    if remote is None:
+    if beside is None:
         return library.backward_raw(params)
-    return library.backward_remote_raw(params, remote.params, remote.push)
+    return library.backward_remote_raw(params, *beside)
+
+
+def _with_sums(workspace_bytes: int, remote: RemoteKeys | None, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
+    """Where in the workspace the sums of dk and dv begin to which other ranks add, and where it ends."""
+    rows = 0 if remote is None else TILE * remote.mask.num_summed * heads
+    start = -(-workspace_bytes // TILE) * TILE
+    return start, start + 4 * rows * dims[0], start + 4 * rows * sum(dims)
 
 
 def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
@@ -260,7 +273,8 @@ def _key(
 ) -> tuple:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, steps, None if remote is None else remote.mask.total_k,
+        id(options), is_fresh, grad_dtype, steps,
+        None if remote is None else (remote.mask.total_k, remote.mask.num_summed),
     )  # fmt: skip
 
 

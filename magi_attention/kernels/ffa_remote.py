@@ -26,12 +26,18 @@ class RemoteMask:
     ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; the forward waits
     for slots in this order. The ``pace`` at which they arrive decides in which order tiles are taken.
 
+    To ``num_summed`` tiles of local keys other ranks add gradients: those are left in float32, of the others they are
+    done.
+
     Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
     they need no clearing: the plans are told so.
     """
 
-    def __init__(self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, pace: Pace) -> None:
+    def __init__(
+        self, slices: SliceTable, local_keys: int, base: int, arrivals: np.ndarray, pace: Pace, num_summed: int
+    ) -> None:
         self.slices, self.local_keys, self.base, self.arrivals, self.pace = slices, local_keys, base, arrivals, pace
+        self.num_summed = num_summed
         self.rows = TILE * len(arrivals)
         self.total_k = base + self.rows
         self._plans: dict[tuple, Kept] = {}
@@ -72,8 +78,8 @@ class RemoteMask:
 
 
 class RemoteKeys:
-    """``mask``, and ``params``, the bytes of ``magi_ffa_remote``, whose memory the caller holds; for k and v of one
-    layout, dtype and device, and for one direction.
+    """``mask``, and ``params``, the bytes of ``magi_ffa_remote`` but the addresses of sums, whose memory the caller
+    holds; for k and v of one layout, dtype and device, and for one direction.
 
     ``push``, the bytes of ``magi_box_push_params`` without addresses, is this rank's push, if there is one. The kernel
     starts beside it and does not wait for it, so both are launched when all else has been: casts of inputs, cleared
@@ -83,26 +89,31 @@ class RemoteKeys:
 
     def __init__(self, mask: RemoteMask, params: bytes, push: bytes | None = None) -> None:
         self.mask, self.params, self.push = mask, params, push
+        self.forward_params = params + bytes(abi.FFA_REMOTE_TAIL.size)  # nothing is summed
         self.known: dict[tuple, Any] = {}
 
 
 class RemoteGrads(NamedTuple):
-    """dq in q's dtype, dsink, and the addresses of dk and dv of the local keys in float32, to which other ranks will
-    add: (local keys, Hk, D) and (local keys, Hk, Dv), dense, in ``sums``."""
+    """dq, dk, dv in the dtype of q, dsink, and for the tiles of keys to which other ranks will add, whose dk and dv are
+    not written yet, the addresses of sums in float32: (num_summed, 128, Hk, D) and (num_summed, 128, Hk, Dv), dense, in
+    memory that ``held`` holds."""
 
     dq: torch.Tensor
-    dk_at: int
-    dv_at: int
-    sums: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
     dsink: torch.Tensor | None
+    dk_sums: int
+    dv_sums: int
+    held: torch.Tensor
 
 
 def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int) -> bytes:
-    """The bytes of ``magi_ffa_remote``: ``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the
+    """The bytes of ``magi_ffa_remote`` but the addresses of sums: ``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the
     rest."""
     code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
     sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
-    return bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields))
+    params = bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields))
+    return params[: abi.FFA_REMOTE_PREFIX_BYTES]
 
 
 _HAS_UNSEEN = abi.Layer.has_unseen.offset // 4

@@ -66,6 +66,27 @@ class OneLaunchPart:
         """Whose rows each slot of this rank's box brings."""
         return dict(zip(self.arrivals.tolist(), self.owners.tolist()))
 
+    @cached_property
+    def summed_tiles(self) -> np.ndarray:
+        """(S,) int32: the tiles of local rows to which other ranks add."""
+        rows = padded(self.local_rows)
+        is_added = np.zeros(rows, dtype=bool)
+        is_added[: self.local_rows] = (self.places >= 0).any(axis=0)
+        return np.flatnonzero(is_added.reshape(-1, TILE).any(axis=1)).astype(np.int32)
+
+    @cached_property
+    def summed(self) -> np.ndarray:
+        """(local tiles,) int32: which of ``summed_tiles`` a tile is, -1 for none."""
+        numbers = np.full(padded(self.local_rows) // TILE, -1, dtype=np.int32)
+        numbers[self.summed_tiles] = np.arange(len(self.summed_tiles))
+        return numbers
+
+    @cached_property
+    def summed_places(self) -> np.ndarray:
+        """(W, 128 S) int32: ``places`` of the rows of ``summed_tiles``; behind the last row -1."""
+        places = np.pad(self.places, ((0, 0), (0, padded(self.local_rows) - self.local_rows)), constant_values=-1)
+        return places.reshape(self.world, -1, TILE)[:, self.summed_tiles].reshape(self.world, -1)
+
     @property
     def total_keys(self) -> int:
         """Keys in the kernel's coordinates, gap included."""

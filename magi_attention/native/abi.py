@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -143,8 +143,12 @@ class FfaRemote(ctypes.Structure):
         ("timeout_ms", c_uint32),
         ("num_slots", c_int32),
         *((name, c_void_p) for name in ("box", "k", "v", "arrivals", "failure")),
-        *((name, c_void_p) for name in ("owners", "target_rows", "dk_targets", "dv_targets")),
+        *((name, c_void_p) for name in ("owners", "target_rows", "dk_targets", "dv_targets", "summed")),
+        *((name, c_void_p) for name in ("dk_sums", "dv_sums")),
     ]
+
+
+FFA_REMOTE_PREFIX_BYTES, FFA_REMOTE_TAIL = FfaRemote.dk_sums.offset, struct.Struct("=2Q")
 
 
 # ---- box.h: exchanges within one NVLink domain ----
@@ -236,8 +240,11 @@ class BoxReduceParams(ctypes.Structure):
         *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
         ("row_values", c_int32 * BOX_TENSORS),
         ("timeout_ms", c_uint32),
+        ("out_rows", c_int32),
+        ("reserved", c_int32),
         ("box", Box),
         ("pushed", Box),
+        ("tiles", c_void_p),
         ("places", c_void_p),
         ("senders", c_void_p),
         ("data_at", c_int64 * BOX_TENSORS),

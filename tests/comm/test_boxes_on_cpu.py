@@ -249,21 +249,22 @@ def test_rows_of_one_launch(library, seed: int) -> None:
 
 def check_gradients(library, parts, keys: Boxes, grads: Boxes, grads_at, widths, wire, rng) -> None:
     """Writes what attention would into the owners' boxes and adds it up; ends the use of both boxes."""
-    sums = [[draw(rng, p.local_rows, w, torch.float32) for w in widths] for p in parts]
+    sums = [[draw(rng, TILE * len(p.summed_tiles), w, torch.float32) for w in widths] for p in parts]
     outs = [[torch.full((p.local_rows, w), 7.0, dtype=torch.bfloat16) for w in widths] for p in parts]
     for p in parts:
         for owner, target in zip(p.owners.tolist(), p.target_rows.tolist()):
             for t, width in enumerate(widths):
                 to = grads.rows(owner, grads_at[t] + target * width * wire.itemsize, TILE, width, wire)
                 to.copy_(draw(rng, TILE, width, wire))
-    held = [[np.ascontiguousarray(x) for x in (p.places, p.senders)] for p in parts]
+    held = [[np.ascontiguousarray(x) for x in (p.summed_places, p.senders, p.summed_tiles)] for p in parts]
     all_params = (abi.BoxReduceParams * len(parts))(
         *(
             fill(
-                abi.BoxReduceParams, **grads.common(p.rank), rows=p.local_rows, num_tensors=len(widths),
+                abi.BoxReduceParams, **grads.common(p.rank), rows=TILE * len(p.summed_tiles),
+                out_rows=p.local_rows, num_tensors=len(widths),
                 wire_dtype=CODES[wire], base_dtype=abi.FP32, out_dtype=abi.BF16, row_values=list(widths),
                 box=grads.of(p.rank), pushed=keys.of(p.rank), places=at(held[p.rank][0]), senders=at(held[p.rank][1]),
-                data_at=grads_at, base=[at(x) for x in sums[p.rank]], out=[at(x) for x in outs[p.rank]],
+                tiles=at(held[p.rank][2]), data_at=grads_at, base=[at(x) for x in sums[p.rank]], out=[at(x) for x in outs[p.rank]],
             )
             for p in parts
         )
@@ -273,9 +274,11 @@ def check_gradients(library, parts, keys: Boxes, grads: Boxes, grads_at, widths,
         library.reduce(ctypes.byref(all_params[i]), 1 + i % 3)
     for p in parts:
         for t, width in enumerate(widths):
-            total = sums[p.rank][t].clone()
+            wanted = torch.full((len(p.summed), TILE, width), 7.0)  # where nobody adds, nothing is touched
+            wanted[p.summed_tiles] = sums[p.rank][t].view(-1, TILE, width)
+            wanted = wanted.view(-1, width)[: p.local_rows]
             for places in p.places:
                 rows = np.flatnonzero(places >= 0)
                 of_rank = grads.rows(p.rank, grads_at[t], p.grad_rows, width, wire)
-                total[rows] += of_rank[places[rows]].float()
-            assert torch.equal(outs[p.rank][t], total.bfloat16()), (p.rank, t)
+                wanted[rows] += of_rank[places[rows]].float()
+            assert torch.equal(outs[p.rank][t], wanted.bfloat16()), (p.rank, t)

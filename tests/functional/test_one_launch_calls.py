@@ -58,7 +58,7 @@ class Spy:
     def backward_remote(self, dout, q, k, v, out, lse, remote, *rest):
         self.say(remote)
         self.say("kernel")
-        return RemoteGrads(q, 3, 4, q, None)
+        return RemoteGrads(q, k, v, None, 3, 4, q)
 
 
 def one_launch(spy: Spy, monkeypatch) -> OneLaunch:

@@ -37,7 +37,7 @@ def random_mask(seed: int, late: float = 1.0) -> RemoteMask:
     when = late * np.cumsum(rng.uniform(0, 1e-3, slots))
     pace = Pace(when, PAIR, 2.5 * PAIR, heads=PACK, section_heads=HEADS)
     table = SliceTable(np.concatenate([local, remote]))
-    return RemoteMask(table, ROWS, base, arrivals.astype(np.int32), pace)
+    return RemoteMask(table, ROWS, base, arrivals.astype(np.int32), pace, 0)
 
 
 def plan_of(mask: RemoteMask, is_transposed: bool) -> tuple[TilePlan, np.ndarray]:
@@ -120,7 +120,7 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
     arrivals = (np.arange(box // TILE) < 16).astype(np.int32)  # the second half of the keys first
     pace = Pace(np.array([late, 2 * late]), PAIR / 4, 0.0, PACK, HEADS)
     for rows in (causal, documents):
-        mask = RemoteMask(SliceTable(np.array(rows)), ROWS, base, arrivals, pace)
+        mask = RemoteMask(SliceTable(np.array(rows)), ROWS, base, arrivals, pace, 0)
         plan, first = plan_of(mask, is_transposed=False)
         last = np.array([max(there for _, there in waits(mask, plan, t)) for t in range(len(plan.tiles))])
         by_arrival = np.lexsort((-plan.tiles[:, 4], last))

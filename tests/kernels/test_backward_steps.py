@@ -281,7 +281,7 @@ def test_steps_are_counted_once(monkeypatch):
 def of_ranks(local: int, rows: list[list[int]], remote: int, heads=(64, 8)) -> list[Steps]:
     """Steps of a rank with so many keys of others behind its own, by default and in turns."""
     mask = RemoteMask(
-        SliceTable(np.array(rows)), local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3]))
+        SliceTable(np.array(rows)), local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3])), 0
     )
     shapes = (local, heads[0], 128), (local, heads[1], 128)
     options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]

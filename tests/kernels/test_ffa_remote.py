@@ -23,12 +23,12 @@ from magi_attention.testing.libraries import planner_or_skip
 PUSH = b"this rank's"
 
 
-def remote_keys() -> RemoteKeys:
+def remote_keys(num_summed: int = 1) -> RemoteKeys:
     """32 local keys and one tile of remote ones, for 32 queries."""
     base = 2 * TILE
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
-    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
-    return RemoteKeys(mask, b"", PUSH)
+    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), num_summed)
+    return RemoteKeys(mask, bytes(abi.FFA_REMOTE_PREFIX_BYTES), PUSH)
 
 
 def test_a_rank_that_reads_only_its_own() -> None:
@@ -36,7 +36,7 @@ def test_a_rank_that_reads_only_its_own() -> None:
     planner_or_skip()
     rows, base = 300, 512
     slices = SliceTable(np.array([[0, rows, 0, rows, 1]]))
-    mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), Pace(np.zeros(0)))
+    mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), Pace(np.zeros(0)), 0)
     assert (mask.rows, mask.num_slots, mask.total_k) == (0, 0, base)
     for is_transposed in (False, True):
         shape = PlanShape(rows, base, FfaTile(TILE, 2, 1), is_transposed=is_transposed)
@@ -58,7 +58,7 @@ def test_documents_one_after_the_other() -> None:
     ends = [(q, q + 256) for q in range(0, rows, 256)]
     of_others = [[a, b, base + a, base + b, 0] for a, b in ends]
     slices = SliceTable(np.array([[a, b, a, b, 1] for a, b in ends] + of_others))
-    mask = RemoteMask(slices, rows, base, np.zeros(rows // TILE, dtype=np.int32), Pace(np.array([1e-3])))
+    mask = RemoteMask(slices, rows, base, np.zeros(rows // TILE, dtype=np.int32), Pace(np.array([1e-3])), 8)
     units = UnitShape(heads, 2, 132, 132, by_document=True)
     shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, units=units)
     words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
@@ -180,18 +180,32 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
         assert call(variants[n], forward, backward) == alone[n], f"variant {n}, call {i}"
 
 
-def test_sums_of_local_gradients(monkeypatch) -> None:
+@pytest.mark.parametrize("num_summed", (0, 1, 3))
+@pytest.mark.parametrize("dims", ((16, 16), (24, 8)))
+def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeypatch) -> None:
+    """They lie in the workspace, behind what the kernels need there, with room for whole tiles."""
     planner_or_skip()
-    ffa, seen = launches_of(monkeypatch)
-    for dims in ((16, 16), (24, 8)):
-        q, k, v = inputs(32, 32, dims=dims)
-        out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
-        got = ffa.backward_remote(out, q, k, v, out, lse, remote_keys(), AttnOptions(0.25))
-        p = abi.FfaBwdParams.from_buffer_copy(seen.pop())
-        assert (p.dk, p.dv, p.dq) == (got.dk_at, got.dv_at, got.dq.data_ptr())
-        start, end = got.sums.data_ptr(), got.sums.data_ptr() + 4 * got.sums.numel()
-        assert start <= got.dk_at and got.dk_at + 4 * k.numel() <= got.dv_at and got.dv_at + 4 * v.numel() <= end
-        assert not got.dk_at % 16 and not got.dv_at % 16
+    ffa, library = backend()
+    seen: list[tuple[abi.FfaBwdParams, abi.FfaRemote]] = []
+
+    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+        seen.append((abi.FfaBwdParams.from_buffer_copy(params), abi.FfaRemote.from_buffer_copy(remote)))
+        return 0
+
+    monkeypatch.setattr(library, "backward_remote_raw", launch, raising=False)
+    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    q, k, v = inputs(32, 32, dims=dims)
+    out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
+    got = ffa.backward_remote(out, q, k, v, out, lse, remote_keys(num_summed), AttnOptions(0.25))
+    ((p, remote),) = seen
+    assert (p.dq, p.dk, p.dv) == tuple(x.data_ptr() for x in (got.dq, got.dk, got.dv))
+    assert all(x.dtype == q.dtype and x.shape == y.shape for x, y in ((got.dq, q), (got.dk, k), (got.dv, v)))
+    assert (remote.dk_sums or 0, remote.dv_sums or 0) == (got.dk_sums, got.dv_sums)
+    start, end = got.held.data_ptr(), got.held.data_ptr() + got.held.numel()
+    sizes = [4 * num_summed * TILE * x[0].numel() for x in (k, v)]
+    assert p.workspace == start and start + p.workspace_bytes <= got.dk_sums
+    assert got.dk_sums + sizes[0] <= got.dv_sums and got.dv_sums + sizes[1] <= end
+    assert not (got.dk_sums - start) % 16 and not (got.dv_sums - start) % 16
 
 
 def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:

@@ -32,7 +32,7 @@ def stand_in() -> SimpleNamespace:
     """Prepared launches that launch nothing."""
     base = 2 * TILE
     slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
-    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])))
+    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), 1)
     succession = Succession(lambda: SimpleNamespace(record=lambda stream: None, cuda_event=1), object)
     nothing = lambda *_: None  # noqa: E731
     return SimpleNamespace(

@@ -113,6 +113,21 @@ def check_return(plan, parts, boxes) -> None:
             adds = np.isin(mine, boxes[other.rank][: other.rows])
             assert ((places >= 0) == adds).all() and part.senders[other.rank] == adds.any()
             assert (grads[part.rank][places[adds]] == mine[adds]).all()
+        check_summed(part)
+
+
+def check_summed(part) -> None:
+    """The tiles that are summed are those to which others add, with all their rows, in their order."""
+    tiles, numbers = part.summed_tiles, part.summed
+    assert len(numbers) == -(-part.local_rows // TILE) and tiles.dtype == numbers.dtype == np.int32
+    assert np.flatnonzero(numbers >= 0).tolist() == tiles.tolist() and (numbers[tiles] == np.arange(len(tiles))).all()
+    rebuilt = np.full((part.world, len(numbers) * TILE), -1)
+    for i, tile in enumerate(tiles.tolist()):
+        of_tile = part.summed_places[:, i * TILE : (i + 1) * TILE]
+        assert (of_tile >= 0).any()
+        rebuilt[:, tile * TILE : (tile + 1) * TILE] = of_tile
+    assert (rebuilt[:, : part.local_rows] == part.places).all() and (rebuilt[:, part.local_rows :] == -1).all()
+    assert part.summed_places.flags.c_contiguous
 
 
 def random_plan(seed: int):
@@ -131,6 +146,19 @@ def test_random_plans(batch: int) -> None:
     for seed in range(10 * batch, 10 * batch + 10):
         print("seed", seed)
         check(random_plan(seed))
+
+
+def test_tiles_to_which_nobody_adds() -> None:
+    """Two ranks with four tiles each, of which they read the first of the other."""
+    rows = 4 * TILE
+    slices = [[0, rows, 0, rows, 1], [rows, 2 * rows, rows, 2 * rows, 1]]
+    slices += [[0, rows, rows, rows + TILE, 0], [rows, 2 * rows, 0, TILE, 0]]
+    config = DistAttnConfig(DispatchConfig(chunk_size=rows))
+    plan = build_plan(SliceTable(np.array(slices)), 2 * rows, 2, config=config)
+    check(plan)
+    for rank in range(2):
+        part = OneLaunchPlan(plan).part(rank)
+        assert part.summed_tiles.tolist() == [0] and part.summed.tolist() == [0, -1, -1, -1]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])

@@ -88,6 +88,7 @@ def test_constants(measured):
 def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
     assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
+    assert abi.FFA_REMOTE_PREFIX_BYTES + abi.FFA_REMOTE_TAIL.size == ctypes.sizeof(abi.FfaRemote)
     assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
     assert abi.BOX_RELEASE_PREFIX_BYTES + abi.BOX_RELEASE_TAIL.size == ctypes.sizeof(abi.BoxReleaseParams)
     assert abi.BOX_TAKE_PREFIX_BYTES + abi.BOX_TAKE_TAIL.size == ctypes.sizeof(abi.BoxTakeParams)

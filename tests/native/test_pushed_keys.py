@@ -46,7 +46,9 @@ def push() -> bytes:
     return bytes(p)
 
 
-REMOTE = abi.FfaRemote(version=abi.ABI_VERSION, world=2, local_keys=ROWS, base=2 * ROWS, rows=ROWS, wire_dtype=abi.BF16)
+REMOTE = abi.FfaRemote(
+    version=abi.ABI_VERSION, world=2, local_keys=ROWS, base=2 * ROWS, rows=ROWS, wire_dtype=abi.BF16, summed=FINE
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ("fwd", "bwd"))

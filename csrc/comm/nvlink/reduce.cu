@@ -13,6 +13,7 @@ namespace magi {
 inline namespace box_summing {  // named, because nvcc puts the path of the file into the names of what has no name
 
 constexpr int kReduceThreads = 256;
+constexpr int kTileRows = 128;
 
 // All rows are there, so threads that have eight values each, as many as a multiprocessor takes, keep more loads on their way than warps that
 // have whole rows.
@@ -25,10 +26,12 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
     const int64_t total = static_cast<int64_t>(p.rows) * per_row, step = static_cast<int64_t>(gridDim.x) * kReduceThreads;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x; i < total; i += step) {
       const int row = static_cast<int>(i / per_row), column = static_cast<int>(i - static_cast<int64_t>(row) * per_row);
+      const int to = __ldg(p.tiles + row / kTileRows) * kTileRows + row % kTileRows;
+      if (to >= p.out_rows) continue;
       if (p.wire_dtype == MAGI_FP32)
-        sum_part<1, true>(all, of, row, column);
+        sum_part<1, true>(all, of, row, column, to);
       else
-        sum_part<1, false>(all, of, row, column);
+        sum_part<1, false>(all, of, row, column, to);
     }
   }
   // The last CTA ends the uses.
@@ -44,9 +47,9 @@ __global__ void __launch_bounds__(kReduceThreads) box_reduce(const __grid_consta
 extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   const magi_box_reduce_params& p = *params;
   MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.box));
-  if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.rows < 0)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors of %d rows; give 1 to %d tensors.", p.num_tensors, p.rows,
-                      MAGI_BOX_TENSORS);
+  if (p.num_tensors < 1 || p.num_tensors > MAGI_BOX_TENSORS || p.rows < 0 || p.rows % magi::kTileRows)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d tensors of %d rows; give 1 to %d tensors of whole tiles of %d.", p.num_tensors, p.rows,
+                      MAGI_BOX_TENSORS, magi::kTileRows);
   int64_t most = 1;
   for (int t = 0; t < p.num_tensors; ++t) {
     if (p.row_values[t] < 8 || p.row_values[t] % 8 || p.data_at[t] % 16)

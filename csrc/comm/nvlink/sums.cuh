@@ -119,9 +119,9 @@ __device__ __forceinline__ RankRows rows_of_rank(const SummedRows& p, const Summ
   return {t.data, t.row_values * (kIsFloat ? 4ll : 2ll)};
 }
 
-// By a warp: so many times eight values of a row in each lane, as far as it has them, from `column`, counted in eights, on.
+// By a warp: so many times eight values of a row in each lane, as far as it has them, from `column`, counted in eights, on; to row `to` of out.
 template <int kChunks, bool kIsFloat>
-__device__ __forceinline__ void sum_part(const SummedRows& p, const SummedTensor& t, int row, int column) {
+__device__ __forceinline__ void sum_part(const SummedRows& p, const SummedTensor& t, int row, int column, int to) {
   const int left = t.row_values / 8 - column;  // in steps of 32
   const int64_t at = static_cast<int64_t>(row) * t.row_values + 8 * column;
   float sum[kChunks][8];
@@ -144,7 +144,7 @@ __device__ __forceinline__ void sum_part(const SummedRows& p, const SummedTensor
   }
 #pragma unroll
   for (int i = 0; i < kChunks; ++i)
-    if (32 * i < left) store_sum(sum[i], t.out, at + 256 * i, p.out_dtype);
+    if (32 * i < left) store_sum(sum[i], t.out, static_cast<int64_t>(to) * t.row_values + 8 * column + 256 * i, p.out_dtype);
 }
 
 // By a warp: a few short rows, a lane eight values of one of them.
@@ -152,7 +152,7 @@ template <bool kIsFloat>
 __device__ __forceinline__ void sum_short_rows(const SummedRows& p, const SummedTensor& t, int first, int rows) {
   const int per_row = t.row_values / 8;
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < rows * per_row; i += 32) sum_part<1, kIsFloat>(p, t, first + i / per_row, i % per_row);
+  for (int i = threadIdx.x % 32; i < rows * per_row; i += 32) sum_part<1, kIsFloat>(p, t, first + i / per_row, i % per_row, first + i / per_row);
 }
 
 constexpr int kShortRow = 512;  // values, below which a warp has several
@@ -168,7 +168,7 @@ __device__ __forceinline__ void sum_rows_of(const SummedRows& p, const SummedTen
 #pragma unroll 1
   for (int row = first; row < first + rows; ++row)
 #pragma unroll 1
-    for (int column = threadIdx.x % 32; column < t.row_values / 8; column += 32 * kChunks) sum_part<kChunks, kIsFloat>(p, t, row, column);
+    for (int column = threadIdx.x % 32; column < t.row_values / 8; column += 32 * kChunks) sum_part<kChunks, kIsFloat>(p, t, row, column, row);
 }
 
 __device__ __forceinline__ void sum_rows(const SummedRows& p, const SummedTensor& t, int first, int rows) {

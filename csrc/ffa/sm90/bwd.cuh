@@ -66,7 +66,11 @@ __device__ void write_nan_grads(const BwdKernelParams& p) {
     void* to = grad ? p.dv : p.dk;
     const int64_t count = static_cast<int64_t>(p.remote.local_keys) * p.heads_kv * (grad ? p.head_dim_v : p.head_dim);
     for (int64_t i = blockIdx.x * C::kThreads + threadIdx.x; i < count; i += gridDim.x * C::kThreads) {
-      if (p.grads_are_float)
+      const int row_values = p.heads_kv * (grad ? p.head_dim_v : p.head_dim), key = static_cast<int>(i / row_values);
+      if (const int summed = summed_tile(p.remote, key / kRemoteTile); summed >= 0) {
+        const int64_t first = (static_cast<int64_t>(summed) * kRemoteTile + key % kRemoteTile) * row_values;
+        (grad ? p.remote.dv_sums : p.remote.dk_sums)[first + i % row_values] = nan;
+      } else if (p.grads_are_float)
         static_cast<float*>(to)[i] = nan;
       else
         static_cast<typename C::T*>(to)[i] = typename C::T(nan);

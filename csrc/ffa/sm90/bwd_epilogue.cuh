@@ -89,13 +89,16 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
     return;
   }
   const bool is_remote = tile * C::kKeys >= p.remote.base;
-  if (is_remote ? p.remote.wire_is_float : p.grads_are_float) {
-    const int first = tile * C::kKeys, rows = is_remote ? C::kKeys : p.remote.local_keys - first;
-    float* to_v = static_cast<float*>(p.dv) + part.heads * p.dv_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim_v;
-    if (is_remote) to_v = reinterpret_cast<float*>(target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 4));
+  const int summed = summed_tile(p.remote, tile);
+  if (is_remote ? p.remote.wire_is_float : p.grads_are_float || summed >= 0) {
+    // What leaves this rank, or waits for others, has room for whole tiles.
+    const int rows = is_remote || summed >= 0 ? C::kKeys : p.remote.local_keys - tile * C::kKeys;
+    const int64_t first = static_cast<int64_t>(summed >= 0 ? summed : tile) * C::kKeys * p.heads_kv;
+    float* to_v = summed >= 0 ? p.remote.dv_sums : static_cast<float*>(p.dv) + part.heads * p.dv_stride_part;
+    to_v = is_remote ? reinterpret_cast<float*>(target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 4)) : to_v + first * p.head_dim_v;
     write_float_grad<C>(to_v + head * p.head_dim_v, rows, p.heads_kv * p.head_dim_v, p.head_dim_v, dv, 1.f, pass, p.accumulate);
-    float* to_k = static_cast<float*>(p.dk) + part.heads * p.dk_stride_part + static_cast<int64_t>(first) * p.heads_kv * p.head_dim;
-    if (is_remote) to_k = reinterpret_cast<float*>(target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 4));
+    float* to_k = summed >= 0 ? p.remote.dk_sums : static_cast<float*>(p.dk) + part.heads * p.dk_stride_part;
+    to_k = is_remote ? reinterpret_cast<float*>(target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 4)) : to_k + first * p.head_dim;
     write_float_grad<C>(to_k + head * p.head_dim, rows, p.heads_kv * p.head_dim, p.head_dim, dk, p.grad_scale, pass, p.accumulate);
     if (leads) mbar_arrive(smem.kv_empty());
     return;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   stage_grad<C>(smem.k(), dk, p.grad_scale);
   fence_async_proxy();
   named_barrier(kGroupBarrier + group, 128);
-  if (tile * C::kKeys >= p.remote.base) {
+  if (is_remote) {
     send_staged_grad<C>(p, target_of<C>(p, p.remote.dv_targets, tile, p.head_dim_v, 2), p.head_dim_v, smem.v(), head, pass);
     send_staged_grad<C>(p, target_of<C>(p, p.remote.dk_targets, tile, p.head_dim, 2), p.head_dim, smem.k(), head, pass);
     fence_async_proxy();  // the next K and V are copied over what was just read

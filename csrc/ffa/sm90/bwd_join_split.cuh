@@ -40,9 +40,9 @@ __device__ __forceinline__ int2 unit_of_slot(const BwdSplitJoinParams& p, int sl
   return make_int2(tile_of(p, plan.words_order, plan.words_first_order, unit, rank), head);
 }
 
-// The gradient of all such slots, by all CTAs; that of remote keys goes to their owners.
+// The gradient of all such slots, by all CTAs; that of remote keys goes to their owners, of local ones to which others add to the sums.
 template <typename T>
-__device__ __forceinline__ void join_slots(const float* values, void* grad, const int64_t* targets, int64_t count, int head_dim,
+__device__ __forceinline__ void join_slots(const float* values, void* grad, float* sums, const int64_t* targets, int64_t count, int head_dim,
                                            const BwdSplitJoinParams& p) {
   const uint32_t step = 4 * gridDim.x * kRowThreads;  // slots are few, so 32 bits do
   for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x); at < static_cast<uint32_t>(count); at += step) {
@@ -54,6 +54,8 @@ __device__ __forceinline__ void join_slots(const float* values, void* grad, cons
       const int remote = unit.x - p.remote.base / kRemoteTile;
       join_four<T>(values, p.join.parts, at, count, reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
                    place(p.remote.target_rows[remote] + row % kTileKeys), p.remote.wire_is_float, false);
+    } else if (const int summed = summed_tile(p.remote, unit.x); summed >= 0) {
+      join_four<T>(values, p.join.parts, at, count, sums, place(static_cast<int64_t>(summed) * kTileKeys + row % kTileKeys), true, false);
     } else if (key < p.remote.local_keys) {
       join_four<T>(values, p.join.parts, at, count, grad, place(key), p.join.grads_are_float, p.join.accumulate);
     }
@@ -64,8 +66,8 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 4) bwd_join_split(const __grid_constant__ BwdSplitJoinParams p) {
   wait_for_kernel_before();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
-  join_slots<T>(p.join.dk_parts, p.join.dk, p.remote.dk_targets, p.join.dk_count, p.head_dim, p);
-  join_slots<T>(p.join.dv_parts, p.join.dv, p.remote.dv_targets, p.join.dv_count, p.head_dim_v, p);
+  join_slots<T>(p.join.dk_parts, p.join.dk, p.remote.dk_sums, p.remote.dk_targets, p.join.dk_count, p.head_dim, p);
+  join_slots<T>(p.join.dv_parts, p.join.dv, p.remote.dv_sums, p.remote.dv_targets, p.join.dv_count, p.head_dim_v, p);
 }
 
 }  // namespace magi

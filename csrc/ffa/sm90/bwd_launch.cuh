@@ -197,7 +197,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->heads_per_part = r->heads_per_part = a.heads_q / a.heads_kv / k->head_parts;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;
   r->accumulate = a.accumulate;
-  k->grads_are_float = r->grads_are_float || split || remote != nullptr;
+  k->grads_are_float = r->grads_are_float || split;
   k->accumulate = r->accumulate && !split;
   k->has_softcap = a.softcap > 0.f;
   k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;

@@ -194,7 +194,9 @@ magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ff
   MAGI_RETURN(magi::check_bwd(*params));
   if (remote != nullptr) {
     MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
-    if (params->accumulate) return magi::fail(MAGI_INVALID_ARGUMENT, "Gradients with remote keys are not accumulated.");
+    if (params->accumulate || params->grad_dtype == MAGI_FP32)
+      return magi::fail(MAGI_INVALID_ARGUMENT, "Gradients with remote keys are of 16 bits and not accumulated.");
+    if (remote->summed == nullptr) return magi::fail(MAGI_INVALID_ARGUMENT, "summed does not say to which local keys other ranks add.");
   }
   MAGI_RETURN(magi::choose(*params, "backward", &finder));
   MAGI_RETURN(magi::push_keys(*params, push));

@@ -25,8 +25,15 @@ struct RemoteKeys {
   // Backward only.
   const int32_t *owners, *target_rows;
   const int64_t *dk_targets, *dv_targets;
+  const int32_t* summed;  // NULL where there are no such keys
+  float *dk_sums, *dv_sums;
   int32_t wire_is_float;
 };
+
+// Which of the tiles that other ranks add to, whose gradients are summed in float32; -1: none, it is this rank's alone.
+__device__ __forceinline__ int summed_tile(const RemoteKeys& r, int tile) {
+  return r.summed == nullptr || tile * kRemoteTile >= r.local_keys ? -1 : __ldg(r.summed + tile);
+}
 
 __device__ __forceinline__ void wait_for_slot(const RemoteKeys& r, int slot) {
   const uint32_t use = *reinterpret_cast<const volatile uint32_t*>(box_word(r.box, MAGI_BOX_USES)) + 1;

@@ -31,6 +31,9 @@ inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, C
   to->target_rows = remote->target_rows;
   to->dk_targets = remote->dk_targets;
   to->dv_targets = remote->dv_targets;
+  to->summed = remote->summed;
+  to->dk_sums = remote->dk_sums;
+  to->dv_sums = remote->dv_sums;
   to->local_keys = remote->local_keys;
   to->wire_is_float = remote->wire_dtype == MAGI_FP32;
   return MAGI_OK;

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 14
+#define MAGI_ABI_VERSION 15
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -139,10 +139,13 @@ typedef struct {
   const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
   const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; the forward waits for those before it, too */
   int32_t* failure;   /* as in box.h */
-  /* Backward: dk and dv of remote tiles are written to their owners, of local keys to dk and dv in float32. */
+  /* Backward: dk and dv of remote tiles are written to their owners; of a tile of 128 local keys to which other ranks add, to dk_sums
+   * and dv_sums in float32, all rows of it, for magi_box_reduce; of the other local tiles to dk and dv, which are 16 bits. */
   const int32_t* owners;      /* device: (rows / 128,) rank of each tile */
   const int32_t* target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
   const int64_t *dk_targets, *dv_targets; /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */
+  const int32_t* summed;      /* device: (local_keys / 128 rounded up,) which of the tiles in the sums, -1: of none */
+  float *dk_sums, *dv_sums;   /* (.., 128, heads_kv, d) and (.., 128, heads_kv, dv), contiguous, multiples of 16 bytes; of each call */
 } magi_ffa_remote;
 
 /* ---- FFA forward -------------------------------------------------------------------------------------

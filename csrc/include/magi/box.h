@@ -150,26 +150,30 @@ typedef struct {
 } magi_box_add_params;
 MAGI_EXPORT magi_status magi_box_add(const magi_box_add_params* params);
 
-/* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32.
+/* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32, in tiles
+ * of 128 rows which may be any of out.
  * First tells the others that what kernels before it in the stream wrote into their boxes is there; then waits for theirs.
  * Ends the use of the box and, if `pushed.own` is given, that of a box of magi_box_push. */
 typedef struct {
   int32_t version;
   int32_t rank, world;
-  int32_t rows;        /* of the result */
+  int32_t rows;        /* of base, a multiple of 128 */
   int32_t num_tensors; /* 1..MAGI_BOX_TENSORS */
   int32_t wire_dtype;  /* of the rows in the box */
   int32_t base_dtype;  /* of base */
   int32_t out_dtype;
   int32_t row_values[MAGI_BOX_TENSORS]; /* multiples of 8 */
   uint32_t timeout_ms;
+  int32_t out_rows;    /* those of the last tile from here on do not exist */
+  int32_t reserved;
   magi_box box, pushed;
+  const int32_t* tiles;  /* device: (rows / 128,) which tile of out each is */
   const int32_t* places; /* device: (world, rows): row in the box of what that rank adds to a row, -1: nothing */
   const int32_t* senders; /* device: (world,) 1 if that rank adds anything */
   int64_t data_at[MAGI_BOX_TENSORS];
   int32_t* failure;
   const void* base[MAGI_BOX_TENSORS]; /* (rows, row_values) contiguous, or NULL for 0 */
-  void* out[MAGI_BOX_TENSORS];        /* (rows, row_values) contiguous; may be base */
+  void* out[MAGI_BOX_TENSORS];        /* (out_rows, row_values) contiguous */
   void* event;                        /* as in magi_box_release_params */
   void* stream;
 } magi_box_reduce_params;
