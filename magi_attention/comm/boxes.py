@@ -24,7 +24,7 @@ from magi_attention.comm.torch_transport import TorchTransport, attached
 from magi_attention.comm.transport import Transport
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
-from magi_attention.native.box import Add, Push, Reduce, Release, Take, control_bytes
+from magi_attention.native.box import Add, Push, Reduce, Take, control_bytes
 from magi_attention.native.succession import Succession
 
 _GRAIN = 2**20
@@ -155,10 +155,6 @@ class BoxGroup:
             fields["also_free"] = also_free.struct
         return Push(**self._common, box=box.struct, **fields)
 
-    def release(self, box: Box) -> Release:
-        """The end of a use of ``box``."""
-        return Release(**self._common, box=box.struct)
-
     def take(self, box: Box, **fields) -> Take:
         """What others push into ``box``, copied out as it arrives; ends its use. Right behind the push."""
         return Take(**self._common, box=box.struct, **fields)
@@ -168,7 +164,8 @@ class BoxGroup:
         return Add(**self._common, **_codes(wire, out, base), box=box.struct, **fields)
 
     def reduce(self, box: Box, pushed: Box, wire: torch.dtype, out: torch.dtype, **fields) -> Reduce:
-        """The sum of what kernels of other ranks wrote into ``box`` and a float32 base; ends the use of both boxes."""
+        """The sum of what kernels of other ranks wrote into ``box``, which is there already, and a float32 base; ends
+        the use of both boxes."""
         dtypes = _codes(wire, out, torch.float32)
         return Reduce(**self._common, **dtypes, box=box.struct, pushed=pushed.struct, **fields)
 

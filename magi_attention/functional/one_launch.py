@@ -63,12 +63,10 @@ class OneLaunch:
         launches.check("attention forward")
         event = launches.group.follow(stream)
         try:
-            got = backend.forward_remote(q, k, v, launches.forward, options, sink)
-            launches.release(event, stream)
+            return backend.forward_remote(q, k, v, launches.forward, options, sink, event)
         except BaseException:
             launches.group.end_early(event)
             raise
-        return got
 
     def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
         """dq, dk, dv in the inputs' dtype."""
@@ -125,20 +123,19 @@ class _Launches:
             "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
         }  # fmt: skip
         push, push_again = group.push(self.keys, **pushed), group.push(self.keys, self.grads, **pushed)
-        self.release = group.release(self.keys)
         self.reduce = group.reduce(
             self.grads, self.keys, wire, shapes.dtype, rows=part.summed_places.shape[1], out_rows=part.local_rows,
             num_tensors=2, row_values=[row_k, row_v], tiles=at["summed_tiles"], places=at["summed_places"],
-            senders=at["senders"], data_at=[start, dv_at],
+            data_at=[start, dv_at],
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
         pace, num_summed = _pace(part, shapes), len(part.summed_tiles)
         mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, num_summed)
         params = remote_params(  # also where nothing arrives, because other ranks may add to dk and dv
-            mask, wire, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
-            box=self.keys.own, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
-            owners=at["owners"], target_rows=at["target_rows"], dk_targets=self._targets[0].data_ptr(),
-            dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
+            mask, wire, rank=part.rank, world=part.world, timeout_ms=group.timeout_ms, failure=group.failure_address,
+            box=self.keys.struct, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
+            grads=self.grads.struct, senders=at["senders"], owners=at["owners"], target_rows=at["target_rows"],
+            dk_targets=self._targets[0].data_ptr(), dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
         )  # fmt: skip
         self.forward, self.backward = (RemoteKeys(mask, params, x.params) for x in (push, push_again))
 

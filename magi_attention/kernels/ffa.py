@@ -202,12 +202,14 @@ class FfaBackend:
         remote: RemoteKeys,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        event: int = 0,
     ) -> Final:
-        """``forward_final`` over k, v and the keys that other ranks are pushing, with this rank's push."""
+        """``forward_final`` over k, v and the keys that other ranks are pushing, with this rank's push. ``event`` is
+        that of CUDA to be recorded behind it, 0 for none."""
         runtime, index = self.runtime, q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.forward_remote(q, k, v, remote, options, sink)
+                return self.forward_remote(q, k, v, remote, options, sink, event)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         key = _remote_key(q, options, sink)
         known = remote.known.get(key)
@@ -221,8 +223,9 @@ class FfaBackend:
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             q, k, v = (dense(x) for x in (q, k, v))
-            return self.forward_remote(q, k, v, remote, options, sink)
-        return self._launch(call, addresses, sink, None, plan.address, index, stream, capturing, remote)
+            return self.forward_remote(q, k, v, remote, options, sink, event)
+        beside = (remote.forward_params, remote.push, event)
+        return self._launch(call, addresses, sink, None, plan.address, index, stream, capturing, beside)
 
     def backward_remote(
         self,
@@ -292,7 +295,7 @@ class FfaBackend:
         call = self._prepared.get(key)
         return self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k) if call is None else call
 
-    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, remote) -> Final:
+    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, beside) -> Final:
         if into is None:
             out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
             max_logits = minus_inf(call.out_like) if call.options.return_max_logits else None
@@ -308,10 +311,10 @@ class FfaBackend:
             0 if sink is None or not sink.numel() else sink.data_ptr(), plan_at, work[1], stream,
         )  # fmt: skip
         library = call.library
-        if remote is None:
+        if beside is None:
             status = library.forward_raw(call.prefix + tail)
         else:
-            status = library.forward_remote_raw(call.prefix + tail, remote.forward_params, remote.push)
+            status = library.forward_remote_raw(call.prefix + tail, *beside)
         if status:
             call.library.check(status, "Attention forward")
         return out, lse, max_logits

@@ -254,7 +254,9 @@ def _start(library: FfaLibrary, params: bytes, beside: _Beside | None) -> int:
     return library.backward_remote_raw(params, *beside)
 
 
-def _with_sums(workspace_bytes: int, remote: RemoteKeys | None, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
+def _with_sums(
+    workspace_bytes: int, remote: RemoteKeys | None, heads: int, dims: tuple[int, int]
+) -> tuple[int, int, int]:
     """Where in the workspace the sums of dk and dv begin to which other ranks add, and where it ends."""
     rows = 0 if remote is None else TILE * remote.mask.num_summed * heads
     start = -(-workspace_bytes // TILE) * TILE

@@ -107,9 +107,9 @@ class RemoteGrads(NamedTuple):
     held: torch.Tensor
 
 
-def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int) -> bytes:
-    """The bytes of ``magi_ffa_remote`` but the addresses of sums: ``wire`` is the dtype of remote gradients; ``fields`` are the addresses and the
-    rest."""
+def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int | abi.Box) -> bytes:
+    """The bytes of ``magi_ffa_remote`` but the addresses of sums: ``wire`` is the dtype of remote gradients; ``fields``
+    are the addresses and the rest."""
     code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
     sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
     params = bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields))

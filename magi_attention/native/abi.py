@@ -135,15 +135,24 @@ FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
 FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 2}Q")
 
 
+class Box(ctypes.Structure):
+    """``magi_box``."""
+
+    _fields_ = [("own", c_void_p), ("of_rank", c_void_p)]
+
+
 class FfaRemote(ctypes.Structure):
     """``magi_ffa_remote``: keys that other ranks push while a kernel runs."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("version", "world", "local_keys", "base", "rows", "wire_dtype")),
+        *((name, c_int32) for name in ("version", "rank", "world", "local_keys", "base", "rows", "wire_dtype")),
         ("timeout_ms", c_uint32),
         ("num_slots", c_int32),
-        *((name, c_void_p) for name in ("box", "k", "v", "arrivals", "failure")),
-        *((name, c_void_p) for name in ("owners", "target_rows", "dk_targets", "dv_targets", "summed")),
+        ("reserved", c_int32),
+        ("box", Box),
+        *((name, c_void_p) for name in ("k", "v", "arrivals", "failure")),
+        ("grads", Box),
+        *((name, c_void_p) for name in ("senders", "owners", "target_rows", "dk_targets", "dv_targets", "summed")),
         *((name, c_void_p) for name in ("dk_sums", "dv_sums")),
     ]
 
@@ -157,12 +166,6 @@ BOX_TENSORS = 3
 BOX_GROUPS = 32
 BOX_ADD_ROWS = 16
 BOX_SLOT_CULPRIT = 65536
-
-
-class Box(ctypes.Structure):
-    """``magi_box``."""
-
-    _fields_ = [("own", c_void_p), ("of_rank", c_void_p)]
 
 
 class BoxPushParams(ctypes.Structure):
@@ -179,19 +182,6 @@ class BoxPushParams(ctypes.Structure):
         *((name, c_int64 * BOX_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
         ("failure", c_void_p),
         ("source", c_void_p * BOX_TENSORS),
-        ("stream", c_void_p),
-    ]
-
-
-class BoxReleaseParams(ctypes.Structure):
-    """``magi_box_release_params``."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world")),
-        ("timeout_ms", c_uint32),
-        ("box", Box),
-        ("failure", c_void_p),
-        ("event", c_void_p),
         ("stream", c_void_p),
     ]
 
@@ -246,7 +236,6 @@ class BoxReduceParams(ctypes.Structure):
         ("pushed", Box),
         ("tiles", c_void_p),
         ("places", c_void_p),
-        ("senders", c_void_p),
         ("data_at", c_int64 * BOX_TENSORS),
         ("failure", c_void_p),
         ("base", c_void_p * BOX_TENSORS),
@@ -258,7 +247,6 @@ class BoxReduceParams(ctypes.Structure):
 
 # As with the attention kernels, a call writes the addresses behind a prepared prefix.
 BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
-BOX_RELEASE_PREFIX_BYTES, BOX_RELEASE_TAIL = BoxReleaseParams.event.offset, struct.Struct("=2Q")
 BOX_TAKE_PREFIX_BYTES, BOX_TAKE_TAIL = BoxTakeParams.out.offset, struct.Struct("=4Q")
 BOX_ADD_PREFIX_BYTES, BOX_ADD_TAIL = BoxAddParams.own.offset, struct.Struct("=10Q")
 BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=8Q")
@@ -291,14 +279,13 @@ FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
-    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
+    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, c_void_p)),
     "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),
     "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
     "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
     "magi_box_control_bytes": (c_int64, (c_int32,)),
     "magi_box_push": (c_int32, (ctypes.c_char_p,)),
-    "magi_box_release": (c_int32, (ctypes.c_char_p,)),
     "magi_box_take": (c_int32, (ctypes.c_char_p,)),
     "magi_box_add": (c_int32, (ctypes.c_char_p,)),
     "magi_box_reduce": (c_int32, (ctypes.c_char_p,)),

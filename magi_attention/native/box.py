@@ -46,18 +46,6 @@ class Push(_Launch):
         self._run(abi.BOX_PUSH_TAIL.pack(*_three(sources), stream))
 
 
-class Release(_Launch):
-    """``magi_box_release``."""
-
-    def __init__(self, **fields) -> None:
-        params = _filled(abi.BoxReleaseParams, fields)
-        super().__init__("magi_box_release", params[: abi.BOX_RELEASE_PREFIX_BYTES], "Ending the use of a box")
-
-    def __call__(self, event: int, stream: int) -> None:
-        """``event`` is recorded behind it; 0 for none."""
-        self._run(abi.BOX_RELEASE_TAIL.pack(event, stream))
-
-
 class Take(_Launch):
     """``magi_box_take``."""
 
@@ -90,7 +78,8 @@ class Reduce(_Launch):
         super().__init__("magi_box_reduce", params[: abi.BOX_REDUCE_PREFIX_BYTES], "Adding rows of other ranks")
 
     def __call__(self, base: Sequence[int], out: Sequence[int], event: int, stream: int) -> None:
-        """Addresses for each tensor; 0 in ``base`` where there is nothing to add to. ``event`` as for a release."""
+        """Addresses for each tensor; 0 in ``base`` where there is nothing to add to. ``event`` is recorded behind it, 0
+        for none."""
         self._run(abi.BOX_REDUCE_TAIL.pack(*_three(base), *_three(out), event, stream))
 
 

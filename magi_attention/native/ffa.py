@@ -28,7 +28,7 @@ class FfaLibrary:
         # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
         self.forward_raw = library.magi_ffa_fwd
         self.backward_raw = library.magi_ffa_bwd
-        # The same with magi_ffa_remote and magi_box_push_params as bytes behind.
+        # The same with magi_ffa_remote and magi_box_push_params as bytes behind, the forward with an event.
         self.forward_remote_raw = library.magi_ffa_fwd_remote
         self.backward_remote_raw = library.magi_ffa_bwd_remote
         self.forward_address = ctypes.cast(library.magi_ffa_fwd, ctypes.c_void_p).value  # for native callers

@@ -207,7 +207,7 @@ inline uint32_t milliseconds() {
 #include "nvlink/take.cu"
 #include "nvlink/add.cu"
 #include "nvlink/reduce.cu"
-#include "nvlink/release.cu"
+#include "nvlink/meet.cuh"
 
 namespace magi {
 inline namespace box_pushing { alignas(1024) uint8_t raw[kPushSmem]; }
@@ -220,16 +220,20 @@ int64_t control_bytes(int32_t world) { return (MAGI_BOX_NEXT(world) + 1) * stati
 void push(const magi_box_push_params* p) { cpu::launch(magi::box_push, *p, p->num_ctas, magi::kMoveThreads, magi::box_pushing::raw); }
 void take(const magi_box_take_params* p) { cpu::launch(magi::box_take, *p, p->num_ctas, magi::kMoveThreads, magi::box_taking::raw); }
 void add(const magi_box_add_params* p) { cpu::launch(magi::box_add, *p, p->num_ctas, magi::kAddThreads, nullptr); }
-void release(const magi_box_release_params* p) { cpu::launch(magi::box_release, *p, 1, magi::kReleaseThreads, nullptr); }
+// As the forward of attention does it.
+void release(const magi_box* box, int rank, int world, uint32_t timeout_ms, int32_t* failure) {
+  magi::release_pushed_box_alone(*box, rank, world, timeout_ms, failure);
+}
 
-// Of all ranks, as they wait for each other: first what tells the others, by a thread of each.
-void meet(const magi_box_reduce_params* all, int world) {
+// Of all ranks, as they wait for each other, by a thread of each.
+void meet(const magi_box_reduce_params* all, const int32_t* const* senders, int world) {
   cpu::threads.x = 1;
   std::vector<std::thread> ranks;
   for (int i = 0; i < world; ++i)
     ranks.emplace_back([=] {
       cpu::thread.x = 0;
-      magi::box_meet(all[i]);
+      const magi_box_reduce_params& p = all[i];
+      magi::meet_ranks({p.box, senders[i], p.failure, p.rank, p.world, p.timeout_ms});
     });
   for (auto& one : ranks) one.join();
 }

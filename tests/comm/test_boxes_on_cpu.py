@@ -230,7 +230,7 @@ def test_rows_of_one_launch(library, seed: int) -> None:
     grads = Boxes(library, world, max(grad_rows, 1) * sum(widths) * wire.itemsize)
     keys_at = places_of(keys.control, box_rows, widths, 2)
     grads_at = places_of(grads.control, grad_rows, widths, wire.itemsize)
-    for use in (1, 2):
+    for use in (1, 2, 3):
         sources = [[draw(rng, p.local_rows, w, dtype) for w in widths] for p in parts]
         for p in parts:
             library.push(ctypes.byref(push_of(keys, p.rank, p, sources[p.rank], keys_at, 3)))
@@ -242,9 +242,13 @@ def test_rows_of_one_launch(library, seed: int) -> None:
                     wanted = sources[p.rank][t][here : here + count] if here >= 0 else torch.zeros(count, width)
                     got = keys.rows(to, keys_at[t] + there * width * 2, count, width, dtype)
                     assert torch.equal(got, wanted.to(dtype)), (p.rank, to, there)
-        check_gradients(library, parts, keys, grads, grads_at, widths, wire, rng)
+        if use == 2:  # of a forward
+            for rank in range(world):
+                library.release(ctypes.byref(keys.of(rank)), rank, world, 20_000, ctypes.c_void_p(at(keys.failure)))
+        else:
+            check_gradients(library, parts, keys, grads, grads_at, widths, wire, rng)
         keys.assert_between_uses(use)
-        assert all(grads.word(rank, 0) == use and grads.word(rank, 2) == 0 for rank in range(world))
+        assert all(grads.word(rank, 0) == (use + 1) // 2 and grads.word(rank, 2) == 0 for rank in range(world))
 
 
 def check_gradients(library, parts, keys: Boxes, grads: Boxes, grads_at, widths, wire, rng) -> None:
@@ -263,13 +267,14 @@ def check_gradients(library, parts, keys: Boxes, grads: Boxes, grads_at, widths,
                 abi.BoxReduceParams, **grads.common(p.rank), rows=TILE * len(p.summed_tiles),
                 out_rows=p.local_rows, num_tensors=len(widths),
                 wire_dtype=CODES[wire], base_dtype=abi.FP32, out_dtype=abi.BF16, row_values=list(widths),
-                box=grads.of(p.rank), pushed=keys.of(p.rank), places=at(held[p.rank][0]), senders=at(held[p.rank][1]),
-                tiles=at(held[p.rank][2]), data_at=grads_at, base=[at(x) for x in sums[p.rank]], out=[at(x) for x in outs[p.rank]],
+                box=grads.of(p.rank), pushed=keys.of(p.rank), places=at(held[p.rank][0]), tiles=at(held[p.rank][2]),
+                data_at=grads_at, base=[at(x) for x in sums[p.rank]], out=[at(x) for x in outs[p.rank]],
             )
             for p in parts
         )
     )  # fmt: skip
-    library.meet(all_params, len(parts))
+    senders = (ctypes.c_void_p * len(parts))(*(at(x[1]) for x in held))
+    library.meet(all_params, senders, len(parts))
     for i in range(len(parts)):
         library.reduce(ctypes.byref(all_params[i]), 1 + i % 3)
     for p in parts:

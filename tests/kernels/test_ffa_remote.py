@@ -125,7 +125,7 @@ def launches_of(monkeypatch):
     ffa, library = backend()
     seen: list[bytes] = []
 
-    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+    def launch(params: bytes, remote: bytes, push: bytes, *event: int) -> int:
         seen.append(params)
         return push != PUSH
 

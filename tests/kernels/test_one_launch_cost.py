@@ -36,7 +36,7 @@ def stand_in() -> SimpleNamespace:
     succession = Succession(lambda: SimpleNamespace(record=lambda stream: None, cuda_event=1), object)
     nothing = lambda *_: None  # noqa: E731
     return SimpleNamespace(
-        forward=RemoteKeys(mask, b""), backward=RemoteKeys(mask, b""), check=nothing, release=nothing, reduce=nothing,
+        forward=RemoteKeys(mask, b""), backward=RemoteKeys(mask, b""), check=nothing, reduce=nothing,
         group=SimpleNamespace(follow=lambda s: succession.follow(s, False)), is_current=lambda: True,
     )  # fmt: skip
 

@@ -61,13 +61,12 @@ template <class P> magi_status first(const P* p) {
 extern "C" {
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) { return first(p); }
 magi_status magi_ffa_bwd(const magi_ffa_bwd_params* p) { return first(p); }
-magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* p, const magi_ffa_remote*, const magi_box_push_params*) {
-  return first(p); }
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* p, const magi_ffa_remote*, const magi_box_push_params*,
+                                void*) { return first(p); }
 magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* p, const magi_ffa_remote*, const magi_box_push_params*) {
   return first(p); }
 int64_t magi_box_control_bytes(int32_t) { return 1024; }
 magi_status magi_box_push(const magi_box_push_params*) { return MAGI_OK; }
-magi_status magi_box_release(const magi_box_release_params*) { return MAGI_OK; }
 magi_status magi_box_take(const magi_box_take_params*) { return MAGI_OK; }
 magi_status magi_box_add(const magi_box_add_params*) { return MAGI_OK; }
 magi_status magi_box_reduce(const magi_box_reduce_params*) { return MAGI_OK; }

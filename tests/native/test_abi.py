@@ -24,7 +24,6 @@ STRUCTS = {
     "magi_ffa_remote": abi.FfaRemote,
     "magi_box": abi.Box,
     "magi_box_push_params": abi.BoxPushParams,
-    "magi_box_release_params": abi.BoxReleaseParams,
     "magi_box_take_params": abi.BoxTakeParams,
     "magi_box_add_params": abi.BoxAddParams,
     "magi_box_reduce_params": abi.BoxReduceParams,
@@ -90,7 +89,6 @@ def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
     assert abi.FFA_REMOTE_PREFIX_BYTES + abi.FFA_REMOTE_TAIL.size == ctypes.sizeof(abi.FfaRemote)
     assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
-    assert abi.BOX_RELEASE_PREFIX_BYTES + abi.BOX_RELEASE_TAIL.size == ctypes.sizeof(abi.BoxReleaseParams)
     assert abi.BOX_TAKE_PREFIX_BYTES + abi.BOX_TAKE_TAIL.size == ctypes.sizeof(abi.BoxTakeParams)
     assert abi.BOX_ADD_PREFIX_BYTES + abi.BOX_ADD_TAIL.size == ctypes.sizeof(abi.BoxAddParams)
     assert abi.BOX_REDUCE_PREFIX_BYTES + abi.BOX_REDUCE_TAIL.size == ctypes.sizeof(abi.BoxReduceParams)

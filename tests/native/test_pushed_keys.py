@@ -47,14 +47,15 @@ def push() -> bytes:
 
 
 REMOTE = abi.FfaRemote(
-    version=abi.ABI_VERSION, world=2, local_keys=ROWS, base=2 * ROWS, rows=ROWS, wire_dtype=abi.BF16, summed=FINE
+    version=abi.ABI_VERSION, world=2, local_keys=ROWS, base=2 * ROWS, rows=ROWS, wire_dtype=abi.BF16, summed=FINE,
+    senders=FINE, grads=abi.Box(FINE, FINE),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ("fwd", "bwd"))
 def test_the_push_gets_the_keys_of_the_call(kind: str) -> None:
     ffa = library()
-    call = {"fwd": ffa.forward_remote_raw, "bwd": ffa.backward_remote_raw}[kind]
+    call = {"fwd": lambda *all: ffa.forward_remote_raw(*all, 0), "bwd": ffa.backward_remote_raw}[kind]
 
     def error(params: bytes, pushed: bytes | None) -> str:
         with pytest.raises(MagiError) as info:

@@ -88,4 +88,13 @@ __device__ __forceinline__ void release_pushed_box(const magi_box& box, int rank
   release_box(box, rank, world);
 }
 
+// That by one thread.
+__device__ __forceinline__ void release_pushed_box_alone(const magi_box& box, int rank, int world, uint32_t timeout_ms, int32_t* failure) {
+  const uint32_t uses = *box_word(box.own, MAGI_BOX_USES) + 1;
+  wait_for_word(box_word(box.own, MAGI_BOX_PUSHED), uses, timeout_ms, failure, rank);
+#pragma unroll 1
+  for (int peer = 0; peer < world; ++peer) store_release_system(box_word(box.of_rank[peer], MAGI_BOX_FREE(world, rank)), uses);
+  *box_word(box.own, MAGI_BOX_USES) = uses;
+}
+
 }  // namespace magi

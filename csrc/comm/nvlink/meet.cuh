@@ -1,24 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where ranks meet before the sum of what they wrote into each other's boxes: launched by magi_box_reduce.
+// Where ranks meet before they add up what they wrote into each other's boxes: at the end of the last kernel of a backward.
 #pragma once
 
 #include "box.cuh"
 
 namespace magi {
-inline namespace box_meeting {  // named, because nvcc puts the path of the file into the names of what has no name
 
-constexpr int kMeetThreads = 128;
+struct Meeting {
+  magi_box box;            // own is NULL where there are no other ranks
+  const int32_t* senders;  // (world,) 1 if that rank adds anything here
+  int32_t* failure;
+  int32_t rank, world;
+  uint32_t timeout_ms;
+};
 
-// One CTA: tells the others that what was written into their boxes is there, then waits for theirs. A kernel of its own, because
-// looks from all multiprocessors were in the way of what still arrived (when each wait began with a look at host memory).
-__global__ void __launch_bounds__(kMeetThreads) box_meet(const __grid_constant__ magi_box_reduce_params p) {
-  const uint32_t use = *box_word(p.box.own, MAGI_BOX_USES) + 1;
-  for (int peer = threadIdx.x; peer < p.world; peer += blockDim.x)
-    if (peer != p.rank) store_release_system(box_word(p.box.of_rank[peer], MAGI_BOX_ARRIVED(p.world, p.rank)), use);
-  for (int peer = threadIdx.x; peer < p.world; peer += blockDim.x)
-    if (peer != p.rank && p.senders[peer])
-      wait_for_word(box_word(p.box.own, MAGI_BOX_ARRIVED(p.world, peer)), use, p.timeout_ms, p.failure, peer);
+// By one CTA: tells the others that what kernels before this one wrote into their boxes is there, then waits for theirs. One, because looks from
+// all multiprocessors were in the way of what still arrived (when each wait began with a look at host memory), and because CTAs that wait for
+// other ranks must not hold all of them.
+__device__ __forceinline__ void meet_ranks(const Meeting& m) {
+  if (m.box.own == nullptr) return;
+  const uint32_t use = *box_word(m.box.own, MAGI_BOX_USES) + 1;
+  for (int peer = threadIdx.x; peer < m.world; peer += blockDim.x)
+    if (peer != m.rank) store_release_system(box_word(m.box.of_rank[peer], MAGI_BOX_ARRIVED(m.world, m.rank)), use);
+  for (int peer = threadIdx.x; peer < m.world; peer += blockDim.x)
+    if (peer != m.rank && m.senders[peer]) wait_for_word(box_word(m.box.own, MAGI_BOX_ARRIVED(m.world, peer)), use, m.timeout_ms, m.failure, peer);
 }
 
-}  // namespace box_meeting
 }  // namespace magi

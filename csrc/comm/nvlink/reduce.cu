@@ -6,7 +6,6 @@
 #include "../../ffa/common/host.h"
 #include "box.cuh"
 #include "box_launch.h"
-#include "meet.cuh"
 #include "sums.cuh"
 
 namespace magi {
@@ -60,8 +59,6 @@ extern "C" magi_status magi_box_reduce(const magi_box_reduce_params* params) {
   MAGI_RETURN(magi::multiprocessors(&sms));
   const int64_t wanted = (most + magi::kReduceThreads - 1) / magi::kReduceThreads;
   const int grid = static_cast<int>(std::min<int64_t>(wanted, 8ll * sms));
-  magi::box_meet<<<1, magi::kMeetThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
-  MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the wait for rows"));
   magi::box_reduce<<<grid, magi::kReduceThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p);
   MAGI_RETURN(magi::cuda_status(cudaGetLastError(), "launching the sum of rows"));
   return magi::record_end(p.event, p.stream);

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kRowThreads, 3) bwd_finish(const BwdRowParams 
   wait_for_kernel_before();
   const float factor = bwd_plan_fits(p.plan, p.total_q, p.total_k) ? p.grad_scale : __int_as_float(0x7fffffff);
   finish_block<T, kQueries>(p, blockIdx.x, blockIdx.y, factor, [] {});
+  if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) meet_ranks(p.meeting);
 }
 
 }  // namespace magi

@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(kRowThreads, finish_turns_ctas(kQueries)) bwd_
                                 });
   }
   // What comes after this kernel is behind the main one, too.
-  if (blockIdx.x + 1 == gridDim.x) wait_for_kernel_before();
+  if (blockIdx.x + 1 != gridDim.x) return;
+  wait_for_kernel_before();
+  meet_ranks(p.meeting);
 }
 
 }  // namespace magi

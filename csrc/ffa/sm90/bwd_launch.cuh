@@ -213,6 +213,8 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   r->dout_stride_token = a.dout_stride_token;
   r->dout_stride_head = a.dout_stride_head;
   r->dim_blocks = C::kD / 64;
+  r->meeting = {};
+  if (remote != nullptr) r->meeting = {remote->grads, remote->senders, remote->failure, remote->rank, remote->world, remote->timeout_ms};
 }
 
 template <typename C>

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../../comm/nvlink/meet.cuh"
 #include "remote.cuh"
 
 namespace magi {
@@ -109,6 +110,7 @@ struct BwdRowParams {
   // how many are left to the last kernel, and behind that which.
   int32_t writes_sole;
   int32_t *sole_visits, *summed;
+  Meeting meeting;  // of the last kernel, with other ranks
 };
 
 // The kernel that adds up the parts of dk and dv.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Entry points of the library: checks of what no variant may get wrong, and the choice of the variant.
-#include "../../include/magi/box.h"
+#include "../../comm/nvlink/box_launch.h"
 #include "../common/host.h"
 
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL)                          \
@@ -163,16 +163,18 @@ magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* b
   return finder.best->workspace(params, bytes);
 }
 
-magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote, const magi_box_push_params* push) {
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote, const magi_box_push_params* push,
+                                void* event) {
   magi::Finder<magi_ffa_fwd_params> finder{*params};
   MAGI_RETURN(magi::check_fwd(*params));
   if (remote != nullptr) MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
   MAGI_RETURN(magi::choose(*params, "forward", &finder));
   MAGI_RETURN(magi::push_keys(*params, push));
-  return finder.best->launch(params, remote);
+  MAGI_RETURN(finder.best->launch(params, remote));
+  return magi::record_end(event, params->stream);
 }
 
-magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) { return magi_ffa_fwd_remote(params, nullptr, nullptr); }
+magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) { return magi_ffa_fwd_remote(params, nullptr, nullptr, nullptr); }
 
 magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups) {
   if (head_dim < 8 || head_dim_v < 8)
@@ -196,7 +198,8 @@ magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ff
     MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
     if (params->accumulate || params->grad_dtype == MAGI_FP32)
       return magi::fail(MAGI_INVALID_ARGUMENT, "Gradients with remote keys are of 16 bits and not accumulated.");
-    if (remote->summed == nullptr) return magi::fail(MAGI_INVALID_ARGUMENT, "summed does not say to which local keys other ranks add.");
+    if (remote->summed == nullptr || remote->senders == nullptr || remote->grads.own == nullptr || remote->grads.of_rank == nullptr)
+      return magi::fail(MAGI_INVALID_ARGUMENT, "A backward with remote keys needs summed, senders and the boxes of gradients.");
   }
   MAGI_RETURN(magi::choose(*params, "backward", &finder));
   MAGI_RETURN(magi::push_keys(*params, push));

@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) ffa_fwd(const __grid_constant_
   const bool fits = plan.total_q == p.total_q && plan.tile_tokens == p.tile_tokens && plan.num_groups == C::kGroups;
   if (plan.status != 0 || !fits) {
     write_nan<C>(p);
+    if (threadIdx.x == 0) end_remote_keys(p.remote, p.workspace + 2);
     return;
   }
   const FwdSmem<C> smem(smem_addr(raw), p.tile_tokens);

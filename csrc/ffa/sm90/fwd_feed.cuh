@@ -66,10 +66,10 @@ struct FwdSmem {
   }
 };
 
-// One lane, see schedule.cuh.
+// One lane, see schedule.cuh. With keys of other ranks it also says when this CTA needs no more of them.
 template <typename C>
 __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
-  schedule_units(p, smem, C::kPlain ? 1 : p.max_parts, [&](int tile_at, int index) {
+  Turns turns = schedule_units(p, smem, C::kPlain ? 1 : p.max_parts, [&](int tile_at, int index) {
     Part part{index, 1};
     if (!C::kPlain) {
       const int blocks = p.plan[tile_at + offsetof(magi_tile_desc, num_blocks) / 4];
@@ -77,6 +77,11 @@ __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     }
     return part.index < part.count ? part.word() : kNoPart;
   });
+  if (p.remote.box.of_rank == nullptr) return;
+  // As before a unit in the place of the last one: when that is over.
+  turns.next_unit();
+  mbar_wait(smem.unit_empty(turns.unit_slot()), turns.unit_phase() ^ 1);
+  end_remote_keys(p.remote, p.workspace + 2);
 }
 
 // One lane. Copies Q, K and V tiles.

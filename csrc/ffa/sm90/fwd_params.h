@@ -14,7 +14,7 @@ struct FwdKernelParams {
   // Q and out: (d, head in pack, token, head unit); K and V: (d, token, kv head).
   CUtensorMap q_map, k_map, v_map, out_map;
   const int32_t* plan;
-  int32_t* workspace;  // [0] unit counter, [1] CTAs that are done, from kArrivalsAt the parts that are done
+  int32_t* workspace;  // [0] unit counter, [1] CTAs that are done, [2] those that need no more remote keys, from kArrivalsAt the parts that are done
   float* partials;     // of tiles that are cut, see fwd_split.cuh
   void* out;
   float* lse;

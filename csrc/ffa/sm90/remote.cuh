@@ -17,9 +17,9 @@ struct RemoteKeys {
   CUtensorMap k_map, v_map;  // (d, row, kv head)
   int32_t base;              // of remote keys in the coordinates of the plan; INT_MAX: there are none
   int32_t local_keys;        // before them
-  int32_t world, num_slots;
+  int32_t rank, world, num_slots;
   uint32_t timeout_ms;
-  const void* box;
+  magi_box box;
   const int32_t* arrivals;
   int32_t* failure;
   // Backward only.
@@ -36,8 +36,8 @@ __device__ __forceinline__ int summed_tile(const RemoteKeys& r, int tile) {
 }
 
 __device__ __forceinline__ void wait_for_slot(const RemoteKeys& r, int slot) {
-  const uint32_t use = *reinterpret_cast<const volatile uint32_t*>(box_word(r.box, MAGI_BOX_USES)) + 1;
-  wait_for_word(box_word(r.box, MAGI_BOX_ARRIVED(r.world, slot)), use, r.timeout_ms, r.failure, MAGI_BOX_SLOT_CULPRIT + slot);
+  const uint32_t use = *reinterpret_cast<const volatile uint32_t*>(box_word(r.box.own, MAGI_BOX_USES)) + 1;
+  wait_for_word(box_word(r.box.own, MAGI_BOX_ARRIVED(r.world, slot)), use, r.timeout_ms, r.failure, MAGI_BOX_SLOT_CULPRIT + slot);
 }
 
 // Until the tile's rows are there, for bulk copies of this thread too.
@@ -53,6 +53,16 @@ __device__ __forceinline__ void wait_for_tile(const RemoteKeys& r, int tile, int
   if (slot < next) return;
   while (next <= slot) wait_for_slot(r, next++);
   fence_proxies();
+}
+
+// By a thread of each CTA, when that will read no more remote keys: the last of them ends the use of the box. `count` is 0 between kernels.
+__device__ __forceinline__ void end_remote_keys(const RemoteKeys& r, int32_t* count) {
+  if (r.box.of_rank == nullptr) return;
+  __threadfence();
+  if (atomicAdd(count, 1) + 1 != gridDim.x) return;
+  *count = 0;
+  __threadfence_system();
+  release_pushed_box_alone(r.box, r.rank, r.world, r.timeout_ms, r.failure);
 }
 
 }  // namespace magi

@@ -21,6 +21,7 @@ inline magi_status remote_keys(const magi_ffa_remote* remote, int32_t total_k, C
   MAGI_RETURN(encode_map(&to->k_map, type, remote->k, {d, rows, heads}, {row_k * h, row_k}, {64, block, 1}, "remote k"));
   MAGI_RETURN(encode_map(&to->v_map, type, remote->v, {dv, rows, heads}, {row_v * h, row_v}, {64, block, 1}, "remote v"));
   to->base = remote->base;
+  to->rank = remote->rank;
   to->world = remote->world;
   to->num_slots = remote->num_slots;
   to->timeout_ms = remote->timeout_ms;

@@ -90,9 +90,9 @@ __device__ __forceinline__ void publish_end(const P& p, const Smem& smem, const 
 
 // One lane. Hands out units two ahead and stages the layer records of each in shared memory.
 //
-// `part_of(where the tile's description is in the plan, index)` gives the fourth word of the unit, or kNoPart.
+// `part_of(where the tile's description is in the plan, index)` gives the fourth word of the unit, or kNoPart. Returns what would be published next.
 template <typename P, typename Smem, typename PartOf>
-__device__ __forceinline__ void schedule_units(const P& p, const Smem& smem, int parts, PartOf part_of) {
+__device__ __forceinline__ Turns schedule_units(const P& p, const Smem& smem, int parts, PartOf part_of) {
   // Offsets rather than pointers, to save registers.
   const int32_t* header = p.plan;
   const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
@@ -131,6 +131,7 @@ __device__ __forceinline__ void schedule_units(const P& p, const Smem& smem, int
     if (unit < total) desc = layers_of(tile);
   }
   publish_end(p, smem, turns);
+  return turns;
 }
 
 }  // namespace magi

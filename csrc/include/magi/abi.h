@@ -126,21 +126,32 @@ MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t he
  * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for the
  * slot of the box that it came by. magi_ffa_fwd_remote and magi_ffa_bwd_remote of box.h launch it.
  */
+
+/* Memory that all ranks can address, as one rank sees it. */
+typedef struct {
+  void* own;              /* address of this rank's */
+  const int64_t* of_rank; /* device memory: (world,) addresses of all ranks' */
+} magi_box;
+
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
-  int32_t world;
+  int32_t rank, world;
   int32_t local_keys; /* rows of k and v */
   int32_t base;       /* a multiple of 128, at least local_keys + 128 */
   int32_t rows;       /* a multiple of 128, or 0 for a rank that reads only its own; total_k is base + rows */
   int32_t wire_dtype; /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
   uint32_t timeout_ms; /* as in box.h */
   int32_t num_slots;
-  const void* box;    /* whose control words tell what has arrived */
+  int32_t reserved;
+  magi_box box;       /* whose control words tell what has arrived; the forward ends this use of it, into which this rank pushed */
   const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
   const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; the forward waits for those before it, too */
   int32_t* failure;   /* as in box.h */
-  /* Backward: dk and dv of remote tiles are written to their owners; of a tile of 128 local keys to which other ranks add, to dk_sums
+  /* Backward: dk and dv of remote tiles are written to their owners, who are told so when all are there; those of other ranks are waited
+   * for, and then magi_box_reduce can add them; of a tile of 128 local keys to which other ranks add, to dk_sums
    * and dv_sums in float32, all rows of it, for magi_box_reduce; of the other local tiles to dk and dv, which are 16 bits. */
+  magi_box grads;             /* to which dk_targets and dv_targets belong */
+  const int32_t* senders;     /* device: (world,) 1 if that rank adds anything to gradients of this one */
   const int32_t* owners;      /* device: (rows / 128,) rank of each tile */
   const int32_t* target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
   const int64_t *dk_targets, *dv_targets; /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */

@@ -46,12 +46,6 @@ extern "C" {
 
 MAGI_EXPORT int64_t magi_box_control_bytes(int32_t world);
 
-/* One box, as a rank sees it. */
-typedef struct {
-  void* own;              /* address of this rank's */
-  const int64_t* of_rank; /* device memory: (world,) addresses of all ranks' */
-} magi_box;
-
 /* Rows of up to three tensors to their places in the boxes of other ranks, by few CTAs that are all at work before the next
  * kernel of the stream starts, if that allows it (programmatic dependent launch). */
 typedef struct {
@@ -78,24 +72,13 @@ MAGI_EXPORT magi_status magi_box_push(const magi_box_push_params* params);
 
 /* Attention beside such a push of its k and v, which is launched right before it on the same stream: it starts when all CTAs of the push
  * are at work. What `push` says of source and stream is not looked at. Without a push, `push` is NULL. */
+/* Ends this use of remote->box: when this rank's rows have left and nothing of the box will be read any more, the others are told that it
+ * is free. `event`: a cudaEvent_t to be recorded behind all, or NULL. */
 MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote,
-                                            const magi_box_push_params* push);
-/* grad_dtype is that of dq; dk and dv are float32, (local_keys, heads_kv, d), and not accumulated. */
+                                            const magi_box_push_params* push, void* event);
+/* Gradients are of 16 bits, dk and dv (local_keys, heads_kv, d), and not accumulated. Uses of boxes are ended by magi_box_reduce. */
 MAGI_EXPORT magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ffa_remote* remote,
                                             const magi_box_push_params* push);
-
-/* Ends a use: waits until this rank's rows have left, and tells the others that this box is free. Put into the stream behind
- * whatever read the box. */
-typedef struct {
-  int32_t version;
-  int32_t rank, world;
-  uint32_t timeout_ms;
-  magi_box box;
-  int32_t* failure;
-  void* event; /* cudaEvent_t to be recorded behind it, or NULL */
-  void* stream;
-} magi_box_release_params;
-MAGI_EXPORT magi_status magi_box_release(const magi_box_release_params* params);
 
 /* Copies rows that other ranks push out of this rank's box as they arrive, then ends the use. Put into the stream right behind
  * the push of this use, beside which it starts. Here slot s belongs to rank s / MAGI_BOX_GROUPS. */
@@ -152,8 +135,8 @@ MAGI_EXPORT magi_status magi_box_add(const magi_box_add_params* params);
 
 /* Adds rows that other ranks wrote into this rank's box: out = base + the rows of ranks 0, 1, ..., in this order, in float32, in tiles
  * of 128 rows which may be any of out.
- * First tells the others that what kernels before it in the stream wrote into their boxes is there; then waits for theirs.
- * Ends the use of the box and, if `pushed.own` is given, that of a box of magi_box_push. */
+ * Put into the stream behind magi_ffa_bwd_remote, which waits until they are there. Ends the use of the box and, if `pushed.own` is given,
+ * that of a box of magi_box_push. */
 typedef struct {
   int32_t version;
   int32_t rank, world;
@@ -169,12 +152,11 @@ typedef struct {
   magi_box box, pushed;
   const int32_t* tiles;  /* device: (rows / 128,) which tile of out each is */
   const int32_t* places; /* device: (world, rows): row in the box of what that rank adds to a row, -1: nothing */
-  const int32_t* senders; /* device: (world,) 1 if that rank adds anything */
   int64_t data_at[MAGI_BOX_TENSORS];
   int32_t* failure;
   const void* base[MAGI_BOX_TENSORS]; /* (rows, row_values) contiguous, or NULL for 0 */
   void* out[MAGI_BOX_TENSORS];        /* (out_rows, row_values) contiguous */
-  void* event;                        /* as in magi_box_release_params */
+  void* event;                        /* as of magi_ffa_fwd_remote */
   void* stream;
 } magi_box_reduce_params;
 MAGI_EXPORT magi_status magi_box_reduce(const magi_box_reduce_params* params);
