@@ -100,7 +100,7 @@ def test_no_more_multiprocessors_than_asked_for():
             for num_sms in range(2, 80, 2):
                 found = box_collective.ctas_of(op, pieces, num_sms)
                 assert min(found) >= 1 and sum(found) == min(num_sms, whole), (op, pieces, num_sms)
-    assert box_collective.ctas_of("cast", 100, 24) == (12, 12) and box_collective.ctas_of("reduce", 100, 24) == (8, 16)
+    assert box_collective.ctas_of("cast", 100, 24) == (12, 12) and box_collective.ctas_of("reduce", 100, 24) == (7, 17)
 
 
 def test_a_layout_is_compared_once_and_boxes_grow(simulated) -> None:
