@@ -116,7 +116,7 @@ def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> Non
     group = HEADS // HEADS_KV
     seconds = 1e-5 + part.slot_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
     pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, section_heads=HEADS)
-    mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace)
+    mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, len(part.summed_tiles))
     shapes = (part.local_rows, HEADS, DIM), (part.local_rows, HEADS_KV, DIM)
 
     def backward() -> None:
