@@ -71,9 +71,9 @@ typedef struct {
 MAGI_EXPORT magi_status magi_box_push(const magi_box_push_params* params);
 
 /* Attention beside such a push of its k and v, which is launched right before it on the same stream: it starts when all CTAs of the push
- * are at work. What `push` says of source and stream is not looked at. Without a push, `push` is NULL. */
-/* Ends this use of remote->box: when this rank's rows have left and nothing of the box will be read any more, the others are told that it
- * is free. `event`: a cudaEvent_t to be recorded behind all, or NULL. */
+ * are at work. What `push` says of source and stream is not looked at. Without a push, `push` is NULL.
+ * The forward ends this use of remote->box, unless its of_rank is NULL: when this rank's rows have left and nothing of the box will be
+ * read any more, the others are told that it is free. `event`: a cudaEvent_t to be recorded behind all, or NULL. */
 MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ffa_remote* remote,
                                             const magi_box_push_params* push, void* event);
 /* Gradients are of 16 bits, dk and dv (local_keys, heads_kv, d), and not accumulated. Uses of boxes are ended by magi_box_reduce. */
