@@ -45,6 +45,7 @@ _pack_sums = abi.FFA_REMOTE_TAIL.pack
 _empty_like = torch.empty_like
 
 
+_ALIGNMENT = 128  # bytes, of what lies in a workspace
 _Beside = tuple[bytes, bytes | None]  # magi_ffa_remote and this rank's push, for launches beside keys that arrive
 
 
@@ -259,7 +260,7 @@ def _with_sums(
 ) -> tuple[int, int, int]:
     """Where in the workspace the sums of dk and dv begin to which other ranks add, and where it ends."""
     rows = 0 if remote is None else TILE * remote.mask.num_summed * heads
-    start = -(-workspace_bytes // TILE) * TILE
+    start = -(-workspace_bytes // _ALIGNMENT) * _ALIGNMENT
     return start, start + 4 * rows * dims[0], start + 4 * rows * sum(dims)
 
 
