@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in one launch and group collectives of two ranks, few of each, to be run under compute-sanitizer on two GPUs:
+"""Attention in one launch and group collectives of two ranks, few of each, to be run under compute-sanitizer on two
+GPUs:
 
     compute-sanitizer --target-processes all --kernel-name kernel_substring=magi --tool memcheck \\
         python tests/gpu/sanitized_ranks.py
 
-and with ``--tool synccheck``. Only our kernels are looked at: NCCL's own ends synccheck, and asks the driver for kernels
-that its library does not have, which memcheck reports.
+and with ``--tool synccheck``. Only our kernels are looked at, as NCCL's own end synccheck. memcheck also reports what
+NCCL and torch ask of the driver to find out what it can do.
 """
 
 from __future__ import annotations
