@@ -147,7 +147,7 @@ def run_two_nodes(docker: str, image: str) -> str:
 
 def look_at_runs(docker: str, image: str) -> dict:
     """The flagship, two nodes, the doctor, and a plan as a user that the image does not know."""
-    doctor = json.loads(inside(docker, image, ["magi", "doctor", "--fail-on", "error", "--json"]))
+    doctor = json.loads(inside(docker, image, ["magi", "doctor", "--json"]))
     stranger = inside(docker, image, ["magi", "explain", "--docs", "3000,200", "--cp", "4"], "--user", "12345:12345")
     return {
         "magi run": last_line(inside(docker, image, FLAGSHIP), "Largest relative loss difference"),

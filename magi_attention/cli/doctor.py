@@ -44,7 +44,7 @@ def command_doctor(args: argparse.Namespace) -> int:
         else:
             findings = [f for f in findings if f.check not in {m.check for m in more}] + more
     print(finding.as_json(findings) if args.json else finding.as_text(findings, args.problems), end="")
-    return code or finding.exit_code(findings, args.fail_on)
+    return code or finding.exit_code(findings, args.strict)
 
 
 def choose_ranks(args: argparse.Namespace, gpus: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 OK, SKIPPED, WARNING, ERROR = "ok", "skipped", "warning", "error"
-EXIT_OK, EXIT_WARNING, EXIT_ERROR, EXIT_NOT_RUN = range(4)
+EXIT_OK, EXIT_PROBLEM, EXIT_NOT_RUN = 0, 1, 3  # 2 is a wrong request, as of every command
 _MARKS = {OK: "ok     ", SKIPPED: "skipped", WARNING: "WARNING", ERROR: "ERROR  "}
 
 
@@ -33,12 +33,9 @@ def worst(findings: Sequence[Finding]) -> str:
     return ERROR if ERROR in found else WARNING if WARNING in found else OK
 
 
-def exit_code(findings: Sequence[Finding], fail_on: str = WARNING) -> int:
-    """0 ok, 1 warnings, 2 errors; with ``fail_on`` error, warnings count as ok."""
-    status = worst(findings)
-    if status == ERROR:
-        return EXIT_ERROR
-    return EXIT_WARNING if status == WARNING and fail_on == WARNING else EXIT_OK
+def exit_code(findings: Sequence[Finding], is_strict: bool = False) -> int:
+    """1 where there are errors, with ``is_strict`` also where there are warnings; else 0."""
+    return EXIT_PROBLEM if worst(findings) in ((WARNING, ERROR) if is_strict else (ERROR,)) else EXIT_OK
 
 
 def as_text(findings: Sequence[Finding], only_problems: bool = False) -> str:

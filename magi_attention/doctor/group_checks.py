@@ -128,15 +128,3 @@ def check_bandwidth(system: System) -> Finding:
         evidence = f"an all-reduce over {len(system.gpus)} GPUs failed or took more than two minutes"
         return Finding("nccl", ERROR, evidence, "NCCL_DEBUG=INFO magi bench collective")
     return check_all_reduce(data)
-
-
-def check_time(system: System) -> Finding:
-    answer = system.run(["timedatectl", "show", "--property=NTPSynchronized", "--value"])
-    if answer is None:
-        return Finding(
-            "time", SKIPPED, "whether the clock is kept right cannot be seen here; --pairwise compares nodes"
-        )
-    if answer.strip() == "yes":
-        return Finding("time", OK, "the clock is synchronised")
-    remedy = "timedatectl set-ntp true (on the host)"
-    return Finding("time", WARNING, "the clock is not synchronised, so logs of nodes do not line up", remedy)

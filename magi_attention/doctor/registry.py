@@ -40,7 +40,6 @@ CHECKS = (
     Check("cap", "capabilities", QUICK, host_checks.check_capabilities),
     Check("gdr", "network cards reading GPU memory", QUICK, host_checks.check_gpudirect),
     Check("net", "name and interfaces", QUICK, host_checks.check_network),
-    Check("time", "clock of the host", QUICK, group_checks.check_time),
     Check("lib", "libraries that a process really loads", FULL, library_checks.check_loaded),
     Check("p2p", "peer access and NVSwitch", FULL, gpu_checks.check_peers),
     Check("nccl", "bandwidth of an all-reduce", FULL, group_checks.check_bandwidth),

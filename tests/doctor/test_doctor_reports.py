@@ -24,9 +24,18 @@ SOSO, PASSED = Finding("b", WARNING, "slow", "speed up"), Finding("d", SKIPPED, 
 
 
 def test_exit_codes():
-    assert finding.exit_code([GOOD, PASSED]) == 0 == finding.exit_code([])
-    assert finding.exit_code([GOOD, SOSO]) == 1 and finding.exit_code([SOSO], fail_on="error") == 0
-    assert finding.exit_code([SOSO, BAD]) == 2 == finding.exit_code([BAD], fail_on="error")
+    for findings, plain, strict in (([], 0, 0), ([GOOD, PASSED], 0, 0), ([GOOD, SOSO], 0, 1), ([SOSO, BAD], 1, 1)):
+        assert finding.exit_code(findings) == plain and finding.exit_code(findings, is_strict=True) == strict
+
+
+@pytest.mark.parametrize(
+    ("found", "words", "code"),
+    [(SOSO, [], 0), (SOSO, ["--strict"], 1), (GOOD, ["--strict"], 0), (BAD, [], 1), (BAD, ["--strict"], 1)],
+)
+def test_status_of_the_command(found, words, code, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "CHECKS", (registry.Check("x", "", "static", lambda system: found),))
+    assert main(["doctor", *words]) == code
+    assert found.evidence in capsys.readouterr().out
 
 
 def test_reports_tell_the_same():
@@ -151,7 +160,7 @@ def test_static_looks_at_no_gpu(monkeypatch, capsys):
 def test_every_finding_here_is_told_with_its_reason(capsys):
     code = main(["doctor", "--quick", "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert code == {"ok": 0, "warning": 1, "error": 2}[data["status"]]
+    assert code == {"ok": 0, "warning": 0, "error": 1}[data["status"]]
     assert {f["check"] for f in data["findings"]} == {c.id for c in registry.checks_of("quick")}
     assert all(f["evidence"] for f in data["findings"])
 
@@ -159,6 +168,9 @@ def test_every_finding_here_is_told_with_its_reason(capsys):
 def test_wrong_requests(capsys):
     assert main(["doctor", "--nodes", "2"]) == 2
     assert "which only --pairwise does" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["doctor", "--static", "--quick"])
+    assert "not allowed with" in capsys.readouterr().err
     assert main(["doctor", "--dry-run"]) == 0
     assert "nccl" in capsys.readouterr().out
 

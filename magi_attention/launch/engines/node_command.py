@@ -10,7 +10,7 @@ from magi_attention.launch.spec import Container, LaunchSpec
 
 SESSION_LABEL, RUN_LABEL = "com.magi.session", "com.magi.run"
 CONTAINER_LOGS = "/tmp/magi-logs"
-DOCTOR = ("-m", "magi_attention.cli", "doctor", "--quick", "--problems", "--fail-on", "error")
+DOCTOR = ("-m", "magi_attention.cli", "doctor", "--quick", "--problems")
 
 
 def node_argv(
