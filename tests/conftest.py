@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OF_A_CHECKOUT = ("ci", "docker", "native")  # how it is checked, put into images, and how its native sources are built
+OF_A_CHECKOUT = ("ci", "docker", "docs", "native")  # checks, images, pages, and how native sources are built
 collect_ignore = [] if (ROOT / "csrc").is_dir() else list(OF_A_CHECKOUT)
 
 

@@ -96,7 +96,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--tokens", type=int, help="length of the sequence")
     explain.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
     explain.add_argument("--doc-file", help="text file of document lengths")
-    explain.add_argument("--mask-file", help="JSON file of AttnSlices; see the README")
+    explain.add_argument("--mask-file", help="JSON file of AttnSlices; see docs/masks.md")
     explain.add_argument("--window", type=int, help="sliding-window: tokens before the query")
     explain.add_argument("--global-prefix", type=int, default=0, help="sliding-window: tokens all can see")
     explain.add_argument("--block", type=int, default=1024, help="block-causal: tokens per block")

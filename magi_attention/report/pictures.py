@@ -57,21 +57,25 @@ def _tokens(axis, which: str, cells: int, total: int) -> None:
     (axis.set_xticks if which == "x" else axis.set_yticks)(ticks - 0.5, labels)
 
 
-def mask_by_owner(plan: Plan, size: int = 512) -> Figure:
-    """The mask, rows coloured by the rank that computes them; next to it who owns which tokens."""
+def paint_mask(axis, plan: Plan, size: int = 512) -> None:
+    """Draws the mask on a matplotlib axis, rows coloured by the rank that computes them."""
     image, rows = coverage(plan.slices.array, plan.padded_tokens, plan.padded_tokens, size)
-    colours = rank_colours(plan.cp_size)
     owner = plan.owner_of(rows)
     ink = image[:, :, None] ** 0.6  # thin structures stay visible
-    picture = 1.0 - ink * (1.0 - colours[owner][:, None, :])
-    figure, (axis,) = _figure(6.4, 5.6)
+    picture = 1.0 - ink * (1.0 - rank_colours(plan.cp_size)[owner][:, None, :])
     axis.imshow(picture, interpolation="nearest", aspect="auto")
     axis.set_xlabel("key token")
     axis.set_ylabel("query token")
     _tokens(axis, "x", image.shape[1], plan.padded_tokens)
     _tokens(axis, "y", image.shape[0], plan.padded_tokens)
+
+
+def mask_by_owner(plan: Plan, size: int = 512) -> Figure:
+    """The mask, rows coloured by the rank that computes them; next to it who owns which tokens."""
+    figure, (axis,) = _figure(6.4, 5.6)
+    paint_mask(axis, plan, size)
     if plan.cp_size <= FEW:
-        handles = [Patch(color=c, label=f"rank {r}") for r, c in enumerate(colours)]
+        handles = [Patch(color=c, label=f"rank {r}") for r, c in enumerate(rank_colours(plan.cp_size))]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
     return figure
 

@@ -98,7 +98,7 @@ def test_the_compiler_flags_agree():
     constraints = (ROOT / "ci" / "constraints.txt").read_text()
     torch = re.search(r"^torch==([\d.]+)", constraints, re.MULTILINE)[1]
     assert torch == DATA["torch"]["development"] and torch in DATA["torch"]["tested"]
-    assert f"torch=={torch}" in (ROOT / "README.md").read_text()
+    assert f"torch=={torch}" in (ROOT / "docs" / "first-run.md").read_text()
 
 
 def test_nothing_else_names_images_or_limits():

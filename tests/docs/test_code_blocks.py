@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python blocks of the README and of the pages run, on two ranks over gloo.
+
+The blocks of a page share one namespace, in their order. What a reader would have, such as tokens, is made by a comment
+of the page that begins with "before the code:".
+"""
+
+from __future__ import annotations
+
+import pytest
+from pages import OWN, README, ROOT, blocks, name_of, setup
+
+from magi_attention.testing.spawn import run_processes
+
+WITH_CODE = [page for page in (README, *OWN) if any(block.language == "python" for block in blocks(page))]
+
+
+def run_pages(rank: int, world: int, names: list[str]) -> list[str]:
+    """Pages whose blocks ran to their end; the first that does not raises, with the line of the page."""
+    for name in names:
+        page = ROOT / name
+        space: dict = {"__name__": "page"}
+        exec(compile(setup(page), f"{name}, before the code", "exec"), space)
+        for block in blocks(page):
+            if block.language == "python":
+                exec(compile("\n" * block.line + block.text, name, "exec"), space)
+    return names
+
+
+def test_there_is_code():
+    assert README in WITH_CODE and len(WITH_CODE) >= 3
+
+
+def test_code_blocks_run_on_two_ranks():
+    names = [name_of(page) for page in WITH_CODE]
+    assert run_processes(2, run_pages, names, timeout_s=600) == [names, names]
+
+
+@pytest.mark.parametrize("page", [README, *OWN], ids=name_of)
+def test_other_blocks_have_a_known_language(page):
+    assert {block.language for block in blocks(page)} <= {"", "python", "json", "toml"}

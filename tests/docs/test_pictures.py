@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of the README show the present plan and record, and the table beside them is of the same record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import defaultdict
+
+import pytest
+from pages import ROOT
+
+pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_pictures  # noqa: E402
+
+PICTURES = ROOT / "docs" / "pictures"
+MOST_BYTES = 150_000
+
+
+@pytest.mark.parametrize("name", sorted(make_pictures.descriptions()))
+def test_committed_pictures_are_of_the_present_inputs(name):
+    assert (PICTURES / name).stat().st_size < MOST_BYTES
+    with Image.open(PICTURES / name) as picture:
+        text = picture.text["Description"]
+    assert text == make_pictures.descriptions()[name], f"{name} is old: run `python docs/make_pictures.py`"
+
+
+def test_drawn_twice_they_are_the_same_bytes(tmp_path, monkeypatch):
+    digests = []
+    for folder in ("one", "two"):
+        monkeypatch.setattr(sys, "argv", ["make_pictures.py", "--out", str(tmp_path / folder)])
+        make_pictures.main()
+        files = sorted((tmp_path / folder).iterdir())
+        digests.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+    assert digests[0] == digests[1] and set(digests[0]) == set(make_pictures.descriptions())
+
+
+def test_every_figure_of_the_record_is_a_bar():
+    record = json.loads(make_pictures.RECORD.read_text())
+    axes = make_pictures.kernel_speed(record).axes
+    for axis, direction in zip(axes, ("forward", "backward")):
+        drawn = sorted(bar.get_height() for bar in axis.patches)
+        assert drawn == sorted(v for row in record["results"] if (v := row[f"{direction}_tflops"]) is not None)
+
+
+def test_the_table_of_the_page_is_of_the_record():
+    """Speed over the fastest peer, smallest and largest over lengths."""
+    cells: dict[tuple, dict] = defaultdict(dict)
+    for row in json.loads(make_pictures.RECORD.read_text())["results"]:
+        for direction in ("forward", "backward"):
+            if (speed := row[f"{direction}_tflops"]) is not None:
+                cells[row["mask"], direction, row["seqlen"]][row["name"]] = speed
+    ratios: dict[tuple, list] = defaultdict(list)
+    for (mask, direction, _), speeds in cells.items():
+        best = max(speed for name, speed in speeds.items() if not name.startswith("magi"))
+        for form in ("magi", "magi_public"):
+            if form in speeds:
+                ratios[mask, direction, form].append(speeds[form] / best)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    columns = [(direction, form) for direction in ("forward", "backward") for form in ("magi", "magi_public")]
+    for mask, title in make_pictures.TITLES.items():
+        shown = [f"{min(r):.2f} to {max(r):.2f}" for column in columns if (r := ratios[(mask, *column)])]
+        assert f"| {' | '.join([title.replace(chr(10), ' '), *shown])} |" in page
