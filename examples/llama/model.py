@@ -2,7 +2,7 @@
 """A small Llama-style language model over bytes. Attention is a function that is handed in.
 
 Works on one rank's share of a packed sequence, so everything but attention is per token: tokens (T,) and
-positions (T,), the position inside the whole sequence, which rotary embedding needs because the tokens of a
+positions (T,), the position inside the token's document, which rotary embedding needs because the tokens of a
 rank are not contiguous. T tokens of this rank, Hq query heads, Hk key/value heads, D head dim, C model width.
 """
 

@@ -71,13 +71,9 @@ class Trainer:
 
     def loss(self, batch: Batch, plan: Plan, trace: list[dict] | None) -> Tensor:
         """This rank's share of the mean loss: over all ranks the shares add up to it."""
-        # The last token of a document has no label, and neither have pad rows, which shard fills with zeros.
-        has_label = torch.ones(len(batch.tokens), dtype=torch.bool)
-        has_label[torch.tensor(batch.cu_seqlens[1:]) - 1] = False
         tokens = plan.shard(batch.tokens.to(self.device), group=self.group)
-        is_counted = plan.shard(has_label.to(self.device), group=self.group)
-        labels = plan.roll(tokens, -1, group=self.group)
-        positions = plan.positions(self.group, self.device)
+        labels = plan.labels(tokens, group=self.group)  # -100, which the loss ignores, where a document ends
+        positions = plan.positions(self.group, self.device, per_document=True)
         layers_done = 0
 
         def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
@@ -90,8 +86,8 @@ class Trainer:
         if trace is not None:
             trace[:] = list(trace)  # what was noted so far; backward may append more
             self.trace = list(trace)
-        per_token = F.cross_entropy(logits.float(), labels, reduction="none")
-        return torch.where(is_counted, per_token, 0.0).sum() / int(has_label.sum())
+        num_labels = len(batch.tokens) - (len(batch.cu_seqlens) - 1)  # of the whole sequence
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / num_labels
 
     def sum_gradients(self) -> None:
         """Every rank saw other tokens of the same sequence: gradients add up, they are not averaged."""

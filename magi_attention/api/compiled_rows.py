@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch, undispatch, roll and position ids as custom ops, for models that are compiled around them; see
+"""Dispatch, undispatch, roll, labels and position ids as custom ops, for models that are compiled around them; see
 ``compiled``, which names managers by numbers."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.api.compiled import manager_of
+from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.functional.layout import TokenLayout
 
@@ -84,6 +85,34 @@ def _(handle, local_rows, device):
     return torch.empty(local_rows, dtype=torch.int64, device=device)
 
 
+@torch.library.custom_op(
+    "magi_attention::document_labels", mutates_args=(),
+    schema="(Tensor tokens, Tensor? cu_seqlens, SymInt handle, int depth, int ignore_index, int dim) -> Tensor",
+)  # fmt: skip
+def document_labels(tokens, cu_seqlens, handle, depth, ignore_index, dim):
+    """As of ``functional.documents.labels``."""
+    return documents.labels(tokens, _layout(handle), depth, ignore_index, dim, cu_seqlens).contiguous()
+
+
+@document_labels.register_fake
+def _(tokens, cu_seqlens, handle, depth, ignore_index, dim):
+    return tokens.new_empty(tokens.shape)
+
+
+@torch.library.custom_op(
+    "magi_attention::document_position_ids", mutates_args=(),
+    schema="(Tensor? cu_seqlens, SymInt handle, SymInt local_rows, Device device) -> Tensor",
+)  # fmt: skip
+def document_position_ids(cu_seqlens, handle, local_rows, device):
+    """(local_rows,) int64, as of ``functional.documents.document_positions``."""
+    return documents.document_positions(_layout(handle), device, cu_seqlens)
+
+
+@document_position_ids.register_fake
+def _(cu_seqlens, handle, local_rows, device):
+    return torch.empty(local_rows, dtype=torch.int64, device=device)
+
+
 def _save_shard(ctx, inputs, output) -> None:
     ctx.options = (inputs[1], inputs[0].shape[0])
 
@@ -117,4 +146,12 @@ shard_rows.register_autograd(_grad_of_shard, setup_context=_save_shard)
 gather_rows.register_autograd(_grad_of_gather, setup_context=_save_gather)
 roll_rows.register_autograd(_grad_of_roll, setup_context=_save_roll)
 
-__all__ = ["gather_rows", "position_ids", "roll_rows", "shard_rows", "sum_rows"]
+__all__ = [
+    "document_labels",
+    "document_position_ids",
+    "gather_rows",
+    "position_ids",
+    "roll_rows",
+    "shard_rows",
+    "sum_rows",
+]

@@ -17,7 +17,14 @@ from torch.compiler import is_compiling
 
 from magi_attention.api.advice import advise_balance
 from magi_attention.api.compiled import NO_FACTS, CompiledFacts, dist_attn_fwd, facts_of
-from magi_attention.api.compiled_rows import gather_rows, position_ids, roll_rows, shard_rows
+from magi_attention.api.compiled_rows import (
+    document_labels,
+    document_position_ids,
+    gather_rows,
+    position_ids,
+    roll_rows,
+    shard_rows,
+)
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
@@ -34,6 +41,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
+from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
@@ -250,7 +258,8 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
 
 
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
-    """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around."""
+    """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around, and documents do
+    not matter: the last token of one gets the first of the next. For labels of packed documents use ``get_labels``."""
     if is_compiling():
         return roll_rows(x, _facts(key).handle, shift, dim, False)
     return _manager(key).roll(x, shift, dim)
@@ -292,13 +301,37 @@ def calc_attn(
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 
-def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
+def get_position_ids(key: DistAttnRuntimeKey, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """int64 global positions of the local rows (padded length); pad rows report the last real token, so the result
-    is a valid index into the unpadded sequence. On the GPU if there is one."""
+    is a valid index into the unpadded sequence. On the GPU if there is one. With ``cu_seqlens``
+    ``[0, n0, n0 + n1, ...]`` of the unpadded sequence positions count from 0 in every document."""
     if is_compiling():
         facts = _facts(key)
+        if cu_seqlens is not None:
+            return document_position_ids(cu_seqlens, facts.handle, facts.local_rows, facts.positions_on)
         return position_ids(facts.handle, facts.local_rows, facts.positions_on)
-    return _manager(key).get_position_ids()
+    manager = _manager(key)
+    if cu_seqlens is not None:
+        return documents.document_positions(manager.layout, manager.positions_on, cu_seqlens)
+    return manager.get_position_ids()
+
+
+def get_labels(
+    tokens: torch.Tensor,
+    key: DistAttnRuntimeKey,
+    cu_seqlens: torch.Tensor,
+    depth: int = 1,
+    ignore_index: int = -100,
+    dim: int = 0,
+) -> torch.Tensor:
+    """Next-token labels of dispatched ``tokens``: for every one the token ``depth`` further in its own document.
+
+    ``cu_seqlens`` ``[0, n0, n0 + n1, ...]`` describes the unpadded sequence. ``ignore_index`` stands where there is no
+    such token: at the last ``depth`` tokens of a document and at pads. Collective, as ``roll`` is.
+    """
+    if is_compiling():
+        return document_labels(tokens, cu_seqlens, _facts(key).handle, depth, ignore_index, dim)
+    return documents.labels(tokens, _manager(key).layout, depth, ignore_index, dim, cu_seqlens)
 
 
 def get_most_recent_key(cp_group: Any) -> DistAttnRuntimeKey:

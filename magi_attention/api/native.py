@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from magi_attention.api.policy import policy_from_flags
@@ -20,6 +21,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig, OverlapConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
+from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
@@ -43,22 +45,58 @@ class Plan(meta_plan.Plan):
         return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
 
     def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
-        """``torch.roll(padded global tensor, shift, dim)`` in local form; labels are ``roll(tokens, -1)``."""
+        """``torch.roll(padded global tensor, shift, dim)`` in local form. It knows no documents: for next-token labels
+        use ``labels``."""
         return token_layout.roll(x, self._layout(group), shift, dim)
 
-    def positions(self, group: Any = None, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 global position of every local row; pad rows get the last real position.
+    def labels(
+        self,
+        tokens: torch.Tensor,
+        depth: int = 1,
+        ignore_index: int = -100,
+        group: Any = None,
+        dim: int = 0,
+        cu_seqlens: Any = None,
+    ) -> torch.Tensor:
+        """Next-token labels: for every local token the token ``depth`` further in its own document.
 
+        ``tokens`` is local (``plan.shard(tokens)``), any integer dtype that holds ``ignore_index``, which stands where
+        there is no such token: at the last ``depth`` tokens of a document and at pads. The next token may live on
+        another rank, so this is collective over the group, as ``roll`` is. ``depth`` 2, 3, ... are the labels of
+        multi-token prediction. Documents are those of the mask; for a mask that does not know them (slices, trees),
+        or to use others, give ``cu_seqlens`` ``[0, n0, n0 + n1, ...]``, the same on all ranks.
+        """
+        return documents.labels(tokens, self._layout(group), depth, ignore_index, dim, cu_seqlens)
+
+    def positions(
+        self,
+        group: Any = None,
+        device: torch.device | str = "cpu",
+        per_document: bool = False,
+        cu_seqlens: Any = None,
+    ) -> torch.Tensor:
+        """int64 global position of every local row; pad rows get that of the last real token. No communication.
+
+        ``per_document`` counts from 0 in every document, as rotary embeddings of packed documents want it (the
+        ``position_ids`` of transformers); documents as of ``labels``. M-RoPE ids ``(3, T)`` are three equal rows for
+        text, ``positions(per_document=True).expand(3, -1)``; ids of one's own are sharded, ``shard(ids, dim=1)``.
         ``group`` may also be a rank number, to ask on behalf of another rank.
         """
+        if cu_seqlens is not None and not per_document:
+            raise ContractError("cu_seqlens= is given without per_document=True, to which alone it matters; give both.")
         if isinstance(group, int):
-            ids = torch.from_numpy(self.position_array(group)).to(device)
-            return ids.clamp(max=self.total_tokens - 1)
-        return token_layout.positions(self._layout(group), device)
+            ids = np.minimum(self.position_array(group), self.total_tokens - 1)
+            return torch.from_numpy(ids - self.document_bounds(group, cu_seqlens)[0] if per_document else ids).to(
+                device
+            )
+        layout = self._layout(group)
+        if per_document:
+            return documents.document_positions(layout, device, cu_seqlens)
+        return token_layout.positions(layout, device)
 
     def with_mask(self, mask: Mask, overlap: OverlapConfig | None = None) -> Plan:
         """The plan of another mask over the same dispatch, for models that mix masks. Its balance is that of
-        this plan's mask."""
+        this plan's mask, and so are its documents where the new mask knows none."""
         _check_square(mask, self.total_tokens)
         return plan_for_partitions(
             mask.slices,
@@ -71,6 +109,7 @@ class Plan(meta_plan.Plan):
             num_heads_q=self.num_heads_q,
             num_heads_kv=self.num_heads_kv,
             head_dim=self.head_dim,
+            cu_seqlens=self.cu_seqlens if mask.cu_seqlens is None else mask.cu_seqlens,
             plan_type=Plan,
         )
 
@@ -143,6 +182,7 @@ def make_plan(
         head_dim=head_dim,
         min_chunks_per_rank=flags.min_chunks_per_rank,
         balance=balance,
+        cu_seqlens=mask.cu_seqlens,
         plan_type=Plan,
     )
 

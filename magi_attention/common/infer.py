@@ -36,6 +36,20 @@ def as_cu_seqlens(value, name: str = "cu_seqlens") -> np.ndarray:
     return cu
 
 
+def documents(cu_seqlens, total: int) -> tuple[int, ...]:
+    """``cu_seqlens`` of one packed sequence of ``total`` tokens, without empty documents.
+
+    ``ContractError`` if they are no cumulative lengths or end elsewhere.
+    """
+    cu = as_cu_seqlens(cu_seqlens)
+    if cu[-1] != total:
+        raise ContractError(
+            f"cu_seqlens end at {cu[-1]}, but the sequence has {total} tokens; describe all of them, without the pad "
+            "that a plan adds."
+        )
+    return tuple(np.unique(cu).tolist())
+
+
 def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) -> np.ndarray:
     """Disjoint slices of a sliding window on every segment ``(q0, q1, k0, k1)``.
 

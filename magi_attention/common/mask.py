@@ -26,14 +26,20 @@ class Mask:
 
     Build one with a constructor below; ``slices`` is what plans and kernels read. Slices must be disjoint:
     ``check`` proves it and names the first two that are not.
+
+    ``cu_seqlens`` says which tokens form a document, which attention does not need, but labels and positions do:
+    ``(0, n0, n0 + n1, ...)``, empty documents left out, or None where the constructor cannot know. ``full``, ``causal``
+    and ``sliding_window`` are one document. It counts in equality.
     """
 
     slices: SliceTable
     total_q: int
     total_k: int
     name: str = "slices"
+    cu_seqlens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cu_seqlens", self._documents())
         array = self.slices.array
         for axis, end, total in (("q", 1, self.total_q), ("k", 3, self.total_k)):
             if total < 0:
@@ -46,17 +52,27 @@ class Mask:
                     f"{total} {axis} tokens; raise the total or cut the range."
                 )
 
+    def _documents(self) -> tuple[int, ...] | None:
+        if self.cu_seqlens is None:
+            return None
+        if self.total_q != self.total_k:
+            raise ContractError(
+                f"cu_seqlens are given for {self.total_q} queries and {self.total_k} keys; documents belong to "
+                "masks of one sequence, so leave cu_seqlens out."
+            )
+        return infer.documents(self.cu_seqlens, self.total_q)
+
     # ---- constructors -----------------------------------------------------------------------------
 
     @classmethod
     def full(cls, total: int, total_k: int | None = None) -> Mask:
         """Every query sees every key."""
-        return cls._from_rows([(0, total, 0, total if total_k is None else total_k, FULL)], "full")
+        return cls._one_slice(total, total_k, FULL, "full")
 
     @classmethod
     def causal(cls, total: int, total_k: int | None = None) -> Mask:
         """Query i sees keys up to ``i + total_k - total`` (bottom-right alignment)."""
-        return cls._from_rows([(0, total, 0, total if total_k is None else total_k, CAUSAL)], "causal")
+        return cls._one_slice(total, total_k, CAUSAL, "causal")
 
     @classmethod
     def varlen(
@@ -71,13 +87,15 @@ class Mask:
         """Packed documents that never see each other.
 
         ``cu_seqlens`` is ``[0, n0, n0 + n1, ...]`` (list, array or tensor). ``window=(left, right)`` and
-        ``global_prefix`` apply inside every document; a causal window is ``window=(w, 0)``.
+        ``global_prefix`` apply inside every document; a causal window is ``window=(w, 0)``. With other
+        ``cu_seqlens_k`` the mask is of two sequences and knows no documents.
         """
         cu_q = infer.as_cu_seqlens(cu_seqlens)
         cu_k = cu_q if cu_seqlens_k is None else infer.as_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
         array = infer.varlen_slices(cu_q, cu_k, causal, window, global_prefix)
         name = "varlen window" if tuple(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
-        return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name)
+        documents = cu_q if np.array_equal(cu_q, cu_k) else None
+        return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name, documents)
 
     @classmethod
     def sliding_window(cls, total: int, window: tuple[int, int], *, global_prefix: int = 0) -> Mask:
@@ -100,7 +118,7 @@ class Mask:
             for first, end in zip(cu[:-1].tolist(), cu[1:].tolist())
             for start in range(first, end, block)
         ]
-        return cls._from_rows(rows, "block causal", int(cu[-1]))
+        return cls._from_rows(rows, "block causal", int(cu[-1]), cu)
 
     @classmethod
     def prefix_lm(cls, cu_seqlens, prefix: int | Sequence[int]) -> Mask:
@@ -119,12 +137,16 @@ class Mask:
         for start, end, p in zip(cu[:-1].tolist(), cu[1:].tolist(), prefixes.tolist()):
             rows.append((start, start + p, start, start + p, FULL))
             rows.append((start + p, end, start, end, CAUSAL))
-        return cls._from_rows(rows, "prefix lm", int(cu[-1]))
+        return cls._from_rows(rows, "prefix lm", int(cu[-1]), cu)
 
     @classmethod
     def shared_question(cls, cu_seqlens) -> Mask:
         """Document 0 is a question: documents 0 and 1 form one causal block, every later document is
-        causal on itself and sees the whole question."""
+        causal on itself and sees the whole question.
+
+        The last token of the question has as many next tokens as there are answers, so the mask knows no documents
+        for labels.
+        """
         cu = infer.as_cu_seqlens(cu_seqlens).tolist()
         rows = [(0, cu[min(2, len(cu) - 1)], 0, cu[min(2, len(cu) - 1)], CAUSAL)]
         for start, end in zip(cu[2:-1], cu[3:]):
@@ -135,7 +157,8 @@ class Mask:
     def prefix_tree(cls, lengths: Sequence[int], parents: Sequence[int]) -> Mask:
         """Nodes stored one after another; a node is causal on itself and sees all of its ancestors.
 
-        ``parents[i]`` is the index of an earlier node, or -1 for a root.
+        ``parents[i]`` is the index of an earlier node, or -1 for a root. A node's last token has as many next tokens
+        as the node has children, so the mask knows no documents for labels.
         """
         if len(lengths) != len(parents):
             raise ContractError(f"{len(lengths)} lengths but {len(parents)} parents; give one per node.")
@@ -163,39 +186,50 @@ class Mask:
         types=FULL,
         total_q: int | None = None,
         total_k: int | None = None,
+        cu_seqlens=None,
     ) -> Mask:
         """From half-open ranges and types (names, codes or enums; one for all or one each).
 
-        Totals default to the largest range end.
+        Totals default to the largest range end. ``cu_seqlens`` says where documents begin and end, for labels and
+        positions; the slices are not changed by it.
         """
         table = SliceTable.from_ranges(q_ranges, k_ranges, types)
         ends = table.array[:, [1, 3]].max(axis=0).tolist() if len(table) else [0, 0]
         total_q = ends[0] if total_q is None else total_q
-        return cls(table, total_q, (max(total_q, ends[1]) if total_k is None else total_k))
+        total_k = max(total_q, ends[1]) if total_k is None else total_k
+        return cls(table, total_q, total_k, cu_seqlens=cu_seqlens)
 
     @classmethod
-    def from_dense(cls, mask) -> Mask:
-        """Exact slices of a boolean matrix (array or tensor), True where attention is allowed."""
+    def from_dense(cls, mask, cu_seqlens=None) -> Mask:
+        """Exact slices of a boolean matrix (array or tensor), True where attention is allowed; ``cu_seqlens`` as of
+        ``from_slices``."""
         array = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
-        return cls(SliceTable(infer.dense_slices(array)), *array.shape, "dense")
+        return cls(SliceTable(infer.dense_slices(array)), *array.shape, "dense", cu_seqlens)
 
     @classmethod
     def batched(cls, masks: Sequence[Mask]) -> Mask:
-        """The samples of a batch packed one after another; none sees another."""
-        parts, q, k = [empty_slices()], 0, 0
+        """The samples of a batch packed one after another; none sees another. Documents are those of the samples,
+        and are known if all samples know theirs."""
+        parts, q, k, documents = [empty_slices()], 0, 0, [0]
         for mask in masks:
             parts.append(mask.slices.array + np.array([q, q, k, k, 0]))
+            documents += [q + end for end in (mask.cu_seqlens or ())[1:]]
             q, k = q + mask.total_q, k + mask.total_k
-        return cls(SliceTable(np.concatenate(parts)), q, k, "batched")
+        knows = all(mask.cu_seqlens is not None for mask in masks)
+        return cls(SliceTable(np.concatenate(parts)), q, k, "batched", tuple(documents) if knows else None)
 
     @classmethod
-    def _from_rows(cls, rows, name: str, total: int | None = None) -> Mask:
+    def _one_slice(cls, total: int, total_k: int | None, kind: int, name: str) -> Mask:
+        total_k = total if total_k is None else total_k
+        if min(total, total_k) < 0:
+            raise ContractError("A total is negative; totals count tokens and must be >= 0.")
+        array = np.array([[0, total, 0, total_k, kind]], dtype=np.int64)
+        return cls(SliceTable(array), total, total_k, name, (0, total) if total == total_k else None)
+
+    @classmethod
+    def _from_rows(cls, rows, name: str, total: int, cu_seqlens: np.ndarray | None = None) -> Mask:
         array = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        if total is None:
-            if (array < 0).any():
-                raise ContractError("A total is negative; totals count tokens and must be >= 0.")
-            return cls(SliceTable(array), int(array[:, 1].max()), int(array[:, 3].max()), name)
-        return cls(SliceTable(array), total, total, name)
+        return cls(SliceTable(array), total, total, name, cu_seqlens)
 
     # ---- reading ----------------------------------------------------------------------------------
 

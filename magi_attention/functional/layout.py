@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,17 @@ class TokenLayout:
                 array = np.argsort(self._dispatched, kind="stable")
             self._tensors[key] = torch.from_numpy(np.ascontiguousarray(array)).to(device)
         return self._tensors[key]
+
+    def document_bounds(self, cu_seqlens: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """``plan.document_bounds`` of this rank on ``device``; tensors of the plan's own documents are made once."""
+        if cu_seqlens is not None:
+            starts, ends = self.plan.document_bounds(self.rank, cu_seqlens)
+            return torch.from_numpy(starts).to(device), torch.from_numpy(ends).to(device)
+        keys = [(name, torch.device(device)) for name in ("document starts", "document ends")]
+        if keys[0] not in self._tensors:
+            found = self.plan.document_bounds(self.rank)
+            self._tensors.update((key, torch.from_numpy(bound).to(device)) for key, bound in zip(keys, found))
+        return self._tensors[keys[0]], self._tensors[keys[1]]
 
     def roll_route(self, shift: int) -> RollRoute:
         """Who sends which rows to whom for ``out[t] = x[(t - shift) mod padded_tokens]``."""
@@ -235,7 +247,8 @@ def sum_shards(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple: bool = False) -> torch.Tensor:
     """``torch.roll(padded global, shift, dim)`` on shards: row t becomes row ``t - shift`` of the padded sequence.
 
-    Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values.
+    Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values. Documents do not matter:
+    the last token of one gets the first of the next. ``labels`` of ``functional.documents`` stops at their ends.
     """
     layout.check_rows(x, dim, layout.num_local, "roll")
     return _Roll.apply(x.movedim(dim, 0), layout, int(shift), simple).movedim(0, dim)

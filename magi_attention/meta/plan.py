@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.infer import documents
 from magi_attention.common.intervals import (
     Packing,
     merge_intervals,
@@ -25,6 +27,7 @@ from magi_attention.common.intervals import (
 )
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, areas, cut_k, merge
 from magi_attention.config import OverlapConfig
+from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk, sum_by
 
 
@@ -82,7 +85,8 @@ class Plan:
 
     ``slices`` are the caller's, in padded coordinates (pad rows attend to nothing). ``partitions[r]`` are the
     chunk ids of rank r, ascending. ``stage_ranges[r][s]`` are the key ranges that rank r receives in stage s.
-    ``degree`` 0 means that the one stage is fetched before a single kernel call.
+    ``degree`` 0 means that the one stage is fetched before a single kernel call. ``cu_seqlens`` are the mask's: where
+    documents begin and end, for labels and positions; None where the mask does not know.
     """
 
     slices: SliceTable
@@ -98,6 +102,7 @@ class Plan:
     num_heads_q: int = 1
     num_heads_kv: int = 1
     head_dim: int = 1
+    cu_seqlens: tuple[int, ...] | None = None
 
     # ---- identity -----------------------------------------------------------------------------------
 
@@ -120,6 +125,8 @@ class Plan:
             self.head_dim,
         )
         digest.update(repr(head).encode())
+        if self.cu_seqlens is not None:
+            digest.update(np.array(self.cu_seqlens, dtype=np.int64).tobytes() + b"documents")
         for stages in self.stage_ranges:
             for ranges in stages:
                 digest.update(len(ranges).to_bytes(8, "little") + ranges.tobytes())
@@ -190,6 +197,23 @@ class Plan:
     def position_array(self, rank: int) -> np.ndarray:
         """Global position of every local row, int64, pad rows beyond ``total_tokens`` included."""
         return Packing(self.host_ranges(rank)).positions()
+
+    def document_bounds(self, rank: int, cu_seqlens: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """Global positions at which the document of every local row begins and ends, two int64 arrays; pad rows count
+        to the last document.
+
+        ``cu_seqlens`` as of ``Mask.varlen``, or None for the plan's own. ``ContractError`` if it has none.
+        """
+        known = self.cu_seqlens if cu_seqlens is None else documents(cu_seqlens, self.total_tokens)
+        if known is None:
+            raise ContractError(
+                "The mask of this plan does not know its documents, so labels and positions could reach into the next "
+                "one. Give cu_seqlens=[0, n0, n0 + n1, ...] here, or where the mask is made, as in "
+                "Mask.from_slices(..., cu_seqlens=cu_seqlens); [0, total] is one document."
+            )
+        cu = np.array(known, dtype=np.int64)
+        after = np.searchsorted(cu, np.minimum(self.position_array(rank), self.total_tokens - 1), side="right")
+        return cu[after - 1], cu[after]
 
     # ---- areas --------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ def build_plan(
     head_dim: int = 1,
     min_chunks_per_rank: int = DEFAULT_MIN_CHUNKS_PER_RANK,
     balance: float | None = None,
+    cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
 ) -> Plan:
     """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
@@ -46,8 +47,8 @@ def build_plan(
     ``slices`` are in unpadded coordinates. Without ``uneven_shard`` the sequence is padded at its end to a
     multiple of ``chunk_size * cp_size``; pad rows attend to nothing. With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
-    longer helps. Errors: ``ContractError`` for slices beyond
-    the total, bad head counts or too few chunks; ``DispatchError`` for a rank without chunks.
+    longer helps. ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for
+    slices beyond the total, bad head counts or too few chunks; ``DispatchError`` for a rank without chunks.
     """
     config = config or DistAttnConfig()
     check_heads(num_heads_q, num_heads_kv, head_dim)
@@ -71,6 +72,7 @@ def build_plan(
         num_heads_q=num_heads_q,
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
+        cu_seqlens=cu_seqlens,
     )
 
 
@@ -115,6 +117,7 @@ def plan_for_partitions(
     num_heads_q: int = 1,
     num_heads_kv: int = 1,
     head_dim: int = 1,
+    cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
 ) -> Plan:
     """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
@@ -136,6 +139,7 @@ def plan_for_partitions(
         num_heads_q=num_heads_q,
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
+        cu_seqlens=cu_seqlens,
     )
 
 

@@ -23,12 +23,13 @@ def make_key(group, cut: int):
     return api.magi_attn_flex_key(ranges, ranges, "causal", TOTAL, TOTAL, 2, 1, 8, 0, group, dist_attn_config=config)
 
 
-def whole(x, w, key):
+def whole(x, w, key, cu):
     """A model with everything in it; the weight makes gradients differ between ranks."""
     mine = api.dispatch(x * w, key, pad_value=2.0)
     places = api.get_position_ids(key)
     turned = api.roll(mine.sin(), -1, 0, key) + api.roll_simple(mine, 3, 0, key)
     turned = api.roll(turned.t(), 1, 1, key).t() * places[:, None]
+    turned = turned + api.get_position_ids(key, cu)[:, None] + api.get_labels(places, key, cu, depth=2)[:, None]
     return api.undispatch(turned, key), api.undispatch(mine.exp(), key, is_partial_grad=True), places
 
 
@@ -39,7 +40,7 @@ def differences(group, compiled, cut: int, rank: int) -> float:
     x = torch.randn(TOTAL, 3)
     for run in (whole, compiled):
         leaf, w = x.clone().requires_grad_(), torch.tensor(1.0 + rank, requires_grad=True)
-        a, b, places = run(leaf, w, key)
+        a, b, places = run(leaf, w, key, torch.tensor([0, cut, TOTAL], dtype=torch.int32))
         (a.cos().sum() + (b * (1 + rank)).sum()).backward()
         found.append((a.detach(), b.detach(), places.float(), leaf.grad, w.grad))
     assert found[0][0].shape == (TOTAL, 3) and found[0][2].dtype == torch.float32

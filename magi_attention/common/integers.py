@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token counts and positions as integers: what would be cut or misread is refused by a sentence."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from magi_attention.errors import ContractError
+
+
+def as_int(value: Any, name: str) -> int:
+    """``value`` as an int: an int, a NumPy integer or an integer tensor of one element.
+
+    ``ContractError`` for anything else: floats (whole ones too), bools, strings, None.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if not _is_bool(value):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ContractError(f"{name} is {_shown(value)}; give an integer.")
+
+
+def as_int_array(value: Any, name: str) -> np.ndarray:
+    """``value`` (nested sequences, array or tensor on any device) as an int64 array of its shape.
+
+    What has no element counts as integers. ``ContractError`` for elements that are not integers (floats, bools),
+    or that do not fit, and for rows of unequal length.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise ContractError(f"{name} is no array of integers ({error}); give integers, rows of one length.") from None
+    except OverflowError:
+        raise ContractError(f"{name} has a value beyond 64 bits; give integers below 2**63.") from None
+    if not array.size:
+        return array.astype(np.int64)
+    has_bools = isinstance(value, (list, tuple)) and any(_is_bool(x) for x in value)
+    if not np.issubdtype(array.dtype, np.integer) or has_bools:
+        raise ContractError(f"{name} holds {_kind(array, has_bools)}; give integers.")
+    if array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:
+        raise ContractError(f"{name} has the value {int(array.max())}; give integers below 2**63.")
+    return array.astype(np.int64, copy=False)
+
+
+def as_window(value: Any, name: str = "window") -> tuple[int, int]:
+    """``(left, right)``, each -1 (unlimited) or a number of keys; ``ContractError`` for anything else."""
+    sides = tuple(value) if _has_two(value) else None
+    if sides is None:
+        raise ContractError(
+            f"{name} is {_shown(value)}; give a pair (left, right) of integers, -1 for an unlimited side: "
+            "(w, 0) is a causal window of w keys before the query."
+        )
+    left, right = (as_int(side, f"The {where} side of {name} {sides}") for side, where in zip(sides, ("left", "right")))
+    if left < -1 or right < -1:
+        raise ContractError(f"{name} ({left}, {right}) has a side below -1; use -1 for unlimited.")
+    return left, right
+
+
+def _has_two(value: Any) -> bool:
+    try:
+        return not isinstance(value, (str, bytes)) and len(value) == 2
+    except TypeError:
+        return False
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _kind(array: np.ndarray, has_bools: bool) -> str:
+    if has_bools or array.dtype == np.bool_:
+        return "bools"
+    if np.issubdtype(array.dtype, np.floating):
+        cut = array.reshape(-1)[array.reshape(-1) != np.floor(array.reshape(-1))]
+        return f"floats, such as {float(cut[0] if len(cut) else array.reshape(-1)[0])}"
+    return f"values of dtype {array.dtype}"
