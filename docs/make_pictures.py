@@ -177,8 +177,10 @@ def save(figure: Figure, path: Path, description: str) -> None:
 
 def descriptions() -> dict[str, str]:
     """Name of each picture -> the input that it shows."""
-    digest = hashlib.sha256(RECORD.read_bytes()).hexdigest()
-    return {"mask_by_rank.png": f"plan {readme_plan().fingerprint}", "kernel_speed.png": f"{RECORD.name} {digest}"}
+    plan = readme_plan()
+    drawn = plan.slices.array.tobytes() + repr((plan.padded_tokens, plan.chunk_size, plan.partitions)).encode()
+    mask, record = (hashlib.sha256(data).hexdigest() for data in (drawn, RECORD.read_bytes()))
+    return {"mask_by_rank.png": f"slices and partitions {mask}", "kernel_speed.png": f"{RECORD.name} {record}"}
 
 
 def main() -> None:
