@@ -79,7 +79,7 @@ def magi_attn_flex_key(
     The group is a process group or a 1-D or 2-D device mesh. ``pad_size`` and ``chunk_size`` are deprecated: padding
     is computed, the chunk size belongs into ``DispatchConfig`` and is an upper bound. Errors: ``ValueError``
     (unknown type, empty ranges, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
-    lengths, too few chunks), ``NotImplementedError`` (cross-attention flags).
+    lengths), ``NotImplementedError`` (cross-attention flags).
     """
     _check_ranges(q_ranges, k_ranges)
     config = _with_chunk_size(dist_attn_config or DistAttnConfig(), chunk_size, pad_size)

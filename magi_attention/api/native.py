@@ -164,7 +164,7 @@ def make_plan(
     Head counts and head dim enter the predicted bytes and times only. ``check`` proves that slices are disjoint
     (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
     the mean where the chunk size is left open; None keeps the first choice. ``ContractError`` for a mask that is
-    not square, overlapping slices or too few chunks.
+    not square or overlapping slices. A sequence shorter than ``cp_size`` is padded, as any other is.
     """
     if not isinstance(mask, Mask):
         raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")

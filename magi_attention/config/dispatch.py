@@ -180,7 +180,7 @@ class DispatchConfig:
 
     Args:
         chunk_size: tokens per chunk, an upper bound; None lets the key maker choose.
-        uneven_shard: no padding; ranks may own different numbers of tokens.
+        uneven_shard: ranks may own different numbers of tokens, with no padding unless tokens are fewer than ranks.
         alg: the dispatch algorithm.
     Raises:
         ContractError: chunk_size not positive, or uneven_shard with an algorithm of equal counts.

@@ -18,29 +18,26 @@ def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
 
 
 def pad_size(total: int, cp_size: int, chunk_size: int, uneven_shard: bool) -> int:
-    """Pad tokens of a plan: none for uneven shards or a single rank."""
-    return 0 if uneven_shard or cp_size == 1 else compute_pad_size(total, cp_size, chunk_size)
+    """Pad tokens of a plan: none for a single rank, and of uneven shards only what gives each rank a chunk."""
+    if not uneven_shard:
+        return 0 if cp_size == 1 else compute_pad_size(total, cp_size, chunk_size)
+    return max((cp_size - 1) * chunk_size + 1 - total, 0)
 
 
 def resolve_chunk_size(total: int, cp_size: int, requested: int | None, min_chunks_per_rank: int) -> int:
     """Chunk length in tokens: ``ceil(total / (min_chunks_per_rank * cp_size))``, or ``requested`` if smaller.
 
-    So a requested chunk size is an upper bound: larger chunks could not be balanced.
+    So a requested chunk size is an upper bound: larger chunks could not be balanced. Where there are fewer chunks than
+    ranks, ``pad_size`` makes up for it.
     """
     if total < 1:
-        raise ContractError(f"The sequence has {total} tokens; give at least one.")
+        raise ContractError(f"The sequence has {total} tokens; a plan needs at least one.")
     if cp_size < 1:
         raise ContractError(f"cp_size is {cp_size}; give the number of ranks, >= 1.")
     if requested is not None and requested < 1:
         raise ContractError(f"chunk_size is {requested}; give a positive number of tokens or None.")
     auto = -(-total // (max(min_chunks_per_rank, 1) * cp_size))
-    chunk = min(auto, requested) if requested else auto
-    if -(-total // chunk) < cp_size:
-        raise ContractError(
-            f"{total} tokens in chunks of {chunk} give {-(-total // chunk)} chunks for {cp_size} ranks; "
-            "use a smaller chunk_size or fewer ranks."
-        )
-    return chunk
+    return min(auto, requested) if requested else auto
 
 
 def chunk_bounds(padded_total: int, chunk_size: int) -> np.ndarray:

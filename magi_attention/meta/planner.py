@@ -45,10 +45,11 @@ def build_plan(
     """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
 
     ``slices`` are in unpadded coordinates. Without ``uneven_shard`` the sequence is padded at its end to a
-    multiple of ``chunk_size * cp_size``; pad rows attend to nothing. With ``balance`` (1.02, say) and no chunk size
+    multiple of ``chunk_size * cp_size``, with it only as far as every rank needs a chunk; pad rows attend to nothing.
+    With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
     longer helps. ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for
-    slices beyond the total, bad head counts or too few chunks; ``DispatchError`` for a rank without chunks.
+    slices beyond the total or bad head counts; ``DispatchError`` for a rank without chunks.
     """
     config = config or DistAttnConfig()
     check_heads(num_heads_q, num_heads_kv, head_dim)
