@@ -20,6 +20,7 @@ from magi_attention.errors import UnknownKeyError
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
+from magi_attention.kernels.double_backward import refuse_double_backward
 
 _managers: weakref.WeakValueDictionary[int, DistAttnRuntimeMgr] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
@@ -153,5 +154,6 @@ def _grad(ctx, dout, *_):
 
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
+dist_attn_bwd.register_autograd(refuse_double_backward)
 
 __all__ = ["NO_FACTS", "CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of", "manager_of"]

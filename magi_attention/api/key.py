@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import Transport
 from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.integers import as_int
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import type_code
 from magi_attention.config import DistAttnConfig
@@ -147,13 +148,13 @@ def init_dist_attn_runtime_key(
         q_ranges=q_ranges.clone(),
         k_ranges=k_ranges.clone(),
         attn_mask_type=tuple(normalize_types(attn_mask_type, len(q_ranges))),
-        total_seqlen_q=int(total_seqlen_q),
-        total_seqlen_k=int(total_seqlen_k),
-        num_heads_q=int(num_heads_q),
-        num_heads_kv=int(num_heads_kv),
-        head_dim=int(head_dim),
-        pad_size=int(pad_size),
-        chunk_size=int(chunk_size),
+        total_seqlen_q=as_int(total_seqlen_q, "total_seqlen_q"),
+        total_seqlen_k=as_int(total_seqlen_k, "total_seqlen_k"),
+        num_heads_q=as_int(num_heads_q, "num_heads_q"),
+        num_heads_kv=as_int(num_heads_kv, "num_heads_kv"),
+        head_dim=as_int(head_dim, "head_dim"),
+        pad_size=as_int(pad_size, "pad_size"),
+        chunk_size=as_int(chunk_size, "chunk_size"),
         cp_group=cp_group,
         cp_mesh=cp_mesh,
         dist_attn_config=dist_attn_config,

@@ -92,7 +92,7 @@ def magi_attn_flex_key(
     flags = RuntimeFlags.from_env()
     group, mesh = resolve_group(cp_group_or_mesh, flags.hierarchical_comm)
     check_heads(num_heads_q, num_heads_kv, head_dim)
-    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), int(total_seqlen_q), int(total_seqlen_k))
+    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
     if flags.sanity_check:
         mask.check()
     cp_size, uneven = as_transport(group).size, config.dispatch_config.uneven_shard
@@ -286,10 +286,11 @@ def calc_attn(
 
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``, dispatched, any strides; ``sink`` ``(S, Hq)``, the same on
     all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) over all
-    ranks, or None)``. ``softmax_scale`` defaults to ``D ** -0.5``. Collective; differentiable in q, k, v, sink. Under
-    ``torch.compile(fullgraph=True)`` the call is one custom op, compiled once for all masks where the key is an
-    argument of the model; where a module holds it, for each anew. Hold the key while a CUDA graph that was captured
-    with it is replayed: of keys that nobody holds the least recently used go, with their tables on the GPU.
+    ranks, or None)``. ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it.
+    Collective; differentiable in q, k, v, sink. Under ``torch.compile(fullgraph=True)`` the call is one custom op,
+    compiled once for all masks where the key is an argument of the model; where a module holds it, for each anew. Hold
+    the key while a CUDA graph that was captured with it is replayed: of keys that nobody holds the least recently used
+    go, with their tables on the GPU.
     """
     if is_compiling():
         has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)

@@ -213,9 +213,9 @@ def attend(
 
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)`` hold this rank's ``T`` tokens (``plan.shard``). Returns
     out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) or None)``.
-    ``softmax_scale`` defaults to ``D ** -0.5``; ``softcap`` > 0 caps logits; ``sink`` ``(S, Hq)`` holds extra logits,
-    the same on all ranks. Differentiable in q, k, v and sink. Collective over the group. ``trace`` collects
-    timed steps (dicts of rank, lane, stage, start, end).
+    ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it. ``softcap`` > 0 caps
+    logits; ``sink`` ``(S, Hq)`` holds extra logits, the same on all ranks. Differentiable in q, k, v and sink.
+    Collective over the group. ``trace`` collects timed steps (dicts of rank, lane, stage, start, end).
     """
     runtime = plan._runtime(group, policy)
     out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.functional.runtime import AttnPolicy
 
 
+@lru_cache(maxsize=64)  # attend asks in every call
 def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
     """The runtime's policy for one key; later changes of the environment do not reach it."""
     return AttnPolicy(

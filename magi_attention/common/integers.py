@@ -11,19 +11,23 @@ import numpy as np
 from magi_attention.errors import ContractError
 
 
-def as_int(value: Any, name: str) -> int:
+def as_int(value: Any, name: str, at_least: int | None = None) -> int:
     """``value`` as an int: an int, a NumPy integer or an integer tensor of one element.
 
     ``ContractError`` for anything else: floats (whole ones too), bools, strings, None.
     """
-    if type(value) is int:
-        return value
+    number = value if type(value) is int else _index(value)
+    if number is None or (at_least is not None and number < at_least):
+        bound = "" if at_least is None else f" of at least {at_least}"
+        raise ContractError(f"{name} is {_shown(value) if number is None else number}; give an integer{bound}.")
+    return number
+
+
+def _index(value: Any) -> int | None:
     try:
-        if not _is_bool(value):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ContractError(f"{name} is {_shown(value)}; give an integer.")
+        return None if _is_bool(value) else operator.index(value)
+    except TypeError:  # a float, a tensor of floats or of several elements
+        return None
 
 
 def as_int_array(value: Any, name: str) -> np.ndarray:

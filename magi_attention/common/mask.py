@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from magi_attention.common import infer
+from magi_attention.common.integers import as_int
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
@@ -39,6 +40,8 @@ class Mask:
     cu_seqlens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("total_q", "total_k"):
+            object.__setattr__(self, name, as_int(getattr(self, name), name))
         object.__setattr__(self, "cu_seqlens", self._documents())
         array = self.slices.array
         for axis, end, total in (("q", 1, self.total_q), ("k", 3, self.total_k)):
@@ -111,6 +114,7 @@ class Mask:
         ``cu_seqlens`` may also be one total length.
         """
         cu = infer.as_cu_seqlens([0, cu_seqlens] if np.isscalar(cu_seqlens) else cu_seqlens)
+        block = as_int(block, "block")
         if block < 1:
             raise ContractError(f"block is {block}; give the block length in tokens, >= 1.")
         rows = [
@@ -220,7 +224,8 @@ class Mask:
 
     @classmethod
     def _one_slice(cls, total: int, total_k: int | None, kind: int, name: str) -> Mask:
-        total_k = total if total_k is None else total_k
+        total = as_int(total, "total")
+        total_k = total if total_k is None else as_int(total_k, "total_k")
         if min(total, total_k) < 0:
             raise ContractError("A total is negative; totals count tokens and must be >= 0.")
         array = np.array([[0, total, 0, total_k, kind]], dtype=np.int64)

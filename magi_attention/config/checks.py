@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError
 
 
-def check_positive_int(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value <= 0:
-        raise ContractError(f"{owner}.{name} is {value!r}; give an integer of at least 1.")
-
-
-def check_not_negative_int(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-        raise ContractError(f"{owner}.{name} is {value!r}; give an integer of at least 0.")
+def set_ints(config: object, *names: str, at_least: int) -> None:
+    """Makes these fields of a frozen config plain ints: what a plan's fingerprint is made of has one form."""
+    for name in names:
+        value = as_int(getattr(config, name), f"{type(config).__name__}.{name}", at_least)
+        object.__setattr__(config, name, value)
 
 
 def check_fraction(owner: str, name: str, value: object) -> None:

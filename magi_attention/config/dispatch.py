@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from magi_attention.common.enum import DispatchAlgType
-from magi_attention.config.checks import check_fraction, check_positive_int
+from magi_attention.config.checks import check_fraction, set_ints
 from magi_attention.errors import ContractError
 
 
@@ -141,7 +141,7 @@ class BatchToppHeapDispatchAlg(DispatchAlg):
 
     def __post_init__(self) -> None:
         check_fraction("BatchToppHeapDispatchAlg", "top_p", self.top_p)
-        check_positive_int("BatchToppHeapDispatchAlg", "num_of_select_chunk", self.num_of_select_chunk)
+        set_ints(self, "num_of_select_chunk", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class DispatchConfig:
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
-            check_positive_int("DispatchConfig", "chunk_size", self.chunk_size)
+            set_ints(self, "chunk_size", at_least=1)
         if not isinstance(self.alg, DispatchAlg):
             raise ContractError(f"DispatchConfig.alg is {self.alg!r}; give for example MinHeapDispatchAlg().")
         if self.uneven_shard and self.alg.is_equal_num_workloads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magi_attention.config.checks import check_not_negative_int, check_positive_int
+from magi_attention.config.checks import set_ints
 from magi_attention.errors import ContractError
 
 
@@ -71,10 +71,9 @@ class GrpCollConfig:
     num_rdma_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_sms", "nvl_chunk_size", "nvl_buffer_size", "rdma_chunk_size", "rdma_buffer_size"):
-            check_positive_int("GrpCollConfig", name, getattr(self, name))
-        for name in ("num_nvl_bytes", "num_rdma_bytes"):
-            check_not_negative_int("GrpCollConfig", name, getattr(self, name))
+        queues = ("nvl_chunk_size", "nvl_buffer_size", "rdma_chunk_size", "rdma_buffer_size")
+        set_ints(self, "num_sms", *queues, at_least=1)
+        set_ints(self, "num_nvl_bytes", "num_rdma_bytes", at_least=0)
         _check_even_sms(self.num_sms)
 
     def to_kernel_config(self) -> GrpCollKernelConfig:

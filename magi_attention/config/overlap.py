@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import ClassVar
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.config.checks import check_not_negative_int, check_positive_int
+from magi_attention.common.floats import as_float
+from magi_attention.config.checks import set_ints
 from magi_attention.errors import ContractError
 
 
@@ -121,20 +121,20 @@ class OverlapConfig:
 
     def _check(self) -> None:
         owner = "OverlapConfig"
-        check_positive_int(owner, "min_chunk_size", self.min_chunk_size)
-        check_positive_int(owner, "max_num_chunks", self.max_num_chunks)
+        set_ints(self, "min_chunk_size", "max_num_chunks", at_least=1)
         if self.dynamic_max_degree is not None:
-            check_positive_int(owner, "dynamic_max_degree", self.dynamic_max_degree)
+            set_ints(self, "dynamic_max_degree", at_least=1)
         for name in ("calc_cost_factor", "comm_cost_factor"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not value > 0:
+            value = as_float(getattr(self, name), f"{owner}.{name}")
+            object.__setattr__(self, name, value)
+            if not value > 0:
                 raise ContractError(f"{owner}.{name} is {value!r}; give a number above 0.")
         if not isinstance(self.alg, OverlapAlg):
             raise ContractError(f"{owner}.alg is {self.alg!r}; give UniformOverlapAlg().")
         if self.mode is AttnOverlapMode.STATIC:
             if self.degree is None:
                 raise ContractError("OverlapConfig(mode=STATIC) needs a degree; only DYNAMIC chooses one.")
-            check_not_negative_int(owner, "degree", self.degree)
+            set_ints(self, "degree", at_least=0)
             if self.degree > self.max_num_chunks:
                 raise ContractError(
                     f"OverlapConfig.degree {self.degree} exceeds max_num_chunks {self.max_num_chunks}; "

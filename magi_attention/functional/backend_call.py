@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.kernels.tables import table_from_attn_arg
-from magi_attention.kernels.types import AttnOptions, Backend, options_of
+from magi_attention.kernels.types import AttnOptions, Backend, as_scale, options_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -26,8 +27,8 @@ def options_for(
     q: torch.Tensor, softmax_scale: float | None, softcap: float, sink_layout: str, **flags: Any
 ) -> AttnOptions:
     """Options of a call; the scale defaults to ``D ** -0.5``."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return options_of(scale, float(softcap), sink_layout, **flags)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    return options_of(scale, as_float(softcap, "softcap"), sink_layout, **flags)
 
 
 def run_forward(

@@ -22,6 +22,7 @@ from magi_attention.comm.wire import dense_strides
 from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.operands import row_delta
 from magi_attention.kernels.range_kernels import rounded
 
@@ -79,7 +80,11 @@ class _DistAttn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dlse, _dmax):
-        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, dout)
+        if not torch.is_grad_enabled():
+            return _backward(ctx, dout)
+        with torch.no_grad():
+            grads = _backward(ctx, dout)
+        return once_differentiable(grads, (dout, *ctx.saved_tensors[:4]))
 
 
 def _backward(ctx, dout) -> tuple[torch.Tensor | None, ...]:
@@ -87,10 +92,6 @@ def _backward(ctx, dout) -> tuple[torch.Tensor | None, ...]:
     if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
         dout = torch.zeros_like(out)
     return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
-
-
-# Refuses gradients of gradients. Only where somebody may want them, because it costs several microseconds.
-_backward_once = torch.autograd.function.once_differentiable(_backward)
 
 
 def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:

@@ -79,6 +79,6 @@ def ffa_fa4_func(
     options = options_for(q, softmax_scale, softcap, "sh")
     out, lse, _ = flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, None, "sh",
-        options.softmax_scale, options.softcap, deterministic, 0, False, "fa4", needs_backward,
+        options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
     )  # fmt: skip
     return out, lse.detach()

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.correction import check_sink
 from magi_attention.kernels.known_calls import KnownCalls
 from magi_attention.kernels.operands import FLOAT_DTYPES
 from magi_attention.kernels.torch_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
+from magi_attention.kernels.types import as_scale
 
 _INTEGERS = (torch.int32, torch.int64)
 _LEGACY_NOTE = (
@@ -118,8 +121,9 @@ def flex_flash_attn_func(
             in flat order, the rows of k that it sees, padded with -1. k and v have one head then.
         q_block_size, k_block_size: must be 1, with indices.
         sink: (S, Hq) for ``sink_layout`` "sh", (Tq, S, Hq) for "ssh": extra logits in the softmax sum.
-        softmax_scale: default ``D ** -0.5``.
-        softcap: if positive, logits are ``softcap * tanh(scale * q.k / softcap)``.
+        softmax_scale: a number, default ``D ** -0.5``. A tensor of one element counts as its present value and is
+            refused if it requires a gradient; to learn a scale, multiply q by it.
+        softcap: a number; if positive, logits are ``softcap * tanh(scale * q.k / softcap)``.
         deterministic: bitwise repeatable results. On a GPU gradients then take up to 1.2 times as long, and 5 us more
             where the order of sums is not yet known: at the first call of a mask, and mostly in CUDA graphs.
         sm_margin: SMs that a GPU kernel leaves free.
@@ -158,11 +162,11 @@ def flex_flash_attn_func(
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
         _check_devices(q, sink=sink)
-    if softmax_scale is None:
-        softmax_scale = q.shape[2] ** -0.5
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
     out, lse, max_logits = flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, sink, sink_layout,
-        float(softmax_scale), float(softcap), deterministic, sm_margin, return_max_logits, "", needs_backward,
+        scale, as_float(softcap, "softcap"), bool(deterministic), as_int(sm_margin, "sm_margin"),
+        bool(return_max_logits), "", needs_backward,
     )  # fmt: skip
     return out, AttnForwardMeta(lse.detach(), max_logits.detach() if return_max_logits else None)
 

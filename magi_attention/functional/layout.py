@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from magi_attention.comm.transport import Transport
+from magi_attention.common.floats import as_number
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError
 from magi_attention.meta.plan import Plan
 
@@ -119,6 +121,8 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # the gradient may be differentiated
+            return _Gather.apply(grad, ctx.layout, False), None
         return _gather_rows(grad, ctx.layout), None
 
 
@@ -136,9 +140,24 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         layout: TokenLayout = ctx.layout
+        if torch.is_grad_enabled():
+            return (_SumRows if ctx.is_partial_grad else _Shard).apply(grad, layout), None, None
         if not ctx.is_partial_grad:
             return grad.index_select(0, layout.index("local", grad.device)), None, None
         return _sum_rows(grad, layout), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The adjoint of ``_Gather`` with partial gradients: every rank's tensor reaches every rank's result."""
+
+    @staticmethod
+    def forward(ctx, x, layout: TokenLayout):
+        ctx.layout = layout
+        return _sum_rows(x, layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, ctx.layout, True), None
 
 
 def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -154,6 +173,8 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            return _Roll.apply(grad, ctx.layout, -ctx.shift, ctx.simple), None, None, None
         roll_rows = _roll_by_pieces if ctx.simple else _roll_rows
         return roll_rows(grad.contiguous(), ctx.layout, -ctx.shift), None, None, None
 
@@ -210,6 +231,9 @@ def shard(
     (``is_padded``). The backward pass gathers, so that each rank gets the whole global gradient.
     """
     plan = layout.plan
+    pad_value = as_number(pad_value, "pad_value")
+    if pad_value % 1 != 0 and not (x.is_floating_point() or x.is_complex()):
+        raise ContractError(f"pad_value is {pad_value} and the tensor has dtype {x.dtype}; give an integer.")
     layout.check_rows(x, dim, plan.padded_tokens if is_padded else plan.total_tokens, "shard (dispatch)")
     rows = x.movedim(dim, 0)
     if plan.pad_size and not is_padded:
@@ -251,7 +275,7 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     the last token of one gets the first of the next. ``labels`` of ``functional.documents`` stops at their ends.
     """
     layout.check_rows(x, dim, layout.num_local, "roll")
-    return _Roll.apply(x.movedim(dim, 0), layout, int(shift), simple).movedim(0, dim)
+    return _Roll.apply(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)
 
 
 def positions(layout: TokenLayout, device: torch.device | str) -> torch.Tensor:

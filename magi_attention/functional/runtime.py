@@ -11,15 +11,19 @@ import torch
 
 from magi_attention.comm.boxes import why_no_boxes
 from magi_attention.comm.transport import Transport
+from magi_attention.common.floats import as_float
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.one_launch import OneLaunch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
-from magi_attention.kernels.types import FinalBackend, options_of
+from magi_attention.kernels.types import FinalBackend, as_scale, options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
 _log = logging.getLogger("magi_attention.functional")
 _MAX_PREPARED = 256
+DSINK_REDUCES = ("none", "sum", "avg")
+STAGE_MODES = ("staged", "fused", "auto")
 Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
 
 
@@ -46,6 +50,16 @@ class AttnPolicy:
     dsink_reduce: str = "none"
     check: bool = False
     stage_mode: str = "staged"
+
+    def __post_init__(self) -> None:
+        for name in ("fwd_sm_margin", "bwd_sm_margin"):
+            object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=0))
+        flags = ("is_backend_explicit", "deterministic", "hide_tail_reduce", "high_precision_reduce", "prefetch_all")
+        for name in (*flags, "check"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        for name, choices in (("dsink_reduce", DSINK_REDUCES), ("stage_mode", STAGE_MODES)):
+            if getattr(self, name) not in choices:
+                raise ContractError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,12 @@ class AttnRuntime:
 
         ``needs_backward``: by default, whether a tensor requires a gradient.
         """
+        if softmax_scale is not None and type(softmax_scale) is not float:  # the memo would know a tensor by identity
+            softmax_scale = as_scale(softmax_scale)
+        if type(softcap) is not float:
+            softcap = as_float(softcap, "softcap")
+        if type(return_max_logits) is not bool:
+            return_max_logits = bool(return_max_logits)
         # Attributes one by one, and no question whether they are tensors: this is on the path of every layer.
         try:
             if needs_backward is None:
@@ -164,8 +184,8 @@ class AttnRuntime:
         if self.policy.check:
             self._compare_ranks(q, k, v)
         if prepared is None:
-            scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-            prepared = self._prepare(q, k, v, sink, needs_backward, scale, float(softcap), return_max_logits)
+            scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+            prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits)
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared

@@ -104,7 +104,7 @@ class SdpaOnlineBackend:
             run.block(block.q0, block.q1, block.tiles)
         grads = Grads(
             dq=tokens_first(run.dq_HGTD.mul_(options.softmax_scale)),
-            dk=run.dk_HTD.mul_(options.softmax_scale / run.q_factor).transpose(0, 1).contiguous(),
+            dk=run.dk_HTD.mul_(options.softcap or _LN2).transpose(0, 1).contiguous(),  # scale / q_factor
             dv=run.dv_HTD.transpose(0, 1).contiguous(),
         )
         grads.delta = delta
@@ -131,9 +131,9 @@ class _Tiles:
         self.q_unseen, self.k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
         cap = options.softcap
         # With a cap the product is s / cap; without, it is s in base 2 already.
-        self.q_factor = options.softmax_scale / cap if cap > 0 else options.softmax_scale * _LOG2E
+        q_factor = options.softmax_scale / cap if cap > 0 else options.softmax_scale * _LOG2E
         self.cap_base2 = cap * _LOG2E if cap > 0 else None
-        self.q_HGTD = heads_first(q, heads, self.q_unseen).mul_(self.q_factor)
+        self.q_HGTD = heads_first(q, heads, self.q_unseen).mul_(q_factor)
         self.k_HTD = heads_first(k, heads, self.k_unseen)[:, 0]
         self.v_HTD = heads_first(v, heads, self.k_unseen)[:, 0]
         self.heads, self.group = heads, q.shape[1] // heads

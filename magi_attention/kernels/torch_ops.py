@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from magi_attention.common.floats import as_float
 from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.ffa import FfaBackend
 from magi_attention.kernels.ffa_plans import RangeTensors
 from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
-from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, options_of
+from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
 
 _MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
 _OPTIONS = (
@@ -70,8 +72,8 @@ def prepared_flex_fwd(
     backend = _kernels()
     if backend is None or general.kernel_backend().value != backend.name or general.is_sanity_check_enable():
         return None
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    options = options_of(float(scale), float(softcap), sink_layout, deterministic, sm_margin, return_max_logits)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    options = options_of(scale, as_float(softcap, "softcap"), sink_layout, deterministic, sm_margin, return_max_logits)
     return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
 
 
@@ -183,3 +185,4 @@ def _grad(ctx, dout, _dlse, _dmax_logits):
 
 
 flex_fwd.register_autograd(_grad, setup_context=_save)
+flex_bwd.register_autograd(refuse_double_backward)

@@ -12,12 +12,14 @@ Shapes used everywhere below (T tokens, H heads, D head dim of q and k, Dv head 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from magi_attention.common.floats import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 
@@ -31,7 +33,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class AttnOptions:
     """Options of one attention call that do not depend on the tensors.
 
-    Logits are ``s = softmax_scale * q.k``, and ``softcap * tanh(s / softcap)`` if ``softcap > 0``.
+    Logits are ``s = softmax_scale * q.k``, and ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The scale may be any
+    finite number: with 0 all keys that a query sees weigh the same.
     ``sink_layout`` is ``"sh"`` for sinks (S, Hq) or ``"ssh"`` for (Tq, S, Hq). ``sm_margin`` (>= 0) is the
     number of SMs that a GPU kernel leaves free. ``deterministic`` asks for bitwise repeatable results.
     """
@@ -50,10 +53,18 @@ class AttnOptions:
             )
         if self.sink_layout not in ("sh", "ssh"):
             raise ContractError(f'Unknown sink layout {self.sink_layout!r}; use "sh" or "ssh".')
-        if self.softcap < 0:
-            raise ContractError(f"softcap is {self.softcap}; give 0 (off) or a positive number.")
+        if not math.isfinite(self.softmax_scale):
+            raise ContractError(f"softmax_scale is {self.softmax_scale}; give a finite number.")
+        if not 0 <= self.softcap < math.inf:
+            raise ContractError(f"softcap is {self.softcap}; give 0 (off) or a positive finite number.")
         if self.sm_margin < 0:
             raise ContractError(f"sm_margin is {self.sm_margin}; give 0 or a positive number of SMs.")
+
+
+def as_scale(softmax_scale: object) -> float:
+    """A softmax scale, given as a number, as a float."""
+    learn = "To learn a scale, multiply q by it and pass softmax_scale as a float."
+    return as_float(softmax_scale, "softmax_scale", learn)
 
 
 # Equal options are one object, by which backends recognise a call that they have prepared.

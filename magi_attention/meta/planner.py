@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_attention.common.enum import AttnOverlapMode
+from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import K1, Q1, SliceTable, areas
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
@@ -52,7 +53,8 @@ def build_plan(
     slices beyond the total or bad head counts; ``DispatchError`` for a rank without chunks.
     """
     config = config or DistAttnConfig()
-    check_heads(num_heads_q, num_heads_kv, head_dim)
+    total_tokens, cp_size = as_int(total_tokens, "total_tokens"), as_int(cp_size, "cp_size")
+    num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
     _check_ends(slices, total_tokens)
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
@@ -122,7 +124,9 @@ def plan_for_partitions(
     plan_type: type[Plan] = Plan,
 ) -> Plan:
     """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
-    check_heads(num_heads_q, num_heads_kv, head_dim)
+    num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
+    total_tokens, pad_size = as_int(total_tokens, "total_tokens"), as_int(pad_size, "pad_size")
+    chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
     _check_ends(slices, total_tokens + pad_size)
     bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
     pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
@@ -144,8 +148,10 @@ def plan_for_partitions(
     )
 
 
-def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> None:
-    """``ContractError`` unless all are positive and query heads divide over key heads."""
+def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> tuple[int, int, int]:
+    """The three as plain ints; ``ContractError`` unless all are positive and query heads divide over key heads."""
+    num_heads_q, num_heads_kv = as_int(num_heads_q, "num_heads_q"), as_int(num_heads_kv, "num_heads_kv")
+    head_dim = as_int(head_dim, "head_dim")
     if min(num_heads_q, num_heads_kv, head_dim) < 1:
         raise ContractError(
             f"num_heads_q {num_heads_q}, num_heads_kv {num_heads_kv}, head_dim {head_dim}: all must be >= 1."
@@ -155,6 +161,7 @@ def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> None:
             f"{num_heads_q} query heads do not divide over {num_heads_kv} key heads; "
             "num_heads_q must be a multiple of num_heads_kv."
         )
+    return num_heads_q, num_heads_kv, head_dim
 
 
 def _check_ends(slices: SliceTable, total: int) -> None:

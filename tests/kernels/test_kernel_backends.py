@@ -126,6 +126,24 @@ def test_large_logits_do_not_overflow(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("scale", [0.0, -0.4])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_a_scale_may_be_any_finite_number(backend, scale, softcap):
+    case = make_case(13, 65, 70, np.array([[0, 65, 0, 70, CAUSAL]]), softcap=softcap)
+    case.scale = scale
+    check(backend, case)
+
+
+@pytest.mark.parametrize("name, value", [
+    *(("softmax_scale", x) for x in (float("nan"), float("inf"))),
+    *(("softcap", x) for x in (float("nan"), float("inf"), -1.0)),
+])  # fmt: skip
+def test_options_that_mean_nothing_are_refused(name, value):
+    with pytest.raises(ContractError, match=f"{name} is .*; give"):
+        AttnOptions(**{"softmax_scale": 1.0, name: value})
+
+
+@each_backend
 def test_float32(backend):
     slices = random_slices(np.random.default_rng(4), 300, 260, max_slices=12)
     check(backend, make_case(4, 300, 260, slices, softcap=1.1, sink_shape=(2, 4)), torch.float32, tol=2e-6)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from ffa_simulator import close, inputs, tensors, truth
@@ -103,6 +104,20 @@ def test_options_count_by_value(case):
     for _ in range(3):
         flex_flash_attn_func(case.q, case.k, case.v, *case.mask, softcap=0)
     assert len(KNOWN) == before + 1
+
+
+def test_numbers_that_may_change_are_not_remembered(case):
+    """A tensor is another number after an edit, and numpy's scalars are not compared here."""
+    scale, before = torch.tensor(0.25), len(KNOWN)
+    for factor in (1.0, 3.0):
+        scale.mul_(factor)
+        for given in (scale, scale.numpy(), np.float64(scale.item())):
+            want = truth(case.q, case.k, case.v, table_from_tensors(*case.mask), AttnOptions(scale.item()))
+            for _ in range(2):
+                out, _ = flex_flash_attn_func(case.q, case.k, case.v, *case.mask, softmax_scale=given)
+                close(out, want.out, 1e-2)
+            assert case.find(softmax_scale=given) is None and case.find(softcap=given) is None
+    assert len(KNOWN) == before
 
 
 def test_how_arguments_are_passed(case):
