@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from magi_attention.common import infer
 from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.integers import as_int, as_window
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import ContractError
@@ -44,6 +45,7 @@ def infer_varlen_mask_from_batch(
 
     ``device`` defaults to the GPU if there is one.
     """
+    batch_size, seq_len = as_int(batch_size, "batch_size"), as_int(seq_len, "seq_len")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cu = torch.arange(0, batch_size + 1, dtype=torch.int32, device=device) * seq_len
@@ -95,7 +97,7 @@ def infer_attn_mask_from_sliding_window(
     import numpy as np
 
     segment = np.array([[q_range.start, q_range.end, k_range.start, k_range.end]], dtype=np.int64)
-    return _triple(infer.window_slices(segment, int(window_size[0]), int(window_size[1])))
+    return _triple(infer.window_slices(segment, *as_window(window_size, "window_size")))
 
 
 def infer_attn_mask_from_cu_seqlens(
@@ -111,7 +113,7 @@ def infer_attn_mask_from_cu_seqlens(
     """
     cu_q = infer.as_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     cu_k = infer.as_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
-    window = (int(window_size[0]), int(window_size[1]))
+    window = as_window(window_size, "window_size")
     rows = infer.varlen_slices(cu_q, cu_k, causal, window, global_window_size)
     return *_triple(rows), int(cu_q[-1]), int(cu_k[-1])
 

@@ -16,11 +16,12 @@ _WORTH_SAYING = 0.95  # of the bytes
 def read_mask(path: Path):
     """Mask of a JSON file with the keys total, q_ranges, k_ranges and types."""
     from magi_attention.api import Mask
+    from magi_attention.common.integers import as_int
 
     try:
         data = json.loads(path.read_text())
         q_ranges, k_ranges, types = data["q_ranges"], data["k_ranges"], data.get("types", "full")
-        total = int(data["total"])
+        total = as_int(data["total"], "total")
         return Mask.from_slices(q_ranges, k_ranges, types, total, total).check()
     except OSError as error:
         raise UsageError(f"The mask file cannot be read: {error}.") from None

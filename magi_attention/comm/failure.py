@@ -27,8 +27,6 @@ from collections.abc import Callable, Sequence
 from magi_attention.errors import PeerFailureError
 
 SLICE_S = 1.0
-ROLL_CALL_S = 10.0  # for all others to answer; a rank on a busy machine is slow and not gone
-LAST_ANSWER_S = 1.25 * SLICE_S  # for the last one, once all but it have answered
 _POLL_S = 0.02
 _KINDS = ("own", "lost", "late")  # causes first
 
@@ -106,14 +104,13 @@ class FailureBoard:
             self.lost = failure
         return failure
 
-    def roll_call(self) -> tuple[str | None, list[int]]:
-        """Asks all ranks for their position and waits for the answers, at most ``ROLL_CALL_S``, and no longer than
-        ``LAST_ANSWER_S`` for a single one. Returns (failure reported by a peer, or None; ranks that are silent or
-        behind)."""
+    def roll_call(self, grace_s: float, num_expected: int) -> tuple[str | None, list[int]]:
+        """Asks all ranks for their position and waits up to ``grace_s``, or until ``num_expected`` others
+        have answered. Returns (failure reported by a peer, or None; ranks that are silent or behind)."""
         self._write("alarm", "1")
         own = self._position()
         self._write(f"at/{self._rank}", str(own))
-        deadline = time.monotonic() + ROLL_CALL_S
+        deadline = time.monotonic() + grace_s
         others = [r for r in range(len(self.ranks)) if r != self._rank]
         while True:
             failure = self.peer_failure()
@@ -121,9 +118,7 @@ class FailureBoard:
                 return failure, []
             positions = {r: self._read(f"at/{r}") for r in others}
             missing = [r for r, at in positions.items() if at is None or int(at) < own]
-            if len(missing) <= 1:
-                deadline = min(deadline, time.monotonic() + LAST_ANSWER_S)
-            if not missing or time.monotonic() > deadline:
+            if len(others) - len(missing) >= num_expected or time.monotonic() > deadline:
                 return None, missing
             time.sleep(_POLL_S)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import Transport
 from magi_attention.comm.work import GeneralWork
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError
 
 Group = dist.ProcessGroup | Transport | None
@@ -115,16 +116,13 @@ def scatter_fwd_all_gather_bwd(
 
 
 def _check_sizes(sizes: Sequence[int], transport: Transport) -> list[int]:
+    sizes = [as_int(n, "A split size") for n in sizes]
     if len(sizes) != transport.size or any(n < 0 for n in sizes):
-        raise ContractError(
-            f"split_sizes {list(sizes)} must be {transport.size} numbers >= 0, one per rank of the group."
-        )
-    return [int(n) for n in sizes]
+        raise ContractError(f"split_sizes {sizes} must be {transport.size} numbers >= 0, one per rank of the group.")
+    return sizes
 
 
-def _gather_sizes(
-    x: torch.Tensor, transport: Transport, dim: int, split_sizes: Sequence[int] | None
-) -> list[int]:
+def _gather_sizes(x: torch.Tensor, transport: Transport, dim: int, split_sizes: Sequence[int] | None) -> list[int]:
     if split_sizes is None:
         return [x.shape[dim]] * transport.size
     sizes = _check_sizes(split_sizes, transport)
@@ -136,15 +134,12 @@ def _gather_sizes(
     return sizes
 
 
-def _scatter_sizes(
-    x: torch.Tensor, transport: Transport, dim: int, split_sizes: Sequence[int] | None
-) -> list[int]:
+def _scatter_sizes(x: torch.Tensor, transport: Transport, dim: int, split_sizes: Sequence[int] | None) -> list[int]:
     total = x.shape[dim]
     if split_sizes is None:
         if total % transport.size:
             raise ContractError(
-                f"Dim {dim} of size {total} cannot be split evenly over {transport.size} ranks; pass "
-                "split_sizes."
+                f"Dim {dim} of size {total} cannot be split evenly over {transport.size} ranks; pass split_sizes."
             )
         return [total // transport.size] * transport.size
     sizes = _check_sizes(split_sizes, transport)

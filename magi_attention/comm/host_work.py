@@ -49,7 +49,7 @@ class HostWork:
                 self._raise(failure)
             if waited_s < self._timeout_s:
                 return
-            failure, missing = self._board.roll_call()
+            failure, missing = self._board.roll_call(1.25 * SLICE_S, len(self._board.ranks) - 1)
         except (OSError, RuntimeError) as exc:
             if isinstance(exc, PeerFailureError):
                 raise
@@ -70,7 +70,8 @@ class HostWork:
         """A connection broke: finds out whose, by a roll call among those still there."""
         reason = str(exc).splitlines()[0].split("] ", 1)[-1].split(". This is")[0]
         try:
-            failure, silent = self._board.roll_call()
+            num_others = len(self._board.ranks) - 1
+            failure, silent = self._board.roll_call(1.25 * SLICE_S, num_others)
         except (OSError, RuntimeError) as store_exc:
             self._raise_store(store_exc)
         if failure is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError
 
 
@@ -39,10 +40,10 @@ class GroupSpec:
         spec = cls(
             rank,
             world,
-            tuple(int(n) for n in input_splits),
-            tuple(tuple(int(r) for r in dst) for dst in dst_indices),
-            tuple(int(n) for n in output_splits),
-            tuple(int(r) for r in src_index),
+            tuple(as_int(n, "An input split") for n in input_splits),
+            tuple(tuple(as_int(r, "A rank in dst_indices") for r in dst) for dst in dst_indices),
+            tuple(as_int(n, "An output split") for n in output_splits),
+            tuple(as_int(r, "A rank in src_index") for r in src_index),
         )
         spec.check()
         return spec

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from magi_attention.common.integers import as_int, as_int_array, as_window
 from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, cut_k, trim
 from magi_attention.errors import ContractError
 
@@ -17,21 +18,19 @@ from magi_attention.errors import ContractError
 def as_cu_seqlens(value, name: str = "cu_seqlens") -> np.ndarray:
     """Cumulative lengths as int64 ``(n + 1,)`` from a list, array or tensor (CPU or CUDA).
 
-    ``ContractError`` unless one-dimensional, starting at 0 and never decreasing.
+    ``ContractError`` unless they are integers in one dimension that start at 0 and never decrease.
     """
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    cu = np.asarray(value)
-    if cu.ndim != 1 or len(cu) < 1 or (cu.size and not np.issubdtype(cu.dtype, np.integer)):
-        raise ContractError(f"{name} must be a non-empty 1-D array of integers such as [0, 512, 2048].")
-    cu = cu.astype(np.int64)
+    cu = as_int_array(value, name)
+    if cu.ndim != 1 or not len(cu):
+        raise ContractError(f"{name} has shape {cu.shape}; give a 1-D array of integers such as [0, 512, 2048].")
     if cu[0] != 0:
         raise ContractError(f"{name} starts at {cu[0]}; the first entry must be 0.")
     falls = np.flatnonzero(np.diff(cu) < 0)
     if len(falls):
         i = int(falls[0])
         raise ContractError(
-            f"{name} decreases from {cu[i]} to {cu[i + 1]} at entry {i + 1}; give cumulative lengths, not lengths."
+            f"{name} decreases from {cu[i]} to {cu[i + 1]} at entry {i + 1}; give cumulative lengths, not lengths, "
+            "without what fills up the array behind them."
         )
     return cu
 
@@ -56,8 +55,8 @@ def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) 
     ``prefix`` keys at the start of every segment are seen by each row as far as its right side reaches,
     whatever ``left`` says; the window itself then covers the other keys.
     """
-    if left < -1 or right < -1:
-        raise ContractError(f"window ({left}, {right}) has a side below -1; use -1 for unlimited.")
+    left, right = as_window((left, right))
+    prefix = as_int(prefix, "The global prefix")
     if prefix < 0:
         raise ContractError(f"The global prefix is {prefix}; it counts keys and must be >= 0.")
     q0, q1, k0, k1 = segments.T
@@ -98,15 +97,16 @@ def varlen_slices(
             f"cu_seqlens_q describes {len(cu_q) - 1} samples and cu_seqlens_k {len(cu_k) - 1}; "
             "give both the same number of samples."
         )
-    windowed = tuple(window) != (-1, -1)
+    window = as_window(window)
+    windowed = window != (-1, -1)
     if causal and windowed:
         raise ContractError(
-            f"causal=True together with window_size={tuple(window)}; "
+            f"causal=True together with window_size={window}; "
             "write a causal window as window_size=(w, 0) with causal=False."
         )
     segments = np.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], axis=1)
     if windowed:
-        return window_slices(segments, int(window[0]), int(window[1]), prefix)
+        return window_slices(segments, *window, prefix)
     kind = np.full((len(segments), 1), CAUSAL if causal else FULL)
     return np.concatenate([segments, kind], axis=1)
 

@@ -46,12 +46,22 @@ def as_int_array(value: Any, name: str) -> np.ndarray:
         raise ContractError(f"{name} has a value beyond 64 bits; give integers below 2**63.") from None
     if not array.size:
         return array.astype(np.int64)
-    has_bools = isinstance(value, (list, tuple)) and any(_is_bool(x) for x in value)
+    has_bools = isinstance(value, (list, tuple)) and any(type(x) is bool for x in value)
     if not np.issubdtype(array.dtype, np.integer) or has_bools:
-        raise ContractError(f"{name} holds {_kind(array, has_bools)}; give integers.")
+        found = f"holds {_kind(array, has_bools)}" if array.ndim else f"is {_shown(value)}"
+        raise ContractError(f"{name} {found}; give integers.")
     if array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:
         raise ContractError(f"{name} has the value {int(array.max())}; give integers below 2**63.")
     return array.astype(np.int64, copy=False)
+
+
+def as_pairs(ranges: Any, name: str) -> np.ndarray:
+    """``(n, 2)`` int64 from an array, a tensor or any iterable of pairs; ``ContractError`` for anything else."""
+    is_array = hasattr(ranges, "dtype")
+    array = as_int_array(ranges if is_array else [tuple(pair) for pair in ranges], name)
+    if array.size and (array.ndim != 2 or array.shape[1] != 2):
+        raise ContractError(f"{name} has shape {array.shape}; give pairs [start, end].")
+    return array.reshape(-1, 2)
 
 
 def as_window(value: Any, name: str = "window") -> tuple[int, int]:

@@ -11,14 +11,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from magi_attention.common.integers import as_pairs
 from magi_attention.errors import ContractError
 
 
 def as_intervals(ranges: Iterable) -> np.ndarray:
     """``(n, 2)`` int64 from an array or any iterable of pairs."""
-    if isinstance(ranges, np.ndarray):
-        return ranges.astype(np.int64, copy=False).reshape(-1, 2)
-    return np.array([tuple(r) for r in ranges], dtype=np.int64).reshape(-1, 2)
+    return as_pairs(ranges, "The ranges")
 
 
 def merge_intervals(ranges: np.ndarray) -> np.ndarray:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
 from magi_attention.common import infer
-from magi_attention.common.integers import as_int
+from magi_attention.common.integers import as_int, as_int_array, as_window
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
@@ -96,7 +97,7 @@ class Mask:
         cu_q = infer.as_cu_seqlens(cu_seqlens)
         cu_k = cu_q if cu_seqlens_k is None else infer.as_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
         array = infer.varlen_slices(cu_q, cu_k, causal, window, global_prefix)
-        name = "varlen window" if tuple(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
+        name = "varlen window" if as_window(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
         documents = cu_q if np.array_equal(cu_q, cu_k) else None
         return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name, documents)
 
@@ -113,7 +114,7 @@ class Mask:
 
         ``cu_seqlens`` may also be one total length.
         """
-        cu = infer.as_cu_seqlens([0, cu_seqlens] if np.isscalar(cu_seqlens) else cu_seqlens)
+        cu = _as_documents(cu_seqlens)
         block = as_int(block, "block")
         if block < 1:
             raise ContractError(f"block is {block}; give the block length in tokens, >= 1.")
@@ -130,9 +131,14 @@ class Mask:
 
         ``cu_seqlens`` may be one total length; ``prefix`` one length for all documents or one for each.
         """
-        cu = infer.as_cu_seqlens([0, cu_seqlens] if np.isscalar(cu_seqlens) else cu_seqlens)
+        cu = _as_documents(cu_seqlens)
         lengths = np.diff(cu)
-        prefixes = np.broadcast_to(np.asarray(prefix, dtype=np.int64), lengths.shape) if len(lengths) else lengths
+        prefixes = as_int_array(prefix, "prefix")
+        if prefixes.shape not in ((), lengths.shape):
+            raise ContractError(
+                f"prefix has shape {prefixes.shape} for {len(lengths)} documents; give one length, or one for each."
+            )
+        prefixes = np.broadcast_to(prefixes, lengths.shape)
         if (prefixes < 0).any() or (prefixes > lengths).any():
             raise ContractError(
                 f"A prefix lies outside 0..document length ({prefixes.tolist()[:8]} for {lengths.tolist()[:8]})."
@@ -164,9 +170,10 @@ class Mask:
         ``parents[i]`` is the index of an earlier node, or -1 for a root. A node's last token has as many next tokens
         as the node has children, so the mask knows no documents for labels.
         """
+        lengths, parents = as_int_array(lengths, "lengths").tolist(), as_int_array(parents, "parents").tolist()
         if len(lengths) != len(parents):
             raise ContractError(f"{len(lengths)} lengths but {len(parents)} parents; give one per node.")
-        bounds = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).tolist()
+        bounds = [0, *accumulate(lengths)]
         rows: list[tuple[int, int, int, int, int]] = []
         ancestors: list[list[tuple[int, int]]] = []
         for node, parent in enumerate(parents):
@@ -258,3 +265,9 @@ class Mask:
                 f"{second[4]}); slices must be disjoint, so cut one of them."
             )
         return self
+
+
+def _as_documents(cu_seqlens) -> np.ndarray:
+    """Cumulative lengths as of ``as_cu_seqlens``, or one total length."""
+    is_total = np.isscalar(cu_seqlens) or getattr(cu_seqlens, "ndim", None) == 0
+    return infer.as_cu_seqlens([0, as_int(cu_seqlens, "total")] if is_total else cu_seqlens)

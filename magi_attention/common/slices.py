@@ -25,6 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.errors import ContractError, RangeError
 
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
@@ -223,7 +224,7 @@ class SliceTable:
     __slots__ = ("array", "__dict__")
 
     def __init__(self, array: np.ndarray) -> None:
-        array = np.ascontiguousarray(array, dtype=np.int64).reshape(-1, 5).copy()
+        array = np.ascontiguousarray(as_int_array(array, "The slices")).reshape(-1, 5).copy()
         array.setflags(write=False)
         self.array = array
 
@@ -235,8 +236,7 @@ class SliceTable:
         types: Iterable[int | str | AttnMaskType] | int | str | AttnMaskType = FULL,
     ) -> SliceTable:
         """From pairs of half-open ranges and one type, or one type per slice."""
-        q = np.array([tuple(r) for r in q_ranges], dtype=np.int64).reshape(-1, 2)
-        k = np.array([tuple(r) for r in k_ranges], dtype=np.int64).reshape(-1, 2)
+        q, k = as_pairs(q_ranges, "q_ranges"), as_pairs(k_ranges, "k_ranges")
         if isinstance(types, (int, np.integer, str, AttnMaskType)):
             kinds = [type_code(types)] * len(q)
         else:

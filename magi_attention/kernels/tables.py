@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
 from magi_attention.errors import ContractError, RangeError
 from magi_attention.kernels.operands import memo
@@ -25,8 +26,8 @@ def table_from_tensors(
         RangeError: a range with start > end or a negative start.
         ContractError: a type outside 0..3.
     """
-    q, k = _host(q_ranges).reshape(-1, 2), _host(k_ranges).reshape(-1, 2)
-    kinds = np.full(len(q), FULL, dtype=np.int64) if attn_type_map is None else _host(attn_type_map)
+    q, k = as_pairs(q_ranges, "q_ranges"), as_pairs(k_ranges, "k_ranges")
+    kinds = np.full(len(q), FULL) if attn_type_map is None else as_int_array(attn_type_map, "attn_type_map")
     return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
 
 
@@ -36,28 +37,22 @@ def table_from_attn_arg(attn_arg: object) -> SliceTable:
     Ranges are a tensor (N, 2) or an iterable of pairs or of objects with ``start`` and ``end``; types are a
     tensor (N,), an iterable of codes, names or ``AttnMaskType``, or None for all FULL.
     """
-    q, k = _pairs(attn_arg.q_ranges), _pairs(attn_arg.k_ranges)  # type: ignore[attr-defined]
+    q = _pairs(attn_arg.q_ranges, "q_ranges")  # type: ignore[attr-defined]
+    k = _pairs(attn_arg.k_ranges, "k_ranges")  # type: ignore[attr-defined]
     types = getattr(attn_arg, "attn_type_map", None)
     if types is None:
         types = [FULL] * len(q)
     codes = types.tolist() if isinstance(types, torch.Tensor) else list(types)
     kinds = np.array([type_code(t) for t in codes], dtype=np.int64)
     if not len(q) == len(k) == len(kinds):
-        raise ContractError(
-            f"{len(q)} q ranges, {len(k)} k ranges and {len(kinds)} types; give as many of each."
-        )
+        raise ContractError(f"{len(q)} q ranges, {len(k)} k ranges and {len(kinds)} types; give as many of each.")
     return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
 
 
-def _pairs(ranges: object) -> np.ndarray:
-    if isinstance(ranges, torch.Tensor):
-        return _host(ranges).reshape(-1, 2)
-    pairs = [(r.start, r.end) if hasattr(r, "start") else tuple(r) for r in ranges]  # type: ignore[attr-defined]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
-
-
-def _host(x: torch.Tensor) -> np.ndarray:
-    return x.detach().cpu().numpy().astype(np.int64)
+def _pairs(ranges: object, name: str) -> np.ndarray:
+    if not isinstance(ranges, torch.Tensor):
+        ranges = [(r.start, r.end) if hasattr(r, "start") else tuple(r) for r in ranges]  # type: ignore[attr-defined]
+    return as_pairs(ranges, name)
 
 
 @lru_cache(maxsize=32)
@@ -73,8 +68,7 @@ def _table(raw: bytes) -> SliceTable:
     bad = np.flatnonzero((array[:, 4] < 0) | (array[:, 4] > 3))
     if len(bad):
         raise ContractError(
-            f"attn_type_map[{bad[0]}] is {array[bad[0], 4]}; "
-            "use 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)."
+            f"attn_type_map[{bad[0]}] is {array[bad[0], 4]}; use 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)."
         )
     return SliceTable(array)
 
@@ -89,7 +83,7 @@ def table_from_indices(indices: torch.Tensor, total_k: int) -> SliceTable:
     Raises:
         ContractError: an index >= ``total_k``.
     """
-    ids = _host(indices).reshape(-1, max(indices.shape[-1], 1))
+    ids = as_int_array(indices, "The attention indices").reshape(-1, max(indices.shape[-1], 1))
     if ids.size and int(ids.max()) >= total_k:
         raise ContractError(f"An attention index is {int(ids.max())}, but k has only {total_k} rows.")
     rows, columns = np.nonzero(ids >= 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import Q0, Q1, areas, cut_q, trim
 from magi_attention.errors import ContractError
@@ -12,9 +13,8 @@ from magi_attention.errors import ContractError
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     """Smallest pad >= 0 (tokens) that makes the total a multiple of ``chunk_size * cp_size``."""
-    if cp_size < 1 or chunk_size < 1:
-        raise ContractError(f"cp_size is {cp_size} and chunk_size {chunk_size}; both must be >= 1.")
-    return -total_seqlen_q % (chunk_size * cp_size)
+    cp_size, chunk_size = as_int(cp_size, "cp_size", at_least=1), as_int(chunk_size, "chunk_size", at_least=1)
+    return -as_int(total_seqlen_q, "total_seqlen_q") % (chunk_size * cp_size)
 
 
 def pad_size(total: int, cp_size: int, chunk_size: int, uneven_shard: bool) -> int:
