@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
-from peers import OURS_PUBLIC, Unfit, available, installed_peers  # noqa: E402
+from peers import Unfit, available, installed_peers  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from timing import LEAD_CYCLES, LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
@@ -45,6 +45,7 @@ from magi_attention.native.toolchain import PLANNER  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
+OURS = {"magi", "magi_host", "magi_det"}  # the public function; the kernels, with the mask known on the host
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -142,12 +143,11 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
     is_forward = options.direction == "forward"
     tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
     calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
-    if "magi" in calls:
-        results["magi"].workspace_bytes = getattr(calls["magi"], "workspace_bytes", None)
+    for name in OURS & calls.keys():
+        results[name].workspace_bytes = getattr(calls[name], "workspace_bytes", None)
         if options.host:
-            call = OURS_PUBLIC(*tensors, case) if is_forward else calls["magi"]
-            call()
-            results["magi"].host_us = host_us(call)
+            calls[name]()
+            results[name].host_us = host_us(calls[name])
     if options.graph:
         calls = graphs_of(calls, results)
     failed: dict[str, str] = {}
@@ -222,7 +222,8 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         ]
         us = f"{mine.median_us:.1f}" if mine and mine.tflops else "-"
         host = f"{mine.host_us:.1f}" if mine and mine.host_us else "-"
-        workspace = f"{mine.workspace_bytes:,}" if mine and mine.workspace_bytes is not None else "-"
+        used = next((r.workspace_bytes for r in of.values() if r.workspace_bytes is not None), None)
+        workspace = "-" if used is None else f"{used:,}"
         rows.append([mask, size_of(seqlen), *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
@@ -330,9 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.show:
         print(show(options.show))
         return 0
-    if options.graph and options.direction == "backward" and not (options.no_peers or options.only == ["magi"]):
+    if options.graph and options.direction == "backward" and options.only != ["magi_host"]:
         # Autograd runs a gradient on the stream of its forward, which is outside the capture.
-        parser.error("--graph --direction backward captures ours only: add --no-peers, or time --direction both.")
+        parser.error("--graph --direction backward captures --only magi_host; or time --direction both.")
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch sees none.", file=sys.stderr)
         return 2
@@ -353,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:  # after every case, so that a run that is cut off keeps what it has
                 save(results, list(makers), options, options.out)
     print("\n" + table(results, list(makers)))
-    return 1 if any(r.name == "magi" and r.reason for r in results) else 0
+    return 1 if any(r.name in OURS and r.reason for r in results) else 0
 
 
 if __name__ == "__main__":

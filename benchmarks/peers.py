@@ -40,11 +40,13 @@ def forward_of(backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case:
     return lambda: backend.forward_final(q, k, v, slices, options)[0]
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+def _ours_host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    """The kernel with the mask known on the host, as ``attend`` and ``calc_attn`` call it."""
     return forward_of(our_backend(), q, k, v, case)
 
 
-def _ours_public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    """The public function, with ranges on the GPU."""
     from magi_attention.functional import flex_flash_attn_func
 
     ranges = case.mask.slices.tensors(q.device)
@@ -148,7 +150,7 @@ def available(no_peers: bool = False) -> dict[str, Make]:
 
     FlashAttention-4 comes with ``pip install --pre "flash-attn-4[cu13]"``.
     """
-    found: dict[str, Make] = {"magi": _ours}
+    found: dict[str, Make] = {"magi": _ours, "magi_host": _ours_host}
     if no_peers:
         return found
     found["cudnn"] = _cudnn
@@ -162,6 +164,3 @@ def available(no_peers: bool = False) -> dict[str, Make]:
 
         found["fa4"] = _flash_attention(flash_attn_func, flash_attn_varlen_func)
     return found
-
-
-OURS_PUBLIC = _ours_public

@@ -71,7 +71,12 @@ def by_autograd(make: Make, is_both: bool) -> MakeGrads:
 
 
 def gradient_makers(makers: Mapping[str, Make], is_both: bool) -> dict[str, MakeGrads]:
-    """Of each forward in ``makers`` the gradients; ours is ``"magi"``, and ``"magi_det"`` with ``deterministic``."""
-    grads = {n: by_autograd(make, is_both) for n, make in makers.items() if n != "magi"}
-    mine = {"magi": ours(is_both), "magi_det": ours(is_both, deterministic=True)} if "magi" in makers else {}
-    return mine | grads
+    """Of each forward in ``makers`` the gradients. ``"magi"`` is the public function; ``"magi_host"`` the kernels with
+    the mask known on the host, and ``"magi_det"`` these with ``deterministic``."""
+    grads: dict[str, MakeGrads] = {}
+    for name, make in makers.items():
+        if name == "magi_host":
+            grads |= {name: ours(is_both), "magi_det": ours(is_both, deterministic=True)}
+        else:
+            grads[name] = by_autograd(make, is_both)
+    return grads

@@ -35,6 +35,7 @@ from magi_attention.kernels.ffa_operands import (
 )
 from magi_attention.kernels.ffa_plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa_remote import NO_TOKENS, RemoteGrads, RemoteKeys
+from magi_attention.kernels.host_ranges import HostRanges
 from magi_attention.kernels.known_calls import PreparedCall
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
@@ -81,6 +82,7 @@ class FfaBackend:
         self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
         self._range_plans = RangePlans(self._libraries, host_planning)
         self._backward = BackwardCalls(self._libraries, self._range_plans)
+        self._host_ranges = HostRanges()
 
     @property
     def library(self) -> FfaLibrary:
@@ -193,6 +195,24 @@ class FfaBackend:
         return self._backward.run(
             self.runtime, Operands(dout, q, k, v, out, lse, None), slices, options, sink, None, q.dtype
         )
+
+    def slices_of(
+        self, mask: SliceTable | RangeTensors, q: torch.Tensor, k: torch.Tensor, options: AttnOptions
+    ) -> SliceTable | None:
+        """The slices of a mask given as range tensors, if the host knows them by now, for a faster backward.
+
+        The first call of a mask starts to read its ranges. None with ``deterministic``, because whether the host knows
+        them is a matter of time, and the two backwards add in different orders.
+        """
+        if isinstance(mask, SliceTable):
+            return mask
+        if options.deterministic:
+            return None
+        runtime, index = self.runtime, q.get_device()
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.slices_of(mask, q, k, options)
+        return self._host_ranges.find(runtime, mask, q.shape[0], k.shape[0])
 
     def forward_remote(
         self,

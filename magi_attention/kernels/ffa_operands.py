@@ -41,6 +41,10 @@ class CudaRuntime:
         """To be recorded on one stream and waited for by another."""
         return torch.cuda.Event()
 
+    def to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, complete when the stream gets there."""
+        return x.to("cpu", non_blocking=True)
+
     def processors(self, index: int) -> int:
         """Multiprocessors of the device. Each call of a backward asks for them."""
         found = self._processors.get(index)

@@ -23,7 +23,7 @@ from magi_attention.kernels.ffa_libraries import FfaLibraries
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.unit_walks import UnitShape, with_units
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words
+from magi_attention.native.tile_plan import TilePlan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
@@ -61,12 +61,35 @@ class KeptList:
     is_made: bool = False
 
 
+class StreamOrder:
+    """The streams behind which a tensor that was copied to a GPU is complete: the one of the copy, and those that wait
+    for it."""
+
+    def __init__(self, x: torch.Tensor, stream: int) -> None:
+        self._streams = {stream}
+        self._made = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+    def join(self, x: torch.Tensor, stream: int, capturing: bool) -> None:
+        """Work that the current stream gets from now on may read the tensor, which lives until that work is done.
+
+        While a CUDA graph is captured nothing is added to it: torch waits for the device before a capture begins.
+        """
+        if stream in self._streams or capturing or self._made is None:
+            return
+        current = torch.cuda.current_stream(x.device)
+        current.wait_event(self._made)
+        x.record_stream(current)
+        self._streams.add(stream)
+
+
 class Kept(NamedTuple):
-    """A plan, its address, and what backwards that follow it keep; None if it is for one call."""
+    """A plan, its address, and what backwards that follow it keep; None if it is for one call. ``order`` of a plan that
+    several streams may use."""
 
     plan: torch.Tensor
     address: int
     lists: dict[tuple, KeptList] | None
+    order: StreamOrder | None = None
 
     def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> KeptList | None:
         """The list for calls of ``key``, to be held until the launch; None if none is kept.
@@ -90,10 +113,10 @@ class _Entry(NamedTuple):
 
     def is_true(self, mask: RangeTensors) -> bool:
         is_same = all(ref is None or ref() is x for ref, x in zip(self.refs, mask))  # the key tells a missing one
-        return is_same and self.state == _state(mask)
+        return is_same and self.state == range_state(mask)
 
 
-def _state(mask: RangeTensors) -> tuple:
+def range_state(mask: RangeTensors) -> tuple:
     """Changes with every edit that torch knows of."""
     return tuple((x._version, x.data_ptr(), x.shape) for x in mask if x is not None)
 
@@ -115,8 +138,15 @@ class RangePlans:
             key = (shape, device)
             kept = cache.get(key)
             if kept is None:
+                if capturing:
+                    raise ContractError(
+                        "The tile plan of this mask cannot be copied to the GPU while a CUDA graph is captured; run "
+                        "the call once before the capture."
+                    )
                 plan = table_plan(mask, shape, device)
-                kept = cache[key] = Kept(plan, plan.data_ptr(), {})
+                kept = cache[key] = Kept(plan, plan.data_ptr(), {}, StreamOrder(plan, stream))
+            elif kept.order is not None:
+                kept.order.join(kept.plan, stream, capturing)
             return kept
         if not isinstance(mask, RangeTensors):
             return mask.mask.plan(shape, device)
@@ -139,7 +169,7 @@ class RangePlans:
         if entry is not None and entry.is_true(mask):
             return entry.kept
         # The state is taken first: an edit while the plan is being made must not be missed.
-        state = _state(mask)
+        state = range_state(mask)
         plan = self._produce(mask, shape, stream, capturing)
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
@@ -190,21 +220,9 @@ def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple:
 
 
 def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
-    """The plan of a slice table on ``device``, kept with the table.
-
-    Raises:
-        ContractError: a slice reaches beyond the rows, or a CUDA graph is being captured and the plan is not made.
-    """
+    """The plan of a slice table, int32 on ``device``, complete when the current stream gets there: the host does not
+    wait. ``ContractError`` if a slice reaches beyond the rows."""
     total_q, total_k, tile, is_transposed, units = shape
-    try:
-        if units is None:
-            return device_plan(slices, total_q, total_k, tile.tokens, tile.groups, device, is_transposed)
-        plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
-        return torch.from_numpy(with_units(plan.words, units)).to(device)
-    except RuntimeError as error:
-        if "captur" not in str(error):
-            raise
-        raise ContractError(
-            "The tile plan of this mask cannot be copied to the GPU while a CUDA graph is captured; run the call "
-            "once before the capture."
-        ) from error
+    plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
+    words = torch.from_numpy(plan.words.copy() if units is None else with_units(plan.words, units))
+    return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words

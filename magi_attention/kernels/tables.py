@@ -31,6 +31,19 @@ def table_from_tensors(
     return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
 
 
+def table_from_host_ranges(
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: torch.Tensor | None, total_q: int, total_k: int
+) -> SliceTable:
+    """``table_from_tensors`` without the slices that the planner on the device leaves out: ranges that are malformed or
+    reach beyond the rows, and types outside 0..3."""
+    q, k = _host(q_ranges).reshape(-1, 2), _host(k_ranges).reshape(-1, 2)
+    kinds = np.full(len(q), FULL, dtype=np.int64) if attn_type_map is None else _host(attn_type_map)
+    rows = np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1)
+    starts, ends, kinds = rows[:, [0, 2]], rows[:, [1, 3]], rows[:, 4]
+    is_good = ((starts >= 0) & (starts <= ends) & (ends <= (total_q, total_k))).all(axis=1) & (kinds >= 0) & (kinds <= 3)
+    return _table(np.ascontiguousarray(rows[is_good]).tobytes())
+
+
 def table_from_attn_arg(attn_arg: object) -> SliceTable:
     """Slices of any object with ``q_ranges``, ``k_ranges`` and ``attn_type_map``.
 

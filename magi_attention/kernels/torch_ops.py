@@ -80,10 +80,10 @@ def prepared_flex_fwd(
 def _mask(
     k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe
 ) -> SliceTable | RangeTensors:
-    """For the CUDA kernels: the ranges as they are, where nobody needs to look at them."""
+    """For the CUDA kernels: ranges on a GPU as they are, where nobody needs to look at them."""
     from magi_attention.env import general
 
-    if indices is None and not general.is_sanity_check_enable():
+    if indices is None and q_ranges.device == k.device and not general.is_sanity_check_enable():
         return RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
     return _slices(k, q_ranges, k_ranges, types, indices)
 
@@ -113,6 +113,8 @@ def flex_fwd(
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
     if isinstance(backend, FfaBackend):
         mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
+        if needs_backward:
+            backend.slices_of(mask, q, k, options)  # starts to read the ranges, which the backward wants to know
         out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
     else:
         got = backend.forward(q, k, v, _slices(k, q_ranges, k_ranges, attn_type_map, indices), options, sink)
@@ -152,7 +154,8 @@ def flex_bwd(
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
     if isinstance(backend, FfaBackend):
         mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
-        got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink)
+        slices = backend.slices_of(mask, q, k, options)
+        got = backend.backward_final(dout, q, k, v, out, lse, mask if slices is None else slices, options, sink)
     else:
         slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
         got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)

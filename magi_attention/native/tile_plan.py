@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from magi_attention.common.slices import SliceTable
@@ -19,9 +17,6 @@ from magi_attention.errors import ContractError
 from magi_attention.native import abi
 from magi_attention.native.loader import check, load
 from magi_attention.native.toolchain import PLANNER
-
-if TYPE_CHECKING:
-    import torch
 
 _INT32_END = 2**31
 
@@ -168,31 +163,6 @@ def strips(rows: np.ndarray, tile_tokens: int) -> np.ndarray:
 def plan_words(total_q: int, tile_tokens: int, num_layers: int) -> int:
     """Size in int32 words of a plan with up to ``num_layers`` layers."""
     return load(PLANNER).magi_tile_plan_words(total_q, tile_tokens, num_layers)
-
-
-def device_plan(
-    slices: SliceTable,
-    total_q: int,
-    total_k: int,
-    tile_tokens: int,
-    num_groups: int,
-    device: torch.device | str,
-    is_transposed: bool = False,
-) -> torch.Tensor:
-    """The plan of ``TilePlan.of_table`` as an int32 tensor on ``device``, made once per slice table and sizes.
-
-    It is kept with the slice table, which never changes: all layers share it, it can be neither stale nor outlive
-    the mask. Making it copies to the device and waits for the copy, so any stream may use it.
-    """
-    import torch
-
-    cache = slices.__dict__.setdefault("_native_plans", {})
-    key = (total_q, total_k, tile_tokens, num_groups, str(device), is_transposed)
-    if key not in cache:
-        plan = TilePlan.of_table(slices, total_q, total_k, tile_tokens, num_groups, is_transposed)
-        # A copy, because torch cannot hold read-only memory, and a tensor on the CPU would share it.
-        cache[key] = torch.from_numpy(plan.words.copy()).to(device)
-    return cache[key]
 
 
 def _int32_rows(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:

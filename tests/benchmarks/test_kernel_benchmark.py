@@ -108,8 +108,8 @@ def test_ours_says_when_it_is_not_there_and_peers_refuse_masks_they_lack():
     for make in (peers._cudnn, flash):
         with pytest.raises(peers.Unfit):
             make(q, k, v, block)
-    assert list(peers.available(no_peers=True)) == ["magi"]
-    assert list(peers.available())[:3] == ["magi", "cudnn", "flex"]
+    assert list(peers.available(no_peers=True)) == ["magi", "magi_host"]
+    assert list(peers.available())[:4] == ["magi", "magi_host", "cudnn", "flex"]
 
 
 def test_flash_attention_gets_the_mask_in_its_own_terms():

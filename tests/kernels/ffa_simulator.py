@@ -269,6 +269,8 @@ class CpuRuntime:
         self.capturing = False
         self.current_stream = 7
         self.said: list[tuple[str, int]] = []  # what happened to events, and on which stream
+        self.has_caught_up = True  # the device, with the work that it was given
+        self.copies = 0  # to the host
 
     def stream(self, index: int) -> int:
         return self.current_stream
@@ -277,7 +279,13 @@ class CpuRuntime:
         def say(what: str, stream: int) -> None:
             self.said.append((what, stream))
 
-        return SimpleNamespace(record=partial(say, "record"), wait=partial(say, "wait"))
+        return SimpleNamespace(
+            record=partial(say, "record"), wait=partial(say, "wait"), query=lambda: self.has_caught_up
+        )
+
+    def to_host(self, x: torch.Tensor) -> torch.Tensor:
+        self.copies += 1
+        return x.clone()
 
     def processors(self, index: int) -> int:
         return 4

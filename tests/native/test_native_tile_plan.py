@@ -10,7 +10,7 @@ import torch
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.errors import ContractError, MagiError
-from magi_attention.native.tile_plan import TilePlan, device_plan, plan_words
+from magi_attention.native.tile_plan import TilePlan, plan_words
 
 pytestmark = pytest.mark.usefixtures("planner")
 
@@ -59,13 +59,3 @@ def test_wrong_sizes_are_sentences():
         TilePlan.build(SliceTable([]), 2**31, 8, 16, 2)
     with pytest.raises(MagiError):
         TilePlan.build(Mask.causal(9).slices, 9, 9, 0, 2)
-
-
-def test_device_plan_lives_with_the_table():
-    mask = Mask.causal(100)
-    table = SliceTable(mask.slices.array)
-    first = device_plan(table, 100, 100, 16, 2, "cpu")
-    assert device_plan(table, 100, 100, 16, 2, torch.device("cpu")) is first and first.dtype == torch.int32
-    assert device_plan(table, 100, 101, 16, 2, "cpu") is not first
-    assert device_plan(SliceTable(table.array), 100, 100, 16, 2, "cpu") is not first
-    assert np.array_equal(first.numpy(), TilePlan.build(table, 100, 100, 16, 2).words)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from magi_attention.common.slices import SliceTable, first_overlap, to_dense, trim
 from magi_attention.errors import ContractError
-from magi_attention.native.tile_plan import TilePlan, device_plan, transposed
+from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing import masks
 
 pytestmark = pytest.mark.usefixtures("planner")
@@ -72,13 +72,3 @@ def test_wrong_slices_are_sentences():
         transposed(masks.causal(9), 9, 8)
     with pytest.raises(ContractError, match="Slice 1 has type 4"):
         transposed(np.array([[0, 1, 0, 1, 0], [0, 1, 1, 2, 4]]), 9, 9)
-
-
-def test_both_plans_of_a_table_are_kept():
-    table = masks.causal(100)
-    plain = device_plan(table, 100, 100, 16, 2, "cpu")
-    turned = device_plan(table, 100, 100, 16, 2, "cpu", is_transposed=True)
-    assert device_plan(table, 100, 100, 16, 2, "cpu") is plain
-    assert device_plan(table, 100, 100, 16, 2, torch.device("cpu"), True) is turned
-    want = TilePlan.build(transposed(table, 100, 100), 100, 100, 16, 2)
-    assert np.array_equal(turned.numpy(), want.words) and not np.array_equal(turned.numpy(), plain.numpy())
