@@ -40,8 +40,8 @@ def table_from_host_ranges(
     kinds = np.full(len(q), FULL, dtype=np.int64) if attn_type_map is None else _host(attn_type_map)
     rows = np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1)
     starts, ends, kinds = rows[:, [0, 2]], rows[:, [1, 3]], rows[:, 4]
-    is_good = ((starts >= 0) & (starts <= ends) & (ends <= (total_q, total_k))).all(axis=1) & (kinds >= 0) & (kinds <= 3)
-    return _table(np.ascontiguousarray(rows[is_good]).tobytes())
+    is_in_order = ((starts >= 0) & (starts <= ends) & (ends <= (total_q, total_k))).all(axis=1)
+    return _table(np.ascontiguousarray(rows[is_in_order & (kinds >= 0) & (kinds <= 3)]).tobytes())
 
 
 def table_from_attn_arg(attn_arg: object) -> SliceTable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+
 import numpy as np
 
 from magi_attention.common.slices import SliceTable

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
