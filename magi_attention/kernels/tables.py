@@ -26,9 +26,14 @@ def table_from_tensors(
         RangeError: a range with start > end or a negative start.
         ContractError: a type outside 0..3.
     """
+    return _table(_rows(q_ranges, k_ranges, attn_type_map).tobytes())
+
+
+def _rows(q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: torch.Tensor | None) -> np.ndarray:
+    """(N, 5) int64."""
     q, k = as_pairs(q_ranges, "q_ranges"), as_pairs(k_ranges, "k_ranges")
     kinds = np.full(len(q), FULL) if attn_type_map is None else as_int_array(attn_type_map, "attn_type_map")
-    return _table(np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1).tobytes())
+    return np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1)
 
 
 def table_from_host_ranges(
@@ -36,9 +41,7 @@ def table_from_host_ranges(
 ) -> SliceTable:
     """``table_from_tensors`` without the slices that the planner on the device leaves out: ranges that are malformed or
     reach beyond the rows, and types outside 0..3."""
-    q, k = _host(q_ranges).reshape(-1, 2), _host(k_ranges).reshape(-1, 2)
-    kinds = np.full(len(q), FULL, dtype=np.int64) if attn_type_map is None else _host(attn_type_map)
-    rows = np.concatenate([q, k, kinds.reshape(-1, 1)], axis=1)
+    rows = _rows(q_ranges, k_ranges, attn_type_map)
     starts, ends, kinds = rows[:, [0, 2]], rows[:, [1, 3]], rows[:, 4]
     is_in_order = ((starts >= 0) & (starts <= ends) & (ends <= (total_q, total_k))).all(axis=1)
     return _table(np.ascontiguousarray(rows[is_in_order & (kinds >= 0) & (kinds <= 3)]).tobytes())
