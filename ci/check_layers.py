@@ -6,7 +6,8 @@
 Module-level and lazy imports both count, and those under `if TYPE_CHECKING:` too, since they tie files
 together just as much; only for the rule about torch are these as good as lazy ones. The rules are the tables
 below. A file whose first lines hold `# compatibility alias` only re-exports names under an old path: it may
-import anything, and nothing else inside may import it.
+import anything, and nothing else inside may import it. The same goes for paths in the table of `compat`, which have
+no file.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ ALLOWED: dict[str, set[str]] = {
     "utils": {*LEAVES, "env", "config", "common", "meta"},
     "report": {*LEAVES, "env", "config", "common", "meta"},
     "launch": {*LEAVES, "env"},
-    # Names under which published clients import what used to be compiled modules.
-    "magi_attn_ext": {*LEAVES, "env", "config", "common"},
-    "magi_attn_comm": {*LEAVES, "env", "config", "common", "comm"},
     "doctor": {*LEAVES, "env", "native"},
 }
-ABOVE_ALL = {"__init__", "cli", "integrations", "testing", "benchmarking"}  # may import every layer
+ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarking"}  # may import every layer
+# What exists for programs written for the published package. The package installs its table of paths; nothing else of
+# ours may know of it, nor import one of these paths.
+COMPAT = "compat"
+COMPAT_IMPORTERS = {"__init__": {"compat.paths"}}
+PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES and NAMES have the paths as keys
 # Single modules that a layer may import although not their whole layer.
 MODULE_EXCEPTIONS = {
     # Configuration is held in members of these enumerations and in plain numbers.
@@ -143,10 +146,27 @@ def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
+def published_paths(text: str) -> set[str]:
+    """Paths and names, relative to the package, that the table of published paths resolves."""
+    paths: set[str] = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
+            if node.target.id == "MODULES":
+                paths.update(ast.literal_eval(node.value))
+            elif node.target.id == "NAMES":
+                for module, homes in ast.literal_eval(node.value).items():
+                    paths.update(f"{module}.{name}" for names in homes.values() for name in names.split())
+    return paths
+
+
 def layer_problem(source: str, target: str) -> str | None:
     """Why `source` may not import `target` (both relative to the package), or None."""
     here, there = source.split(".")[0], target.split(".")[0]
-    if here == there or here in ABOVE_ALL:
+    if here == there:
+        return None
+    if there == COMPAT and target not in COMPAT_IMPORTERS.get(here, ()):
+        return f"'{here}' may not import '{there}', which is for published clients; use what it is made of"
+    if here in ABOVE_ALL:
         return None
     if here not in ALLOWED:
         return f"layer '{here}' has no row in ci/check_layers.py; add one"
@@ -164,6 +184,7 @@ def check(root: Path) -> list[str]:
     problems: list[str] = []
     edges: dict[str, set[str]] = {}
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    published = published_paths(texts[PUBLISHED_PATHS]) if PUBLISHED_PATHS in texts else set()
     aliases = {name for name, text in texts.items() if ALIAS_MARK in "\n".join(text.splitlines()[:3])}
     for name, path in paths.items():
         tree = ast.parse(texts[name], filename=str(path))
@@ -180,7 +201,11 @@ def check(root: Path) -> list[str]:
                 if is_torch and not item.is_lazy and name.split(".")[0] in NO_MODULE_LEVEL_TORCH:
                     problems.append(f"{where}:{item.line}: imports torch outside a function")
                 continue
-            if target in aliases:
+            if any(
+                f"{PACKAGE}.{path}" == item.target or item.target.startswith(f"{PACKAGE}.{path}.") for path in published
+            ):
+                problems.append(f"{where}:{item.line}: '{item.target}' is a published path; use its home")
+            elif target in aliases:
                 problems.append(f"{where}:{item.line}: '{target}' is a compatibility alias; use its home")
             elif reason := layer_problem(name, target):
                 problems.append(f"{where}:{item.line}: {reason} ({target})")

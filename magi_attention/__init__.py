@@ -11,11 +11,14 @@ import logging
 from importlib import import_module
 from typing import Any
 
+from magi_attention.compat import paths
 from magi_attention.env import general, registry
 from magi_attention.version import __version__
 
 logging.getLogger("magi_attention").setLevel(general.log_level())
 registry.check_unknown()
+paths.install()  # of programs written for the published package
+git_version = __version__
 
 # Resolved on first use, so that `import magi_attention` costs little and `magi_attention.config` alone needs no torch.
 _MODULES = ("api", "comm", "config", "env", "functional", "magi_attn_comm", "magi_attn_ext")
@@ -29,7 +32,7 @@ _NAMES = {
     "make_plan": "magi_attention.api",
 }
 
-__all__ = ["__version__", *_MODULES, *_NAMES]
+__all__ = ["__version__", "git_version", *_MODULES, *_NAMES]
 
 
 def __getattr__(name: str) -> Any:

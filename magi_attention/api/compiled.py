@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from magi_attention.api.manager import DistAttnRuntimeMgr
+from magi_attention.api.manager import RuntimeManager
 from magi_attention.errors import UnknownKeyError
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
 from magi_attention.kernels.double_backward import refuse_double_backward
 
-_managers: weakref.WeakValueDictionary[int, DistAttnRuntimeMgr] = weakref.WeakValueDictionary()
+_managers: weakref.WeakValueDictionary[int, RuntimeManager] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
 
 _OPTIONS = (
@@ -50,7 +50,7 @@ class CompiledFacts(NamedTuple):
 NO_FACTS = CompiledFacts(0, 0, 0, None, torch.device("cpu"))  # of a key that was never made: there is no manager 0
 
 
-def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
+def facts_of(manager: RuntimeManager) -> CompiledFacts:
     """The handle is forgotten when the manager is."""
     facts = manager.__dict__.get("compiled_facts")
     if facts is None:
@@ -63,7 +63,7 @@ def facts_of(manager: DistAttnRuntimeMgr) -> CompiledFacts:
     return facts
 
 
-def manager_of(handle: int) -> DistAttnRuntimeMgr:
+def manager_of(handle: int) -> RuntimeManager:
     """``UnknownKeyError`` if it was dropped or nobody holds it."""
     manager = _managers.get(handle)
     if manager is None or manager.is_cleared:

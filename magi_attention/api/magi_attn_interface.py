@@ -32,7 +32,7 @@ from magi_attention.api.key import (
     normalize_types,
     resolve_group,
 )
-from magi_attention.api.manager import DistAttnRuntimeDictManager, DistAttnRuntimeMgr
+from magi_attention.api.manager import DistAttnRuntimeDictManager, RuntimeManager
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -108,11 +108,11 @@ def magi_attn_flex_key(
         head_dim=head_dim, min_chunks_per_rank=flags.min_chunks_per_rank,
     )  # fmt: skip
 
-    def make() -> DistAttnRuntimeMgr:
+    def make() -> RuntimeManager:
         plan = build(config=config)
         if as_transport(group).rank == 0:
             advise_balance(plan, config, build)
-        return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)
+        return RuntimeManager(plan, group, key.flags, config, mesh)
 
     return _remember(key, make)
 
@@ -199,7 +199,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     if key.flags.sanity_check:
         mask.check()
 
-    def make() -> DistAttnRuntimeMgr:
+    def make() -> RuntimeManager:
         plan = plan_for_partitions(
             mask.slices,
             total,
@@ -212,7 +212,7 @@ def make_flex_key_for_new_mask_after_dispatch(
             num_heads_kv=heads[1],
             head_dim=heads[2],
         )
-        return DistAttnRuntimeMgr(plan, group, key.flags, config, mesh)
+        return RuntimeManager(plan, group, key.flags, config, mesh)
 
     return _remember(key, make)
 
@@ -298,8 +298,7 @@ def calc_attn(
         facts, options = _facts(key), (softmax_scale, softcap, return_max_logits, needs_backward)
         got = dist_attn_fwd(q, k, v, sink, facts.handle, facts.tail_rows, facts.precision, *options)
         return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
-    out, lse, max_logits = _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
-    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+    return _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
 
 
 def get_position_ids(key: DistAttnRuntimeKey, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
@@ -353,7 +352,7 @@ def clear_cache(cp_group: Any = None) -> None:
 # ---- inner parts ------------------------------------------------------------------------------------
 
 
-def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key does not exist!") -> DistAttnRuntimeMgr:
+def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key does not exist!") -> RuntimeManager:
     if not isinstance(key, DistAttnRuntimeKey):
         raise UnknownKeyError(f"{missing} key is {type(key).__name__}; make one with magi_attn_flex_key.")
     manager = dist_attn_runtime_dict_mgr.get(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DistAttnRuntimeMgr``: one key made ready to run; and the caches of keys, one per group."""
+"""``RuntimeManager``: one key made ready to run; and the caches of keys, one per group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from magi_attention.api.key import DistAttnRuntimeKey, group_ranks
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.common.enum import AttnMaskType, AttnRole
+from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.held import held_bytes
 from magi_attention.common.intervals import Packing, as_intervals
 from magi_attention.common.ranges import AttnRanges
@@ -38,7 +39,7 @@ _WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks sh
 )
 
 
-class DistAttnRuntimeMgr:
+class RuntimeManager:
     """Moves tensors and runs attention for one key. Equality is by plan and configuration."""
 
     def __init__(
@@ -68,16 +69,21 @@ class DistAttnRuntimeMgr:
 
     # ---- moving rows --------------------------------------------------------------------------------
 
-    def dispatch_qo(self, x: torch.Tensor) -> torch.Tensor:
+    def dispatch_qo(self, q_or_o: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a padded global tensor."""
-        return token_layout.shard(x, self.layout, is_padded=True)
+        return token_layout.shard(q_or_o, self.layout, is_padded=True)
 
-    def undispatch_qo(self, x: torch.Tensor, is_partial_grad: bool = False) -> torch.Tensor:
+    def undispatch_qo(self, q_or_o: torch.Tensor, is_partial_grad: bool = False) -> torch.Tensor:
         """The padded global tensor from this rank's rows."""
-        return token_layout.gather(x, self.layout, is_partial_grad, keep_pad=True)
+        return token_layout.gather(q_or_o, self.layout, is_partial_grad, keep_pad=True)
 
-    dispatch_kv = dispatch_qo
-    undispatch_kv = undispatch_qo
+    def dispatch_kv(self, k_or_v: torch.Tensor) -> torch.Tensor:
+        """As ``dispatch_qo``: keys lie where their queries do."""
+        return self.dispatch_qo(k_or_v)
+
+    def undispatch_kv(self, k_or_v: torch.Tensor, is_partial_grad: bool = False) -> torch.Tensor:
+        """As ``undispatch_qo``."""
+        return self.undispatch_qo(k_or_v, is_partial_grad)
 
     def roll(self, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
         return token_layout.roll(x, self.layout, shift, dim)
@@ -104,9 +110,10 @@ class DistAttnRuntimeMgr:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         return_max_logits: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Local out, lse and max_logits (or None); see ``magi_attention.api.calc_attn``."""
-        return dist_attn(q, k, v, self.dist_attn_runtime, sink, softmax_scale, softcap, return_max_logits)
+    ) -> tuple[torch.Tensor, AttnForwardMeta]:
+        """Local ``(out, meta)``; see ``magi_attention.api.calc_attn``."""
+        out, *rest = dist_attn(q, k, v, self.dist_attn_runtime, sink, softmax_scale, softcap, return_max_logits)
+        return out, AttnForwardMeta(*rest)
 
     def get_xattn_args(
         self,
@@ -161,7 +168,7 @@ class DistAttnRuntimeMgr:
         return solver
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DistAttnRuntimeMgr):
+        if not isinstance(other, RuntimeManager):
             return False
         mine = (self.plan, self.transport.rank, self.flags, self.dist_attn_config)
         return mine == (other.plan, other.transport.rank, other.flags, other.dist_attn_config)
@@ -187,7 +194,7 @@ def init_dist_attn_runtime_mgr(
     is_k_permutable: bool = True,
     ref_dispatch_meta_q: DispatchMeta | None = None,
     ref_dispatch_meta_k: DispatchMeta | None = None,
-) -> DistAttnRuntimeMgr:
+) -> RuntimeManager:
     """A manager for a padded mask. With both reference metas their partition is used and nothing is dispatched
     anew, so any partition of one's own (zig-zag, say) can be brought."""
     config = dist_attn_config or DistAttnConfig()
@@ -215,7 +222,7 @@ def init_dist_attn_runtime_mgr(
         raise UnsupportedError("Queries and keys must share one partition; the two reference metas differ.")
     slices: SliceTable = metas.slice_table(q_ranges, k_ranges, attn_mask_type)
     plan = metas.plan_of_metas(slices, meta, config.overlap_config, (num_heads_q, num_heads_kv, head_dim))
-    return DistAttnRuntimeMgr(plan, cp_group, flags, config, cp_mesh)
+    return RuntimeManager(plan, cp_group, flags, config, cp_mesh)
 
 
 class DistAttnRuntimeDict(OrderedDict):
@@ -288,10 +295,10 @@ class DistAttnRuntimeDictManager:
     def __contains__(self, key) -> bool:
         return key in self._dict(key.cp_ranks)
 
-    def __getitem__(self, key) -> DistAttnRuntimeMgr:
+    def __getitem__(self, key) -> RuntimeManager:
         return self._dict(key.cp_ranks)[key]
 
-    def __setitem__(self, key, manager: DistAttnRuntimeMgr) -> None:
+    def __setitem__(self, key, manager: RuntimeManager) -> None:
         manager.is_cleared = False
         self._dict(key.cp_ranks)[key] = manager
 

@@ -15,8 +15,9 @@ _HOMES = {
     "HierarchicalLayout": "hierarchical",
     "group_cast": "group_collective",
     "group_reduce": "group_collective",
+    "WorkWithPostProcessFn": "work",
 }
-_MODULES = ("primitive", "work", "gather")
+_MODULES = ("work", "gather")
 
 __all__ = ["dsink_all_reduce_op", *_HOMES]
 

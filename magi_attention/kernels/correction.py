@@ -85,11 +85,11 @@ def sink_bwd(
     """Gradient of the sinks: ``-exp(sink - lse) * delta`` with ``delta = sum_d o * do``.
 
     ``lse`` is the final one, sink included. For "sh" the rows are summed. The result has the shape and
-    dtype of ``sink``; if ``dsink`` is given, it is added to that tensor in place and that is returned.
+    dtype of ``sink``; if ``dsink`` is given, it is written into that tensor and that is returned.
     """
     acc = lse.dtype
     grad = sink_bwd_from_delta(sink, lse, (o.to(acc) * do.to(acc)).sum(-1), sink_layout)
-    return grad.to(sink.dtype) if dsink is None else dsink.add_(grad)
+    return grad.to(sink.dtype) if dsink is None else dsink.copy_(grad)
 
 
 def sink_bwd_from_delta(

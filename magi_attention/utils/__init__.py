@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for scripts, tests and integrations. Nothing in the core of the package needs them."""
 
-from magi_attention.utils import debug, nvtx, sparse_utils
+from magi_attention.utils import debug, nvtx
 from magi_attention.utils.cost import get_a2a_corr_factor, get_calc_cost_factor, get_comm_cost_factor
 from magi_attention.utils.device import get_num_sms, is_ampere, is_blackwell, is_hopper
 from magi_attention.utils.dist import (
@@ -87,7 +87,6 @@ __all__ = [
     "seqlens2cu_seqlens",
     "set_random_seed",
     "setup_dist_env",
-    "sparse_utils",
     "str2seed",
     "sync_rng",
     "to_higher_fp_dtype",

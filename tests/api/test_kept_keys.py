@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
-from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, DistAttnRuntimeMgr
+from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, RuntimeManager
 from magi_attention.common.held import held_bytes
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa_plans import Kept, KeptList
@@ -103,7 +103,7 @@ def test_use_counts_and_the_newest_stays():
 
 
 class _Tables:
-    __module__ = DistAttnRuntimeMgr.__module__
+    __module__ = RuntimeManager.__module__
 
     def __init__(self, num_bytes: int) -> None:
         self.table = np.zeros(num_bytes, dtype=np.uint8)

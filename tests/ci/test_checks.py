@@ -50,6 +50,23 @@ def test_sizes_of_this_repository():
         ({"comm__a": "import os\nx = os.environ.get('MAGI_ATTENTION_X')"}, "reads the environment"),
         ({"comm__a": "import os\nx = os.environ['MAGI_ATTENTION_X']"}, "reads the environment"),
         ({"comm__a": "from os import environ"}, "reads the environment"),
+        (
+            {"functional__a": "from magi_attention.compat import b", "compat__b": ""},
+            "'functional' may not import 'compat'",
+        ),
+        ({"testing__a": "import magi_attention.compat.b", "compat__b": ""}, "'testing' may not import 'compat'"),
+        (
+            {"cli__a": "import magi_attention.old.x", "compat__paths": "MODULES: dict = {'old.x': 'meta.x'}"},
+            "'magi_attention.old.x' is a published path",
+        ),
+        (
+            {
+                "api__a": "from magi_attention.functional import old",
+                "functional": "",
+                "compat__paths": "NAMES: dict = {'functional': {'compat.x': 'old older'}}",
+            },
+            "'magi_attention.functional.old' is a published path",
+        ),
         ({"new__a": "from magi_attention.common import b", "common__b": ""}, "has no row"),
         (
             {
@@ -75,6 +92,8 @@ def test_what_layers_allow(tmp_path):
         env__registry="import os\nx = os.environ.get('MAGI_ATTENTION_X')",
         functional__b="from magi_attention.meta.a import f\nimport torch",
         old="# compatibility alias\nfrom magi_attention.functional.b import f",
+        compat__paths="from magi_attention.functional.b import f",
+        __init__="from magi_attention.compat import paths",
     )
     assert check_layers.check(root) == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives under their published import path."""
+"""The collectives as ``comm.primitive`` and ``comm.primitive.grpcoll`` name them."""
 
 from magi_attention.comm.gather import (
     all2all_v,
@@ -10,14 +10,9 @@ from magi_attention.comm.gather import (
     scatter_fwd_all_gather_bwd,
     scatter_v,
 )
-from magi_attention.comm.primitive.grpcoll import (
-    GrpCollBuffer,
-    GrpCollBufferMgr,
-    group_cast,
-    group_reduce,
-    grpcoll_buffer_mgr,
-)
+from magi_attention.comm.group_collective import group_cast, group_reduce
 from magi_attention.comm.work import GeneralWork, WorkWithPostProcessFn
+from magi_attention.compat.grpcoll import GrpCollBuffer, GrpCollBufferMgr, grpcoll_buffer_mgr
 
 __all__ = [
     "GeneralWork",

@@ -33,9 +33,9 @@ def test_uniform_blocks(mode, hq, hk, sparsity):
     nq, nk, bm, bn = 3, 5, 4, 2
     mask, scores = su.generate_block_sparse_pattern(hq, hk, nq, nk, sparsity, mode, device="cpu")
     heads = hk if mode == "per_kv_head" else hq
-    assert mask.shape == scores.shape == (1, heads, nq, nk)
+    assert mask.shape == (1, *scores.shape) == (1, heads, nq, nk)
     assert (mask.sum(-1) == max(1, int(sparsity * nk))).all()
-    assert (scores.masked_fill(~mask, 2).amin(-1) >= scores.masked_fill(mask, -1).amax(-1)).all()
+    assert (scores.masked_fill(~mask[0], 2).amin(-1) >= scores.masked_fill(mask[0], -1).amax(-1)).all()
     dense = su.get_sdpa_mask_from_block_sparse_mask(mask, nq * bm, nk * bn, bm, bn, hq)
     assert dense.shape == (1, hq, nq * bm, nk * bn)
     assert dense[0, hq - 1, bm, bn] == mask[0, heads - 1, 1, 1]
@@ -43,11 +43,22 @@ def test_uniform_blocks(mode, hq, hk, sparsity):
     assert ranges[0].dtype == torch.int32
     assert (dense_from_ranges(*ranges, hq * nq * bm, hk * nk * bn) == flattened(dense, hk)).all()
     topk, again = su.generate_block_sparse_pattern(hq, hk, nq, nk, sparsity, mode, "topk", scores=scores)
-    assert again is scores and topk.shape[-1] == max(1, int(sparsity * nk))
+    assert again is scores and topk.shape == (heads, nq, max(1, int(sparsity * nk)))
     assert (su.get_sdpa_mask_from_topk_indices(topk, nq * bm, nk * bn, bm, bn, hq) == dense).all()
     from_mask = su.generate_ranges_from_block_mask(su.flatten_block_mask_to_kv_shape(mask), bm, bn)
     from_topk = su.generate_ranges_from_topk_indices(topk, bm, bn, nk)
     assert all((a == b).all() for a, b in zip(from_mask, from_topk))
+    everything = su.generate_ranges_from_block_mask_triton(mask, bm, bn)
+    is_set = mask.reshape(-1)
+    assert all(len(x) == mask.numel() and (x[~is_set] == 0).all() for x in everything)
+    assert all((a[is_set] == b).all() for a, b in zip(everything, from_mask))
+
+
+def test_one_pattern_for_all_heads():
+    mask, scores = su.generate_block_sparse_pattern(4, 2, 3, 5, 0.4, "shared", device="cpu")
+    assert mask.shape == (1, 1, 3, 5) and scores.shape == (1, 3, 5)
+    dense = su.get_sdpa_mask_from_block_sparse_mask(mask, 6, 5, 2, 1, 4)
+    assert dense.shape == (1, 4, 6, 5) and (dense[0, 0] == dense[0, 3]).all()
 
 
 def test_padded_topk_and_batches():
@@ -63,22 +74,21 @@ def test_padded_topk_and_batches():
 def test_variable_blocks(mode):
     torch.manual_seed(1)
     hq, hk, sq, sk = 4, 2, 30, 41
-    mask, rows, columns = su.generate_variable_block_sparse_pattern(
-        hq, hk, sq, sk, 3, 4, 0.5, mode, 2, 5, "cpu"
-    )
+    mask, rows, columns = su.generate_variable_block_sparse_pattern(hq, hk, sq, sk, 3, 4, 0.5, mode, 2, 5, "cpu")
     heads = mask.shape[1]
-    assert rows.shape == (heads, 3) and columns.shape == (heads, 4)
+    assert rows.shape == (heads, 3) and columns.shape == (hk, 4)
     assert (rows.sum(1) == sq).all() and (columns.sum(1) == sk).all()
     assert rows.min() >= 2 and columns.min() >= 5 and len(set(rows.flatten().tolist())) > 1
-    dense = su.get_sdpa_mask_from_var_block_mask(mask, rows, columns, hq)
+    dense = su.get_sdpa_mask_from_var_block_mask(mask, sq, sk, rows, columns, hq)
+    assert dense.shape == (1, hq, sq, sk)
+    padded = su.get_sdpa_mask_from_var_block_mask(mask, sq + 2, sk - 1, rows, columns, hq, bsz=3)
+    assert padded.shape == (3, hq, sq + 2, sk - 1) and not padded[:, :, sq:].any()
+    assert (padded[2, :, :sq] == dense[0, :, :, :-1]).all()
     edge = int(rows[0, 0]), int(columns[0, 0])
     assert (dense[0, 0, : edge[0], : edge[1]] == mask[0, 0, 0, 0]).all()
     assert dense[0, 0, edge[0], edge[1]] == mask[0, 0, 1, 1]
-    if mode == "per_kv_head":
-        ranges = su.generate_ranges_from_var_block_mask(
-            su.flatten_block_mask(mask, hq, hk), rows, columns, hq, hk
-        )
-        assert (dense_from_ranges(*ranges, hq * sq, hk * sk) == flattened(dense, hk)).all()
+    ranges = su.generate_ranges_from_var_block_mask(su.flatten_block_mask(mask, hq, hk), rows, columns, hq, hk)
+    assert (dense_from_ranges(*ranges, hq * sq, hk * sk) == flattened(dense, hk)).all()
     with pytest.raises(ContractError, match="do not fit"):
         su.generate_variable_block_sparse_pattern(1, 1, 10, 10, 3, 2, 0.5, device="cpu")
 
@@ -139,9 +149,7 @@ def test_every_tile_is_valid():
                 if got["swap_ab"]:
                     assert m in (8, 16) and n == 64
                 else:
-                    assert (
-                        m in (64, 128) and n % 16 == 0 and n <= 256 and (not got["sparse_load"] or n == 128)
-                    )
+                    assert m in (64, 128) and n % 16 == 0 and n <= 256 and (not got["sparse_load"] or n == 128)
                     assert q >= 128 or m >= min(q * group, 128)
 
 
@@ -152,6 +160,8 @@ def test_every_tile_is_valid():
         lambda: su.generate_block_sparse_pattern(2, 2, 1, 1, 1.0, mode="x", device="cpu"),
         lambda: su.generate_block_sparse_pattern(2, 2, 1, 1, 1.0, sparse_format="x", device="cpu"),
         lambda: su.generate_block_sparse_pattern(2, 2, 1, 1, 1.0, scores=torch.zeros(1)),
+        lambda: su.generate_variable_block_sparse_pattern(2, 2, 9, 9, 1, 1, 1.0, "shared", device="cpu"),
+        lambda: su.flatten_block_mask(torch.zeros(2, 1, 1, 1), 1, 1),
         lambda: su.choose_ref_block((0, 1), 1),
     ],
 )

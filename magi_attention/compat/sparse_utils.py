@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse and index-sparse attention patterns: generators, kernel ranges, dense references.
+"""``utils.sparse_utils``: block-sparse and index-sparse patterns: generators, kernel ranges, dense references.
 
 Shapes: H heads (query or KV), Nq and Nk numbers of query and key blocks, B batch. *Flattened* means that
 heads are laid one after another along the sequence, ``(h s)``, so that a pattern per head becomes ranges of
@@ -24,9 +24,10 @@ def _device(device: Device) -> torch.device:
 def _num_pattern_heads(mode: str, num_q_heads: int, num_kv_heads: int) -> int:
     if num_q_heads % num_kv_heads:
         raise ContractError(f"{num_q_heads} q heads are no multiple of {num_kv_heads} kv heads; change one.")
-    if mode not in ("per_kv_head", "per_q_head"):
-        raise ContractError(f"mode={mode!r} is unknown; use 'per_kv_head' or 'per_q_head'.")
-    return num_kv_heads if mode == "per_kv_head" else num_q_heads
+    heads = {"per_kv_head": num_kv_heads, "per_q_head": num_q_heads, "shared": 1}
+    if mode not in heads:
+        raise ContractError(f"mode={mode!r} is unknown; use one of {', '.join(map(repr, heads))}.")
+    return heads[mode]
 
 
 # ---- generators ---------------------------------------------------------------------------------------
@@ -47,15 +48,15 @@ def generate_block_sparse_pattern(
 
     Args:
         sparsity: share of key blocks that is *kept* per row of blocks, at least one.
-        mode: one pattern per KV head or per query head; H is their number.
+        mode: one pattern per KV head, per query head, or for all (``shared``); H is their number.
         sparse_format: ``block_mask`` gives bool ``(1, H, Nq, Nk)``, ``topk`` the ascending indices of the
-            kept blocks, int32 ``(1, H, Nq, kept)``.
-        scores: ``(1, H, Nq, Nk)``; random if None.
+            kept blocks, int32 ``(H, Nq, kept)``.
+        scores: ``(H, Nq, Nk)``; random if None.
     Returns:
         (pattern, scores).
     """
     heads = _num_pattern_heads(mode, num_q_heads, num_kv_heads)
-    shape = (1, heads, num_q_blocks, num_kv_blocks)
+    shape = (heads, num_q_blocks, num_kv_blocks)
     if scores is None:
         scores = torch.rand(shape, device=_device(device))
     if tuple(scores.shape) != shape:
@@ -67,7 +68,7 @@ def generate_block_sparse_pattern(
     if sparse_format != "block_mask":
         raise ContractError(f"sparse_format={sparse_format!r} is unknown; use 'block_mask' or 'topk'.")
     mask = torch.zeros(shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(-1, indices, True), scores
+    return mask.scatter_(-1, indices, True)[None], scores
 
 
 def generate_variable_block_sparse_pattern(
@@ -83,16 +84,19 @@ def generate_variable_block_sparse_pattern(
     min_kv_block_size: int = 64,
     device: Device = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of random sizes: (mask ``(1, H, Nq, Nk)``, row sizes ``(H, Nq)``, column sizes ``(H, Nk)``).
+    """Blocks of random sizes: (mask ``(1, H, Nq, Nk)``, row sizes ``(H, Nq)``, column sizes ``(num_kv_heads, Nk)``).
 
-    Sizes are int32 tokens, at least the given minimum, and sum to the sequence length in every head.
+    Sizes are int32 tokens, at least the given minimum, and sum to the sequence length in every head. ``mode`` is
+    ``per_kv_head`` or ``per_q_head``.
     """
+    if mode == "shared":
+        raise ContractError("mode='shared' has no sizes per head; use 'per_kv_head' or 'per_q_head'.")
     heads = _num_pattern_heads(mode, num_q_heads, num_kv_heads)
     mask, _ = generate_block_sparse_pattern(
         num_q_heads, num_kv_heads, num_q_blocks, num_kv_blocks, sparsity, mode, device=device
     )
     rows = _random_sizes(heads, seqlen_q, num_q_blocks, min_q_block_size, mask.device)
-    return mask, rows, _random_sizes(heads, seqlen_k, num_kv_blocks, min_kv_block_size, mask.device)
+    return mask, rows, _random_sizes(num_kv_heads, seqlen_k, num_kv_blocks, min_kv_block_size, mask.device)
 
 
 def _random_sizes(heads: int, total: int, parts: int, minimum: int, device: torch.device) -> torch.Tensor:
@@ -139,7 +143,12 @@ def flatten_block_mask(mask_4d: torch.Tensor, num_q_heads: int, num_kv_heads: in
 
     ``mask_4d`` is ``(1, H, Nq, Nk)`` with one pattern per query head or per KV head.
     """
-    _, heads, nq, nk = mask_4d.shape
+    batch, heads, nq, nk = mask_4d.shape
+    if batch != 1 or num_q_heads % num_kv_heads or num_q_heads % heads:
+        raise ContractError(
+            f"A mask {tuple(mask_4d.shape)} for {num_q_heads} query and {num_kv_heads} KV heads; give "
+            "(1, H, Nq, Nk) with H and the KV heads dividing the query heads."
+        )
     per_q_head = mask_4d[0].repeat_interleave(num_q_heads // heads, dim=0)
     out = torch.zeros((num_q_heads, nq, num_kv_heads, nk), dtype=torch.bool, device=mask_4d.device)
     q_head = torch.arange(num_q_heads, device=mask_4d.device)
@@ -147,21 +156,34 @@ def flatten_block_mask(mask_4d: torch.Tensor, num_q_heads: int, num_kv_heads: in
     return out.reshape(num_q_heads * nq, num_kv_heads * nk)
 
 
-def flatten_block_mask_to_kv_shape(mask_4d: torch.Tensor) -> torch.Tensor:
-    """Bool ``(H * Nq, H * Nk)``, block-diagonal over the heads of ``mask_4d (1, H, Nq, Nk)``."""
-    return flatten_block_mask(mask_4d, mask_4d.shape[1], mask_4d.shape[1])
+def flatten_block_mask_to_kv_shape(mask_kv_4d: torch.Tensor) -> torch.Tensor:
+    """Bool ``(H * Nq, H * Nk)``, block-diagonal over the heads of ``mask_kv_4d (1, H, Nq, Nk)``."""
+    return flatten_block_mask(mask_kv_4d, mask_kv_4d.shape[1], mask_kv_4d.shape[1])
 
 
-def generate_ranges_from_block_mask(block_mask_2d: torch.Tensor, block_m: int, block_n: int) -> Ranges:
-    """``(q_ranges, k_ranges)``, int32 ``(n, 2)``, one pair per set block, row by row."""
-    rows, columns = block_mask_2d.nonzero(as_tuple=True)
+def generate_ranges_from_block_mask(block_mask: torch.Tensor, block_m: int, block_n: int) -> Ranges:
+    """``(q_ranges, k_ranges)``, int32 ``(n, 2)``, one pair per set block of ``block_mask (Nq, Nk)``, row by row."""
+    rows, columns = block_mask.nonzero(as_tuple=True)
     return _block_ranges(rows, block_m), _block_ranges(columns, block_n)
+
+
+def generate_ranges_from_block_mask_triton(block_mask: torch.Tensor, block_m: int, block_n: int) -> Ranges:
+    """``(q_ranges, k_ranges)``, int32, one pair for every block of ``block_mask (B, H, Nq, Nk)``, empty ones ``(0, 0)``
+    where it is not set, so that nothing waits for the device. Blocks of head h begin at ``h * Nq`` and ``h * Nk``."""
+    _, heads, nq, nk = block_mask.shape
+    head = torch.arange(heads, device=block_mask.device).view(1, heads, 1, 1)
+    row = torch.arange(nq, device=block_mask.device).view(1, 1, nq, 1)
+    column = torch.arange(nk, device=block_mask.device).view(1, 1, 1, nk)
+    is_set = block_mask.reshape(-1, 1).bool()
+    q_blocks = (head * nq + row).expand_as(block_mask).reshape(-1)
+    k_blocks = (head * nk + column).expand_as(block_mask).reshape(-1)
+    return _block_ranges(q_blocks, block_m) * is_set, _block_ranges(k_blocks, block_n) * is_set
 
 
 def generate_ranges_from_topk_indices(
     topk_indices: torch.Tensor, block_m: int, block_n: int, num_k_blocks: int
 ) -> Ranges:
-    """The same from kept block ids ``(1, H, Nq, kept)`` (or without the 1); ids below 0 are padding."""
+    """The same from kept block ids ``(H, Nq, kept)`` (or with a 1 before); ids below 0 are padding."""
     ids = topk_indices.reshape(topk_indices.shape[-3:])
     head, row, slot = (ids >= 0).nonzero(as_tuple=True)
     q_block = head * ids.shape[1] + row
@@ -171,8 +193,7 @@ def generate_ranges_from_topk_indices(
     )
 
 
-# The published package has triton versions of these two; the torch ones do the same on any device.
-generate_ranges_from_block_mask_triton = generate_ranges_from_block_mask
+# The torch form does on any device what the published package has a triton kernel for.
 generate_ranges_from_topk_indices_triton = generate_ranges_from_topk_indices
 
 
@@ -181,7 +202,7 @@ def _block_ranges(blocks: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def generate_ranges_from_var_block_mask(
-    block_mask_2d: torch.Tensor,
+    block_mask: torch.Tensor,
     block_row_sz: torch.Tensor,
     block_col_sz: torch.Tensor,
     num_q_heads: int,
@@ -193,7 +214,7 @@ def generate_ranges_from_var_block_mask(
     """
     q_edges = _flat_edges(block_row_sz, num_q_heads)
     k_edges = _flat_edges(block_col_sz, num_kv_heads)
-    rows, columns = block_mask_2d.nonzero(as_tuple=True)
+    rows, columns = block_mask.nonzero(as_tuple=True)
     return (
         torch.stack([q_edges[rows], q_edges[rows + 1]], dim=1).int(),
         torch.stack([k_edges[columns], k_edges[columns + 1]], dim=1).int(),
@@ -212,7 +233,7 @@ def _flat_edges(sizes: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def get_sdpa_mask_from_block_sparse_mask(
-    mask: torch.Tensor,
+    block_mask: torch.Tensor,
     seqlen_q: int,
     seqlen_k: int,
     block_size_q: int,
@@ -221,9 +242,12 @@ def get_sdpa_mask_from_block_sparse_mask(
     batch_size: int = 1,
 ) -> torch.Tensor:
     """Bool ``(batch_size, num_q_heads, seqlen_q, seqlen_k)`` from blocks ``(1, H, Nq, Nk)``."""
-    dense = mask.bool().repeat_interleave(block_size_q, dim=2).repeat_interleave(block_size_k, dim=3)
-    dense = dense[:, :, :seqlen_q, :seqlen_k].repeat_interleave(num_q_heads // mask.shape[1], dim=1)
+    dense = block_mask.bool().repeat_interleave(block_size_q, dim=2).repeat_interleave(block_size_k, dim=3)
+    dense = dense[:, :, :seqlen_q, :seqlen_k].repeat_interleave(num_q_heads // block_mask.shape[1], dim=1)
     return dense.expand(batch_size, -1, -1, -1)
+
+
+deprecated_slow_get_sdpa_mask_from_block_sparse_mask = get_sdpa_mask_from_block_sparse_mask
 
 
 def get_sdpa_mask_from_topk_indices(
@@ -235,8 +259,9 @@ def get_sdpa_mask_from_topk_indices(
     num_q_heads: int,
     batch_size: int = 1,
 ) -> torch.Tensor:
-    """Bool ``(batch_size, num_q_heads, seqlen_q, seqlen_k)`` from kept block ids ``(1, H, Nq, kept)``."""
+    """Bool ``(batch_size, num_q_heads, seqlen_q, seqlen_k)`` from kept block ids ``(H, Nq, kept)``."""
     blocks = -(-seqlen_k // block_size_k)
+    topk_indices = topk_indices.reshape(1, *topk_indices.shape[-3:])
     shape = (*topk_indices.shape[:-1], blocks + 1)
     ids = torch.where(topk_indices < 0, blocks, topk_indices).long()  # padding goes to a spare column
     mask = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)[..., :blocks]
@@ -246,19 +271,25 @@ def get_sdpa_mask_from_topk_indices(
 
 
 def get_sdpa_mask_from_var_block_mask(
-    mask: torch.Tensor,
+    block_mask: torch.Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
     block_row_sz: torch.Tensor,
     block_col_sz: torch.Tensor,
     num_q_heads: int,
-    batch_size: int = 1,
+    bsz: int = 1,
 ) -> torch.Tensor:
-    """Bool ``(batch_size, num_q_heads, Sq, Sk)``; mask ``(1, H, Nq, Nk)``, sizes ``(H, Nq)``, ``(H, Nk)``."""
-    heads = [
-        mask[0, h].bool().repeat_interleave(block_row_sz[h], dim=0).repeat_interleave(block_col_sz[h], dim=1)
-        for h in range(mask.shape[1])
-    ]
-    dense = torch.stack(heads).repeat_interleave(num_q_heads // mask.shape[1], dim=0)
-    return dense[None].expand(batch_size, -1, -1, -1)
+    """Bool ``(bsz, num_q_heads, seqlen_q, seqlen_k)`` from ``block_mask (1, H, Nq, Nk)``.
+
+    Row sizes are ``(H, Nq)``, column sizes ``(H or KV heads, Nk)``; rows and columns beyond their sum are False.
+    """
+    heads, per_columns = block_mask.shape[1], block_mask.shape[1] // block_col_sz.shape[0]
+    dense = torch.zeros((heads, seqlen_q, seqlen_k), dtype=torch.bool, device=block_mask.device)
+    for h in range(heads):
+        rows = block_mask[0, h].bool().repeat_interleave(block_row_sz[h], dim=0)
+        part = rows.repeat_interleave(block_col_sz[h // per_columns], dim=1)[:seqlen_q, :seqlen_k]
+        dense[h, : part.shape[0], : part.shape[1]] = part
+    return dense.repeat_interleave(num_q_heads // heads, dim=0)[None].expand(bsz, -1, -1, -1)
 
 
 def get_sdpa_mask_from_index_attn_indices(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.torch_ops import flex_fwd
 from magi_attention.kernels.types import Problem
@@ -82,3 +82,28 @@ def ffa_fa4_func(
         options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
     )  # fmt: skip
     return out, lse.detach()
+
+
+is_fa4_installed = True  # the functions above can be called everywhere
+
+
+class FA4AttnFunc:
+    """``apply`` takes the arguments of the published autograd function in its order: ``ffa_fa4_func``."""
+
+    @staticmethod
+    def apply(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_ranges: torch.Tensor,
+        k_ranges: torch.Tensor,
+        attn_type_map: torch.Tensor | None,
+        softmax_scale: float | None,
+        softcap: float,
+        reuse_attn_arg: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out, lse)`` with gradients for q, k, v."""
+        return ffa_fa4_func(
+            q, k, v, q_ranges, k_ranges, attn_type_map,
+            softmax_scale=softmax_scale, softcap=softcap, reuse_attn_arg=reuse_attn_arg,
+        )  # fmt: skip

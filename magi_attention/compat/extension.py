@@ -230,9 +230,7 @@ class _Timers:
     def _get(self, name: str, least: int) -> list[Any]:
         marks = self._marks.get(name, [])
         if len(marks) < least:
-            raise ContractError(
-                f"Event {name!r} was not {'started' if least == 1 else 'stopped'}; do so first."
-            )
+            raise ContractError(f"Event {name!r} was not {'started' if least == 1 else 'stopped'}; do so first.")
         return marks
 
 
@@ -249,9 +247,7 @@ destroy_event = _TIMERS.destroy
 
 def compute_sparse_load_metadata(*args: Any, **kwargs: Any) -> NoReturn:
     """Not here: work lists are made on the CPU, see ``magi_attention.kernels``."""
-    raise UnsupportedError(
-        "compute_sparse_load_metadata is not built; kernels here make their own work lists."
-    )
+    raise UnsupportedError("compute_sparse_load_metadata is not built; kernels here make their own work lists.")
 
 
 def binary_greedy_parallel_solve(*args: Any, **kwargs: Any) -> NoReturn:

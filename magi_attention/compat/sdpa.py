@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
 from magi_attention.kernels.sdpa import SdpaBackend
 from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
 

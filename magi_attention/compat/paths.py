@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published module paths and names, and the finder that resolves them.
+
+Paths below are relative to ``magi_attention``. ``MODULES`` gives a published path its module, which is then one module
+with two names. ``NAMES`` gives a module of ours names that it has in the published package alone. Both are looked up
+when a program asks; importing the package costs one entry of ``sys.meta_path``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = "magi_attention"
+
+MODULES: dict[str, str] = {
+    "_version": "version",
+    "comm.functional": "comm.gather",
+    "comm.primitive": "compat.primitive",
+    "comm.primitive._all2all_v": "comm.gather",
+    "comm.primitive._all_gather_v": "comm.gather",
+    "comm.primitive._scatter_v": "comm.gather",
+    "comm.primitive.grpcoll": "compat.primitive",
+    "comm.primitive.grpcoll._buffer": "compat.grpcoll",
+    "comm.primitive.grpcoll._config": "config.grpcoll",
+    "comm.primitive.grpcoll._group_collective": "comm.group_collective",
+    "comm.primitive.grpcoll._mgr": "compat.grpcoll",
+    "dist_attn_runtime_mgr": "compat.runtime_mgr",
+    "functional.dispatch": "compat.dispatch",
+    "functional.fa4": "compat.fa4",
+    "functional.roll": "compat.dispatch",
+    "functional.sdpa": "compat.sdpa",
+    "functional.sdpa_online": "compat.sdpa",
+    "functional.utils": "compat.softmax",
+    "magi_attn_comm": "compat.native_comm",
+    "magi_attn_ext": "compat.extension",
+    "meta._make_attn_meta": "meta.metas",
+    "meta._make_dispatch_meta": "meta.metas",
+    "meta.container.bucket": "meta.container",
+    "meta.container.chunk": "meta.container",
+    "meta.container.slice": "meta.container",
+    "meta.solver.dist_attn_solver": "meta.metas",
+    "utils._utils": "utils",
+    "utils.sparse_utils": "compat.sparse_utils",
+}
+
+# module -> where its names are -> these names
+NAMES: dict[str, dict[str, str]] = {
+    "api.magi_attn_interface": {"api.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
+    "common.mask": {"common.attn_mask": "AttnMask"},
+    "functional": {
+        "compat.dispatch": "dispatch_func undispatch_func roll_func roll_simple_func",
+        "compat.dist_attn": "dist_attn_func",
+        "compat.fa4": "ffa_fa4_func",
+        "compat.softmax": "correct_attn_fwd_result",
+    },
+    "functional.dist_attn": {"compat.dist_attn": "DistAttnRuntime dist_attn_func"},
+    "functional.flex_flash_attn": {
+        "compat.flex_flash_attn": "FlexFlashAttnFunc maybe_contiguous maybe_profile_ffa_ctx merge_ranges profile_mode",
+    },
+}
+
+
+def _has_children(name: str) -> bool:
+    return any(path.startswith(f"{name}.") for path in MODULES)
+
+
+class _AliasLoader(Loader):
+    """Gives the published path the module that is at home elsewhere."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.home = path, f"{_PACKAGE}.{MODULES[path]}"
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self.home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the alias's there; `reload` goes by it
+        if _has_children(self.path):
+            _publish(module, self.path)  # for `from a.b import c`, which goes by the name of the module
+
+    def get_code(self, fullname: str) -> Any:
+        """For ``python -m``."""
+        loader: Any = find_spec(self.home).loader  # type: ignore[union-attr]
+        return loader.get_code(self.home)
+
+
+class _NamesLoader(Loader):
+    """Runs a module of ours, then makes its published names resolve."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader, self._name = loader, name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader  # as if this loader had not been
+        self._loader.exec_module(module)
+        if _has_children(self._name) and not hasattr(module, "__path__"):
+            module.__path__ = []
+        _publish(module, self._name)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._loader, attribute)
+
+
+def _publish(module: ModuleType, path: str) -> None:
+    """Gives ``module`` a ``__getattr__`` that knows, besides its own names, those that it has under ``path``."""
+    own = module.__dict__.get("__getattr__")
+    if hasattr(own, "paths"):  # it has more than one path, or is loaded again
+        if path not in own.paths:
+            own.paths.append(path)
+        return
+    paths = [path]
+
+    def __getattr__(attribute: str) -> Any:
+        for known in paths:
+            for home, words in NAMES.get(known, {}).items():
+                if attribute in words.split():
+                    value = getattr(import_module(f"{_PACKAGE}.{home}"), attribute)
+                    setattr(module, attribute, value)
+                    return value
+            if f"{known}.{attribute}" in MODULES:
+                return import_module(f"{_PACKAGE}.{known}.{attribute}")
+        if own is not None:
+            return own(attribute)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
+
+    __getattr__.paths = paths  # type: ignore[attr-defined]
+    module.__getattr__ = __getattr__  # type: ignore[attr-defined]
+
+
+class PublishedPaths(MetaPathFinder):
+    """Finds what the two tables name. First in ``sys.meta_path``, to see modules of ours before others load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{_PACKAGE}."):
+            return None
+        name = fullname[len(_PACKAGE) + 1 :]
+        if name in MODULES:
+            return ModuleSpec(fullname, _AliasLoader(name), is_package=_has_children(name))
+        if name in NAMES or _has_children(name):
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _NamesLoader(spec.loader, name)
+            return spec
+        return None
+
+
+def install() -> None:
+    """Makes the paths importable. Doing so again replaces the finder, so that reloading is safe."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != PublishedPaths.__name__]
+    sys.meta_path.insert(0, PublishedPaths())

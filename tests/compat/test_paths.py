@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published module paths are importable in every way that Python has, and cost nothing until then."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import magi_attention
+from magi_attention.compat import paths
+
+ROOT = Path(__file__).resolve().parents[2]
+PARENTS = sorted({path.rpartition(".")[0] for path in paths.MODULES} - {""})
+
+
+@pytest.mark.parametrize("path", paths.MODULES)
+def test_a_published_path_is_the_module_that_is_at_home_elsewhere(path) -> None:
+    name, home = f"magi_attention.{path}", f"magi_attention.{paths.MODULES[path]}"
+    assert importlib.util.find_spec(name) is not None
+    module = importlib.import_module(name)
+    assert module is importlib.import_module(home) is sys.modules[name]
+    assert module.__name__ == module.__spec__.name == home
+    parent, _, last = name.rpartition(".")
+    space: dict = {}
+    exec(f"import {name} as a\nfrom {parent} import {last} as b\nimport {name}\nc = {name}", space)
+    assert space["a"] is space["b"] is space["c"] is module
+
+
+@pytest.mark.parametrize("module", paths.NAMES)
+def test_published_names_of_modules_of_ours(module) -> None:
+    ours = importlib.import_module(f"magi_attention.{module}")
+    for home, words in paths.NAMES[module].items():
+        for word in words.split():
+            assert getattr(ours, word) is getattr(importlib.import_module(f"magi_attention.{home}"), word)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ours.no_such_name  # noqa: B018
+    with pytest.raises(ImportError):
+        exec(f"from magi_attention.{module} import no_such_name")
+
+
+def test_tables_name_what_exists_once() -> None:
+    for path in paths.MODULES:
+        file = ROOT / "magi_attention" / path.replace(".", "/")
+        assert not file.with_suffix(".py").exists() and not (file / "__init__.py").exists(), f"{path} has a file, too"
+    for module, homes in paths.NAMES.items():
+        assert importlib.util.find_spec(f"magi_attention.{module}") is not None
+        words = " ".join(homes.values()).split()
+        assert len(words) == len(set(words))
+        source = Path(importlib.import_module(f"magi_attention.{module}").__file__).read_text()
+        assert "compat" not in source
+
+
+@pytest.mark.parametrize("how", ["magi_attention.functional.dispatch", "magi_attention.compat.dispatch"])
+def test_reload(how) -> None:
+    module = importlib.import_module(how)
+    before = module.dispatch_func
+    assert importlib.reload(module) is module and module.dispatch_func is not before
+    assert sys.modules["magi_attention.functional.dispatch"] is sys.modules["magi_attention.compat.dispatch"]
+
+
+def test_reload_of_a_module_with_published_names() -> None:
+    functional = importlib.import_module("magi_attention.functional")
+    for _ in range(3):
+        assert importlib.reload(functional).dispatch_func is not None
+    assert functional.dispatch.__name__ == "magi_attention.compat.dispatch"
+    assert functional.__spec__.loader is functional.__loader__
+    assert type(functional.__loader__).__module__ != paths.__name__, "tools that read source find the usual loader"
+
+
+def test_pickles_that_name_published_paths() -> None:
+    wanted = importlib.import_module("magi_attention.magi_attn_ext").AttnRangeWithRank({1, 3}, 1, 5)
+    text = pickle.dumps(wanted, protocol=0)
+    old = text.replace(b"magi_attention.compat.extension", b"magi_attention.magi_attn_ext")
+    assert old != text and pickle.loads(old) == pickle.loads(text) == wanted
+
+
+def test_python_m() -> None:
+    command = [sys.executable, "-c", "import runpy; runpy.run_module('magi_attention._version', run_name='__main__')"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).returncode == 0
+    command = [sys.executable, "-m", "magi_attention.functional.dispatch"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bare_import_loads_none_of_it() -> None:
+    code = (
+        "import sys, magi_attention; print([m for m in sys.modules if m.startswith('magi_attention.compat.')]);"
+        "print('torch' in sys.modules);"
+        "import magi_attention.functional; print([m for m in sys.modules if m.startswith('magi_attention.compat.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    table = "['magi_attention.compat.paths']"
+    assert done.stdout.split("\n")[:3] == [table, "False", table], done.stderr
+
+
+def test_threads_that_import_the_same_path_at_once() -> None:
+    code = (
+        "import threading, importlib, sys\n"
+        "names = ['magi_attention.functional.fa4', 'magi_attention.compat.fa4', 'magi_attention.functional'] * 3\n"
+        "got = []\n"
+        "threads = [threading.Thread(target=lambda n=n: got.append(importlib.import_module(n))) for n in names]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "assert len(got) == len(names) and len({id(m) for m in got}) == 2\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installing_again_leaves_one_finder() -> None:
+    paths.install()
+    importlib.reload(paths).install()
+    assert [type(f).__name__ for f in sys.meta_path].count("PublishedPaths") == 1
+    assert magi_attention.git_version == magi_attention.__version__
+
+
+def test_other_packages_are_none_of_its_business() -> None:
+    finder = paths.PublishedPaths()
+    for name in ("magi_attention", "magi_attention_extensions.functional", "torch.functional.dispatch"):
+        assert finder.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("magi_attention.functional.no_such_module")
