@@ -21,6 +21,14 @@ class ContractError(MagiError, ValueError, AssertionError):
     """The caller broke a documented rule; where 1.1.x asserted, this is also an ``AssertionError``."""
 
 
+class ArgumentTypeError(ContractError, TypeError):
+    """An argument is of a type that the function has no use for."""
+
+
+class UsedTwiceError(ContractError, RuntimeError):
+    """An object that serves once was asked to serve again."""
+
+
 class UnsupportedError(MagiError, NotImplementedError):
     """The request is meaningful but this build cannot do it."""
 

@@ -96,7 +96,7 @@ def infer_attn_mask_from_sliding_window(
     """At most three disjoint slices of a ``(left, right)`` window on one segment; see ``common.infer``."""
     import numpy as np
 
-    segment = np.array([[q_range.start, q_range.end, k_range.start, k_range.end]], dtype=np.int64)
+    segment = np.array([[*q_range, *k_range]], dtype=np.int64)
     return _triple(infer.window_slices(segment, *as_window(window_size, "window_size")))
 
 

@@ -15,7 +15,7 @@ from magi_attention.comm.transport import Transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.integers import as_int
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.slices import type_code
+from magi_attention.common.slices import type_codes
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError
@@ -165,9 +165,7 @@ def init_dist_attn_runtime_key(
 
 def normalize_types(attn_mask_type, count: int) -> list[AttnMaskType]:
     """One enum per slice from a name, code or enum, or a sequence of them."""
-    if isinstance(attn_mask_type, (str, int, AttnMaskType)):
-        attn_mask_type = [attn_mask_type] * count
-    types = [AttnMaskType.from_int_type(type_code(t)) for t in attn_mask_type]
+    types = [AttnMaskType.from_int_type(code) for code in type_codes(attn_mask_type, count)]
     if len(types) != count:
         raise ContractError(f"{len(types)} mask types for {count} slices; give one, or one per slice.")
     return types

@@ -12,7 +12,7 @@ import torch
 from magi_attention.api.key import DistAttnRuntimeKey, group_ranks
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.torch_transport import as_transport
-from magi_attention.common.enum import AttnMaskType, AttnRole
+from magi_attention.common.enum import AttnRole
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.held import held_bytes
 from magi_attention.common.intervals import Packing, as_intervals
@@ -205,11 +205,10 @@ def init_dist_attn_runtime_mgr(
         raise ContractError("Give both ref_dispatch_meta_q and ref_dispatch_meta_k, or neither.")
     meta = ref_dispatch_meta_q
     if meta is None:
-        kinds = [attn_mask_type] * len(q_ranges) if isinstance(attn_mask_type, (str, AttnMaskType)) else attn_mask_type
         meta, _ = metas.make_dispatch_meta_from_qk_ranges(
             q_ranges,
             k_ranges,
-            kinds,
+            attn_mask_type,
             total_seqlen_q,
             total_seqlen_k,
             chunk_size,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from magi_attention.comm.streams import is_waitable, wait_for
-from magi_attention.errors import ContractError
+from magi_attention.errors import ArgumentTypeError, UsedTwiceError
 
 
 class GeneralWork:
@@ -34,7 +34,7 @@ class GeneralWork:
         items = list(self.work) if isinstance(self.work, (list, tuple)) else [self.work]
         for item in items:
             if not is_waitable(item):
-                raise ContractError(f"{item!r} cannot be waited for; pass a work, a CUDA stream or an event.")
+                raise ArgumentTypeError(f"{item!r} cannot be waited for; pass a work, a CUDA stream or an event.")
         return items
 
 
@@ -64,7 +64,7 @@ class WorkWithPostProcessFn:
         """Waits (on CUDA: orders the current stream), runs the last step and returns ``output`` or
         ``(output, lse)``. ``args`` may repeat the output buffers that the collective was started with."""
         if self._is_used:
-            raise ContractError("This handle was waited for before; every group collective is finished once.")
+            raise UsedTwiceError("This handle was waited for before; every group collective is finished once.")
         self._is_used = True
         work, post, self.work, self.post_process_fn = self.work, self.post_process_fn, None, None
         if self.async_op and work is not None:

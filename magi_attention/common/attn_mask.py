@@ -11,11 +11,11 @@ import numpy as np
 from magi_attention.common import slices
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.infer import dense_slices
-from magi_attention.common.intervals import merge_intervals
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.slices import K0, K1, Q0, Q1, TYPE, SliceTable
-from magi_attention.errors import ContractError
+from magi_attention.common.rows import RowIntervals
+from magi_attention.common.slices import INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable
+from magi_attention.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,25 @@ class AttnMask:
 
     Make one with ``from_ranges`` or ``from_mask``. Slices are disjoint. ``magi_attention.common.mask.Mask``
     is the same thing for new code.
+
+    Raises:
+        UnsupportedError: (a ``RuntimeError``) the class itself is called.
     """
 
-    def __init__(self, table: SliceTable, total_seqlen_q: int, total_seqlen_k: int) -> None:
+    device = "cpu"  # of mask_tensor
+    meta_info_dim_size = 1  # size of the last dim of mask_tensor,
+    mask_flag_dim_idx = 0  # where a pair's flag is entry 0:
+    masked_flag, unmasked_flag = 0, 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError("AttnMask(...) makes no mask; call AttnMask.from_ranges or AttnMask.from_mask.")
+
+    @classmethod
+    def _of(cls, table: SliceTable, total_seqlen_q: int, total_seqlen_k: int) -> AttnMask:
+        self = object.__new__(cls)
         self._table, self._total_q, self._total_k = table, total_seqlen_q, total_seqlen_k
         array = table.array
-        ends = array[:, [Q1, K1]].max(axis=0) if len(array) else np.zeros(2, np.int64)
+        ends = [int(array[array[:, end] > array[:, end - 1], end].max(initial=0)) for end in (Q1, K1)]
         for name, end, total in (("q", ends[0], total_seqlen_q), ("k", ends[1], total_seqlen_k)):
             if end > total:
                 raise ContractError(
@@ -40,6 +53,7 @@ class AttnMask:
         overlap = slices.first_overlap(array)
         if overlap is not None:
             raise ContractError(f"Slices {overlap[0]} and {overlap[1]} share a (q, k) pair; cut one of them.")
+        return self
 
     # ---- constructors -----------------------------------------------------------------------------
 
@@ -62,15 +76,21 @@ class AttnMask:
         table = SliceTable.from_ranges(q_ranges, k_ranges, attn_mask_type)
         ends = table.array[:, [Q1, K1]].max(axis=0).tolist() if len(table) else [0, 0]
         total_q = ends[0] if total_seqlen_q is None else total_seqlen_q
-        return cls(table, total_q, ends[1] if total_seqlen_k is None else total_seqlen_k)
+        return cls._of(table, total_q, ends[1] if total_seqlen_k is None else total_seqlen_k)
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | np.ndarray | Sequence[Sequence[int]]) -> AttnMask:
-        """From a matrix ``(total_q, total_k)`` of zeros and ones; the slices found reproduce it exactly."""
+        """From a matrix ``(total_q, total_k)`` of zeros and ones; the slices found reproduce it exactly.
+
+        Where the keys of every row are one interval these are the published ones: FULL and CAUSAL, rows
+        ascending, rows without keys in a CAUSAL slice (``RowIntervals.to_slices``). ``Mask.from_dense`` finds
+        fewer for windows.
+        """
         dense = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
         if dense.ndim != 2:
             raise ContractError(f"The mask has {dense.ndim} dimensions; give a (total_q, total_k) matrix.")
-        return cls(SliceTable(dense_slices(dense != 0)), *dense.shape)
+        rows = RowIntervals.of_dense(dense != 0)
+        return cls._of(SliceTable(dense_slices(dense != 0) if rows is None else rows.to_slices()), *dense.shape)
 
     @staticmethod
     def make_causal_mask(
@@ -87,7 +107,7 @@ class AttnMask:
         import torch
 
         if align not in ("bottom-right", "top-left"):
-            raise ContractError(f"align={align!r} is unknown; use 'bottom-right' or 'top-left'.")
+            raise ContractError(f"Invalid alignment {align!r}; use 'bottom-right' or 'top-left'.")
         diagonal = seqlen_k - seqlen_q if align == "bottom-right" else 0
         ones = torch.ones((seqlen_q, seqlen_k), dtype=dtype or torch.int32, device=device)
         return torch.tril(ones, diagonal=diagonal)
@@ -120,10 +140,15 @@ class AttnMask:
 
     @property
     def mask_tensor(self) -> torch.Tensor:
-        """Matrix ``(total_q, total_k)`` of zeros and ones, int32."""
+        """Flags ``(total_q, total_k, 1)``, int32: ``mask_flag_array`` with the published last dim."""
         import torch
 
-        return torch.from_numpy(slices.to_dense(self._table.array, self._total_q, self._total_k)).int()
+        return torch.from_numpy(self.mask_flag_array).unsqueeze(-1)
+
+    @property
+    def mask_flag_array(self) -> np.ndarray:
+        """Matrix ``(total_q, total_k)`` of zeros and ones, int32."""
+        return slices.to_dense(self._table.array, self._total_q, self._total_k).astype(np.int32)
 
     @property
     def area(self) -> int:
@@ -136,19 +161,35 @@ class AttnMask:
             yield AttnRange(q0, q1), AttnRange(k0, k1), AttnMaskType.from_int_type(kind)
 
     def make_sub_mask(self, q_range: AttnRange, k_range: AttnRange) -> AttnMask:
-        """The window of the mask, in coordinates that start at 0."""
+        """The window of the mask, in coordinates that start at 0; ``ContractError`` if it leaves the mask.
+
+        Slices are those of ``from_mask`` if the mask itself is FULL and CAUSAL only, as all published ones are;
+        else cut pieces, rows ascending.
+        """
+        (q0, q1), (k0, k1) = q_range, k_range
         pieces = self._cut(q_range, k_range)
-        pieces[:, [Q0, Q1]] -= q_range.start
-        pieces[:, [K0, K1]] -= k_range.start
-        return AttnMask(SliceTable(slices.merge(pieces)), q_range.seqlen, k_range.seqlen)
+        pieces[:, [Q0, Q1]] -= q0
+        pieces[:, [K0, K1]] -= k0
+        is_published = not (self._table.array[:, TYPE] & INVCAUSAL).any()
+        rows = RowIntervals.of_slices(pieces, q1 - q0, k1 - k0) if is_published else None
+        if rows is None:
+            pieces = slices.merge(pieces)
+            pieces = pieces[np.lexsort((pieces[:, K0], pieces[:, Q1], pieces[:, Q0]))]
+        else:
+            pieces = rows.to_slices()
+        return AttnMask._of(SliceTable(pieces), q1 - q0, k1 - k0)
 
     def calc_sub_area(self, q_range: AttnRange, k_range: AttnRange) -> int:
-        """Number of allowed pairs in the window."""
+        """Number of allowed pairs in the window; ``ContractError`` if it leaves the mask."""
         return int(slices.areas(self._cut(q_range, k_range)).sum())
 
     def _cut(self, q_range: AttnRange, k_range: AttnRange) -> np.ndarray:
-        rows, _ = slices.cut_q(slices.trim(self._table.array), q_range.start, q_range.end)
-        return slices.cut_k(rows, k_range.start, k_range.end)[0]
+        (q0, q1), (k0, k1) = q_range, k_range
+        for name, start, end, total in (("q", q0, q1, self._total_q), ("k", k0, k1, self._total_k)):
+            if start < 0 or end > total:
+                raise ContractError(f"{name}_range [{start}, {end}) leaves the mask; stay within [0, {total}).")
+        rows, _ = slices.cut_q(slices.trim(self._table.array), q0, q1)
+        return slices.cut_k(rows, k0, k1)[0]
 
     # ---- predicates on the set of pairs, whatever the slices --------------------------------------
 
@@ -170,34 +211,23 @@ class AttnMask:
         return bool(within.all()) and self.area == int(slices.areas(whole).sum())
 
     def is_varlen_full(self) -> bool:
-        """Square blocks along the whole diagonal, full inside, nothing outside?"""
-        lengths = self._block_lengths()
-        return lengths is not None and self.area == int((lengths**2).sum())
+        """Documents one after another in q and in k, each full, nothing outside? Each has a row and a key."""
+        rows = self._rows()
+        return rows is not None and rows.is_varlen_full()
 
     def is_varlen_causal(self) -> bool:
-        """Square blocks along the whole diagonal, causal inside, nothing outside?"""
-        lengths = self._block_lengths()
-        if lengths is None or (self._highest_diagonals() > 0).any():
-            return False
-        return self.area == int((lengths * (lengths + 1) // 2).sum())
+        """Documents one after another in q and in k, each causal (aligned at its end), nothing outside?"""
+        rows = self._rows()
+        return rows is not None and rows.is_varlen_causal()
+
+    def _rows(self) -> RowIntervals | None:
+        return RowIntervals.of_slices(self._table.array, self._total_q, self._total_k)
 
     def _highest_diagonals(self) -> np.ndarray:
         """Largest ``k - q`` of the allowed pairs of every slice."""
         array = slices.trim(self._table.array)
         _, high = slices.diagonal_bounds(array)
         return np.minimum(high, array[:, K1] - 1 - array[:, Q0])
-
-    def _block_lengths(self) -> np.ndarray | None:
-        """Lengths of the finest blocks that hold every slice whole; None if they do not tile the square."""
-        array = _cut_single_diagonals(slices.trim(self._table.array))
-        low, high = np.minimum(array[:, Q0], array[:, K0]), np.maximum(array[:, Q1], array[:, K1])
-        # Doubled, with the end moved in: blocks that only touch stay apart.
-        blocks = merge_intervals(np.stack([2 * low, 2 * high - 1], axis=1))
-        starts, ends = blocks[:, 0] // 2, (blocks[:, 1] + 1) // 2
-        bounds = np.concatenate([[0], ends])
-        if not self.is_square() or bounds[-1] != self._total_q or (starts != bounds[:-1]).any():
-            return None
-        return ends - starts
 
     # ---- protocol of values -----------------------------------------------------------------------
 
@@ -218,14 +248,3 @@ class AttnMask:
 
     def __repr__(self) -> str:
         return f"AttnMask({self._total_q} x {self._total_k}, {len(self._table)} slices, area {self.area})"
-
-
-def _cut_single_diagonals(array: np.ndarray) -> np.ndarray:
-    """Bi-causal slices of width 1 row by row: the only slices whose rows share no key with the next row."""
-    single = (array[:, TYPE] == slices.BICAUSAL) & (array[:, Q1] - array[:, Q0] == array[:, K1] - array[:, K0])
-    rows = [
-        [q0 + i, q0 + i + 1, k0 + i, k0 + i + 1, slices.FULL]
-        for q0, q1, k0, _, _ in array[single].tolist()
-        for i in range(q1 - q0)
-    ]
-    return np.concatenate([array[~single], np.array(rows, dtype=np.int64).reshape(-1, 5)])

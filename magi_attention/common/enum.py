@@ -1,18 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enumerations of the public API. Values are strings, always."""
+"""Enumerations of the public API. Values are strings, always.
+
+Members are compared by value, so that members made before and after a reload of this module are the same to
+every caller. Arguments are read with ``NameOfEnum.of(argument)``, never with ``isinstance`` or ``is``.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal
 
 from magi_attention.errors import ContractError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 AttnSinkLayout = Literal["sh", "ssh", "shd"]
 GroupReduceOp = Literal["sum", "avg", "lse"]
 
 
-class AttnMaskType(Enum):
+def __getattr__(name: str) -> Any:
+    if name == "OutMaybeWithLSE":  # a type of tensors; this module itself needs no torch
+        import torch
+
+        return torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class ValueEnum(Enum):
+    """Enumeration whose members equal those of the same class in another copy of this module."""
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """The member given as itself, as a member of another copy of the class, or by its value.
+
+        Raises:
+            ContractError: it is none of these.
+        """
+        try:
+            return cls(value.value if _is_copy(type(value), cls) else value)
+        except ValueError:
+            names = ", ".join(repr(member.value) for member in cls)
+            raise ContractError(f"{cls.__name__}: {value!r} is unknown; use one of {names}.") from None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (_is_copy(type(other), type(self)) and self.value == other.value)  # type: ignore
+
+    # The name, as for every Enum: equal in all copies.
+    __hash__ = Enum.__hash__
+
+
+def _is_copy(kind: type, of: type) -> bool:
+    return (kind.__module__, kind.__qualname__) == (of.__module__, of.__qualname__)
+
+
+class AttnMaskType(ValueEnum):
     """Shape of the allowed pairs inside one AttnSlice.
 
     The integer form used by kernels has bit 0 set where the lower-right diagonal bounds the keys
@@ -23,6 +66,11 @@ class AttnMaskType(Enum):
     CAUSAL = "causal"
     BICAUSAL = "bi_causal"
     INVCAUSAL = "inv_causal"
+
+    @classmethod
+    def of(cls, value: Any) -> AttnMaskType:
+        """As ``ValueEnum.of``, and from an integer form, NumPy's integers included."""
+        return cls.from_int_type(value) if isinstance(value, Integral) else super().of(value)
 
     def to_int_type(self) -> int:
         return _INT_OF_TYPE[self]
@@ -46,23 +94,23 @@ _INT_OF_TYPE = {
 _TYPE_OF_INT = {value: key for key, value in _INT_OF_TYPE.items()}
 
 
-class AttnType(Enum):
+class AttnType(ValueEnum):
     SELF_ATTN = "self_attn"
     CROSS_ATTN = "cross_attn"
 
 
-class AttnRole(Enum):
+class AttnRole(ValueEnum):
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
 
 
-class AttnOverlapMode(Enum):
+class AttnOverlapMode(ValueEnum):
     STATIC = "static"
     DYNAMIC = "dynamic"
 
 
-class DispatchAlgType(Enum):
+class DispatchAlgType(ValueEnum):
     LOWER_BOUND = "lower_bound"
     DYNAMIC_PROGRAMMING = "dynamic_programming"
     BINARY_SEARCH = "binary_search"
@@ -76,12 +124,12 @@ class DispatchAlgType(Enum):
     LOCALITY = "locality"  # not a published one
 
 
-class OverlapAlgType(Enum):
+class OverlapAlgType(ValueEnum):
     UNIFORM = "uniform"
     GREEDY = "greedy"
 
 
-class DynamicAttnAlgType(Enum):
+class DynamicAttnAlgType(ValueEnum):
     NON_COMMUNICATION_QO = "non_communication_qo"
     GREEDY_RANDOM_GRID = "greedy_random_grid"
     SIMPLEX_NETWORK_FLOW = "simplex_network_flow"
@@ -90,14 +138,14 @@ class DynamicAttnAlgType(Enum):
     BINARY_GREEDY_PARALLEL = "binary_greedy_parallel"
 
 
-class MagiAttentionKernelBackend(Enum):
+class MagiAttentionKernelBackend(ValueEnum):
     FFA = "ffa"
     SDPA = "sdpa"
     SDPA_OL = "sdpa_ol"
     FA4 = "fa4"
 
 
-class MagiAttentionPrecision(Enum):
+class MagiAttentionPrecision(ValueEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
@@ -114,8 +162,9 @@ class MagiAttentionPrecision(Enum):
         }[self.value]
 
 
-class GrpCollBufferName(Enum):
-    GROUP_CAST_DEFAULT = "group_cast_default"
-    GROUP_REDUCE_DEFAULT = "group_reduce_default"
-    GROUP_CAST_QO = "group_cast_qo"
-    GROUP_REDUCE_QO = "group_reduce_qo"
+class GrpCollBufferName(ValueEnum):
+    # Spelled as published.
+    GroupCastDefault = "group_cast_default"
+    GroupReduceDefault = "group_reduce_default"
+    GroupCastQO = "group_cast_qo"
+    GroupReduceQO = "group_reduce_qo"

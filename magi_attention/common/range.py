@@ -3,31 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TypeAlias
 
 from magi_attention.errors import RangeError
 
-NaiveRange = tuple[int, int]
+NaiveRange: TypeAlias = tuple[int, int] | list[int]
 
 
 class AttnRange:
     """Half-open interval ``[start, end)`` of token positions; bounds may be negative, ``start <= end``.
 
-    ``start`` and ``end`` can be set; every other method leaves the object alone and returns new ones. The
-    hash follows the bounds, so do not change a range that is a dictionary key.
+    ``start`` and ``end`` can be set, in either order: only the use of a range asks whether it is valid. Every
+    method leaves the object alone and returns new ones. The hash follows the bounds, so do not change a range
+    that is a dictionary key.
 
     Raises:
-        RangeError: ``start > end``, at construction or when a bound is set.
+        RangeError: ``start > end``, at construction or when a method needs the positions.
     """
 
     __slots__ = ("_start", "_end")
 
     def __init__(self, start: int, end: int) -> None:
-        self._set(start, end)
-
-    def _set(self, start: int, end: int) -> None:
         if start > end:
-            raise RangeError(f"[{start}, {end}) is no range; give start <= end.")
+            raise RangeError(_invalid(start, end))
         self._start, self._end = int(start), int(end)
 
     @property
@@ -36,7 +35,7 @@ class AttnRange:
 
     @start.setter
     def start(self, value: int) -> None:
-        self._set(value, self._end)
+        self._start = int(value)
 
     @property
     def end(self) -> int:
@@ -44,22 +43,30 @@ class AttnRange:
 
     @end.setter
     def end(self, value: int) -> None:
-        self._set(self._start, value)
+        self._end = int(value)
 
     @property
     def seqlen(self) -> int:
-        return self._end - self._start
+        """Number of positions."""
+        start, end = self._bounds()
+        return end - start
+
+    def _bounds(self) -> tuple[int, int]:
+        """``(start, end)`` for a method that uses the positions."""
+        if self._start > self._end:
+            raise RangeError(_invalid(self._start, self._end))
+        return self._start, self._end
 
     # ---- conversion -------------------------------------------------------------------------------
 
     @staticmethod
-    def from_range(attn_range: AttnRange | Sequence[int], check: bool = False) -> AttnRange:
+    def from_range(attn_range: RangeType, check: bool = False) -> AttnRange:
         """A new range from ``(start, end)`` or another range; validity is always checked."""
         start, end = attn_range
         return AttnRange(start, end)
 
-    def to_naive_range(self) -> NaiveRange:
-        return self._start, self._end
+    def to_naive_range(self) -> tuple[int, int]:
+        return self._bounds()
 
     def clone(self) -> AttnRange:
         return AttnRange(self._start, self._end)
@@ -74,7 +81,7 @@ class AttnRange:
         """Clipped to ``[start, end)``; None leaves that side open. The result may be empty."""
         if start is not None and end is not None and start > end:
             raise RangeError(f"The window [{start}, {end}) is no range; give start <= end.")
-        low, high = self._start, self._end
+        low, high = self._bounds()
         if start is not None:
             low, high = max(low, start), max(high, start)
         if end is not None:
@@ -83,22 +90,18 @@ class AttnRange:
 
     def intersect(self, other: AttnRange) -> AttnRange:
         """What both hold; an empty range if nothing."""
-        start = max(self._start, other._start)
-        return AttnRange(start, max(start, min(self._end, other._end)))
+        (a0, a1), (b0, b1) = self._bounds(), other._bounds()
+        start = max(a0, b0)
+        return AttnRange(start, max(start, min(a1, b1)))
 
     def intersect_size(self, other: AttnRange) -> int:
         return self.intersect(other).seqlen
 
     def union(self, other: AttnRange) -> list[AttnRange]:
-        """One range if they overlap, touch or one is empty, else both in ascending order."""
-        if other.is_empty():
-            return [self.clone()]
-        if self.is_empty():
-            return [other.clone()]
-        first, second = sorted((self, other), key=AttnRange.to_naive_range)
-        if first._end >= second._start:
-            return [AttnRange(first._start, max(first._end, second._end))]
-        return [first.clone(), second.clone()]
+        """One range if the two share a position, else both as they are, an empty one included."""
+        if not self.is_overlap_with(other):
+            return [self.clone(), other.clone()]
+        return [AttnRange(min(self._start, other._start), max(self._end, other._end))]
 
     def union_size(self, other: AttnRange) -> int:
         return self.seqlen + other.seqlen - self.intersect_size(other)
@@ -117,14 +120,16 @@ class AttnRange:
     # ---- predicates -------------------------------------------------------------------------------
 
     def is_subrange_of(self, other: AttnRange) -> bool:
-        return other._start <= self._start and self._end <= other._end
+        (a0, a1), (b0, b1) = self._bounds(), other._bounds()
+        return b0 <= a0 and a1 <= b1
 
     def is_overlap_with(self, other: AttnRange) -> bool:
         """Do the two share a position?"""
-        return max(self._start, other._start) < min(self._end, other._end)
+        (a0, a1), (b0, b1) = self._bounds(), other._bounds()
+        return max(a0, b0) < min(a1, b1)
 
     def is_empty(self) -> bool:
-        return self._start == self._end
+        return self.seqlen == 0
 
     def is_valid_close(self, start: int | None = None, end: int | None = None) -> bool:
         """``start <= end``, with own bounds where none are given."""
@@ -139,15 +144,13 @@ class AttnRange:
     def check_valid(self, start: int | None = None, end: int | None = None) -> None:
         """``RangeError`` unless ``is_valid_close``."""
         if not self.is_valid_close(start, end):
-            low = self._start if start is None else start
-            raise RangeError(f"[{low}, {self._end if end is None else end}) is no range; give start <= end.")
+            raise RangeError(_invalid(self._start if start is None else start, self._end if end is None else end))
 
     # ---- protocol of values -----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
         """Unpacks as ``start, end``."""
-        yield self._start
-        yield self._end
+        return iter(self._bounds())
 
     def __len__(self) -> int:
         return self.seqlen
@@ -166,3 +169,10 @@ class AttnRange:
 
     def __reduce__(self):
         return AttnRange, (self._start, self._end)
+
+
+RangeType: TypeAlias = AttnRange | NaiveRange
+
+
+def _invalid(start: int, end: int) -> str:
+    return f"[{start}, {end}) is no range; give start <= end."

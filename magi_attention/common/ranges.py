@@ -6,21 +6,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import overload
+from typing import TypeAlias, overload
 
 import numpy as np
 
 from magi_attention.common.intervals import intersect_intervals, merge_intervals, subtract_intervals
-from magi_attention.common.range import AttnRange, NaiveRange
+from magi_attention.common.range import AttnRange, NaiveRange, RangeType
 from magi_attention.errors import ContractError, RangeError
 
-NaiveRanges = Sequence[NaiveRange]
+NaiveRanges: TypeAlias = Sequence[NaiveRange]
 
 
 def is_valid_cu_seqlens(cu_seqlens: Sequence[int], seq_len: int) -> bool:
-    """Does ``cu_seqlens`` start at 0, strictly increase and end at ``seq_len``? Empty is valid for 0 only."""
+    """Does ``cu_seqlens`` start at 0, strictly increase and end at ``seq_len``? An empty list is valid, too."""
     if len(cu_seqlens) == 0:
-        return seq_len == 0
+        return True
     rising = all(a < b for a, b in pairwise(cu_seqlens))
     return cu_seqlens[0] == 0 and rising and cu_seqlens[-1] == seq_len
 
@@ -33,11 +33,24 @@ def check_valid_cu_seqlens(cu_seqlens: Sequence[int], seq_len: int) -> None:
         )
 
 
+def check_slice_assignment(idx: slice, count: int, size: int) -> None:
+    """Do ``count`` items fit ``x[idx] = items`` where ``x`` holds ``size``? ``ContractError`` unless they do.
+
+    ``x[a:b]`` takes ``b - a`` items even if ``x`` ends before ``b``, which makes it grow; ``x[a:]`` takes any number.
+    """
+    if idx.stop is None:
+        return
+    start, stop = (max(0, size + bound) if bound < 0 else bound for bound in (idx.start or 0, idx.stop))
+    if (wanted := len(range(start, stop, idx.step or 1))) != count:
+        raise ContractError(f"[{start}:{stop}] names {wanted} items and is assigned {count}; give as many as it names.")
+
+
 class AttnRanges:
     """List of ``AttnRange`` in any order; they may repeat, overlap and be empty.
 
-    Only ``append``, ``insert``, ``extend``, ``pop`` and item assignment change the object. Where ``check``
-    is offered, it re-validates the ranges handed in. Sets are meant where the text says "covers".
+    Only ``append``, ``insert``, ``extend``, ``pop`` and item assignment change the object. They keep the very
+    ranges that they are given, which ``check`` asks to be valid now; methods that use positions raise
+    ``RangeError`` for one that is not. Sets are meant where the text says "covers".
     """
 
     __slots__ = ("_ranges",)
@@ -48,9 +61,7 @@ class AttnRanges:
     # ---- build ------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_ranges(
-        ranges: AttnRanges | Iterable[AttnRange] | Iterable[Sequence[int]], check: bool = False
-    ) -> AttnRanges:
+    def from_ranges(ranges: RangesType | Iterable[RangeType], check: bool = False) -> AttnRanges:
         """New object with new ranges, from pairs, ranges or another ``AttnRanges``."""
         out = AttnRanges()
         out._ranges = [AttnRange.from_range(r, check) for r in ranges]
@@ -58,7 +69,7 @@ class AttnRanges:
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Sequence[int], seq_len: int) -> AttnRanges:
-        """``[cu[i], cu[i + 1])`` for all i; ``ContractError`` if invalid for ``seq_len``."""
+        """``[cu[i], cu[i + 1])`` for all i, none for an empty list; ``ContractError`` if invalid for ``seq_len``."""
         check_valid_cu_seqlens(cu_seqlens, seq_len)
         return AttnRanges.from_ranges(pairwise(cu_seqlens))
 
@@ -69,7 +80,7 @@ class AttnRanges:
 
     def to_array(self) -> np.ndarray:
         """int64 ``(n, 2)``, a copy."""
-        flat = [bound for r in self._ranges for bound in (r.start, r.end)]
+        flat = [bound for r in self._ranges for bound in r]
         return np.array(flat, dtype=np.int64).reshape(-1, 2)
 
     def clone(self) -> AttnRanges:
@@ -128,7 +139,7 @@ class AttnRanges:
         if chunk_size < 1:
             raise ContractError(f"chunk_size is {chunk_size}; give at least 1 token.")
         if check and not self.is_non_overlap():
-            raise ContractError(f"Ranges {self!r} overlap; merge() them before cutting them into chunks.")
+            raise ContractError(f"Chunks are cut from non-overlapping ranges; merge() {self!r} first.")
         chunks: list[AttnRanges] = []
         room = 0
         for attn_range in self._ranges:
@@ -160,12 +171,13 @@ class AttnRanges:
 
     def is_sorted(self) -> bool:
         """Ordered by start, then end."""
-        return all(a.to_naive_range() <= b.to_naive_range() for a, b in pairwise(self._ranges))
+        return all(a <= b for a, b in pairwise(self.to_naive_ranges()))
 
     def is_merged(self) -> bool:
         """Sorted, none empty, none overlapping or touching."""
-        gaps = all(a.end < b.start for a, b in pairwise(self._ranges))
-        return gaps and not any(r.is_empty() for r in self._ranges)
+        bounds = self.to_naive_ranges()
+        gaps = all(end < start for (_, end), (start, _) in pairwise(bounds))
+        return gaps and all(start < end for start, end in bounds)
 
     def is_non_overlap(self) -> bool:
         """Is no position covered twice?"""
@@ -173,10 +185,11 @@ class AttnRanges:
 
     def is_cu_seqlens(self, seqlen: int) -> bool:
         """Are these consecutive non-empty ranges from 0 to ``seqlen``?"""
-        bounds = [0, *(r.end for r in self._ranges)]
-        if any(r.start != start for r, start in zip(self._ranges, bounds)):
+        pairs = self.to_naive_ranges()
+        bounds = [0, *(end for _, end in pairs)]
+        if any(start != bound for (start, _), bound in zip(pairs, bounds)):
             return False
-        return is_valid_cu_seqlens(bounds, seqlen) if self._ranges else seqlen == 0
+        return is_valid_cu_seqlens(bounds, seqlen)
 
     def is_empty(self) -> bool:
         """Are there no ranges (not: no positions)?"""
@@ -186,14 +199,14 @@ class AttnRanges:
 
     def make_range_local(
         self,
-        attn_range: AttnRange,
+        other_attn_range: AttnRange,
         is_self_merged: bool = False,
         prefix_offset: Sequence[int] | None = None,
     ) -> tuple[AttnRange, AttnRange]:
-        """Where ``attn_range`` lies in the buffer that packs the merged ranges one after another.
+        """Where ``other_attn_range`` lies in the buffer that packs the merged ranges one after another.
 
         Args:
-            attn_range: a global range inside one of the merged ranges.
+            other_attn_range: a global range inside one of the merged ranges.
             is_self_merged: the caller knows that ``self`` is merged.
             prefix_offset: buffer offset of each merged range, if at hand.
         Returns:
@@ -204,7 +217,7 @@ class AttnRanges:
         merged = self if is_self_merged else self.merge()
         if prefix_offset is None:
             prefix_offset = merged._prefix_offsets()
-        return merged._localize(attn_range, [r.start for r in merged._ranges], prefix_offset)
+        return merged._localize(other_attn_range, [r.start for r in merged._ranges], prefix_offset)
 
     def make_ranges_local(self, other_attn_ranges: AttnRanges, is_self_merged: bool = False) -> AttnRanges:
         """``make_range_local`` for many ranges; only the local ranges are returned."""
@@ -223,7 +236,7 @@ class AttnRanges:
         index = bisect_right(starts, attn_range.start) - 1
         if index < 0 or not attn_range.is_subrange_of(self._ranges[index]):
             raise RangeError(
-                f"{attn_range!r} is not inside one of {self!r}; cut it at the bounds of these ranges first."
+                f"The attn_range {attn_range!r} is not inside one of {self!r}; cut it at their bounds first."
             )
         host = self._ranges[index]
         return attn_range.offset(offsets[index] - host.start), host.clone()
@@ -256,7 +269,7 @@ class AttnRanges:
         return self.merge().total_seqlen
 
     def union_size_with(self, other: AttnRanges) -> int:
-        """Number of positions that at least one covers."""
+        """Number of positions that at least one covers (the published function adds the lengths of all ranges)."""
         return self.union_size() + other.union_size() - self.intersect_size_with(other)
 
     # ---- conversion -------------------------------------------------------------------------------
@@ -267,7 +280,7 @@ class AttnRanges:
 
         return torch.tensor(self.to_array(), dtype=torch.int32, device=device)
 
-    def to_naive_ranges(self) -> list[NaiveRange]:
+    def to_naive_ranges(self) -> list[tuple[int, int]]:
         return [r.to_naive_range() for r in self._ranges]
 
     def to_cu_seqlens(self, seq_len: int) -> list[int]:
@@ -292,13 +305,13 @@ class AttnRanges:
     def start(self) -> int:
         """Smallest start; ``ValueError`` if there are no ranges."""
         self._need_ranges("start")
-        return min(r.start for r in self._ranges)
+        return min(start for start, _ in self._ranges)
 
     @property
     def end(self) -> int:
         """Largest end; ``ValueError`` if there are no ranges."""
         self._need_ranges("end")
-        return max(r.end for r in self._ranges)
+        return max(end for _, end in self._ranges)
 
     def _need_ranges(self, what: str) -> None:
         if not self._ranges:
@@ -334,7 +347,9 @@ class AttnRanges:
 
     def __setitem__(self, idx, value) -> None:
         if isinstance(idx, slice):
-            self._ranges[idx] = [self._item(r, False) for r in value]
+            items = [self._item(r, False) for r in value]
+            check_slice_assignment(idx, len(items), len(self))
+            self._ranges[idx] = items
         else:
             self._ranges[idx] = self._item(value, False)
 
@@ -355,3 +370,6 @@ class AttnRanges:
 
     def __setstate__(self, state) -> None:
         self._ranges = [AttnRange(*pair) for pair in state]
+
+
+RangesType: TypeAlias = AttnRanges | NaiveRanges

@@ -9,51 +9,90 @@ import numpy as np
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
-from magi_attention.common.slices import CAUSAL, FULL, INVCAUSAL, areas
+from magi_attention.common.slices import CAUSAL, FULL, INVCAUSAL
 from magi_attention.errors import RangeError
+
+# Bounds of ``d = k - q`` that no sequence reaches: the band of a rectangle that is given none.
+INT_MAX = 10**9
+INT_MIN = -INT_MAX
 
 
 class AttnRectangle:
     """Pairs with q in ``q_range``, k in ``k_range`` and ``d = k - q`` in the *closed* ``d_range``.
 
     A mask type bounds d: CAUSAL from above by ``k_end - q_end``, INVCAUSAL from below by
-    ``k_start - q_start``, BICAUSAL by both. ``d_range`` bounds it further and is stored clipped to the
-    diagonals that cross the rectangle.
+    ``k_start - q_start``, BICAUSAL by both, and ``d_range`` bounds it further. What is stored is the tightest
+    form: no row, key or diagonal without a pair at either end.
 
-    Only the three ``shrink_*`` methods change the object.
+    The ranges given are copied. Only the three ``shrink_*`` methods and the setters change the object, and
+    the bounds of its ranges can be set in place; methods that use an invalid range raise ``RangeError``.
 
     Raises:
-        RangeError: no diagonal is left (an empty rectangle, or BICAUSAL with more rows than keys).
+        RangeError: no pair is left (an empty rectangle, or BICAUSAL with more rows than keys).
+        ContractError: an unknown mask type.
     """
 
-    __slots__ = ("q_range", "k_range", "d_range")
+    __slots__ = ("_q_range", "_k_range", "_d_range")
 
     def __init__(
         self,
         q_range: AttnRange,
         k_range: AttnRange,
         d_range: AttnRange | None = None,
-        mask_type: AttnMaskType | int = AttnMaskType.FULL,
+        mask_type: AttnMaskType | int | str = AttnMaskType.FULL,
     ) -> None:
-        kind = mask_type if isinstance(mask_type, AttnMaskType) else AttnMaskType.from_int_type(mask_type)
+        kind = AttnMaskType.of(mask_type)
         code = kind.to_int_type()
-        low, high = _corner_diagonals(q_range, k_range)
+        low, high = AttnRange(INT_MIN, INT_MAX) if d_range is None else d_range
         if code & CAUSAL:
             high = min(high, k_range.end - q_range.end)
         if code & INVCAUSAL:
             low = max(low, k_range.start - q_range.start)
-        if d_range is not None:
-            low, high = max(low, d_range.start), min(high, d_range.end)
-        if low > high or q_range.is_empty() or k_range.is_empty():
-            raise RangeError(f"q {q_range!r}, k {k_range!r} as {kind.value} holds no pair; leave this rectangle out.")
-        self.q_range, self.k_range, self.d_range = q_range.clone(), k_range.clone(), AttnRange(low, high)
+        self._q_range, self._k_range = q_range.clone(), k_range.clone()
+        is_crossed = low <= high
+        if is_crossed:
+            self._d_range = AttnRange(low, high)
+        if not (is_crossed and self.shrink_d_range() and self.shrink_q_range() and self.shrink_k_range()):
+            band = "" if d_range is None else f" with k - q in [{d_range.start}, {d_range.end}]"
+            raise RangeError(
+                f"q {q_range!r} x k {k_range!r} as {kind.value}{band} holds no pair; leave this rectangle out."
+            )
+
+    # ---- the three ranges -------------------------------------------------------------------------
+
+    @property
+    def q_range(self) -> AttnRange:
+        """Rows. As for the other two, a setter copies and asks for a valid range, q and k for a non-empty one."""
+        return self._q_range
+
+    @q_range.setter
+    def q_range(self, value: AttnRange) -> None:
+        self._q_range = _checked("q_range", value, is_empty_allowed=False)
+
+    @property
+    def k_range(self) -> AttnRange:
+        """Keys."""
+        return self._k_range
+
+    @k_range.setter
+    def k_range(self, value: AttnRange) -> None:
+        self._k_range = _checked("k_range", value, is_empty_allowed=False)
+
+    @property
+    def d_range(self) -> AttnRange:
+        """Diagonals ``k - q``, both ends included."""
+        return self._d_range
+
+    @d_range.setter
+    def d_range(self, value: AttnRange) -> None:
+        self._d_range = _checked("d_range", value, is_empty_allowed=True)
 
     # ---- shrinking in place -----------------------------------------------------------------------
 
     def shrink_q_range(self) -> bool:
         """Drops rows without pairs; False, with nothing changed, if no row is left."""
-        start = max(self.q_range.start, self.k_range.start - self.d_range.end)
-        end = min(self.q_range.end, self.k_range.end - self.d_range.start)
+        (q0, q1), (k0, k1), (low, high) = self._bounds()
+        start, end = max(q0, k0 - high), min(q1, k1 - low)
         if start >= end:
             return False
         self.q_range = AttnRange(start, end)
@@ -61,8 +100,8 @@ class AttnRectangle:
 
     def shrink_k_range(self) -> bool:
         """Drops keys without pairs; False, with nothing changed, if no key is left."""
-        start = max(self.k_range.start, self.q_range.start + self.d_range.start)
-        end = min(self.k_range.end, self.q_range.end + self.d_range.end)
+        (q0, q1), (k0, k1), (low, high) = self._bounds()
+        start, end = max(k0, q0 + low), min(k1, q1 + high)
         if start >= end:
             return False
         self.k_range = AttnRange(start, end)
@@ -70,15 +109,21 @@ class AttnRectangle:
 
     def shrink_d_range(self) -> bool:
         """Clips the band to the diagonals of the rectangle; False, with nothing changed, if none is left."""
-        low, high = _corner_diagonals(self.q_range, self.k_range)
-        low, high = max(low, self.d_range.start), min(high, self.d_range.end)
-        if low > high or self.q_range.is_empty() or self.k_range.is_empty():
+        (q0, q1), (k0, k1), (low, high) = self._bounds()
+        low, high = max(low, k0 - q1 + 1), min(high, k1 - 1 - q0)
+        if low > high or q0 == q1 or k0 == k1:
             return False
         self.d_range = AttnRange(low, high)
         return True
 
+    def _bounds(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Of q, k and d; ``RangeError`` if one is invalid."""
+        return self.q_range.to_naive_range(), self.k_range.to_naive_range(), self.d_range.to_naive_range()
+
     def get_valid_or_none(self) -> AttnRectangle | None:
         """A copy shrunk to what has pairs, or None if nothing has."""
+        if not all(r.is_valid_close() for r in (self.q_range, self.k_range, self.d_range)):
+            return None
         out = self.clone()
         # Bounds only tighten and rows, keys and diagonals limit each other in a circle of two steps.
         for _ in range(2):
@@ -86,14 +131,26 @@ class AttnRectangle:
                 return None
         return out
 
-    def is_valid(self) -> bool:
-        """Does it hold a pair?"""
-        return self.get_valid_or_none() is not None
+    def is_valid(
+        self, q_range: AttnRange | None = None, k_range: AttnRange | None = None, d_range: AttnRange | None = None
+    ) -> bool:
+        """Does it hold a pair, with the ranges given in the place of its own? An invalid range holds none."""
+        return self._with(q_range, k_range, d_range).get_valid_or_none() is not None
 
-    def check_valid(self) -> None:
-        """``RangeError`` (a ``ValueError``) if it holds no pair."""
-        if not self.is_valid():
-            raise RangeError(f"{self!r} holds no pair; leave this rectangle out.")
+    def check_valid(
+        self, q_range: AttnRange | None = None, k_range: AttnRange | None = None, d_range: AttnRange | None = None
+    ) -> None:
+        """``RangeError`` (a ``ValueError``) unless ``is_valid``."""
+        if not self.is_valid(q_range, k_range, d_range):
+            raise RangeError(f"{self._with(q_range, k_range, d_range)!r} holds no pair; leave this rectangle out.")
+
+    def _with(self, q_range: AttnRange | None, k_range: AttnRange | None, d_range: AttnRange | None) -> AttnRectangle:
+        """Not copied and not checked: for reading."""
+        out = object.__new__(AttnRectangle)
+        out._q_range = self.q_range if q_range is None else q_range
+        out._k_range = self.k_range if k_range is None else k_range
+        out._d_range = self.d_range if d_range is None else d_range
+        return out
 
     # ---- cutting ----------------------------------------------------------------------------------
 
@@ -107,51 +164,53 @@ class AttnRectangle:
         before = self.get_rect_within_k_segment(self.k_range.start, cut_pos)
         return before, self.get_rect_within_k_segment(cut_pos, self.k_range.end)
 
-    def get_rect_within_q_segment(self, start: int, end: int) -> AttnRectangle | None:
-        """What lies in rows ``[start, end)``, shrunk; None if nothing."""
-        return self._window(self.q_range.truncate(start, max(start, end)), self.k_range)
+    def get_rect_within_q_segment(self, q_start: int, q_end: int) -> AttnRectangle | None:
+        """What lies in rows ``[q_start, q_end)``, shrunk; None if nothing."""
+        return self._window(self.q_range.truncate(q_start, max(q_start, q_end)), self.k_range)
 
-    def get_rect_within_k_segment(self, start: int, end: int) -> AttnRectangle | None:
-        """What lies in keys ``[start, end)``, shrunk; None if nothing."""
-        return self._window(self.q_range, self.k_range.truncate(start, max(start, end)))
+    def get_rect_within_k_segment(self, k_start: int, k_end: int) -> AttnRectangle | None:
+        """What lies in keys ``[k_start, k_end)``, shrunk; None if nothing."""
+        return self._window(self.q_range, self.k_range.truncate(k_start, max(k_start, k_end)))
 
     def _window(self, q_range: AttnRange, k_range: AttnRange) -> AttnRectangle | None:
-        out = self.clone()
-        out.q_range, out.k_range = q_range.clone(), k_range.clone()
-        return out.get_valid_or_none()
+        self._bounds()
+        return self._with(q_range, k_range, None).get_valid_or_none()
 
     # ---- geometry ---------------------------------------------------------------------------------
 
     def intersection_q_id_on_left_boundary(self) -> int:
         """The row where the band's lower diagonal meets the first key; later rows start at the diagonal."""
-        return self.k_range.start - self.d_range.start
+        _, (k0, _), (low, _) = self._bounds()
+        return k0 - low
 
     def intersection_q_id_on_right_boundary(self) -> int:
         """The row where the band's upper diagonal meets the last key; earlier rows end at the diagonal."""
-        return self.k_range.end - 1 - self.d_range.end
+        _, (_, k1), (_, high) = self._bounds()
+        return k1 - 1 - high
 
     def is_full(self) -> bool:
         """Is every pair of the rectangle allowed?"""
-        low, high = _corner_diagonals(self.q_range, self.k_range)
-        return self.d_range.start <= low and self.d_range.end >= high
+        (q0, q1), (k0, k1), (low, high) = self._bounds()
+        return low <= k0 - q1 + 1 and high >= k1 - 1 - q0
 
     def is_causal(self) -> bool:
         """Is it one CAUSAL slice?"""
-        low, _ = _corner_diagonals(self.q_range, self.k_range)
-        return self.d_range.start <= low and self.d_range.end == self.k_range.end - self.q_range.end
+        (_, q1), (k0, k1), (low, high) = self._bounds()
+        return low <= k0 - q1 + 1 and high == k1 - q1
 
     def is_inv_causal(self) -> bool:
         """Is it one INVCAUSAL slice?"""
-        _, high = _corner_diagonals(self.q_range, self.k_range)
-        return self.d_range.end >= high and self.d_range.start == self.k_range.start - self.q_range.start
+        (q0, _), (k0, k1), (low, high) = self._bounds()
+        return low == k0 - q0 and high >= k1 - 1 - q0
 
     def is_bi_causal(self) -> bool:
         """Is it one BICAUSAL slice?"""
-        right = self.d_range.end == self.k_range.end - self.q_range.end
-        return right and self.d_range.start == self.k_range.start - self.q_range.start
+        (q0, q1), (k0, k1), (low, high) = self._bounds()
+        return low == k0 - q0 and high == k1 - q1
 
     def to_slices(self) -> np.ndarray:
         """At most three disjoint AttnSlices with the same pairs, int64 ``(n, 5)``, rows ascending."""
+        self._bounds()
         rect = self.get_valid_or_none()
         if rect is None:
             return np.zeros((0, 5), dtype=np.int64)
@@ -179,15 +238,26 @@ class AttnRectangle:
 
     def area(self) -> int:
         """Number of pairs."""
-        return int(areas(self.to_slices()).sum())
+        q, k, d = self._bounds()
+        return self.count_areas(*q, *k, *d)
+
+    @staticmethod
+    def count_areas(lq: int, rq: int, lk: int, rk: int, ld: int, rd: int) -> int:
+        """Number of pairs with ``lq <= q < rq``, ``lk <= k < rk`` and ``ld <= k - q <= rd``, 0 if a range is empty."""
+        if lq >= rq or lk >= rk or ld > rd:
+            return 0
+
+        def up_to(d: int) -> int:
+            """Pairs with ``k - q <= d``: row q sees ``q + d + 1 - lk`` keys, but from 0 to ``rk - lk`` of them."""
+            rows = _triangle(rq + d - lk) - _triangle(lq + d - lk)
+            return rows - (_triangle(rq + d - rk) - _triangle(lq + d - rk))
+
+        return up_to(rd) - up_to(ld - 1)
 
     # ---- protocol of values -----------------------------------------------------------------------
 
     def clone(self) -> AttnRectangle:
-        out = object.__new__(AttnRectangle)
-        out.q_range, out.k_range = self.q_range.clone(), self.k_range.clone()
-        out.d_range = self.d_range.clone()
-        return out
+        return self._with(self.q_range.clone(), self.k_range.clone(), self.d_range.clone())
 
     def _key(self) -> tuple[AttnRange, AttnRange, AttnRange]:
         return self.q_range, self.k_range, self.d_range
@@ -199,13 +269,20 @@ class AttnRectangle:
         return hash(self._key())
 
     def __len__(self) -> int:
-        return self.q_range.seqlen
+        return 1  # as published
 
     def __repr__(self) -> str:
         band = f"[{self.d_range.start}, {self.d_range.end}]"
         return f"q {self.q_range!r} x k {self.k_range!r} with k - q in {band}"
 
 
-def _corner_diagonals(q_range: AttnRange, k_range: AttnRange) -> tuple[int, int]:
-    """Least and largest ``k - q`` of the rectangle."""
-    return k_range.start - q_range.end + 1, k_range.end - 1 - q_range.start
+def _checked(name: str, value: AttnRange, is_empty_allowed: bool) -> AttnRange:
+    if not (value.is_valid_close() if is_empty_allowed else value.is_valid_open()):
+        rule = "start <= end" if is_empty_allowed else "start < end"
+        raise RangeError(f"{name} {value!r} holds nothing; give {rule}.")
+    return value.clone()
+
+
+def _triangle(n: int) -> int:
+    """``1 + 2 + ... + n``, 0 for a negative n."""
+    return n * (n + 1) // 2 if n > 0 else 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
-from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.ranges import AttnRanges, NaiveRanges, check_slice_assignment
 from magi_attention.common.rectangle import AttnRectangle
 from magi_attention.common.slices import SliceTable, first_overlap, trim
 from magi_attention.errors import ContractError
@@ -19,7 +19,7 @@ Sides = tuple[AttnRectangle | None, AttnRectangle | None]
 
 
 class AttnRectangles:
-    """List-like. Only ``append``, ``extend`` and ``clear`` change it; the rest returns new objects."""
+    """List-like. Only ``append``, ``extend``, ``clear`` and item assignment change it; the rest returns new objects."""
 
     __slots__ = ("_rects",)
 
@@ -28,8 +28,8 @@ class AttnRectangles:
 
     @staticmethod
     def from_ranges(
-        q_ranges: AttnRanges | Iterable[Sequence[int]],
-        k_ranges: AttnRanges | Iterable[Sequence[int]],
+        q_ranges: AttnRanges | NaiveRanges | Iterable[AttnRange],
+        k_ranges: AttnRanges | NaiveRanges | Iterable[AttnRange],
         mask_types: Sequence[AttnMaskType | int | str] | AttnMaskType | int | str,
         check: bool = False,
     ) -> AttnRectangles:
@@ -83,7 +83,7 @@ class AttnRectangles:
         return all(rect.is_valid() for rect in self._rects)
 
     def check_valid(self) -> None:
-        """``RangeError`` if one of them holds no pair."""
+        """``RangeError`` if one of them holds no pair or has an invalid range."""
         for rect in self._rects:
             rect.check_valid()
 
@@ -129,14 +129,14 @@ class AttnRectangles:
             self._of(second for _, second in pairs if second is not None),
         )
 
-    def get_rects_within_q_segment(self, start: int, end: int) -> AttnRectangles:
-        """What lies in rows ``[start, end)``."""
-        found = (rect.get_rect_within_q_segment(start, end) for rect in self._rects)
+    def get_rects_within_q_segment(self, q_start: int, q_end: int) -> AttnRectangles:
+        """What lies in rows ``[q_start, q_end)``."""
+        found = (rect.get_rect_within_q_segment(q_start, q_end) for rect in self._rects)
         return self._of(rect for rect in found if rect is not None)
 
-    def get_rects_within_k_segment(self, start: int, end: int) -> AttnRectangles:
-        """What lies in keys ``[start, end)``."""
-        found = (rect.get_rect_within_k_segment(start, end) for rect in self._rects)
+    def get_rects_within_k_segment(self, k_start: int, k_end: int) -> AttnRectangles:
+        """What lies in keys ``[k_start, k_end)``."""
+        found = (rect.get_rect_within_k_segment(k_start, k_end) for rect in self._rects)
         return self._of(rect for rect in found if rect is not None)
 
     # ---- protocol of values -----------------------------------------------------------------------
@@ -153,6 +153,22 @@ class AttnRectangles:
     def __getitem__(self, idx):
         return self._of(self._rects[idx]) if isinstance(idx, slice) else self._rects[idx]
 
+    @overload
+    def __setitem__(self, idx: int, value: AttnRectangle) -> None: ...
+
+    @overload
+    def __setitem__(self, idx: slice, value: AttnRectangles | Iterable[AttnRectangle]) -> None: ...
+
+    def __setitem__(self, idx, value) -> None:
+        items = list(value) if isinstance(idx, slice) else [value]
+        if any(not isinstance(item, AttnRectangle) for item in items):
+            raise ContractError(f"{value!r} is no rectangle; assign AttnRectangle objects.")
+        if isinstance(idx, slice):
+            check_slice_assignment(idx, len(items), len(self))
+            self._rects[idx] = items
+        else:
+            self._rects[idx] = value
+
     def __iter__(self) -> Iterator[AttnRectangle]:
         return iter(self._rects)
 
@@ -163,4 +179,4 @@ class AttnRectangles:
         return hash(tuple(self._rects))
 
     def __repr__(self) -> str:
-        return f"[{'; '.join(map(repr, self._rects))}]"
+        return f"[{'; '.join(map(repr, self._rects))}]" if self._rects else "[-1, -1) x [-1, -1): None"

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import cached_property
+from numbers import Integral
 
 import numpy as np
 
@@ -237,10 +239,7 @@ class SliceTable:
     ) -> SliceTable:
         """From pairs of half-open ranges and one type, or one type per slice."""
         q, k = as_pairs(q_ranges, "q_ranges"), as_pairs(k_ranges, "k_ranges")
-        if isinstance(types, (int, np.integer, str, AttnMaskType)):
-            kinds = [type_code(types)] * len(q)
-        else:
-            kinds = [type_code(t) for t in types]
+        kinds = type_codes(types, len(q))
         if not len(q) == len(k) == len(kinds):
             raise ContractError(
                 f"{len(q)} q ranges, {len(k)} k ranges and {len(kinds)} mask types; "
@@ -301,12 +300,11 @@ class SliceTable:
 
 def type_code(value: int | str | AttnMaskType) -> int:
     """Integer code of a mask type given as code, string or enum; ``ContractError`` if unknown."""
-    if isinstance(value, AttnMaskType):
-        return value.to_int_type()
-    if isinstance(value, (int, np.integer)):
-        return AttnMaskType.from_int_type(int(value)).to_int_type()
-    try:
-        return AttnMaskType(value).to_int_type()
-    except ValueError:
-        names = ", ".join(f"'{t.value}'" for t in AttnMaskType)
-        raise ContractError(f"Unknown mask type {value!r}; use one of {names}.") from None
+    return AttnMaskType.of(value).to_int_type()
+
+
+def type_codes(types: Iterable[int | str | AttnMaskType] | int | str | AttnMaskType, count: int) -> list[int]:
+    """Integer codes of ``count`` slices from one type for all of them or from one each (the number is not checked)."""
+    if isinstance(types, (Integral, str, Enum)):
+        return [type_code(types)] * count
+    return [type_code(t) for t in types]

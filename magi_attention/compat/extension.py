@@ -84,7 +84,7 @@ class GroupCastRanges:
         if len(ranges_per_rank) != cp_size:
             raise ContractError(f"{len(ranges_per_rank)} lists of ranges for {cp_size} ranks; give one each.")
         self.cp_size = cp_size
-        wanted = [(r.start, r.end, rank) for rank, ranges in enumerate(ranges_per_rank) for r in ranges]
+        wanted = [(*r, rank) for rank, ranges in enumerate(ranges_per_rank) for r in ranges]
         wanted = sorted(w for w in wanted if w[0] < w[1])
         if split:
             self._ranges = self._split(wanted)

@@ -91,13 +91,10 @@ class OverlapConfig:
         *,
         enable: bool | None = None,
     ) -> None:
-        try:
-            mode = AttnOverlapMode(mode)
-        except ValueError:
-            raise ContractError(f"Overlap mode {mode!r} is unknown; use 'static' or 'dynamic'.") from None
+        mode = AttnOverlapMode.of(mode)
         if enable is not None and not enable:
             mode, degree = AttnOverlapMode.STATIC, 0
-        if mode is AttnOverlapMode.DYNAMIC:
+        if mode == AttnOverlapMode.DYNAMIC:
             # 1 is the default, so that OverlapConfig(mode=DYNAMIC) means what it says.
             if degree not in (None, 1):
                 raise ContractError(
@@ -131,7 +128,7 @@ class OverlapConfig:
                 raise ContractError(f"{owner}.{name} is {value!r}; give a number above 0.")
         if not isinstance(self.alg, OverlapAlg):
             raise ContractError(f"{owner}.alg is {self.alg!r}; give UniformOverlapAlg().")
-        if self.mode is AttnOverlapMode.STATIC:
+        if self.mode == AttnOverlapMode.STATIC:
             if self.degree is None:
                 raise ContractError("OverlapConfig(mode=STATIC) needs a degree; only DYNAMIC chooses one.")
             set_ints(self, "degree", at_least=0)

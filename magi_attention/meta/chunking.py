@@ -52,14 +52,16 @@ def split_by_chunk(slices: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, 
     Returns ``(pieces, chunk of each piece, index of its slice in q order)``, pieces in chunk order. Rows that
     see nothing are gone, and every non-FULL piece has at least as many keys as queries.
     """
-    ordered = trim(slices[np.lexsort((slices[:, Q1], slices[:, Q0]))])
+    ordered = slices[np.lexsort((slices[:, Q1], slices[:, Q0]))]
+    given = np.flatnonzero(areas(ordered))
+    ordered = trim(ordered)
     low = np.searchsorted(bounds[:, 1], ordered[:, Q0], side="right")
     high = np.searchsorted(bounds[:, 0], ordered[:, Q1], side="left")
     counts = np.maximum(high - low, 0)
     slice_of = np.repeat(np.arange(len(ordered)), counts)
     chunk_of = ramps(low, counts)
     pieces, keep = cut_q(ordered[slice_of], bounds[chunk_of, 0], bounds[chunk_of, 1])
-    chunk_of, slice_of = chunk_of[keep], slice_of[keep]
+    chunk_of, slice_of = chunk_of[keep], given[slice_of[keep]]
     order = np.argsort(chunk_of, kind="stable")
     return pieces[order], chunk_of[order], slice_of[order]
 

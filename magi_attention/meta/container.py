@@ -11,84 +11,134 @@ from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import areas
-from magi_attention.meta.solver.dispatch_solver import IOUAffinity
+from magi_attention.errors import ContractError
 
 
 @dataclass
 class AttnSlice:
-    """One rectangle with a mask type, in global coordinates."""
+    """One rectangle with a mask type, in global coordinates. Fields and their order are the published ones.
 
-    q_range: AttnRange
-    k_range: AttnRange
-    mask_type: AttnMaskType = AttnMaskType.FULL
+    ``area`` is computed when it is first asked for, unless it was set. It takes no part in equality.
+    """
+
     slice_id: int | None = None
+    mask_type: AttnMaskType | None = None
+    q_range: AttnRange | None = None
+    k_range: AttnRange | None = None
+    _area: int | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_row(cls, row, slice_id: int | None = None) -> AttnSlice:
         q0, q1, k0, k1, kind = (int(x) for x in row)
-        return cls(AttnRange(q0, q1), AttnRange(k0, k1), AttnMaskType.from_int_type(kind), slice_id)
+        return cls(slice_id, AttnMaskType.from_int_type(kind), AttnRange(q0, q1), AttnRange(k0, k1))
 
     def to_row(self) -> list[int]:
-        kind = self.mask_type.to_int_type()
-        return [self.q_range.start, self.q_range.end, self.k_range.start, self.k_range.end, kind]
+        """``[q_start, q_end, k_start, k_end, type]``; ``ContractError`` for an unknown type or a range that is None."""
+        if self.q_range is None or self.k_range is None:
+            raise ContractError(f"{self!r} lacks a range; give q_range and k_range.")
+        return [*self.q_range, *self.k_range, _type_of_slice(self.mask_type).to_int_type()]
 
     @property
     def area(self) -> int:
         """Allowed pairs."""
-        return int(areas(np.array([self.to_row()], dtype=np.int64))[0])
+        if self._area is None:
+            self._area = int(areas(np.array([self.to_row()], dtype=np.int64))[0])
+        return self._area
+
+    @area.setter
+    def area(self, area: int) -> None:
+        self._area = area
+
+    def iou_with(self, other: AttnSlice) -> float:
+        """Shared keys over all keys of both, 0 if neither has any."""
+        if self.k_range is None or other.k_range is None:
+            raise ContractError("A slice without k_range has no keys to compare; give k_range.")
+        union = self.k_range.union_size(other.k_range)
+        return self.k_range.intersect_size(other.k_range) / union if union else 0.0
+
+
+def _type_of_slice(mask_type: object) -> AttnMaskType:
+    try:
+        return AttnMaskType.of(mask_type)
+    except ContractError as error:
+        raise ContractError(f"Only supported mask types have an area. {error}") from None
 
 
 @dataclass
 class MultiKAttnSlice:
-    """Several slices that share one q range."""
+    """Several slices that share one q range. ``ContractError`` unless there is one mask type per k range."""
 
     q_range: AttnRange
     k_ranges: AttnRanges
     mask_types: list[AttnMaskType]
     slice_id: int | None = None
+    _area: int | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.mask_types) != len(self.k_ranges):
+            raise ContractError(f"{len(self.mask_types)} mask types for {len(self.k_ranges)} k ranges; give one each.")
 
     @property
     def attn_slices(self) -> list[AttnSlice]:
-        return [AttnSlice(self.q_range, k, t, self.slice_id) for k, t in zip(self.k_ranges, self.mask_types)]
+        return [AttnSlice(self.slice_id, t, self.q_range, k) for k, t in zip(self.k_ranges, self.mask_types)]
+
+    @property
+    def area(self) -> int:
+        """Allowed pairs, unless it was set."""
+        return sum(s.area for s in self.attn_slices) if self._area is None else self._area
+
+    @area.setter
+    def area(self, area: int) -> None:
+        self._area = area
+
+
+class _Keys:
+    """What chunks and buckets say about their slices' keys."""
+
+    attn_slices: list[AttnSlice]
+
+    @property
+    def q_ranges(self) -> AttnRanges:
+        return AttnRanges.from_ranges([s.q_range for s in self.attn_slices])
+
+    @property
+    def k_ranges(self) -> AttnRanges:
+        return AttnRanges.from_ranges([s.k_range for s in self.attn_slices])
 
     @property
     def area(self) -> int:
         return sum(s.area for s in self.attn_slices)
 
+    @property
+    def iou(self) -> float:
+        """Share of the listed keys that slices before list already, 0 if there are none."""
+        keys = self.k_ranges
+        return keys.intersect_size() / keys.total_seqlen if keys.total_seqlen else 0.0
+
+    def iou_with(self, other: _Keys) -> float:
+        """Shared keys over all keys of both, 0 if neither has any."""
+        union = self.k_ranges.union_size_with(other.k_ranges)
+        return self.k_ranges.intersect_size_with(other.k_ranges) / union if union else 0.0
+
 
 @dataclass
-class AttnChunk:
-    """What one chunk of queries attends to; ``sample_ids[i]`` is the input slice behind ``q_slices[i]``."""
+class AttnChunk(_Keys):
+    """What one chunk of queries attends to; ``sample_ids[i]`` is the input slice behind ``q_slices[i]``.
 
-    chunk_id: int
+    The sample ids take no part in equality.
+    """
+
+    chunk_id: int | None = None
     q_slices: list[AttnSlice] = field(default_factory=list)
-    sample_ids: list[int] = field(default_factory=list)
+    sample_ids: list[int] = field(default_factory=list, compare=False)
 
     @property
     def attn_slices(self) -> list[AttnSlice]:
         return self.q_slices
 
-    @property
-    def area(self) -> int:
-        return sum(s.area for s in self.q_slices)
-
-    @property
-    def q_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.q_range for s in self.q_slices])
-
-    @property
-    def k_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.k_range for s in self.q_slices])
-
-    def iou_with(self, other: AttnChunk) -> float:
-        """Shared keys over all keys of both, 0 if neither has any."""
-        mine, theirs = self.k_ranges.merge(), other.k_ranges.merge()
-        union = mine.union_size_with(theirs)
-        return mine.intersect_size_with(theirs) / union if union else 0.0
-
 
 @dataclass
-class AttnBucket:
+class AttnBucket(_Keys):
     """The chunks of one rank, or of all ranks (``cp_rank`` None)."""
 
     cp_rank: int | None = None
@@ -101,32 +151,3 @@ class AttnBucket:
     @property
     def areas(self) -> list[int]:
         return [chunk.area for chunk in self.q_chunks]
-
-    @property
-    def area(self) -> int:
-        return sum(self.areas)
-
-    @property
-    def q_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.q_range for s in self.attn_slices])
-
-    @property
-    def k_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.k_range for s in self.attn_slices])
-
-    @property
-    def iou(self) -> float:
-        """Mean IOU of the key sets of all pairs of chunks; 1 for fewer than two chunks."""
-        pairs = [a.iou_with(b) for i, a in enumerate(self.q_chunks) for b in self.q_chunks[i + 1 :]]
-        return sum(pairs) / len(pairs) if pairs else 1.0
-
-    def iou_with(self, other: AttnBucket) -> float:
-        """Shared keys of both buckets over all keys of both."""
-        mine, theirs = IOUAffinity(self._k_pairs()), IOUAffinity(other._k_pairs())
-        shared = -mine.distance_to(theirs)
-        mine.update(theirs)
-        total = -mine.distance_to(mine)
-        return shared / total if total else 0.0
-
-    def _k_pairs(self) -> list[tuple[int, int]]:
-        return [(s.k_range.start, s.k_range.end) for s in self.attn_slices]

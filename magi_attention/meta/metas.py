@@ -29,8 +29,7 @@ from magi_attention.meta.planner import plan_for_partitions
 
 def slice_table(q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type) -> SliceTable:
     """From the published triple; one type is used for all slices."""
-    kinds = [attn_mask_type] * len(q_ranges) if isinstance(attn_mask_type, (str, int, AttnMaskType)) else attn_mask_type
-    return SliceTable.from_ranges(q_ranges.to_naive_ranges(), k_ranges.to_naive_ranges(), list(kinds))
+    return SliceTable.from_ranges(q_ranges.to_naive_ranges(), k_ranges.to_naive_ranges(), attn_mask_type)
 
 
 def check_source_flags(is_same_source: bool, is_q_permutable: bool, is_k_permutable: bool) -> None:
@@ -63,7 +62,7 @@ def make_global_bucket_from_qk_ranges(
     pieces, chunk_of, slice_of = split_by_chunk(slice_table(q_ranges, k_ranges, attn_mask_type).array, bounds)
     chunks = [AttnChunk(i) for i in range(num_chunks)]
     for row, chunk, sample in zip(pieces, chunk_of.tolist(), slice_of.tolist()):
-        chunks[chunk].q_slices.append(AttnSlice.from_row(row, sample))
+        chunks[chunk].q_slices.append(AttnSlice.from_row(row, len(chunks[chunk].q_slices)))
         chunks[chunk].sample_ids.append(sample)
     return AttnBucket(None, chunks)
 

@@ -200,7 +200,7 @@ def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
 
 
 def _common_degree(overlap: OverlapConfig, by_rank, hosts, remotes) -> int:
-    if overlap.mode is AttnOverlapMode.STATIC:
+    if overlap.mode == AttnOverlapMode.STATIC:
         return overlap.degree
     solver = OverlapSolver(overlap.alg)
     degrees = []

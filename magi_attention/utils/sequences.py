@@ -17,12 +17,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def flatten_nested_list(nested_list: list) -> list:
-    """``[1, [2, [3]]]`` to ``[1, 2, 3]``; only lists are opened."""
+def flatten_nested_list(nested_list: list | tuple) -> list:
+    """``[1, [2, (3,)]]`` to ``[1, 2, 3]``; lists and tuples are opened, nothing else."""
     out, stack = [], [nested_list]
     while stack:
         item = stack.pop()
-        if isinstance(item, list):
+        if isinstance(item, (list, tuple)):
             stack.extend(reversed(item))
         else:
             out.append(item)
@@ -43,34 +43,47 @@ def wrap_to_list(x: Any, broadcast_to_length: int = 1) -> list[Any]:
     return out * broadcast_to_length if len(out) == 1 else out
 
 
-def is_list_value_all(
-    _list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False
-) -> bool:
-    """Are all elements ``val`` (or, with ``just_same``, equal)? An empty list gives ``allow_empty``."""
+def is_list_value_all(_list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False) -> bool:
+    """Are all elements ``val`` (or, with ``just_same``, equal)? An empty list gives ``allow_empty``.
+
+    ``ContractError`` if both ``val`` and ``just_same`` are given.
+    """
     if not _list:
         return allow_empty
-    wanted = _list[0] if just_same else val
+    wanted = _first_or_given(_list[0], "val", val, just_same)
     return all(x == wanted for x in _list)
 
 
-def is_list_value_any(
-    _list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False
-) -> bool:
-    """Is some element ``val`` (or, with ``just_same``, equal to the first)? Empty: ``allow_empty``."""
+def is_list_value_any(_list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False) -> bool:
+    """Is some element ``val`` (or, with ``just_same``, equal to the first)? Empty: ``allow_empty``.
+
+    ``ContractError`` if both ``val`` and ``just_same`` are given.
+    """
     if not _list:
         return allow_empty
-    wanted = _list[0] if just_same else val
+    wanted = _first_or_given(_list[0], "val", val, just_same)
     return any(x == wanted for x in _list)
 
 
 def is_list_type_all(
-    _list: list[Any], _type: type | None = None, just_same: bool = False, allow_empty: bool = False
+    _list: list[Any], _type: type | tuple[type, ...] | None = None, just_same: bool = False, allow_empty: bool = False
 ) -> bool:
-    """Are all elements of ``_type`` (or, with ``just_same``, of the first one's type)?"""
+    """Are all elements of ``_type``, a type or several (or, with ``just_same``, of the first one's type)?
+
+    An empty list gives ``allow_empty``. ``ContractError`` if both or neither of ``_type`` and ``just_same`` are given.
+    """
     if not _list:
         return allow_empty
-    wanted = type(_list[0]) if just_same or _type is None else _type
+    wanted = _first_or_given(type(_list[0]), "_type", _type, just_same)
+    if wanted is None:
+        raise ContractError("is_list_type_all needs a _type, or just_same=True for the type of the first element.")
     return all(isinstance(x, wanted) for x in _list)
+
+
+def _first_or_given(first: Any, name: str, given: Any, just_same: bool) -> Any:
+    if just_same and given is not None:
+        raise ContractError(f"just_same=True compares with the first element; leave {name}={given!r} out.")
+    return first if just_same else given
 
 
 def transpose_matrix(matrix: list[list[T]]) -> list[list[T]]:
@@ -113,9 +126,7 @@ def get_factors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def find_factors_in_range(
-    factors: Sequence[int], min_factor: int, max_factor: int, multiple_of: int = 1
-) -> list[int]:
+def find_factors_in_range(factors: Sequence[int], min_factor: int, max_factor: int, multiple_of: int = 1) -> list[int]:
     """Those in ``[min_factor, max_factor]`` that ``multiple_of`` divides, in the given order."""
     return [f for f in factors if min_factor <= f <= max_factor and f % multiple_of == 0]
 

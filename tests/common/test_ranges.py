@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.common import AttnRange, AttnRanges, protocols
+from magi_attention.api.functools import infer_attn_mask_from_sliding_window
+from magi_attention.common import AttnMask, AttnRange, AttnRanges, AttnRectangle, AttnRectangles, protocols
+from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import check_valid_cu_seqlens, is_valid_cu_seqlens
+from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, RangeError
+from magi_attention.magi_attn_ext import GroupCastRanges, expand_attn_ranges
+from magi_attention.meta.metas import slice_table
+from magi_attention.meta.solver.affinity import IOUAffinity
 
 PAIRS = st.tuples(st.integers(0, 24), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1]))
 RANGES = st.lists(PAIRS, max_size=7)
@@ -46,7 +52,7 @@ def test_range_algebra(x, y):
     pa, pb = points([x]), points([y])
     assert points([a.intersect(b)]) == pa & pb and a.intersect_size(b) == len(pa & pb)
     union = [r.to_naive_range() for r in a.union(b)]
-    assert points(union) == pa | pb and len(union) == max(1, len(merged(pa | pb)))
+    assert points(union) == pa | pb and union == (merged(pa | pb) if pa & pb else [x, y])
     assert a.union_size(b) == len(pa | pb)
     assert [r.to_naive_range() for r in a.diff_by(b)] == merged(pb - pa)
     assert a.is_overlap_with(b) == bool(pa & pb)
@@ -72,12 +78,112 @@ def test_range_basics():
     assert AttnRange(0, 1) != (0, 1) and isinstance(r, protocols.AttnRangeProtocol)
 
 
+@FAST
+@given(PAIRS, PAIRS, st.booleans())
+def test_a_range_moves_in_place_in_either_order(x, y, start_first):
+    r = AttnRange(*x)
+    for name, value in zip(("start", "end") if start_first else ("end", "start"), y if start_first else y[::-1]):
+        setattr(r, name, value)
+        assert getattr(r, name) == value and r.is_valid_close() == (r.start <= r.end)
+    assert r == AttnRange(*y) and len(r) == y[1] - y[0]
+
+
+def invalid() -> AttnRange:
+    r = AttnRange(0, 10)
+    r.start = 20
+    return r
+
+
+OTHER = AttnRange(3, 30)
+RANGE_USES = {
+    "seqlen": lambda r: r.seqlen,
+    "len": len,
+    "is_empty": lambda r: r.is_empty(),
+    "naive": lambda r: r.to_naive_range(),
+    "unpack": list,
+    "clone": lambda r: r.clone(),
+    "from_range": AttnRange.from_range,
+    "offset": lambda r: r.offset(1),
+    "truncate": lambda r: r.truncate(0, 40),
+    "intersect": lambda r: r.intersect(OTHER),
+    "intersect_by": lambda r: OTHER.intersect(r),
+    "union": lambda r: r.union(OTHER),
+    "union_by": lambda r: OTHER.union(r),
+    "union_size": lambda r: r.union_size(OTHER),
+    "diff_by": lambda r: r.diff_by(OTHER),
+    "diff_of": lambda r: OTHER.diff_by(r),
+    "subrange": lambda r: r.is_subrange_of(OTHER),
+    "subrange_of": lambda r: OTHER.is_subrange_of(r),
+    "overlap": lambda r: r.is_overlap_with(OTHER),
+    "check_valid": lambda r: r.check_valid(),
+    "append": lambda r: AttnRanges().append(r, check=True),
+    "insert": lambda r: AttnRanges().insert(0, r, check=True),
+    "extend": lambda r: AttnRanges().extend([r], check=True),
+    "from_ranges": lambda r: AttnRanges.from_ranges([r]),
+    "rectangle": lambda r: AttnRectangle(r, OTHER),
+    "rectangle_k": lambda r: AttnRectangle(OTHER, r),
+    "rectangle_d": lambda r: AttnRectangle(OTHER, OTHER, r),
+    "rectangles": lambda r: AttnRectangles.from_ranges([r], [OTHER], "full"),
+    "slices": lambda r: SliceTable.from_ranges([OTHER], [r]),
+    "mask": lambda r: Mask.from_slices([r], [OTHER]),
+    "window": lambda r: infer_attn_mask_from_sliding_window(r, OTHER, (2, 0)),
+    "sub_mask": lambda r: AttnMask.from_mask(np.tri(40)).make_sub_mask(r, OTHER),
+    "sub_area": lambda r: AttnMask.from_mask(np.tri(40)).calc_sub_area(OTHER, r),
+    "pickle": lambda r: pickle.loads(pickle.dumps(r)),
+}
+LIST_USES = {
+    **{
+        name: lambda rs, name=name: getattr(rs, name)()
+        for name in (
+            *("clone", "check_valid", "clear_empty", "sort", "merge", "merge_with_split_alignment", "to_array"),
+            *("truncate", "is_sorted", "is_merged", "is_non_overlap", "intersect_size", "union_size", "to_tensor"),
+            "to_naive_ranges",
+        )
+    },
+    **{
+        name: lambda rs, name=name: getattr(rs, name)
+        for name in ("total_seqlen", "max_seqlen", "start", "end", "points")
+    },
+    "chunk": lambda rs: rs.chunk(4),
+    "chunk_unchecked": lambda rs: rs.chunk(4, check=False),
+    "is_cu_seqlens": lambda rs: rs.is_cu_seqlens(10),
+    "to_cu_seqlens": lambda rs: rs.to_cu_seqlens(10),
+    "make_range_local": lambda rs: rs.make_range_local(OTHER),
+    "make_ranges_local": lambda rs: rs.make_ranges_local(make([(3, 4)])),
+    "made_local": lambda rs: make([(0, 40)]).make_ranges_local(rs),
+    "holes": lambda rs: rs.find_hole_ranges(make([(3, 4)])),
+    "holes_of": lambda rs: make([(3, 4)]).find_hole_ranges(rs),
+    "overlap": lambda rs: rs.find_overlap_ranges(make([(3, 4)])),
+    "overlap_of": lambda rs: make([(3, 4)]).intersect_size_with(rs),
+    "union_of": lambda rs: make([(3, 4)]).union_size_with(rs),
+    "key": lambda rs: slice_table(rs, make([(0, 4)]), "full"),
+    "group_cast": lambda rs: GroupCastRanges(1, [rs]),
+    "expand": lambda rs: expand_attn_ranges(rs, 4, 2),
+    "affinity": IOUAffinity.from_ranges,
+}
+
+
+@pytest.mark.parametrize("use", RANGE_USES.values(), ids=RANGE_USES)
+def test_an_invalid_range_is_refused_where_it_is_used(use):
+    r = invalid()
+    assert not r.is_valid_close() and not r.is_valid_open() and repr(r) == "[20, 10)" and r == invalid()
+    with pytest.raises(RangeError, match=r"\[20, 10\)|start <= end"):
+        use(r)
+
+
+@pytest.mark.parametrize("use", LIST_USES.values(), ids=LIST_USES)
+def test_a_list_with_an_invalid_range_is_refused_where_it_is_used(use):
+    rs = AttnRanges()
+    rs.append(invalid())
+    assert not rs.is_valid() and len(rs) == 1
+    with pytest.raises(RangeError, match="start <= end"):
+        use(rs)
+
+
 @pytest.mark.parametrize(
     "make_bad",
     [
         lambda: AttnRange(3, 2),
-        lambda: setattr(AttnRange(1, 2), "start", 3),
-        lambda: setattr(AttnRange(1, 2), "end", 0),
         lambda: AttnRange.from_range((3, 2)),
         lambda: AttnRange(0, 9).truncate(4, 3),
         lambda: AttnRange(0, 9).check_valid(4, 3),
@@ -153,6 +259,7 @@ def test_local_coordinates_of_foreign_ranges():
         with pytest.raises(ValueError, match="not inside"):
             a.make_range_local(AttnRange(*bad))
     assert a.make_range_local(AttnRange(8, 9), True, prefix_offset=[0, 100])[0] == AttnRange(100, 101)
+    assert a.make_range_local(other_attn_range=AttnRange(8, 9))[0] == AttnRange(4, 5)
 
 
 def test_published_vectors():
@@ -180,7 +287,8 @@ def test_cu_seqlens():
     assert not make([(0, 3), (4, 5)]).is_cu_seqlens(5) and AttnRanges().is_cu_seqlens(0)
     assert is_valid_cu_seqlens([0, 2], 2) and not is_valid_cu_seqlens([0, 2, 2], 2)
     assert not is_valid_cu_seqlens([1, 2], 2) and not is_valid_cu_seqlens([0, 2], 3)
-    assert is_valid_cu_seqlens([], 0) and not is_valid_cu_seqlens([], 1)
+    assert is_valid_cu_seqlens([], 0) and is_valid_cu_seqlens([], 1)
+    assert AttnRanges.from_cu_seqlens([], 7).is_empty() and AttnRanges.from_cu_seqlens([0], 0).is_empty()
     check_valid_cu_seqlens([0, 2], 2)
     for bad in (lambda: check_valid_cu_seqlens([0, 2], 3), lambda: a.to_cu_seqlens(9)):
         with pytest.raises(ValueError):
@@ -210,6 +318,20 @@ def test_container():
     assert a[0].end == 2, "from_ranges must not share its ranges"
     assert isinstance(a, protocols.AttnRangesProtocol)
     a.check_valid()
+
+
+@FAST
+@given(RANGES, st.integers(-8, 8), st.integers(-8, 8) | st.none(), RANGES)
+def test_a_slice_with_an_end_takes_as_many_as_it_names(x, start, stop, y):
+    a, wanted = make(x), list(x)
+    named = range(*(b if b >= 0 else max(0, len(x) + b) for b in (start, 0 if stop is None else stop)))
+    if stop is not None and len(named) != len(y):
+        with pytest.raises(ContractError, match=f"names {len(named)} items and is assigned {len(y)}"):
+            a[start:stop] = make(y)
+    else:
+        a[start:stop] = make(y)
+        wanted[start:stop] = y
+    assert a.to_naive_ranges() == wanted
 
 
 def test_conversions():

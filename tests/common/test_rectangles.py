@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rectangles and AttnMask against dense boolean masks."""
+"""Rectangles against dense boolean masks."""
 
 import numpy as np
 import pytest
 
 from magi_attention.common import (
-    AttnMask,
     AttnMaskType,
     AttnRange,
     AttnRanges,
     AttnRectangle,
     AttnRectangles,
     protocols,
+    rectangle,
     slices,
 )
 from magi_attention.errors import ContractError, RangeError
@@ -51,7 +51,7 @@ def test_mask_types_are_bands():
                         AttnRectangle(*ranges, mask_type=kind)
                     continue
                 rect = AttnRectangle(*ranges, mask_type=kind)
-                assert (pairs(rect) == dense).all()
+                assert (pairs(rect) == dense).all() and rect == AttnRectangle(*ranges, mask_type=AttnMaskType.of(kind))
                 tests = (rect.is_full(), rect.is_causal(), rect.is_inv_causal(), rect.is_bi_causal())
                 assert tests[kind]
                 if sq > 1 and sk > sq:  # otherwise a shape may have two names
@@ -68,6 +68,9 @@ def test_everything_against_dense(seed):
         if rect is None:
             continue
         checked += 1
+        assert rect == rect.get_valid_or_none(), "the constructor leaves the tightest form"
+        if rng.random() < 0.5:  # a setter takes any valid range
+            rect.k_range = AttnRange(k := int(rng.integers(0, 12)), int(rng.integers(k + 1, 14)))
         dense = pairs(rect)
         before = rect.clone()
         s = rect.to_slices()
@@ -100,6 +103,78 @@ def test_everything_against_dense(seed):
         assert (pairs(rect.get_rect_within_q_segment(a, b)) == (dense & (Q >= a) & (Q < b))).all()
         assert (pairs(rect.get_rect_within_k_segment(a, b)) == (dense & (K >= a) & (K < b))).all()
         assert rect == before and hash(rect) == hash(before), "these methods must not change the rectangle"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_constructor_trims_to_what_holds_pairs(seed):
+    rng = np.random.default_rng(seed)
+    empty = 0
+    for _ in range(400):
+        q, k = (np.sort(rng.integers(0, 14, 2)) for _ in "qk")
+        d = np.sort(rng.integers(-14, 15, 2))
+        given = AttnRange(*q), AttnRange(*k), AttnRange(*d)
+        inside = (Q >= q[0]) & (Q < q[1]) & (K >= k[0]) & (K < k[1]) & (K - Q >= d[0]) & (K - Q <= d[1])
+        assert AttnRectangle.count_areas(*q.tolist(), *k.tolist(), *d.tolist()) == inside.sum()
+        if not inside.any():
+            empty += 1
+            with pytest.raises(RangeError, match="holds no pair"):
+                AttnRectangle(*given)
+            continue
+        rows, keys = np.nonzero(inside)
+        rect = AttnRectangle(*given)
+        assert rect.q_range == AttnRange(rows.min(), rows.max() + 1)
+        assert rect.k_range == AttnRange(keys.min(), keys.max() + 1)
+        assert rect.d_range == AttnRange((keys - rows).min(), (keys - rows).max())
+        assert given == (AttnRange(*q), AttnRange(*k), AttnRange(*d)), "the ranges given are copied, not changed"
+        assert len(rect) == 1 and rect.area() == inside.sum()
+    assert 0 < empty < 400
+
+
+def test_bounds_of_other_sizes_than_a_sequence_has():
+    assert AttnRectangle.count_areas(4, 2, 0, 9, -9, 9) == AttnRectangle.count_areas(0, 2, 3, 3, -9, 9) == 0
+    assert AttnRectangle.count_areas(0, 2, 0, 9, 3, 2) == 0
+    n = 1 << 40
+    assert AttnRectangle.count_areas(0, n, 0, n, -n, 0) == n * (n + 1) // 2
+    wide = AttnRectangle(AttnRange(0, 4), AttnRange(0, 6), AttnRange(rectangle.INT_MIN, rectangle.INT_MAX))
+    assert wide == AttnRectangle(AttnRange(0, 4), AttnRange(0, 6)) and wide.d_range == AttnRange(-3, 5)
+
+
+def test_invalid_ranges_of_a_rectangle():
+    rect = AttnRectangle(AttnRange(0, 10), AttnRange(0, 20), AttnRange(-5, 5))
+    fine = rect.clone()
+    bad = AttnRange(0, 1)
+    bad.start, bad.end = 9, 3
+    for name in ("q_range", "k_range", "d_range"):
+        with pytest.raises(RangeError, match=name):
+            setattr(rect, name, bad)
+        assert not rect.is_valid(**{name: bad})
+        with pytest.raises(RangeError, match="holds no pair"):
+            rect.check_valid(**{name: bad})
+        if name != "d_range":
+            with pytest.raises(RangeError, match="start < end"):
+                setattr(rect, name, AttnRange(4, 4))
+    assert rect == fine and rect.is_valid(k_range=AttnRange(14, 30)) and not rect.is_valid(k_range=AttnRange(15, 30))
+    given = AttnRange(2, 4)
+    rect.q_range = given
+    given.end = 3
+    assert rect.q_range == AttnRange(2, 4)
+
+    rect.q_range.start, rect.q_range.end = 10, 0
+    assert not rect.is_valid() and rect.get_valid_or_none() is None
+    rects = AttnRectangles()
+    rects.append(rect)
+    assert not rects.is_valid()
+    uses = [
+        *(rect.check_valid, rect.area, rect.to_slices, rect.shrink_q_range, rect.shrink_k_range, rect.shrink_d_range),
+        *(lambda: rect.cut_q(3), lambda: rect.cut_k(3), lambda: rect.get_rect_within_q_segment(0, 4), rect.clone),
+        *(lambda: rects.append(rect, check=True), lambda: rects.extend([rect], check=True), rects.check_valid),
+        *(rects.area, rects.get_qo_ranges_union, rects.total_seqlen_qo, rects.to_slices, rect.to_qk_range_mask_type),
+        *(rect.is_full, rect.is_causal, rect.is_inv_causal, rect.is_bi_causal),
+        *(rect.intersection_q_id_on_left_boundary, rect.intersection_q_id_on_right_boundary),
+    ]
+    for use in uses:
+        with pytest.raises(RangeError):
+            use()
 
 
 def test_shrinking_reports_emptiness():
@@ -142,110 +217,22 @@ def test_rectangles_container():
     assert rects[0] is rect and rects[:1].size == 1 and rects == rects.clone() and not rects.is_empty()
     assert hash(rects) == hash(rects.clone()) and isinstance(rects, protocols.AttnRectanglesProtocol)
     rects.check_valid()
+    other = AttnRectangle(AttnRange(4, 6), AttnRange(0, 5), mask_type="causal")
+    rects[1] = other
+    assert rects[1] is other and rects[0] is rect
+    rects[0:2] = AttnRectangles._of([other, rect])
+    assert list(rects) == [other, rect]
+    with pytest.raises(ContractError, match="names 2 items"):
+        rects[0:2] = AttnRectangles._of([rect])
+    with pytest.raises(ContractError, match="no rectangle"):
+        rects[0] = AttnRange(0, 1)
+    assert rects.get_rects_within_q_segment(q_start=4, q_end=6).area() == other.area() == 9
+    assert rects.get_rects_within_k_segment(k_start=4, k_end=9).area() == 4
+    assert rect.get_rect_within_q_segment(q_start=1, q_end=2).area() == 5
+    assert rect.get_rect_within_k_segment(k_start=1, k_end=2).area() == 3
     rects.clear()
-    assert rects.is_empty() and rects.is_valid()
+    assert rects.is_empty() and rects.is_valid() and repr(rects) == "[-1, -1) x [-1, -1): None"
     tall = AttnRectangles.from_ranges([(0, 5), (0, 0)], [(0, 3), (0, 3)], ["bi_causal", "full"])
     assert tall.is_empty(), "slices without pairs are dropped"
     with pytest.raises(ContractError, match="Slices 0 and 1"):
         AttnRectangles.from_ranges([(0, 5), (4, 6)], [(0, 3), (2, 3)], "full", check=True)
-
-
-# ---- AttnMask ---------------------------------------------------------------------------------------
-
-
-def attn_mask(table, total_q, total_k=None) -> AttnMask:
-    s = table.array if hasattr(table, "array") else table
-    q, k = AttnRanges.from_array(s[:, :2]), AttnRanges.from_array(s[:, 2:4])
-    return AttnMask.from_ranges(
-        q, k, [AttnMaskType.from_int_type(t) for t in s[:, 4]], total_q, total_k or total_q
-    )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_attn_mask_against_dense(seed):
-    rng = np.random.default_rng(seed)
-    tq, tk = (int(x) for x in rng.integers(1, 17, 2))
-    s = masks.random_slices(rng, tq, tk)
-    dense = slices.to_dense(s, tq, tk)
-    mask = attn_mask(s, tq, tk)
-    assert mask.mask_tensor.bool().numpy().tolist() == dense.tolist() and mask.area == dense.sum()
-    again = AttnMask.from_mask(dense.astype(int))
-    assert (again.mask_tensor.numpy() == dense).all() and again.area == mask.area
-    assert [(*q, *k, t.to_int_type()) for q, k, t in mask.tuples()] == [tuple(r) for r in s.tolist()]
-    q0, q1 = np.sort(rng.integers(0, tq + 1, 2)).tolist()
-    k0, k1 = np.sort(rng.integers(0, tk + 1, 2)).tolist()
-    window = AttnRange(q0, q1), AttnRange(k0, k1)
-    sub = mask.make_sub_mask(*window)
-    assert (sub.mask_tensor.numpy() == dense[q0:q1, k0:k1]).all()
-    assert mask.calc_sub_area(*window) == sub.area == dense[q0:q1, k0:k1].sum()
-    assert mask.is_empty() == (not dense.any()) and mask.is_pure_full() == dense.all()
-    causal = np.tril(np.ones((tq, tk), bool), tk - tq)
-    assert mask.is_pure_causal() == (dense == causal).all() and mask.is_square() == (tq == tk)
-    varlen_full, varlen_causal = by_definition(dense)
-    assert mask.is_varlen_full() == varlen_full and mask.is_varlen_causal() == varlen_causal
-
-
-def by_definition(dense):
-    """Is ``dense`` varlen full, varlen causal, for any cu_seqlens? By trying all of them."""
-    tq, tk = dense.shape
-    if tq != tk:
-        return False, False
-    i, j = np.arange(tq)[:, None], np.arange(tq)[None]
-    full = causal = False
-    for bits in range(1 << max(tq - 1, 0)) if tq <= 9 else ():
-        doc = np.cumsum([0] + [bits >> n & 1 for n in range(tq - 1)])
-        same = doc[:, None] == doc[None]
-        full |= bool((dense == same).all())
-        causal |= bool((dense == (same & (j <= i))).all())
-    if tq > 9:
-        doc = np.cumsum([0] + [int(not dense[n + 1, n]) for n in range(tq - 1)])
-        same = doc[:, None] == doc[None]
-        full, causal = bool((dense == same).all()), bool((dense == (same & (j <= i))).all())
-    return full, causal
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_varlen_predicates_on_cut_up_masks(seed):
-    """The answer depends on the pairs, not on how they are cut into slices."""
-    rng = np.random.default_rng(seed)
-    total = int(rng.integers(2, 16))
-    cu = masks.random_cu_seqlens(rng, total, 4)
-    kind = int(rng.integers(2))
-    s = masks.varlen(cu, kind).array
-    s = np.concatenate([slices.cut_q(s, 0, total // 2)[0], slices.cut_q(s, total // 2, total)[0]])
-    s = np.concatenate([slices.cut_k(s, 0, total // 3)[0], slices.cut_k(s, total // 3, total)[0]])
-    mask = attn_mask(s, total)
-    full, causal = by_definition(slices.to_dense(s, total, total))
-    assert (full, causal)[kind] and mask.is_varlen_full() == full and mask.is_varlen_causal() == causal
-    if len(s) > 1:
-        less = attn_mask(s[1:], total)
-        assert (less.is_varlen_full(), less.is_varlen_causal()) == by_definition(less.mask_tensor.numpy() > 0)
-
-
-def test_families_and_causal_matrix():
-    families = masks.mask_families(24)
-    named = {name: attn_mask(table, 24) for name, table in families.items()}
-    assert named["full"].is_pure_full() and named["causal"].is_pure_causal()
-    assert named["varlen_full"].is_varlen_full() and named["varlen_causal"].is_varlen_causal()
-    assert named["diagonal"].is_varlen_full() and named["empty"].is_empty()
-    assert not named["sliding_window"].is_varlen_causal() and not named["causal"].is_pure_full()
-    make = AttnMask.make_causal_mask
-    assert make(2, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert make(2, 3, "top-left").tolist() == [[1, 0, 0], [1, 1, 0]]
-    assert make(3, 2).tolist() == [[0, 0], [1, 0], [1, 1]] and str(make(1, 1).dtype) == "torch.int32"
-    with pytest.raises(ContractError, match="middle"):
-        make(2, 2, "middle")
-
-
-def test_attn_mask_rules():
-    q, k = AttnRanges.from_ranges([(0, 4), (2, 6)]), AttnRanges.from_ranges([(0, 4), (0, 4)])
-    with pytest.raises(ContractError, match="Slices 0 and 1"):
-        AttnMask.from_ranges(q, k, [AttnMaskType.FULL] * 2)
-    with pytest.raises(AssertionError, match="mask types"):
-        AttnMask.from_ranges(q, k, [AttnMaskType.FULL])
-    with pytest.raises(AssertionError, match="beyond"):
-        AttnMask.from_ranges(q[:1], k[:1], "causal", total_seqlen_q=3)
-    mask = AttnMask.from_ranges(q[:1], k[:1], "causal")
-    same = AttnMask.from_ranges(q[:1], k[:1], [AttnMaskType.CAUSAL], 4, 4)
-    assert mask == same and hash(mask) == hash(same) and mask.q_ranges == q[:1] and mask.k_ranges == k[:1]
-    assert mask.attn_mask_type == [AttnMaskType.CAUSAL] and "area 10" in repr(mask)

@@ -17,7 +17,8 @@ from magi_attention.utils import debug, nvtx
 
 
 def test_lists():
-    assert utils.flatten_nested_list([1, [2, [3, []], (4, 5)], []]) == [1, 2, 3, (4, 5)]
+    assert utils.flatten_nested_list([()]) == utils.flatten_nested_list(()) == []
+    assert utils.flatten_nested_list((1, [2, (3, [])], "45", {6})) == [1, 2, 3, "45", {6}]
     perm = [2, 0, 3, 1]
     inverse = utils.perm_idxs2unperm_idxs(perm)
     assert [inverse[i] for i in perm] == [0, 1, 2, 3] and utils.perm_idxs2unperm_idxs([]) == []
@@ -28,6 +29,34 @@ def test_lists():
     assert [utils.ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
     with pytest.raises(ContractError):
         utils.transpose_matrix([[1], [1, 2]])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flattening_keeps_the_order_of_the_leaves(seed):
+    rng = random.Random(seed)
+    leaves = []
+
+    def nest(depth):
+        if depth == 0 or rng.random() < 0.3:
+            leaves.append(len(leaves))
+            return leaves[-1]
+        return rng.choice([list, tuple])(nest(depth - 1) for _ in range(rng.randrange(4)))
+
+    tree = [nest(5) for _ in range(6)]
+    assert utils.flatten_nested_list(tree) == leaves
+
+
+def test_predicates_take_a_value_or_the_first_element():
+    for check in (utils.is_list_value_all, utils.is_list_value_any):
+        with pytest.raises(AssertionError, match="leave val=1 out"):
+            check([1, 2], val=1, just_same=True)
+        assert check([], val=1, just_same=True, allow_empty=True) and not check([], val=1, just_same=True)
+    with pytest.raises(AssertionError, match="leave _type="):
+        utils.is_list_type_all([1, 2], _type=int, just_same=True)
+    with pytest.raises(AssertionError, match="needs a _type"):
+        utils.is_list_type_all([1, 2])
+    assert utils.is_list_type_all([1, "2"], (int, str)) and not utils.is_list_type_all([1, "2", 3.0], (int, str))
+    assert not utils.is_list_type_all([], int, just_same=True) and utils.is_list_type_all([], allow_empty=True)
 
 
 def test_predicates():

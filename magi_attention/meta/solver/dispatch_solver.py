@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DispatchSolver``: one entry for every dispatch algorithm, and the affinities that some of them use."""
+"""``DispatchSolver``: one entry for every dispatch algorithm."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from magi_attention.common.intervals import as_intervals, intersect_intervals, merge_intervals, total_length
 from magi_attention.config import (
     BatchToppHeapDispatchAlg,
     BSDispatchAlg,
@@ -26,56 +22,35 @@ from magi_attention.config import (
 )
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.solver import partition
-
-
-class IOUAffinity:
-    """Key ranges of a chunk or bucket; closest means most shared keys."""
-
-    def __init__(self, k_ranges=()) -> None:
-        self.ranges = merge_intervals(as_intervals(k_ranges))
-
-    @classmethod
-    def from_list(cls, k_ranges) -> IOUAffinity:
-        return cls(k_ranges)
-
-    def distance_to(self, other: IOUAffinity) -> float:
-        return -total_length(intersect_intervals(self.ranges, other.ranges))
-
-    def update(self, other: IOUAffinity) -> None:
-        self.ranges = merge_intervals(np.concatenate([self.ranges, other.ranges]))
-
-
-class SampleIDAffinity:
-    """Multiset of sample ids; closest means most shared samples."""
-
-    def __init__(self, sample_ids: Sequence[int] = ()) -> None:
-        self.count = Counter(sample_ids)
-
-    @classmethod
-    def from_list(cls, sample_ids: Sequence[int]) -> SampleIDAffinity:
-        return cls(sample_ids)
-
-    def distance_to(self, other: SampleIDAffinity) -> float:
-        return -sum(other.count[sample] for sample in self.count)
-
-    def update(self, other: SampleIDAffinity) -> None:
-        self.count.update(other.count)
+from magi_attention.meta.solver.affinity import BaseDispatchAffinity, IOUAffinity, SampleIDAffinity
 
 
 @dataclass
 class DispatchJob:
-    """One chunk to place: its id, area and (where an algorithm asks for it) affinity."""
+    """One chunk to place: its id, area and (where an algorithm asks for it) affinity.
+
+    ``ContractError`` for a negative workload.
+    """
 
     job_id: int
-    workload: int
-    affinity: IOUAffinity | SampleIDAffinity | None = None
+    workload: float = 0
+    affinity: BaseDispatchAffinity | None = None
+
+    def __post_init__(self) -> None:
+        if self.workload < 0:
+            raise ContractError(f"Job {self.job_id} has workload {self.workload}; workloads are >= 0.")
 
     @staticmethod
-    def from_job_list(workloads: Sequence[int], affinities: Sequence | None = None) -> list[DispatchJob]:
+    def from_job_list(
+        workloads: Sequence[float], affinities: Sequence[BaseDispatchAffinity] | Sequence[None] | None = None
+    ) -> list[DispatchJob]:
+        """Jobs 0, 1, ...; ``ContractError`` unless there is one affinity each and all are of one class."""
         if affinities is None:
             affinities = [None] * len(workloads)
         if len(affinities) != len(workloads):
             raise ContractError(f"{len(affinities)} affinities for {len(workloads)} workloads; give one each.")
+        if len(kinds := {type(a).__name__ for a in affinities}) > 1:
+            raise ContractError(f"Affinities of several classes ({', '.join(sorted(kinds))}); give one class or none.")
         return [DispatchJob(i, w, a) for i, (w, a) in enumerate(zip(workloads, affinities))]
 
 
@@ -130,16 +105,16 @@ class DispatchSolver:
             batch = getattr(alg, "num_of_select_chunk", 1)
             return partition.topp_heap(work, k, affinities, kind, alg.top_p, batch)
         if isinstance(alg, SortedSequentialSelectAlg):
-            ids = [sorted(self._affinity(job, SampleIDAffinity).count) for job in jobs]
+            ids = [sorted(self._affinity(job, SampleIDAffinity).sample_id_cnt_dict) for job in jobs]
             if sample_areas is None:
                 raise ContractError("SortedSequentialSelectAlg needs DispatchData.sample_areas, one per sample.")
             return partition.sorted_sequential(work, k, ids, sample_areas, alg.allocation_ratio)
         raise UnsupportedError(f"{type(alg).__name__} is no dispatch algorithm of this package.")
 
-    def _affinity(self, job: DispatchJob, kind: type = object):
-        if job.affinity is None or not isinstance(job.affinity, kind):
+    def _affinity(self, job: DispatchJob, kind: type = BaseDispatchAffinity):
+        if not isinstance(job.affinity, kind):
             raise ContractError(
-                f"{type(self.alg).__name__} needs an affinity for every job (job {job.job_id} has "
+                f"{type(self.alg).__name__} needs a {kind.__name__} as affinity of every job (job {job.job_id} has "
                 f"{type(job.affinity).__name__}); pass DispatchJob.from_job_list(workloads, affinities)."
             )
         return job.affinity
@@ -148,6 +123,7 @@ class DispatchSolver:
 __all__ = [
     "BSDispatchAlg",
     "BTPDispatchAlg",
+    "BaseDispatchAffinity",
     "BatchToppHeapDispatchAlg",
     "DPDispatchAlg",
     "DispatchAlg",

@@ -197,8 +197,8 @@ def topp_heap(
         if placed % batch == 0 or not candidates:
             free = [b for b in range(k) if len(buckets[b]) < cap]
             candidates = sorted(free, key=lambda b: (loads[b], b))[:width]
-        distance = {b: affinities[item].distance_to(held[b]) for b in candidates}
-        bucket = min(candidates, key=lambda b: (distance[b], loads[b], b))
+        candidates.sort(key=lambda b: (loads[b], b))
+        bucket = candidates[affinities[item].get_closest_affinity_idx([held[b] for b in candidates])]
         loads[bucket] += work[item]
         buckets[bucket].append(item)
         held[bucket].update(affinities[item])
