@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from magi_attention.common.integers import as_int
 from magi_attention.errors import RangeError
 
 NaiveRange: TypeAlias = tuple[int, int] | list[int]
@@ -20,14 +21,14 @@ class AttnRange:
 
     Raises:
         RangeError: ``start > end``, at construction or when a method needs the positions.
+        ContractError: a bound is no integer.
     """
 
     __slots__ = ("_start", "_end")
 
     def __init__(self, start: int, end: int) -> None:
-        if start > end:
-            raise RangeError(_invalid(start, end))
-        self._start, self._end = int(start), int(end)
+        self._start, self._end = as_int(start, "start"), as_int(end, "end")
+        self.check_valid()
 
     @property
     def start(self) -> int:
@@ -35,7 +36,7 @@ class AttnRange:
 
     @start.setter
     def start(self, value: int) -> None:
-        self._start = int(value)
+        self._start = as_int(value, "start")
 
     @property
     def end(self) -> int:
@@ -43,7 +44,7 @@ class AttnRange:
 
     @end.setter
     def end(self, value: int) -> None:
-        self._end = int(value)
+        self._end = as_int(value, "end")
 
     @property
     def seqlen(self) -> int:

@@ -2,9 +2,11 @@
 """AttnRange and AttnRanges against sets of integers."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +88,19 @@ def test_a_range_moves_in_place_in_either_order(x, y, start_first):
         setattr(r, name, value)
         assert getattr(r, name) == value and r.is_valid_close() == (r.start <= r.end)
     assert r == AttnRange(*y) and len(r) == y[1] - y[0]
+    for value in (1.5, True, "1", None):
+        for use in (
+            lambda v: AttnRange(v, 9),
+            lambda v: AttnRange(0, v),
+            *(partial(setattr, r, n) for n in ("start", "end")),
+        ):
+            with pytest.raises(ContractError, match="give an integer"):
+                use(value)
+    for use in (lambda rows: SliceTable.from_ranges(rows, [(0, 1)]), IOUAffinity):
+        with pytest.raises(ContractError, match="floats, such as 1.5"):
+            use([(0, 1.5)])
+    r.end = np.int32(99)
+    assert type(r.end) is int and r == AttnRange(r.start, torch.tensor(99))
 
 
 def invalid() -> AttnRange:
