@@ -42,7 +42,7 @@ class ValueEnum(Enum):
             return cls(value.value if _is_copy(type(value), cls) else value)
         except ValueError:
             names = ", ".join(repr(member.value) for member in cls)
-            raise ContractError(f"{cls.__name__}: {value!r} is unknown; use one of {names}.") from None
+            raise ContractError(f"Unknown {cls.__name__} {value!r}; use one of {names}.") from None
 
     def __eq__(self, other: object) -> bool:
         return self is other or (_is_copy(type(other), type(self)) and self.value == other.value)  # type: ignore

@@ -85,7 +85,7 @@ def test_wrong_requests_are_one_sentence(arguments, words, capsys):
         ('{"total": 8, "q_ranges": [[4, 0]], "k_ranges": [[0, 4]]}', "start <= end"),
         (
             '{"total": 8, "q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "types": ["diagonal"]}',
-            "Unknown mask type",
+            "Unknown AttnMaskType",
         ),
         ('{"total": 8, "q_ranges": [[0, 4]], "k_ranges": []}', "1 q ranges, 0 k ranges"),
     ],

@@ -169,7 +169,7 @@ def test_ranges_of_kernel_calls_are_integers() -> None:
         with pytest.raises(ContractError, match=f"{name} holds floats"):
             table_from_tensors(q, k, types)
         argument = type("Argument", (), {"q_ranges": q, "k_ranges": k, "attn_type_map": types})
-        with pytest.raises(ContractError, match="holds floats|Unknown mask type 1.5"):
+        with pytest.raises(ContractError, match="holds floats|Unknown AttnMaskType 1.5"):
             table_from_attn_arg(argument)
     with pytest.raises(ContractError, match="attention indices holds? floats"):
         table_from_indices(torch.tensor([[0.5, 1.0]]), 9)
