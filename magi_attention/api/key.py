@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.torch_transport import as_transport, check_member
 from magi_attention.comm.transport import Transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.integers import as_int
@@ -179,6 +179,11 @@ def resolve_group(cp_group_or_mesh: Any, hierarchical: bool) -> tuple[Any, Devic
     """
     if isinstance(cp_group_or_mesh, DeviceMesh):
         mesh = cp_group_or_mesh
+        if mesh.get_coordinate() is None:
+            raise ContractError(
+                f"This process (global rank {dist.get_rank()}) is not in the device mesh {mesh.mesh.tolist()}. Only "
+                "its members may call; leave the call out on other ranks."
+            )
         if mesh.ndim > 2:
             raise ContractError(f"The mesh has {mesh.ndim} dims; give a 1-D mesh or a 2-D one (inter, intra).")
         if hierarchical and mesh.ndim != 2:
@@ -191,4 +196,5 @@ def resolve_group(cp_group_or_mesh: Any, hierarchical: bool) -> tuple[Any, Devic
                 "instead of a process group."
             )
         return cp_group_or_mesh, None
+    check_member(cp_group_or_mesh)
     raise ContractError(f"cp_group_or_mesh is {type(cp_group_or_mesh).__name__}; pass a ProcessGroup or a DeviceMesh.")

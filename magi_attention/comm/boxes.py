@@ -99,12 +99,13 @@ class BoxGroup:
         culprit = found - 1
         if culprit >= abi.BOX_SLOT_CULPRIT:
             culprit = self.rank_of_slot.get(culprit - abi.BOX_SLOT_CULPRIT, culprit)
+        group = self._group()
+        about = "" if group is None else TorchTransport(group).about(culprit, self._stage)
         text = (
             f"Rank {culprit} did not deliver within {self.timeout_ms / 1000:g} s in {self._stage} or a call before it, "
-            f"as is found in {stage}; results since then are void. Look at that rank's log; make a new process group "
-            "to go on."
+            f"as is found in {stage}; results since then are void.{about} Look at that rank's log; make a new process "
+            "group to go on."
         )
-        group = self._group()
         if group is not None and not self._has_told:
             self._has_told = True
             TorchTransport(group).give_up(text)

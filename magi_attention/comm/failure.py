@@ -5,11 +5,16 @@ The board lives in the store through which the group was made. In normal operati
 read: only a rank that has waited for about a second looks at it. Keys, below ``magi/<life>/<epoch>/``:
 
 ``alarm``      set once anything below is worth reading; the only key that waiting ranks poll
-``fail/<r>``   rank r failed: ``own|text``, ``lost|text`` (a connection broke) or ``late|text`` (it gave up
-               waiting for another rank)
+``fail/<r>``   rank r failed: ``own|text``, ``differs|text`` (it holds another plan than others, see
+               ``consistency.py``), ``lost|text`` (a connection broke) or ``late|text`` (it gave up waiting for
+               another rank)
 ``at/<r>``     position of rank r, the number of collectives begun; written only when asked by the alarm
 ``resume/<r>`` position of rank r when it first used the group again after a failure
 ``meet/<n>/<r>`` rank r is at the n-th meeting of hosts
+``who``, without an epoch: ``who/<r>`` says how to read the progress of rank r (see ``progress.py``)
+
+What an error says of a rank that did not arrive is what is known: its answer, or what its page of progress shows. A
+cause such as lack of memory is named only where that rank reported it.
 
 *Life* counts how often this process has made a board on this store, so that a group which is destroyed and
 made again in the same store starts clean. *Epoch* counts handled failures. After a failure (its own or a
@@ -23,12 +28,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from magi_attention.errors import PeerFailureError
+from magi_attention.comm.progress import Progress, Sighting, describe, look
+from magi_attention.errors import PeerFailureError, PlanMismatchError
 
 SLICE_S = 1.0
 _POLL_S = 0.02
-_KINDS = ("own", "lost", "late")  # causes first
+_KINDS = ("own", "differs", "lost", "late")  # causes first
+
+
+class Failure(NamedTuple):
+    """What another rank reported."""
+
+    text: str
+    is_mismatch: bool = False
+
+    def error(self, waiting_in: str) -> PeerFailureError | PlanMismatchError:
+        """For a rank that waits and has nothing to do with it; of plans that differ every rank is told alike."""
+        if self.is_mismatch:
+            return PlanMismatchError(self.text)
+        return PeerFailureError(
+            f"Another rank failed while this one waited in {waiting_in}: {self.text.rstrip('. ')}. Fix the cause on "
+            "that rank; this error is only its echo."
+        )
 
 
 def describe_error(exc: BaseException, stage: str) -> str:
@@ -49,19 +72,33 @@ class FailureBoard:
         self._meetings = 0
         self.is_down = False
         self.lost: str | None = None  # why no message can pass any more, if so
+        self.progress = Progress()
+        self._last_seen: dict[int, Sighting] = {}
+        store.set(self._who(rank), self.progress.address)
 
     # -- keys ---------------------------------------------------------------------------------------------
-    def _key(self, name: str, epoch: int | None = None) -> str:
+    @property
+    def store(self):
+        return self._store
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def key(self, name: str, epoch: int | None = None) -> str:
         return f"magi/{self._life}/{self._epoch if epoch is None else epoch}/{name}"
 
+    def _who(self, rank: int) -> str:
+        return f"magi/{self._life}/who/{rank}"
+
     def _has(self, name: str) -> bool:
-        return self._store.check([self._key(name)])
+        return self._store.check([self.key(name)])
 
     def _read(self, name: str) -> str | None:
-        return self._store.get(self._key(name)).decode() if self._has(name) else None
+        return self._store.get(self.key(name)).decode() if self._has(name) else None
 
     def _write(self, name: str, text: str) -> None:
-        self._store.set(self._key(name), text)
+        self._store.set(self.key(name), text)
 
     def name(self, rank: int) -> str:
         """``rank 2``, with the global rank where it differs."""
@@ -70,9 +107,59 @@ class FailureBoard:
     def names(self, ranks: Sequence[int]) -> str:
         return ", ".join(self.name(r) for r in ranks)
 
+    # -- knowing of others --------------------------------------------------------------------------------
+    def look_around(self) -> None:
+        """Remembers what others are at, because a process that has ended shows nothing any more."""
+        for rank in range(len(self.ranks)):
+            if rank != self._rank:
+                self._look(rank)
+
+    def _look(self, rank: int) -> Sighting | None:
+        who = self._who(rank)
+        seen = look(self._store.get(who).decode()) if self._store.check([who]) else None
+        if seen is not None and seen.is_alive:
+            self._last_seen[rank] = seen
+        return seen
+
+    def about(self, ranks: Sequence[int], call: str = "") -> str:
+        """Sentences on what is known of ``ranks``, of three at most, each beginning with a space."""
+        text = ""
+        for rank in list(ranks)[:3]:
+            try:
+                seen, answer = self._look(rank), self._read(f"at/{rank}")
+            except (OSError, RuntimeError):
+                return text  # why: the store is gone, and with it what it knew
+            if seen is None and answer is not None:
+                text += f" {self.name(rank).capitalize()} has answered: it waits{answer.partition('|')[2]}."
+            else:
+                text += " " + describe(self.name(rank), seen, self._last_seen.get(rank), self.progress, call)
+        return text
+
+    def ahead(self) -> list[int]:
+        """Ranks that have begun more collectives than this one, as far as is known."""
+        own, found = self._position(), []
+        for rank in range(len(self.ranks)):
+            if rank == self._rank:
+                continue
+            seen, answer = self._look(rank), self._read(f"at/{rank}")
+            has_seen = seen is not None and seen.is_alive and seen.collectives > self.progress.collectives
+            if has_seen or (answer is not None and _position_in(answer) > own):
+                found.append(rank)
+        return found
+
+    def ask(self) -> int:
+        """Asks all ranks that wait for their position, says its own and returns it."""
+        self._write("alarm", "1")
+        return self._answer()
+
+    def _answer(self) -> int:
+        own, stage = self._position(), self.progress.stage
+        self._write(f"at/{self._rank}", f"{own}|" + (f" in {stage}" if stage else ""))
+        return own
+
     # -- failing ------------------------------------------------------------------------------------------
     def report(self, text: str, kind: str = "own") -> None:
-        """Tells all others; ``kind`` is own, lost or late. Never raises, because it runs while another error
+        """Tells all others; ``kind`` is own, differs, lost or late. Never raises, because it runs while another error
         is on its way up."""
         self.is_down = True
         try:
@@ -84,11 +171,11 @@ class FailureBoard:
             # why: the store is gone with its host; peers notice the closed connection instead
             return
 
-    def peer_failure(self) -> str | None:
+    def peer_failure(self) -> Failure | None:
         """What the other ranks reported, causes first; None if nobody did. Answers a roll call on the way."""
         if not self._has("alarm"):
             return None
-        self._write(f"at/{self._rank}", str(self._position()))
+        self._answer()
         found = []
         for r in range(len(self.ranks)):
             text = None if r == self._rank else self._read(f"fail/{r}")
@@ -98,18 +185,18 @@ class FailureBoard:
         if not found:
             return None
         found.sort()
+        if _KINDS[found[0][0]] == "differs":
+            return Failure(found[0][2], is_mismatch=True)
         causes = [f for f in found if f[0] == 0] or found[:1]
         failure = " ".join(f"{self.name(r)} failed: {text}" for _, r, text in causes)
         if any(_KINDS[kind] == "lost" for kind, _, _ in found):
             self.lost = failure
-        return failure
+        return Failure(failure)
 
-    def roll_call(self, grace_s: float, num_expected: int) -> tuple[str | None, list[int]]:
+    def roll_call(self, grace_s: float, num_expected: int) -> tuple[Failure | None, list[int]]:
         """Asks all ranks for their position and waits up to ``grace_s``, or until ``num_expected`` others
         have answered. Returns (failure reported by a peer, or None; ranks that are silent or behind)."""
-        self._write("alarm", "1")
-        own = self._position()
-        self._write(f"at/{self._rank}", str(own))
+        own = self.ask()
         deadline = time.monotonic() + grace_s
         others = [r for r in range(len(self.ranks)) if r != self._rank]
         while True:
@@ -117,7 +204,7 @@ class FailureBoard:
             if failure is not None:
                 return failure, []
             positions = {r: self._read(f"at/{r}") for r in others}
-            missing = [r for r, at in positions.items() if at is None or int(at) < own]
+            missing = [r for r, at in positions.items() if at is None or _position_in(at) < own]
             if len(others) - len(missing) >= num_expected or time.monotonic() > deadline:
                 return None, missing
             time.sleep(_POLL_S)
@@ -137,23 +224,20 @@ class FailureBoard:
             failure = self.peer_failure()  # also if nobody is missing: they may have gone since
             if failure is not None:
                 self.is_down = True
-                raise PeerFailureError(
-                    f"Another rank failed while this one waited in {stage}: {failure.rstrip('. ')}. Fix the cause on "
-                    "that rank; this error is only its echo."
-                )
+                raise failure.error(stage)
             if not missing:
                 break
             if time.monotonic() > deadline:
                 text = (
-                    f"After {timeout_s:g} s in {stage}, {self.names(missing)} did not arrive. Look at the log of that "
-                    "rank; make a new process group to go on."
+                    f"After {timeout_s:g} s in {stage}, {self.names(missing)} did not arrive."
+                    f"{self.about(missing, stage)} Look at the log of that rank; make a new process group to go on."
                 )
                 self.report(text, "late")
                 raise PeerFailureError(text)
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
         if self._meetings > 1:  # everybody has left the one before
-            self._store.delete_key(self._key(f"meet/{self._meetings - 1}/{self._rank}"))
+            self._store.delete_key(self.key(f"meet/{self._meetings - 1}/{self._rank}"))
 
     # -- going on afterwards ------------------------------------------------------------------------------
     def resume(self, timeout_s: float) -> None:
@@ -181,6 +265,10 @@ class FailureBoard:
             )
         for name in (f"fail/{self._rank}", f"at/{self._rank}", f"resume/{self._rank}"):
             if self._epoch > 0:  # why the epoch before: peers may still be reading this one
-                self._store.delete_key(self._key(name, self._epoch - 1))
+                self._store.delete_key(self.key(name, self._epoch - 1))
         self._epoch += 1
         self.is_down = False
+
+
+def _position_in(answer: str) -> int:
+    return int(answer.partition("|")[0])

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from magi_attention.comm.failure import SLICE_S, FailureBoard
-from magi_attention.errors import PeerFailureError
+from magi_attention.comm.failure import SLICE_S, Failure, FailureBoard
+from magi_attention.errors import PeerFailureError, PlanMismatchError
 
-_LOST_CONNECTION = ("onnection", "Broken pipe", "reset by peer", "pair closure", "imed out", "pair.cc")
+_LOST_CONNECTION = ("onnection", "Broken pipe", "reset by peer", "pair closure", "pair.cc")
+_GROUP_TIMEOUT = re.compile(r"Timed out waiting (\d+)ms")  # the group's own limit, shorter than this package's
 
 
 class HostWork:
@@ -36,6 +39,9 @@ class HostWork:
                 return
             except RuntimeError as exc:
                 if "Operation timed out!" not in str(exc):
+                    limit = _GROUP_TIMEOUT.search(str(exc))
+                    if limit is not None:
+                        self._fail_late(int(limit[1]) / 1000, exc)
                     if not any(word in str(exc) for word in _LOST_CONNECTION):
                         raise
                     self._fail_lost(exc)
@@ -47,57 +53,87 @@ class HostWork:
             failure = self._board.peer_failure()
             if failure is not None:
                 self._raise(failure)
+            self._board.look_around()
             if waited_s < self._timeout_s:
                 return
-            failure, missing = self._board.roll_call(1.25 * SLICE_S, len(self._board.ranks) - 1)
         except (OSError, RuntimeError) as exc:
-            if isinstance(exc, PeerFailureError):
+            if isinstance(exc, (PeerFailureError, PlanMismatchError)):
                 raise
             self._raise_store(exc)
-        if failure is not None:
-            self._raise(failure)
+        missing = self._roll_call()
         if self._work.is_completed():
             return
-        who = f"{self._board.names(missing)} did not arrive" if missing else "it did not finish on any rank"
-        text = (
-            f"After {self._timeout_s:g} s in {self._what}, {who}. Check that every rank runs and calls the "
-            "same operations in the same order; raise timeout_s if ranks may be this far apart."
-        )
+        text = self._late_text(self._timeout_s, missing) + "raise timeout_s if ranks may be this far apart."
         self._board.report(text, "late")
         raise PeerFailureError(text)
 
-    def _fail_lost(self, exc: RuntimeError) -> None:
+    def _roll_call(self) -> list[int]:
+        """Ranks that are silent or behind; raises if one has reported a failure."""
+        try:
+            failure, missing = self._board.roll_call(1.25 * SLICE_S, len(self._board.ranks) - 1)
+        except (OSError, RuntimeError) as exc:
+            self._raise_store(exc)
+        if failure is not None:
+            self._raise(failure)
+        return missing
+
+    def _late_text(self, limit_s: float, missing: list[int]) -> str:
+        who = f"{self._board.names(missing)} did not arrive" if missing else "it did not finish on any rank"
+        return (
+            f"After {limit_s:g} s in {self._where}, {who}.{self._board.about(missing)} Check that every rank runs and "
+            "calls the same operations in the same order; "
+        )
+
+    @property
+    def _where(self) -> str:
+        stage = self._board.progress.stage
+        return f"{self._what} of {stage}" if stage else self._what
+
+    def _fail_late(self, limit_s: float, exc: RuntimeError) -> NoReturn:
+        """The time limit of the process group itself is over, at which gloo gives its connections up."""
+        self._look_around()
+        text = self._late_text(limit_s, self._roll_call())
+        text += "give init_process_group a longer timeout if ranks may be this far apart."
+        self._board.lost = text
+        self._board.report(text, "late")
+        raise PeerFailureError(text) from exc
+
+    def _look_around(self) -> None:
+        try:
+            self._board.look_around()
+        except (OSError, RuntimeError) as exc:
+            self._raise_store(exc)
+
+    def _fail_lost(self, exc: RuntimeError) -> NoReturn:
         """A connection broke: finds out whose, by a roll call among those still there."""
         reason = str(exc).splitlines()[0].split("] ", 1)[-1].split(". This is")[0]
+        self._look_around()
         try:
             num_others = len(self._board.ranks) - 1
             failure, silent = self._board.roll_call(1.25 * SLICE_S, num_others)
         except (OSError, RuntimeError) as store_exc:
             self._raise_store(store_exc)
         if failure is not None:
-            self._board.lost = f"A connection was lost in {self._what} ({reason}), because {failure}"
+            self._board.lost = f"A connection was lost in {self._where} ({reason}), because {failure.text}"
             self._raise(failure)
         who = self._board.names(silent) if silent else "a rank"
         text = (
-            f"The connection to {who} was lost in {self._what} ({reason}). Look at the log of that rank: "
-            "its process has most likely ended or been killed (out of memory?)."
+            f"The connection to {who} was lost in {self._where} ({reason}).{self._board.about(silent)} Look at the log "
+            "of that rank."
         )
         self._board.lost = text
         self._board.report(text, "lost")
         raise PeerFailureError(text) from exc
 
-    def _raise(self, failure: str) -> None:
+    def _raise(self, failure: Failure) -> NoReturn:
         self._board.is_down = True
-        raise PeerFailureError(
-            f"Another rank failed while this one waited in {self._what}: {failure.rstrip('. ')}. Fix "
-            "the cause on that rank; this error is only its echo."
-        )
+        raise failure.error(self._where)
 
-    def _raise_store(self, exc: Exception) -> None:
+    def _raise_store(self, exc: Exception) -> NoReturn:
         self._board.is_down = True
         self._board.lost = (
-            f"In {self._what} the store of the process group could not be reached "
-            f"({str(exc).splitlines()[0]}). The process that hosts it, mostly global rank 0, has ended; "
-            "look at its log."
+            f"In {self._where} the store of the process group could not be reached "
+            f"({str(exc).splitlines()[0]}). The process that hosts it, mostly global rank 0, has ended or its network "
+            "is gone; look at its log."
         )
         raise PeerFailureError(self._board.lost) from exc

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from magi_attention.comm.consistency import ConsistencyCheck, Judge, Record
 from magi_attention.comm.failure import FailureBoard, describe_error
 from magi_attention.comm.host_work import HostWork
 from magi_attention.comm.transport import (
@@ -31,7 +32,7 @@ from magi_attention.comm.transport import (
     check_all_to_all,
     check_reduce_op,
 )
-from magi_attention.errors import ContractError, PeerFailureError, UnsupportedError
+from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
 
 _log = logging.getLogger("magi_attention.comm")
 
@@ -49,16 +50,15 @@ class TorchTransport(TransportBase):
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None):
         group = dist.group.WORLD if group is None else group
-        if not isinstance(group, dist.ProcessGroup):
-            raise ContractError(
-                f"{group!r} is no process group that this process belongs to; call this on members only."
-            )
+        check_group(group)
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
         self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
+        self._check: ConsistencyCheck | None = attached(group)["check"] if self._board is not None else None
+        self.progress = None if self._board is None else self._board.progress
         # what looks for failures that no message of this transport shows, each a function that raises
         self.watchers: list[Callable[[str], None]] = attached(group).setdefault("watchers", [])
         self._backends: dict[str, str] = {}
@@ -200,6 +200,22 @@ class TorchTransport(TransportBase):
         if self._board is not None:
             self._ask_store(partial(self._board.meet, stage, self.timeout_s))
 
+    def knows(self, use: str) -> bool:
+        # after a failure all ranks meet first, and then compare anew
+        return self._check is None or (self._check.knows(use) and not self._board.is_down)  # type: ignore[union-attr]
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        """Speaks through the store, so no GPU has to answer."""
+        for watch in self.watchers:
+            watch(stage)
+        self._resume()
+        if self._check is not None and not self._check.knows(uses[0]):
+            self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
+
+    def about(self, rank: int, call: str) -> str:
+        """What is known of a rank that did not come to ``call``: sentences, each beginning with a space."""
+        return "" if self._board is None else self._board.about([rank], call)
+
     def give_up(self, text: str) -> None:
         """Tells all ranks that no message can pass any more, and why."""
         if self._board is not None:
@@ -240,6 +256,8 @@ class TorchTransport(TransportBase):
         for watch in self.watchers:
             watch("a collective")
         self._resume()
+        if self.progress is not None:
+            self.progress.count()
         return backend
 
     def _resume(self) -> None:
@@ -251,7 +269,7 @@ class TorchTransport(TransportBase):
         try:
             action()
         except (OSError, RuntimeError) as exc:
-            if isinstance(exc, PeerFailureError):
+            if isinstance(exc, MagiError):
                 raise
             raise PeerFailureError(f"The store of this process group is gone; make a new one. {exc}") from exc
 
@@ -276,14 +294,30 @@ def as_transport(
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return SingleTransport()
     group = dist.group.WORLD if group is None else group
+    check_group(group)
+    if dist.get_world_size(group) == 1:
+        return SingleTransport(dist.get_process_group_ranks(group)[0])
+    return TorchTransport(group, timeout_s)
+
+
+def check_member(group: object) -> None:
+    """``ContractError`` for what ``dist.new_group`` returns where this process is no member of the new group."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ContractError(
+            f"This process (global rank {dist.get_rank()}) is not a member of the group: where dist.new_group made one "
+            "without it, it returned GroupMember.NON_GROUP_MEMBER, which was passed on. Only members may call; leave "
+            "the call out on other ranks, or pass a group that contains this one."
+        )
+
+
+def check_group(group: object) -> None:
+    """``ContractError`` unless ``group`` is a process group that contains this process."""
+    check_member(group)
     if not isinstance(group, dist.ProcessGroup):
         raise ContractError(
             f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
             "Transport, or None."
         )
-    if dist.get_world_size(group) == 1:
-        return SingleTransport(dist.get_process_group_ranks(group)[0])
-    return TorchTransport(group, timeout_s)
 
 
 def attached(group: dist.ProcessGroup) -> dict:
@@ -304,7 +338,8 @@ def _board_of(group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> Fa
             group = ref()
             return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
-        known["board"] = FailureBoard(store, rank, ranks, position)
+        board = known["board"] = FailureBoard(store, rank, ranks, position)
+        known["check"] = ConsistencyCheck(board, rank)
     return known["board"]
 
 

@@ -13,10 +13,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from magi_attention.comm.consistency import Judge, KnownUses, Record
+from magi_attention.comm.progress import Progress
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -79,6 +82,15 @@ class Transport(Protocol):
     def guard(self, stage: str) -> AbstractContextManager[None]:
         """An error inside is told to the other ranks, which then raise ``PeerFailureError`` instead of
         waiting, and is raised again here."""
+        ...
+
+    def knows(self, use: str) -> bool:
+        """Has the group agreed on ``use``? The same answer on all ranks that do the same; costs next to nothing."""
+        ...
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        """Compares ``record`` over the ranks, and knows ``uses`` from then on; see ``consistency.py``. Collective.
+        ``PlanMismatchError`` on every rank if records differ."""
         ...
 
 
@@ -156,8 +168,26 @@ class TransportBase(ABC):
     @abstractmethod
     def all_to_all_v(self, output, input, output_splits, input_splits, async_op=False) -> Work: ...
 
+    progress: Progress | None = None  # where this rank tells what it is at, if anybody could read it
+
+    @abstractmethod
+    def all_gather_object(self, obj: object) -> list: ...
+
     @abstractmethod
     def report_failure(self, exc: BaseException, stage: str) -> None: ...
+
+    def knows(self, use: str) -> bool:
+        return self.size == 1 or use in self._known_uses
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        records = self.all_gather_object(record)
+        if any(other != record for other in records):
+            raise PlanMismatchError(judge(records))
+        self._known_uses.add(uses)
+
+    @cached_property
+    def _known_uses(self) -> KnownUses:
+        return KnownUses()
 
     def reduce_scatter_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """All parts travel by all-to-all-v and are added in rank order, so that the result has the same
@@ -224,9 +254,14 @@ class _Guard(AbstractContextManager[None]):
         self._transport, self._stage = transport, stage
 
     def __enter__(self) -> None:
-        return None
+        progress = self._transport.progress
+        if progress is not None:
+            self._before = progress.begin(self._stage)
 
     def __exit__(self, kind: type | None, exc: BaseException | None, trace: object) -> None:
+        progress = self._transport.progress
+        if progress is not None:
+            progress.end(self._before)
         if exc is None or isinstance(exc, (PeerFailureError, PlanMismatchError)):
             return
         if not getattr(exc, "_magi_reported", False):

@@ -7,6 +7,8 @@ order, pad rows included; *global* tensors have the unpadded ``total_tokens``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +20,8 @@ from magi_attention.comm.transport import Transport
 from magi_attention.common.floats import as_number
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError
+from magi_attention.functional.first_use import ensure_plan
+from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.meta.plan import Plan
 
 
@@ -105,7 +109,16 @@ class TokenLayout:
             self._route_tensors[key] = torch.from_numpy(rows).to(device)
         return self._route_tensors[key]
 
+    @contextmanager
+    def exchange(self, x: torch.Tensor, stage: str) -> Iterator[None]:
+        """Around every exchange of rows like those of ``x``: its failure is told to the other ranks, and before the
+        plan's first one in this group the ranks compare what they hold."""
+        with self.transport.guard(stage):
+            ensure_plan(self.plan, self.transport, x, stage)
+            yield
+
     def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str) -> None:
+        refuse_dtensor("the tensor", x)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ContractError(
                 f"{what} takes {rows} rows along dim {dim}, but the tensor has shape {tuple(x.shape)}; "
@@ -127,7 +140,8 @@ class _Shard(torch.autograd.Function):
 
 
 def _gather_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    rows = layout.transport.all_gather_v(x.contiguous(), layout.plan.shard_sizes)
+    with layout.exchange(x, "gather (undispatch)"):
+        rows = layout.transport.all_gather_v(x.contiguous(), layout.plan.shard_sizes)
     return rows.index_select(0, layout.index("natural", x.device))
 
 
@@ -162,21 +176,26 @@ class _SumRows(torch.autograd.Function):
 
 def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     dispatched = x.index_select(0, layout.index("dispatched", x.device))
-    return layout.transport.reduce_scatter_v(dispatched, layout.plan.shard_sizes)
+    with layout.exchange(x, "gather (undispatch), backward"):
+        return layout.transport.reduce_scatter_v(dispatched, layout.plan.shard_sizes)
 
 
 class _Roll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layout: TokenLayout, shift: int, simple: bool):
         ctx.layout, ctx.shift, ctx.simple = layout, shift, simple
-        return (_roll_by_pieces if simple else _roll_rows)(x, layout, shift)
+        return _roll(x, layout, shift, simple)
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             return _Roll.apply(grad, ctx.layout, -ctx.shift, ctx.simple), None, None, None
-        roll_rows = _roll_by_pieces if ctx.simple else _roll_rows
-        return roll_rows(grad.contiguous(), ctx.layout, -ctx.shift), None, None, None
+        return _roll(grad.contiguous(), ctx.layout, -ctx.shift, ctx.simple), None, None, None
+
+
+def _roll(x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> torch.Tensor:
+    with layout.exchange(x, "roll"):
+        return (_roll_by_pieces if simple else _roll_rows)(x, layout, shift)
 
 
 def _roll_rows(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -14,6 +15,8 @@ from magi_attention.comm.transport import Transport
 from magi_attention.common.floats import as_float
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
+from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
+from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.one_launch import OneLaunch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
@@ -68,9 +71,10 @@ class Prepared:
 
     ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
     multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``one_launch``
-    there are no stages.
+    there are no stages. ``use`` names what the ranks have agreed on.
     """
 
+    use: str
     backend: Backend
     final: FinalBackend | None
     one_launch: OneLaunch | None
@@ -171,8 +175,9 @@ class AttnRuntime:
                 needs_backward = q.requires_grad or k.requires_grad or v.requires_grad
                 needs_backward = needs_backward or (sink is not None and sink.requires_grad)
             key = (
-                q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device,
-                None if sink is None else (sink.shape, sink.dtype, sink.device),
+                type(q), q.shape, q.dtype, q.device, type(k), k.shape, k.dtype, k.device,
+                type(v), v.shape, v.dtype, v.device,
+                None if sink is None else (type(sink), sink.shape, sink.dtype, sink.device),
                 needs_backward, softmax_scale, softcap, return_max_logits,
             )  # fmt: skip
         except AttributeError:
@@ -181,10 +186,12 @@ class AttnRuntime:
         prepared = self._prepared.get(key)
         if prepared is None:
             self._check_inputs(q, k, v, sink)
+        if prepared is None or not self.transport.knows(prepared.use):
+            scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+            self._agree(q, k, v, sink, scale, softcap, return_max_logits)
         if self.policy.check:
             self._compare_ranks(q, k, v)
         if prepared is None:
-            scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits)
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
@@ -201,7 +208,42 @@ class AttnRuntime:
         problem = Problem.of(q, k, v, options[0], sink, needs_backward=needs_backward)
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
         final = backend if isinstance(backend, FinalBackend) else None
-        return Prepared(backend, final, self._one_launch(backend, q), *options)
+        use = self._use(q, k, v, sink, with_max)
+        return Prepared(use, backend, final, self._one_launch(backend, q), *options)
+
+    def _use(self, q, k, v, sink, with_max: bool) -> str:
+        """What may not differ between ranks in all calls alike."""
+        sinks = None if sink is None else sink.shape[0]
+        return repr((self.plan.fingerprint, *self._shapes(q, k, v), sinks, with_max, self._settings))
+
+    @cached_property
+    def _settings(self) -> str:
+        """Of the policy, what decides which messages are sent in which form."""
+        words = settings_in_words(replace(self.policy, fwd_sm_margin=0, bwd_sm_margin=0))
+        return words if self._hierarchy is None else f"{words}, hierarchical"
+
+    @staticmethod
+    def _shapes(q, k, v) -> tuple[str, ...]:
+        return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), str(q.dtype).removeprefix("torch."))
+
+    def _agree(self, q, k, v, sink, scale: float, softcap: float, with_max: bool) -> None:
+        """At the first use of the plan with such tensors: do all ranks do the same? Before anything travels or memory
+        is shared."""
+        use = self._use(q, k, v, sink, with_max)
+        if self.transport.knows(use):
+            return
+        refuse_capture(q)
+        record = {
+            "call": "attention",
+            **record_of(self.plan),
+            **dict(zip(("q heads", "k heads", "v heads", "dtype"), self._shapes(q, k, v))),
+            "softmax scale": repr(scale),
+            "softcap": repr(softcap),
+            "sinks per head": "none" if sink is None else str(sink.shape[0]),
+            "return of max logits": str(with_max),
+            "settings": self._settings,
+        }
+        self.transport.agree((use, self.plan.fingerprint), record, judge, "attention forward")
 
     def _one_launch(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
@@ -236,6 +278,8 @@ class AttnRuntime:
 
     def _check_inputs(self, q, k, v, sink) -> None:
         rows = self.part.num_tokens
+        for name, x in (("q", q), ("k", k), ("v", v), ("sink", sink)):
+            refuse_dtensor(name, x)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dim() != 3:
                 shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__

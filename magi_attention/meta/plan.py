@@ -107,30 +107,25 @@ class Plan:
     # ---- identity -----------------------------------------------------------------------------------
 
     @cached_property
+    def digests(self) -> dict[str, str]:
+        """Hex digests of ``mask``, ``documents``, ``dispatch`` and ``stages``, to tell in which of them two plans
+        differ."""
+        mask, documents, dispatch, stages = found = [hashlib.blake2b(digest_size=16) for _ in range(4)]
+        mask.update(repr(self.total_tokens).encode() + self.slices.array.tobytes())
+        documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
+        dispatch.update(repr((self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)).encode())
+        for chunks in self.partitions:
+            dispatch.update(len(chunks).to_bytes(8, "little") + np.array(chunks, dtype=np.int64).tobytes())
+        stages.update(repr((self.degree, self.overlap)).encode())
+        for ranges in (ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank):
+            stages.update(len(ranges).to_bytes(8, "little") + ranges.tobytes())
+        return dict(zip(("mask", "documents", "dispatch", "stages"), (digest.hexdigest() for digest in found)))
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the whole content; equal on ranks that agree."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(self.slices.array.tobytes())
-        head = (
-            self.total_tokens,
-            self.pad_size,
-            self.chunk_size,
-            self.cp_size,
-            self.partitions,
-            self.degree,
-            repr(self.overlap),
-            self.uneven_shard,
-            self.num_heads_q,
-            self.num_heads_kv,
-            self.head_dim,
-        )
-        digest.update(repr(head).encode())
-        if self.cu_seqlens is not None:
-            digest.update(np.array(self.cu_seqlens, dtype=np.int64).tobytes() + b"documents")
-        for stages in self.stage_ranges:
-            for ranges in stages:
-                digest.update(len(ranges).to_bytes(8, "little") + ranges.tobytes())
-        return digest.hexdigest()
+        heads = (self.num_heads_q, self.num_heads_kv, self.head_dim)
+        return hashlib.blake2b(repr((self.digests, heads)).encode(), digest_size=16).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fingerprint == other.fingerprint

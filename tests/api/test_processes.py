@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from magi_attention import api
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
@@ -115,6 +116,51 @@ def failures(rank: int, world: int):
 def test_one_rank_failing_fails_all_and_says_which() -> None:
     for seconds in run_processes(3, failures, timeout_s=120):
         assert seconds["bad input"] < 20
+
+
+def strangers(rank: int, world: int) -> dict[str, str]:
+    """What is said of groups without this rank, and of DTensors."""
+    told = {}
+    group = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        x = torch.zeros(TOTAL, 2, 8)
+        plan = api.make_plan(api.Mask.varlen(CU, causal=True), 2)
+        for name, action in {
+            "key": lambda: make_key(group),
+            "mesh": lambda: make_key(mesh),
+            "attend": lambda: api.attend(x, x, x, plan, group),
+            "shard": lambda: plan.shard(x, group),
+        }.items():
+            with pytest.raises(ContractError) as caught:
+                action()
+            told[name] = str(caught.value)
+        return told
+    key = make_key(group)
+    q, k, v = (api.dispatch(x, key) for x in global_tensors())
+    plan = api.make_plan(api.Mask.varlen(CU, causal=True), 2)
+    api.attend(*(plan.shard(x, group) for x in global_tensors()), plan, group)
+    dq = DTensor.from_local(q, mesh, [Replicate()])  # of the shape that a call before had
+    for name, action in {
+        "dispatch": lambda: api.dispatch(DTensor.from_local(global_tensors()[0], mesh, [Replicate()]), key),
+        "undispatch": lambda: api.undispatch(dq, key),
+        "calc_attn": lambda: api.calc_attn(dq, k, v, key),
+        "attend": lambda: api.attend(plan.shard(q.new_zeros(TOTAL, 4, 8), group), *([dq] * 2), plan, group),
+    }.items():
+        with pytest.raises(ContractError) as caught:
+            action()
+        told[name] = str(caught.value)
+    return told
+
+
+def test_a_rank_outside_the_group_and_dtensors_are_named_as_what_they_are() -> None:
+    *members, outside = run_processes(3, strangers, timeout_s=300)
+    for name, text in outside.items():
+        member = "is not in the device mesh [0, 1]" if name == "mesh" else "is not a member of the group"
+        assert f"global rank 2) {member}" in text and "Only" in text and "members may call" in text, (name, text)
+    for told in members:
+        for name, text in told.items():
+            assert "is a DTensor of shape" in text and ".to_local()" in text, (name, text)
 
 
 def test_unknown_variable_is_named() -> None:

@@ -75,6 +75,8 @@ def main(rank: int, world: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     text, waited = error_of(lambda: attention(group))
     assert "rank 2" in text and waited < 15, (text, waited)
+    # what is known is said, and no cause that is not: nobody reported a lack of memory
+    assert "process has ended" in text and "memory" not in text, text
     text, waited = error_of(lambda: group.meet("a meeting"))
     assert "make a new one" in text and waited < 5, (text, waited)
     fresh = dist.new_group([0, 1], use_local_synchronization=True)

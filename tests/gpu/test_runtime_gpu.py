@@ -17,6 +17,7 @@ from magi_attention import api
 from magi_attention.comm.fake import FakeWorld
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import SingleTransport, Transport
+from magi_attention.errors import ContractError
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.kernels import default_registry
@@ -128,6 +129,26 @@ def replay_equals(layer: Layer) -> bool:
 @pytest.mark.parametrize("degree", [0, 1, 3])
 def test_captured_on_one_gpu(degree):
     assert replay_equals(Layer(SingleTransport(), Case(1, degree=degree)))
+
+
+def test_a_capture_is_no_first_use():
+    """Ranks compare plans before they use them, which they cannot while a graph is captured."""
+    transport, x = SilentTransport(), torch.zeros(64, 1, 64, dtype=BF16, device="cuda")
+    plans = [api.make_plan(api.Mask.varlen([0, n, 256], causal=True), transport.size) for n in (100, 200)]
+    plans[0].gather(x, transport)
+    api.attend(x, x, x, plans[0], transport)
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        plans[0].gather(x, transport)
+        api.attend(x, x, x, plans[0], transport)
+        for action in (lambda: plans[1].gather(x, transport), lambda: api.attend(x, x, x, plans[1], transport)):
+            with pytest.raises(ContractError, match="call it once before"):
+                action()
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 def test_nothing_waits_for_the_gpu():

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first use of a plan in a group: the one place that all calls pass which exchange data by a plan.
+
+Ranks make their plans each for itself, so one that got another batch, or another environment, holds another plan.
+Nothing in the exchange of rows would show that: sizes may fit by chance, and what comes out is wrong. So before a plan
+moves its first row in a group, and before memory that ranks share is made for it, the ranks compare what they hold
+(``comm/consistency.py`` says how). It costs a few messages to the group's store, once for each plan, and for attention
+once for each plan with the same heads, head dims, dtype, sinks and settings; softmax scale and softcap are compared
+then too, but a call that alters only these is no first use, since both may change in every step. Later calls look into
+a set.
+
+In the capture of a CUDA graph nothing is compared. What is captured must have run before, as tables are copied to the
+GPU at the first use; a plan that is new there is refused by a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from magi_attention.comm.consistency import Record
+from magi_attention.comm.transport import Transport
+from magi_attention.common.slices import areas
+from magi_attention.errors import ContractError
+from magi_attention.meta.plan import Plan
+
+# Labels of records. Those of a group follow from what stands before them, so the first that differs says enough.
+_CALL, _PLAN = "call", "plan"
+_HEADS = "heads that the plan was made for"
+_OF_PLAN = (("tokens", "ranks"), ("mask",), ("documents",), ("dispatch",), ("stages",), (_HEADS,))
+_MAX_LISTED = 4
+
+
+def ensure_plan(plan: Plan, transport: Transport, x: torch.Tensor, stage: str) -> None:
+    """Compares ``plan`` over the ranks, if the group has not used it yet. ``x`` is a tensor that is about to travel."""
+    if transport.knows(plan.fingerprint):
+        return
+    refuse_capture(x)
+    transport.agree((plan.fingerprint,), {_CALL: stage, **record_of(plan)}, judge, stage)
+
+
+def refuse_capture(x: torch.Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ContractError(
+            "The first use of this plan (or of these heads, dtype and settings with it) in its group falls into the "
+            "capture of a CUDA graph, where ranks compare nothing and no table can be made; call it once before."
+        )
+
+
+def record_of(plan: Plan) -> Record:
+    """What ranks have to agree about, in words."""
+    mask, documents, dispatch, stages = (digest[:8] for digest in plan.digests.values())
+    num_slices = len(plan.slices)
+    pairs = int(areas(plan.slices.array).sum())
+    return {
+        "tokens": f"{plan.total_tokens:,}",
+        "ranks": str(plan.cp_size),
+        "mask": f"of {num_slices:,} slice{'s' * (num_slices != 1)} with {pairs:,} pairs (digest {mask})",
+        "documents": "not said" if plan.cu_seqlens is None else f"{len(plan.cu_seqlens) - 1:,} (digest {documents})",
+        "dispatch": f"in chunks of {plan.chunk_size:,} with {plan.pad_size:,} of padding (digest {dispatch})",
+        "stages": f"of degree {plan.degree} (digest {stages})",
+        _HEADS: f"{plan.num_heads_q}, {plan.num_heads_kv} of dim {plan.head_dim}",
+        _PLAN: plan.fingerprint,
+    }
+
+
+def settings_in_words(policy: object) -> str:
+    """Of a dataclass: the fields that are not as by default."""
+    changed = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields(policy) if getattr(policy, f.name) != f.default]  # type: ignore[arg-type]
+    return ", ".join(changed) or "defaults"
+
+
+def judge(records: Sequence[Record]) -> str:
+    """The sentence for records, in rank order, that differ."""
+    labels = list(dict.fromkeys(label for record in records for label in record))
+    differing = [label for label in labels if len({record.get(label) for record in records}) > 1]
+    if _CALL in differing:
+        shown, what = [_CALL], "are in different calls at the first use of a plan"
+        remedy = "Every rank of the group must make the same calls in the same order."
+    elif _PLAN in differing:
+        groups = [[label for label in group if label in differing] for group in _OF_PLAN]
+        shown = next((group for group in groups if group), [_PLAN])
+        if "tokens" in shown and "mask" in differing:
+            shown.append("mask")
+        what = "hold different plans"
+        remedy = (
+            "Make the plan (or key) from the same mask and configuration on every rank: all ranks of a "
+            "context-parallel group need the same batch, so seed and shard the data loader by data-parallel rank."
+        )
+    else:
+        shown, what = differing, f"call attention with different {' and '.join(differing)}"
+        remedy = "Call it with the same heads, dtype, scale and settings (environment) on every rank."
+    holders: dict[tuple, list[int]] = {}
+    for rank, record in enumerate(records):
+        holders.setdefault(tuple(record.get(label, "none") for label in shown), []).append(rank)
+    listed = [
+        f"{_ranks(ranks)}: {', '.join(f'{label} {value}' for label, value in zip(shown, values))}"
+        for values, ranks in list(holders.items())[:_MAX_LISTED]
+    ]
+    rest = len(holders) - len(listed)
+    text = "; ".join(listed) + (f"; and {rest} more" if rest else "")
+    where = records[0].get(_CALL, "")
+    return f"The ranks of this group {what} ({text})" + (f", in {where}" if _CALL not in shown else "") + f". {remedy}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0-3, 6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what callers pass."""
+
+from __future__ import annotations
+
+import torch
+
+from magi_attention.errors import ContractError
+
+
+def refuse_dtensor(name: str, x: object) -> None:
+    """``ContractError`` for a DTensor, whose shape is that of all ranks together."""
+    # why by its method: torch.distributed.tensor takes long to import, and who passes a DTensor has imported it
+    if type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "to_local"):
+        raise ContractError(
+            f"{name} is a DTensor of shape {tuple(x.shape)}, placed {getattr(x, 'placements', '')}; pass its rows on "
+            f"this rank, {'x' if ' ' in name else name}.to_local(). Ranks hold the rows that plan.shard (dispatch) "
+            "gave them, which a DTensor's placement does not describe."
+        )
