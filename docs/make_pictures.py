@@ -33,8 +33,8 @@ K = 1024
 INK, FAINT = "#1f2328", "#dde2e8"
 # Colour and label of each implementation of the record, in the order of the bars.
 STYLES = {
-    "magi": ("#1f4e96", "ours: attend, calc_attn (mask known on the host)"),
-    "magi_public": ("#6f9fdc", "ours: flex_flash_attn_func (mask on the GPU)"),
+    "magi_host": ("#1f4e96", "ours: attend, calc_attn (mask known on the host)"),
+    "magi": ("#6f9fdc", "ours: flex_flash_attn_func (mask on the GPU)"),
     "fa4": ("#e08e36", "FlashAttention-4"),
     "cudnn_flex": ("#59a869", "cudnn.flex_attention"),
     "fa3": ("#b9a3c9", "FlashAttention-3 (an earlier run)"),
