@@ -1,81 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed attention as custom ops, which is how ``torch.compile`` sees it: one node forward, one backward.
 
-An op takes tensors and numbers, so a manager is named by a number, its handle, which the keys made for it carry along
-with what the shapes of results depend on. A compiled model that gets a key of another handle is compiled once more, for
-any number; but where a module holds the key, whose numbers torch takes for constants. Ranks run the same ops in the
-same order because they compile the same model; what one rank alone leaves out as unused would make the others wait.
+What an op names (a manager or plan, a group, a policy) is described in ``handles``. Ranks run the same ops in the same
+order because they compile the same model; what one rank alone leaves out as unused would make the others wait.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from typing import NamedTuple
-
 import torch
 
-from magi_attention.api.manager import RuntimeManager
-from magi_attention.errors import UnknownKeyError
+from magi_attention.api.handles import CompiledFacts, runtime_of
+from magi_attention.common.floats import as_float
+from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
 from magi_attention.kernels.double_backward import refuse_double_backward
-
-_managers: weakref.WeakValueDictionary[int, RuntimeManager] = weakref.WeakValueDictionary()
-_numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
+from magi_attention.kernels.types import as_scale
 
 _OPTIONS = (
-    "Tensor? sink, SymInt handle, SymInt tail_rows, ScalarType? precision, float? softmax_scale, float softcap, "
-    "bool return_max_logits"
+    "Tensor? sink, SymInt handle, str group, int policy, SymInt tail_rows, ScalarType? precision, "
+    "float? softmax_scale, float softcap, bool return_max_logits"
 )
 _FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BWD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-class CompiledFacts(NamedTuple):
-    """What a compiled model knows of a key: the name of its manager, this rank's rows, how many rows the forward keeps
-    for the backward, what is computed in, None for q's dtype, and where position ids are wanted."""
-
-    handle: int
-    local_rows: int
-    tail_rows: int
-    precision: torch.dtype | None
-    positions_on: torch.device
-
-
-NO_FACTS = CompiledFacts(0, 0, 0, None, torch.device("cpu"))  # of a key that was never made: there is no manager 0
-
-
-def facts_of(manager: RuntimeManager) -> CompiledFacts:
-    """The handle is forgotten when the manager is."""
-    facts = manager.__dict__.get("compiled_facts")
-    if facts is None:
-        runtime = manager.dist_attn_runtime
-        tail_rows, precision = runtime.comms[-1].rows if runtime.keeps_tail else 0, runtime.policy.precision
-        rows, on = manager.layout.num_local, manager.positions_on
-        facts = CompiledFacts(next(_numbers), rows, tail_rows, precision, on)
-        manager.__dict__["compiled_facts"] = facts
-        _managers[facts.handle] = manager
-    return facts
-
-
-def manager_of(handle: int) -> RuntimeManager:
-    """``UnknownKeyError`` if it was dropped or nobody holds it."""
-    manager = _managers.get(handle)
-    if manager is None or manager.is_cleared:
-        raise UnknownKeyError(
-            "The dist attn runtime key of a compiled model does not exist! clear_cache() dropped it, or nobody holds "
-            "it; make it again with magi_attn_flex_key or magi_attn_varlen_key."
-        )
-    return manager
-
-
-def _runtime(handle: int) -> AttnRuntime:
-    return manager_of(handle).dist_attn_runtime
 
 
 def _call(runtime: AttnRuntime, tensors: tuple, scale, softcap, return_max_logits, needs_backward) -> tuple:
@@ -90,10 +41,11 @@ def _call(runtime: AttnRuntime, tensors: tuple, scale, softcap, return_max_logit
 
 @torch.library.custom_op("magi_attention::dist_attn_fwd", mutates_args=(), schema=_FWD)
 def dist_attn_fwd(
-    q, k, v, sink, handle, tail_rows, precision, softmax_scale, softcap, return_max_logits, needs_backward
+    q, k, v, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap, return_max_logits,
+    needs_backward,
 ):  # fmt: skip
     """``(out, lse, max_logits or empty, k and v of the last stage or empty)``."""
-    runtime = _runtime(handle)
+    runtime = runtime_of(handle, group, policy)
     with runtime.transport.guard("attention forward, input check"):
         call, *qkv = _call(runtime, (q, k, v, sink), softmax_scale, softcap, return_max_logits, needs_backward)
     got = run_forward(call, *qkv, sink)
@@ -104,7 +56,10 @@ def dist_attn_fwd(
 
 
 @dist_attn_fwd.register_fake
-def _(q, k, v, sink, handle, tail_rows, precision, softmax_scale, softcap, return_max_logits, needs_backward):
+def _(
+    q, k, v, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap, return_max_logits,
+    needs_backward,
+):  # fmt: skip
     computed = precision or q.dtype
     acc, heads = accumulation_dtype(computed), q.shape[1]
     tail = [x.new_empty((tail_rows, *x.shape[1:]), dtype=computed) for x in (k, v)]
@@ -118,11 +73,11 @@ def _(q, k, v, sink, handle, tail_rows, precision, softmax_scale, softcap, retur
 
 @torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD)
 def dist_attn_bwd(
-    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, tail_rows, precision, softmax_scale, softcap,
+    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap,
     return_max_logits,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink or empty)`` in the dtypes of q, k, v and sink."""
-    runtime = _runtime(handle)
+    runtime = runtime_of(handle, group, policy)
     call, *qkv = _call(runtime, (q, k, v, sink), softmax_scale, softcap, return_max_logits, True)
     tail = (k_tail, v_tail) if runtime.keeps_tail else ()
     dtype = qkv[0].dtype
@@ -150,10 +105,31 @@ def _save(ctx, inputs, output) -> None:
 def _grad(ctx, dout, *_):
     sink = ctx.saved_tensors[-1]
     dq, dk, dv, dsink = dist_attn_bwd(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None if sink is None else dsink, *[None] * 7
+    return dq, dk, dv, None if sink is None else dsink, *[None] * 9
 
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
 dist_attn_bwd.register_autograd(refuse_double_backward)
 
-__all__ = ["NO_FACTS", "CompiledFacts", "dist_attn_bwd", "dist_attn_fwd", "facts_of", "manager_of"]
+def compiled_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    facts: CompiledFacts,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """``attend`` and ``calc_attn`` while a model is traced."""
+    has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    scale = None if softmax_scale is None else as_scale(softmax_scale)
+    return_max_logits = bool(return_max_logits)
+    got = dist_attn_fwd(
+        q, k, v, sink, facts.handle, facts.group, facts.policy, facts.tail_rows, facts.precision, scale,
+        as_float(softcap, "softcap"), return_max_logits, torch.is_grad_enabled() and has_grad,
+    )  # fmt: skip
+    return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
+
+
+__all__ = ["compiled_attn", "dist_attn_bwd", "dist_attn_fwd"]

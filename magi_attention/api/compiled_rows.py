@@ -1,157 +1,196 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch, undispatch, roll, labels and position ids as custom ops, for models that are compiled around them; see
-``compiled``, which names managers by numbers."""
+``handles`` for what they name. Functions named ``compiled_...`` are traced, for keys and for plans alike."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from magi_attention.api.compiled import manager_of
+from magi_attention.api.handles import CompiledFacts, held_by, layout_of
+from magi_attention.common.floats import as_number
+from magi_attention.common.integers import as_int
 from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout
-from magi_attention.functional.layout import TokenLayout
 
-
-def _layout(handle: int) -> TokenLayout:
-    return manager_of(handle).layout
+_WHERE = "SymInt handle, str group"
 
 
 @torch.library.custom_op(
     "magi_attention::shard_rows", mutates_args=(),
-    schema="(Tensor x, SymInt handle, SymInt local_rows, float pad_value) -> Tensor",
+    schema=f"(Tensor x, {_WHERE}, SymInt local_rows, Scalar pad_value) -> Tensor",
 )  # fmt: skip
-def shard_rows(x, handle, local_rows, pad_value):
+def shard_rows(x, handle, group, local_rows, pad_value):
     """This rank's rows, (local_rows, ...), of the global tensor without pads."""
-    return token_layout.shard(x, _layout(handle), pad_value)
+    return token_layout.shard(x, layout_of(handle, group, local_rows), pad_value)
 
 
 @shard_rows.register_fake
-def _(x, handle, local_rows, pad_value):
+def _(x, handle, group, local_rows, pad_value):
     return x.new_empty((local_rows, *x.shape[1:]))
 
 
 @torch.library.custom_op(
     "magi_attention::gather_rows", mutates_args=(),
-    schema="(Tensor x, SymInt handle, SymInt total_rows, bool is_partial_grad) -> Tensor",
+    schema=f"(Tensor x, {_WHERE}, SymInt total_rows, bool is_partial_grad) -> Tensor",
 )  # fmt: skip
-def gather_rows(x, handle, total_rows, is_partial_grad):
+def gather_rows(x, handle, group, total_rows, is_partial_grad):
     """The global tensor without pads, (total_rows, ...), from every rank's rows."""
-    return token_layout.gather(x, _layout(handle)).contiguous()
+    return token_layout.gather(x, layout_of(handle, group)).contiguous()
 
 
 @gather_rows.register_fake
-def _(x, handle, total_rows, is_partial_grad):
+def _(x, handle, group, total_rows, is_partial_grad):
     return x.new_empty((total_rows, *x.shape[1:]))
 
 
 @torch.library.custom_op(
-    "magi_attention::sum_rows", mutates_args=(), schema="(Tensor x, SymInt handle, SymInt local_rows) -> Tensor"
+    "magi_attention::sum_rows", mutates_args=(), schema=f"(Tensor x, {_WHERE}, SymInt local_rows) -> Tensor"
 )
-def sum_rows(x, handle, local_rows):
+def sum_rows(x, handle, group, local_rows):
     """This rank's rows of the sum of all ranks' global tensors, without pads."""
-    return token_layout.sum_shards(x, _layout(handle))
+    return token_layout.sum_shards(x, layout_of(handle, group, local_rows))
 
 
 @sum_rows.register_fake
-def _(x, handle, local_rows):
+def _(x, handle, group, local_rows):
     return x.new_empty((local_rows, *x.shape[1:]))
 
 
 @torch.library.custom_op(
     "magi_attention::roll_rows", mutates_args=(),
-    schema="(Tensor x, SymInt handle, int shift, int dim, bool simple) -> Tensor",
+    schema=f"(Tensor x, {_WHERE}, int shift, int dim, bool simple) -> Tensor",
 )  # fmt: skip
-def roll_rows(x, handle, shift, dim, simple):
+def roll_rows(x, handle, group, shift, dim, simple):
     """This rank's rows of the padded global tensor, rolled."""
-    return token_layout.roll(x, _layout(handle), shift, dim, simple).contiguous()
+    return token_layout.roll(x, layout_of(handle, group), shift, dim, simple).contiguous()
 
 
 @roll_rows.register_fake
-def _(x, handle, shift, dim, simple):
+def _(x, handle, group, shift, dim, simple):
     return x.new_empty(x.shape)
 
 
 @torch.library.custom_op(
-    "magi_attention::position_ids", mutates_args=(),
-    schema="(SymInt handle, SymInt local_rows, Device device) -> Tensor",
-)  # fmt: skip
-def position_ids(handle, local_rows, device):
-    """(local_rows,) int64, as of ``layout.positions``."""
-    return token_layout.positions(_layout(handle), device)
-
-
-@position_ids.register_fake
-def _(handle, local_rows, device):
-    return torch.empty(local_rows, dtype=torch.int64, device=device)
-
-
-@torch.library.custom_op(
     "magi_attention::document_labels", mutates_args=(),
-    schema="(Tensor tokens, Tensor? cu_seqlens, SymInt handle, int depth, int ignore_index, int dim) -> Tensor",
+    schema=f"(Tensor tokens, Tensor? cu_seqlens, {_WHERE}, int depth, int ignore_index, int dim) -> Tensor",
 )  # fmt: skip
-def document_labels(tokens, cu_seqlens, handle, depth, ignore_index, dim):
+def document_labels(tokens, cu_seqlens, handle, group, depth, ignore_index, dim):
     """As of ``functional.documents.labels``."""
-    return documents.labels(tokens, _layout(handle), depth, ignore_index, dim, cu_seqlens).contiguous()
+    layout = layout_of(handle, group)
+    return documents.labels(tokens, layout, depth, ignore_index, dim, cu_seqlens).contiguous()
 
 
 @document_labels.register_fake
-def _(tokens, cu_seqlens, handle, depth, ignore_index, dim):
+def _(tokens, cu_seqlens, handle, group, depth, ignore_index, dim):
     return tokens.new_empty(tokens.shape)
 
 
 @torch.library.custom_op(
-    "magi_attention::document_position_ids", mutates_args=(),
-    schema="(Tensor? cu_seqlens, SymInt handle, SymInt local_rows, Device device) -> Tensor",
+    "magi_attention::position_ids", mutates_args=(),
+    schema=(
+        f"(Tensor? cu_seqlens, {_WHERE}, SymInt? of_rank, SymInt local_rows, bool per_document, Device device) "
+        "-> Tensor"
+    ),
 )  # fmt: skip
-def document_position_ids(cu_seqlens, handle, local_rows, device):
-    """(local_rows,) int64, as of ``functional.documents.document_positions``."""
-    return documents.document_positions(_layout(handle), device, cu_seqlens)
+def position_ids(cu_seqlens, handle, group, of_rank, local_rows, per_document, device):
+    """(local_rows,) int64, as of ``layout.positions`` and ``documents.document_positions``; of another rank, too."""
+    if of_rank is not None:
+        return held_by(handle).positions(of_rank, device, per_document, cu_seqlens)
+    layout = layout_of(handle, group, local_rows)
+    if per_document:
+        return documents.document_positions(layout, device, cu_seqlens)
+    return token_layout.positions(layout, device)
 
 
-@document_position_ids.register_fake
-def _(cu_seqlens, handle, local_rows, device):
+@position_ids.register_fake
+def _(cu_seqlens, handle, group, of_rank, local_rows, per_document, device):
     return torch.empty(local_rows, dtype=torch.int64, device=device)
 
 
-def _save_shard(ctx, inputs, output) -> None:
-    ctx.options = (inputs[1], inputs[0].shape[0])
+# ---- gradients --------------------------------------------------------------------------------------
 
 
-def _save_gather(ctx, inputs, output) -> None:
-    ctx.options = (inputs[1], inputs[0].shape[0])
-    ctx.is_partial_grad = inputs[3]
+def _save_rows(ctx, inputs, output) -> None:
+    x, *ctx.where = inputs[:3]
+    ctx.rows, ctx.option = x.shape[0], inputs[4]
+
+
+def _grad_of_shard(ctx, grad):
+    return gather_rows(grad, *ctx.where, ctx.rows, False), *[None] * 4
+
+
+def _grad_of_gather(ctx, grad):
+    is_partial_grad = ctx.option
+    if is_partial_grad:
+        return sum_rows(grad, *ctx.where, ctx.rows), *[None] * 4
+    return shard_rows(grad, *ctx.where, ctx.rows, 0.0), *[None] * 4
+
+
+def _save_sum(ctx, inputs, output) -> None:
+    x, *ctx.where = inputs[:3]
+    ctx.rows = x.shape[0]
+
+
+def _grad_of_sum(ctx, grad):
+    return gather_rows(grad, *ctx.where, ctx.rows, True), *[None] * 3
 
 
 def _save_roll(ctx, inputs, output) -> None:
     ctx.options = inputs[1:]
 
 
-def _grad_of_shard(ctx, grad):
-    handle, total_rows = ctx.options
-    return gather_rows(grad, handle, total_rows, False), None, None, None
-
-
-def _grad_of_gather(ctx, grad):
-    handle, local_rows = ctx.options
-    mine = sum_rows(grad, handle, local_rows) if ctx.is_partial_grad else shard_rows(grad, handle, local_rows, 0.0)
-    return mine, None, None, None
-
-
 def _grad_of_roll(ctx, grad):
-    handle, shift, dim, simple = ctx.options
-    return roll_rows(grad, handle, -shift, dim, simple), None, None, None, None
+    handle, group, shift, dim, simple = ctx.options
+    return roll_rows(grad, handle, group, -shift, dim, simple), *[None] * 5
 
 
-shard_rows.register_autograd(_grad_of_shard, setup_context=_save_shard)
-gather_rows.register_autograd(_grad_of_gather, setup_context=_save_gather)
+shard_rows.register_autograd(_grad_of_shard, setup_context=_save_rows)
+gather_rows.register_autograd(_grad_of_gather, setup_context=_save_rows)
+sum_rows.register_autograd(_grad_of_sum, setup_context=_save_sum)
 roll_rows.register_autograd(_grad_of_roll, setup_context=_save_roll)
 
-__all__ = [
-    "document_labels",
-    "document_position_ids",
-    "gather_rows",
-    "position_ids",
-    "roll_rows",
-    "shard_rows",
-    "sum_rows",
-]
+
+# ---- while a model is traced ------------------------------------------------------------------------
+
+
+def compiled_shard(x: torch.Tensor, facts: CompiledFacts, pad_value: float, dim: int = 0) -> torch.Tensor:
+    pad_value = as_number(pad_value, "pad_value")
+    return shard_rows(x.movedim(dim, 0), facts.handle, facts.group, facts.local_rows, pad_value).movedim(0, dim)
+
+
+def compiled_gather(
+    x: torch.Tensor, facts: CompiledFacts, total_rows: int, is_partial_grad: bool, dim: int = 0
+) -> torch.Tensor:
+    rows = gather_rows(x.movedim(dim, 0), facts.handle, facts.group, total_rows, bool(is_partial_grad))
+    return rows.movedim(0, dim)
+
+
+def compiled_roll(x: torch.Tensor, facts: CompiledFacts, shift: int, dim: int, simple: bool = False) -> torch.Tensor:
+    return roll_rows(x, facts.handle, facts.group, as_int(shift, "shift"), dim, simple)
+
+
+def compiled_labels(
+    tokens: torch.Tensor, facts: CompiledFacts, depth: int, ignore_index: int, dim: int, cu_seqlens: Any
+) -> torch.Tensor:
+    cu, depth = _as_tensor(cu_seqlens), as_int(depth, "depth")
+    return document_labels(tokens, cu, facts.handle, facts.group, depth, as_int(ignore_index, "ignore_index"), dim)
+
+
+def compiled_positions(
+    facts: CompiledFacts,
+    device: torch.device,
+    per_document: bool = False,
+    cu_seqlens: Any = None,
+    of_rank: int | None = None,
+) -> torch.Tensor:
+    where = (facts.handle, facts.group, of_rank, facts.local_rows)
+    return position_ids(_as_tensor(cu_seqlens), *where, per_document, device)
+
+
+def _as_tensor(cu_seqlens: Any) -> torch.Tensor | None:
+    return None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
+
+
+__all__ = ["compiled_gather", "compiled_labels", "compiled_positions", "compiled_roll", "compiled_shard"]

@@ -16,16 +16,16 @@ import torch
 from torch.compiler import is_compiling
 
 from magi_attention.api.advice import advise_balance
-from magi_attention.api.compiled import NO_FACTS, CompiledFacts, dist_attn_fwd, facts_of
+from magi_attention.api.compiled import compiled_attn
 from magi_attention.api.compiled_rows import (
-    document_labels,
-    document_position_ids,
-    gather_rows,
-    position_ids,
-    roll_rows,
-    shard_rows,
+    compiled_gather,
+    compiled_labels,
+    compiled_positions,
+    compiled_roll,
+    compiled_shard,
 )
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
+from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_of_manager, forget_plans
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
     init_dist_attn_runtime_key,
@@ -245,7 +245,7 @@ def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -
     """This rank's rows of ``x``: the global tensor (unpadded total in dim 0, any dtype and other dims), the same
     on all ranks. Backward gathers, so that every rank gets the whole global gradient."""
     if is_compiling():
-        return shard_rows(x, _facts(key).handle, _facts(key).local_rows, float(pad_value))
+        return compiled_shard(x, _facts(key), pad_value)
     return token_layout.shard(x, _manager(key).layout, pad_value)
 
 
@@ -253,7 +253,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     """The unpadded global tensor from every rank's rows. Backward keeps this rank's rows of the gradient; with
     ``is_partial_grad`` the gradients of all ranks are summed first."""
     if is_compiling():
-        return gather_rows(x, _facts(key).handle, key.total_seqlen_q - key.pad_size, is_partial_grad)
+        return compiled_gather(x, _facts(key), key.total_seqlen_q - key.pad_size, is_partial_grad)
     return token_layout.gather(x, _manager(key).layout, is_partial_grad)
 
 
@@ -261,14 +261,14 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
     """Local form of ``torch.roll(padded global, shift, dim)``. Pad rows take part in the wrap-around, and documents do
     not matter: the last token of one gets the first of the next. For labels of packed documents use ``get_labels``."""
     if is_compiling():
-        return roll_rows(x, _facts(key).handle, shift, dim, False)
+        return compiled_roll(x, _facts(key), shift, dim)
     return _manager(key).roll(x, shift, dim)
 
 
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """``roll`` with one message per contiguous piece; the same result."""
     if is_compiling():
-        return roll_rows(x, _facts(key).handle, shift, dim, True)
+        return compiled_roll(x, _facts(key), shift, dim, simple=True)
     return _manager(key).roll_simple(x, shift, dim)
 
 
@@ -293,11 +293,7 @@ def calc_attn(
     go, with their tables on the GPU.
     """
     if is_compiling():
-        has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-        needs_backward = torch.is_grad_enabled() and has_grad
-        facts, options = _facts(key), (softmax_scale, softcap, return_max_logits, needs_backward)
-        got = dist_attn_fwd(q, k, v, sink, facts.handle, facts.tail_rows, facts.precision, *options)
-        return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
+        return compiled_attn(q, k, v, sink, _facts(key), softmax_scale, softcap, return_max_logits)
     return _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
 
 
@@ -307,9 +303,7 @@ def get_position_ids(key: DistAttnRuntimeKey, cu_seqlens: torch.Tensor | None = 
     ``[0, n0, n0 + n1, ...]`` of the unpadded sequence positions count from 0 in every document."""
     if is_compiling():
         facts = _facts(key)
-        if cu_seqlens is not None:
-            return document_position_ids(cu_seqlens, facts.handle, facts.local_rows, facts.positions_on)
-        return position_ids(facts.handle, facts.local_rows, facts.positions_on)
+        return compiled_positions(facts, facts.positions_on, cu_seqlens is not None, cu_seqlens)
     manager = _manager(key)
     if cu_seqlens is not None:
         return documents.document_positions(manager.layout, manager.positions_on, cu_seqlens)
@@ -330,7 +324,7 @@ def get_labels(
     such token: at the last ``depth`` tokens of a document and at pads. Collective, as ``roll`` is.
     """
     if is_compiling():
-        return document_labels(tokens, cu_seqlens, _facts(key).handle, depth, ignore_index, dim)
+        return compiled_labels(tokens, _facts(key), depth, ignore_index, dim, cu_seqlens)
     return documents.labels(tokens, _manager(key).layout, depth, ignore_index, dim, cu_seqlens)
 
 
@@ -347,6 +341,8 @@ def get_most_recent_key(cp_group: Any) -> DistAttnRuntimeKey:
 def clear_cache(cp_group: Any = None) -> None:
     """Forgets the keys of one group or of all; they raise ``ValueError`` from then on."""
     dist_attn_runtime_dict_mgr.clear(cp_group)
+    if cp_group is None:
+        forget_plans()
 
 
 # ---- inner parts ------------------------------------------------------------------------------------
@@ -377,7 +373,7 @@ def _remember(key: DistAttnRuntimeKey, make) -> DistAttnRuntimeKey:
         manager = make()
         dist_attn_runtime_dict_mgr[key] = manager
     key._manager.append(manager)
-    object.__setattr__(key, "_facts", facts_of(manager))
+    object.__setattr__(key, "_facts", facts_of_manager(manager))
     return key
 
 

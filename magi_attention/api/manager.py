@@ -34,6 +34,7 @@ _WEIGHED = 2  # keys
 _LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
 _WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks share is in others
     *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
+    "magi_attention.api.native",
     *("magi_attention.kernels.ffa_plans", "magi_attention.kernels.ffa_remote", "magi_attention.kernels.hand_out"),
     *("magi_attention.comm.layout", "magi_attention.comm.box_tables", "magi_attention.native.rows"),
 )

@@ -3,6 +3,10 @@
 
 ``group`` is a torch process group, a ``Transport``, or None: the default group if torch.distributed is
 initialised, else this process alone. A plan for one rank needs no group.
+
+Under ``torch.compile(fullgraph=True)`` each of these calls is one custom op, as the published functions are. Where the
+plan is an argument of the model, it is compiled for one plan and then for any; where a module holds the plan, for each
+anew. Settings of the environment are those of the time when the model was compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.compiler import is_compiling
 
+from magi_attention.api.compiled import compiled_attn
+from magi_attention.api.compiled_rows import (
+    compiled_gather,
+    compiled_labels,
+    compiled_positions,
+    compiled_roll,
+    compiled_shard,
+)
+from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_in_group, facts_of_plan
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import SingleTransport
@@ -38,15 +52,21 @@ class Plan(meta_plan.Plan):
 
     def shard(self, x: torch.Tensor, group: Any = None, pad_value: float = 0.0, dim: int = 0) -> torch.Tensor:
         """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold."""
+        if is_compiling():
+            return compiled_shard(x, self._facts(group), pad_value, dim)
         return token_layout.shard(x, self._layout(group), pad_value, dim)
 
     def gather(self, x: torch.Tensor, group: Any = None, is_partial_grad: bool = False, dim: int = 0) -> torch.Tensor:
         """The global tensor in natural order, ``total_tokens`` rows, on every rank."""
+        if is_compiling():
+            return compiled_gather(x, self._facts(group), self.total_tokens, is_partial_grad, dim)
         return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
 
     def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
         """``torch.roll(padded global tensor, shift, dim)`` in local form. It knows no documents: for next-token labels
         use ``labels``."""
+        if is_compiling():
+            return compiled_roll(x, self._facts(group), shift, dim)
         return token_layout.roll(x, self._layout(group), shift, dim)
 
     def labels(
@@ -66,6 +86,8 @@ class Plan(meta_plan.Plan):
         multi-token prediction. Documents are those of the mask; for a mask that does not know them (slices, trees),
         or to use others, give ``cu_seqlens`` ``[0, n0, n0 + n1, ...]``, the same on all ranks.
         """
+        if is_compiling():
+            return compiled_labels(tokens, self._facts(group), depth, ignore_index, dim, cu_seqlens)
         return documents.labels(tokens, self._layout(group), depth, ignore_index, dim, cu_seqlens)
 
     def positions(
@@ -84,6 +106,8 @@ class Plan(meta_plan.Plan):
         """
         if cu_seqlens is not None and not per_document:
             raise ContractError("cu_seqlens= is given without per_document=True, to which alone it matters; give both.")
+        if is_compiling():
+            return self._compiled_positions(group, torch.device(device), per_document, cu_seqlens)
         if isinstance(group, int):
             ids = np.minimum(self.position_array(group), self.total_tokens - 1)
             return torch.from_numpy(ids - self.document_bounds(group, cu_seqlens)[0] if per_document else ids).to(
@@ -116,6 +140,26 @@ class Plan(meta_plan.Plan):
     def explain(self, element_bytes: int = 2) -> dict:
         """The plan in numbers; see ``magi_attention.meta.explain``."""
         return explain(self, element_bytes)
+
+    # ---- inner parts --------------------------------------------------------------------------------
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_plan_facts"] = facts_of_plan(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.__dict__["_plan_facts"] = facts_of_plan(self)
+
+    def _facts(self, group: Any, policy: AttnPolicy | None = None) -> CompiledFacts:
+        """Traced; see ``handles``."""
+        return facts_in_group(self._plan_facts, group, self.cp_size > 1, policy)
+
+    def _compiled_positions(self, group: Any, device: torch.device, per_document: bool, cu_seqlens: Any):
+        if isinstance(group, int):
+            facts = NO_FACTS._replace(handle=self._plan_facts.handle, local_rows=self._plan_facts.rows[group])
+            return compiled_positions(facts, device, per_document, cu_seqlens, of_rank=group)
+        return compiled_positions(self._facts(group), device, per_document, cu_seqlens)
 
     @cached_property
     def _layouts(self) -> dict:
@@ -217,6 +261,10 @@ def attend(
     logits; ``sink`` ``(S, Hq)`` holds extra logits, the same on all ranks. Differentiable in q, k, v and sink.
     Collective over the group. ``trace`` collects timed steps (dicts of rank, lane, stage, start, end).
     """
+    if is_compiling():
+        if trace is not None:
+            raise ContractError("trace= collects nothing in a compiled model; leave it out, or call attend uncompiled.")
+        return compiled_attn(q, k, v, sink, plan._facts(group, policy), softmax_scale, softcap, return_max_logits)
     runtime = plan._runtime(group, policy)
     out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
