@@ -34,6 +34,8 @@ from magi_attention.comm.progress import Progress, Sighting, describe, look
 from magi_attention.errors import PeerFailureError, PlanMismatchError
 
 SLICE_S = 1.0
+ROLL_CALL_S = 10.0  # for all others to answer; a rank on a busy machine is slow and not gone
+LAST_ANSWER_S = 1.25 * SLICE_S  # for the last one, once all but it have answered
 _POLL_S = 0.02
 _KINDS = ("own", "differs", "lost", "late")  # causes first
 
@@ -193,11 +195,12 @@ class FailureBoard:
             self.lost = failure
         return Failure(failure)
 
-    def roll_call(self, grace_s: float, num_expected: int) -> tuple[Failure | None, list[int]]:
-        """Asks all ranks for their position and waits up to ``grace_s``, or until ``num_expected`` others
-        have answered. Returns (failure reported by a peer, or None; ranks that are silent or behind)."""
+    def roll_call(self) -> tuple[Failure | None, list[int]]:
+        """Asks all ranks for their position and waits for the answers, at most ``ROLL_CALL_S``, and no longer than
+        ``LAST_ANSWER_S`` for a single one. Returns (failure reported by a peer, or None; ranks that are silent or
+        behind)."""
         own = self.ask()
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + ROLL_CALL_S
         others = [r for r in range(len(self.ranks)) if r != self._rank]
         while True:
             failure = self.peer_failure()
@@ -205,7 +208,9 @@ class FailureBoard:
                 return failure, []
             positions = {r: self._read(f"at/{r}") for r in others}
             missing = [r for r, at in positions.items() if at is None or _position_in(at) < own]
-            if len(others) - len(missing) >= num_expected or time.monotonic() > deadline:
+            if len(missing) <= 1:
+                deadline = min(deadline, time.monotonic() + LAST_ANSWER_S)
+            if not missing or time.monotonic() > deadline:
                 return None, missing
             time.sleep(_POLL_S)
 

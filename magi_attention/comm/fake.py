@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from magi_attention.comm.failure import describe_error
-from magi_attention.comm.transport import TransportBase, Work, check_all_to_all, check_reduce_op
+from magi_attention.comm.transport import DEFAULT_TIMEOUT_S, TransportBase, Work, check_all_to_all, check_reduce_op
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 
 
@@ -220,9 +220,9 @@ def _exchange(brought: list) -> None:
 
 
 class FakeWorld:
-    """``size`` ranks in one process; ``timeout_s`` bounds every wait and the whole run."""
+    """``size`` ranks in one process; ``timeout_s`` bounds every wait for other ranks."""
 
-    def __init__(self, size: int, timeout_s: float = 30.0):
+    def __init__(self, size: int, timeout_s: float = DEFAULT_TIMEOUT_S):
         if size < 1:
             raise ContractError(f"A world needs at least one rank, not {size}.")
         self.size, self.timeout_s = size, timeout_s
@@ -248,7 +248,8 @@ class FakeWorld:
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 2 * self.timeout_s
+        # why so much later than the last wait: what a rank does besides has no limit, and the machine may be busy
+        deadline = time.monotonic() + self.timeout_s + DEFAULT_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._raise_first(errors, threads)

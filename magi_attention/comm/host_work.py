@@ -70,7 +70,7 @@ class HostWork:
     def _roll_call(self) -> list[int]:
         """Ranks that are silent or behind; raises if one has reported a failure."""
         try:
-            failure, missing = self._board.roll_call(1.25 * SLICE_S, len(self._board.ranks) - 1)
+            failure, missing = self._board.roll_call()
         except (OSError, RuntimeError) as exc:
             self._raise_store(exc)
         if failure is not None:
@@ -109,8 +109,7 @@ class HostWork:
         reason = str(exc).splitlines()[0].split("] ", 1)[-1].split(". This is")[0]
         self._look_around()
         try:
-            num_others = len(self._board.ranks) - 1
-            failure, silent = self._board.roll_call(1.25 * SLICE_S, num_others)
+            failure, silent = self._board.roll_call()
         except (OSError, RuntimeError) as store_exc:
             self._raise_store(store_exc)
         if failure is not None:

@@ -174,8 +174,9 @@ def _ask_queue(engine: Any, spec: LaunchSpec, current: Run) -> None:
         return
     current.data["queue"] = ", ".join(sorted({line for line in answer.splitlines() if line})) or "gone"
     code_file = current.folder / "exit_code"
-    if code_file.exists():
-        code = int(code_file.read_text().strip() or 1)
+    text = code_file.read_text().strip() if code_file.exists() else ""
+    if text:  # it is empty for a moment before the job writes it
+        code = int(text)
         session.end_run(current, session.FAILED if code else session.DONE, code, "")
     elif current.data["queue"] in ("Succeeded", "Failed"):
         is_done = current.data["queue"] == "Succeeded"
@@ -230,7 +231,8 @@ def _stop_launcher(current: Run, grace_s: float, report: Report) -> None:
     """Asks the launcher of a run on this machine to stop, then ends it."""
     pid = current.data["launcher"]["pid"]
     report(f"stop run {current.target.run}, whose launcher is process {pid}")
-    deadline = time.monotonic() + 3 * grace_s + 10
+    # why so long: it has to end its nodes and then whatever they left, which takes time on a busy machine
+    deadline = time.monotonic() + 3 * grace_s + 60
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.kill(pid, number)

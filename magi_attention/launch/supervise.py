@@ -47,6 +47,8 @@ class _Node:
     is_at_cause: bool = False  # inside the part of torchrun's report on the first failure
     failed_rank: str = ""  # that rank and how it ended
     refusal: str = ""
+    is_over: bool = False
+    killed_at: float | None = None  # when its end by a signal was seen, while its output was still open
 
 
 def write_files(files: tuple[RenderedFile, ...]) -> None:
@@ -173,18 +175,35 @@ class Supervisor:
         """Takes lines until every node has ended; after the first failure the others get a moment."""
         while self._open:
             self._keep_time()
+            self._look_for_killed()
             try:
                 node, line = self._lines.get(timeout=0.2)
             except queue.Empty:
                 continue
             if line is not None:
                 self._take(node, line)
+            else:
+                self._end(node)
+
+    def _look_for_killed(self) -> None:
+        """A runner that was killed could not end its ranks, which may hold its output open for as long as they live."""
+        for node in self._nodes:
+            if node.is_over or (node.process.poll() or 0) >= 0:
                 continue
-            self._open -= 1
-            if node.process.wait() != 0 and self._first is None:
-                self._first = node
-                grace = REFUSED_GRACE_S if node.refusal else OTHERS_GRACE_S
-                self._stop_at = self._stop_at or time.monotonic() + grace
+            if node.killed_at is None:
+                node.killed_at = time.monotonic()
+            elif time.monotonic() - node.killed_at > self._grace_s:
+                self._end(node)
+
+    def _end(self, node: _Node) -> None:
+        if node.is_over:
+            return
+        node.is_over = True
+        self._open -= 1
+        if node.process.wait() != 0 and self._first is None:
+            self._first = node
+            grace = REFUSED_GRACE_S if node.refusal else OTHERS_GRACE_S
+            self._stop_at = self._stop_at or time.monotonic() + grace
 
     def _keep_time(self) -> None:
         """Asks all to stop once it is time to: by the end of their input, then SIGTERM, then SIGKILL."""

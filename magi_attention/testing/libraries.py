@@ -11,6 +11,7 @@ from pathlib import Path
 
 from magi_attention.errors import BuildError
 from magi_attention.native import build, loader, toolchain
+from magi_attention.testing.waiting import DEADLINE_S
 
 
 def planner_or_skip() -> None:
@@ -50,7 +51,7 @@ def compiled_or_skip(folder: Path, sources: Sequence[Path], includes: Sequence[P
     paths = [*(f"-I{i}" for i in includes), *map(str, sources), "-o", str(path)]
     done = subprocess.run(
         [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *paths],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(path))

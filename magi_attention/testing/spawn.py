@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-GRACE_S = 10.0
+from magi_attention.testing.waiting import DEADLINE_S
 
 
 class RankFailure(RuntimeError):
@@ -24,16 +24,17 @@ def run_processes(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = DEADLINE_S,
+    grace_s: float = 60.0,
     backend: str = "gloo",
 ) -> list:
     """``fn(rank, world_size, *args)`` in ``world_size`` processes that share a default process group.
 
     ``fn`` must be importable (module level). It is called after ``init_process_group`` (file store) and the
     group is destroyed after it. Returns the results, pickled across, in rank order. If a rank raises, dies or
-    is not done after ``timeout_s``, all are killed and ``RankFailure`` shows what every rank reported. A rank
-    that ends by ``os._exit(0)`` on purpose counts as finished with result None. With an NCCL ``backend`` each
-    rank takes the GPU of its number.
+    is not done after ``timeout_s``, all are killed and ``RankFailure`` shows what every rank reported. After the
+    first failure the others have ``grace_s``. A rank that ends by ``os._exit(0)`` on purpose counts as finished
+    with result None. With an NCCL ``backend`` each rank takes the GPU of its number.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="magi_spawn_") as folder:
@@ -48,7 +49,7 @@ def run_processes(
             while any(p.is_alive() for p in procs) and time.monotonic() < deadline:
                 if any(p.exitcode not in (None, 0) for p in procs):
                     # the others get a moment, because their reports tell more about the cause
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
                 time.sleep(0.02)
             late = [r for r, p in enumerate(procs) if p.is_alive()]
         finally:
@@ -57,10 +58,10 @@ def run_processes(
                     proc.kill()
                 if proc.pid is not None:
                     proc.join()
-        return _collect(folder, procs, late, timeout_s)
+        return _collect(folder, procs, late, f"{timeout_s:g} s, or {grace_s:g} s after a failure")
 
 
-def _collect(folder: str, procs: list, late: list[int], timeout_s: float) -> list:
+def _collect(folder: str, procs: list, late: list[int], limits: str) -> list:
     results, failures = [], []
     for rank, proc in enumerate(procs):
         path = os.path.join(folder, f"result{rank}")
@@ -69,7 +70,6 @@ def _collect(folder: str, procs: list, late: list[int], timeout_s: float) -> lis
             with open(path, "rb") as file:
                 outcome = pickle.load(file)
         elif rank in late:
-            limits = f"{timeout_s:g} s, or {GRACE_S:g} s after a failure"
             outcome = (False, f"still running when time was up ({limits})")
         elif not outcome[0]:
             outcome = (False, f"died with exit code {proc.exitcode} and left no report")

@@ -80,7 +80,7 @@ def on_two_ranks(rank: int, world: int) -> float:
 
 
 def test_on_two_ranks():
-    assert run_processes(2, on_two_ranks, timeout_s=240) == [0.0, 0.0]
+    assert run_processes(2, on_two_ranks) == [0.0, 0.0]
 
 
 def graphs_of_many_masks(group, degree: int, masks: int = 14) -> int:
@@ -122,7 +122,7 @@ def many_masks_on_two_ranks(rank: int, world: int) -> list[int]:
 
 
 def test_and_on_two_ranks():
-    for plain, with_tail in run_processes(2, many_masks_on_two_ranks, timeout_s=240):
+    for plain, with_tail in run_processes(2, many_masks_on_two_ranks):
         assert plain == 2 and with_tail <= 4  # none kept, and one more for any number
 
 

@@ -70,7 +70,7 @@ def on_two_ranks(rank: int, world: int) -> tuple[float, int]:
 
 
 def test_on_two_ranks():
-    for worst, graphs in run_processes(2, on_two_ranks, timeout_s=240):
+    for worst, graphs in run_processes(2, on_two_ranks):
         assert worst < 1e-5 and graphs == 2
 
 

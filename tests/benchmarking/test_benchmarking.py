@@ -3,31 +3,46 @@
 
 import subprocess
 import sys
-import time
+import types
 
 import pytest
 import torch
 
 from magi_attention import benchmarking as bm
+from magi_attention.benchmarking import bench
 from magi_attention.benchmarking.report import Table
 from magi_attention.errors import ContractError, UnsupportedError
 
 
-def test_do_bench_counts_and_times():
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only ``clock.now +=`` moves, in seconds."""
+    fake = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    return fake
+
+
+def test_do_bench_counts_and_times(clock):
     calls = []
 
     def fn():
         calls.append(None)
-        time.sleep(0.002)
+        clock.now += 0.001 * len(calls)
 
     result = bm.do_bench(fn, warmup=2, rep=5, return_mem=False)
-    assert len(calls) == 1 + 2 + 5 and set(result) == {"flops"} and 2.0 <= result["flops"] < 200
-    low, mid, high = bm.do_bench_flops(fn, warmup=0, rep=5, quantiles=[0.0, 0.5, 1.0])
-    assert 2.0 <= low <= mid <= high
-    modes = {
-        m: bm.do_bench_flops(fn, warmup=0, rep=3, return_mode=m) for m in ("mean", "median", "min", "max")
-    }
-    assert all(2.0 <= value < 200 for value in modes.values())
+    assert len(calls) == 1 + 2 + 5 and result == {"flops": pytest.approx(6)}, "calls 4 to 8 count"
+    calls.clear()
+    quantiles = bm.do_bench_flops(fn, warmup=0, rep=5, quantiles=[0.0, 0.5, 1.0])
+    assert quantiles == pytest.approx([2, 4, 6])
+    modes = {"mean": 10 / 3, "median": 3, "min": 2, "max": 5}
+    for mode, wanted in modes.items():
+        steps = iter([9, 2, 5, 3])  # the first call is not timed
+
+        def uneven(steps=steps):
+            clock.now += 0.001 * next(steps)
+
+        assert bm.do_bench_flops(uneven, warmup=0, rep=3, return_mode=mode) == pytest.approx(wanted)
     for bad in ({"rep": 0}, {"warmup": -1}, {"return_mode": "mode"}, {"mem_record_mode": "x"}):
         with pytest.raises(ContractError):
             bm.do_bench(fn, **{"warmup": 0, "rep": 1, **bad})
@@ -52,7 +67,8 @@ def test_memory():
     peak = bm.do_bench_mem(fn, rep=2)
     assert isinstance(peak, float)
     if sys.platform == "linux" or torch.cuda.is_available():
-        assert 0.5 * size < peak < 3 * size
+        # bytes and not KiB; how much else the process takes meanwhile is not ours to say
+        assert 0.5 * size < peak < 100 * size
 
 
 def sweep(tmp_path, **kwargs):

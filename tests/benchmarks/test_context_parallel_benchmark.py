@@ -170,7 +170,7 @@ def peer_errors(rank: int, world: int, total: int, seed: int) -> dict[tuple[str,
 def test_peers_equal_dense_float64_attention(world, total):
     seed = int(np.random.default_rng(world).integers(1 << 30))
     print(f"seed {seed}")
-    for found in run_processes(world, peer_errors, total, seed, timeout_s=240):
+    for found in run_processes(world, peer_errors, total, seed):
         errors = {where: error for where, error in found.items() if isinstance(error, float)}
         assert max(errors.values()) < 1e-11, errors
         names = {name for name, _ in errors}
@@ -250,7 +250,7 @@ SMALL = (
 def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
     out = tmp_path / "results" / "run"
     arguments = f"{SMALL} --masks full,varlen_causal --tokens 64 --packs 2 --rounds 3 --out {out}"
-    everyone = run_processes(2, benchmark, arguments, False, timeout_s=240)
+    everyone = run_processes(2, benchmark, arguments, False)
     data = json.loads(out.with_suffix(".json").read_text())
     assert {"commit", "torch", "host"} <= set(data["environment"])
     settings = data["settings"]
@@ -308,7 +308,7 @@ def check_cell(cell: dict) -> None:
 def test_failures_are_recorded_and_do_not_stop_the_others():
     names = "magi_one_rank,magi_wrong,magi_memory,ring"
     arguments = f"{SMALL} --masks causal --tokens 32"
-    for cells in run_processes(2, benchmark, f"{arguments} --only {names}", True, timeout_s=120):
+    for cells in run_processes(2, benchmark, f"{arguments} --only {names}", True):
         of = {cell.name: cell for cell in cells}
         assert of["magi_one_rank"].reason == "rank 1: RuntimeError: no such device"
         assert of["magi_wrong"].reason.startswith("ArithmeticError: wrong: relative error 0.1")
@@ -319,7 +319,7 @@ def test_failures_are_recorded_and_do_not_stop_the_others():
 
 def test_time_limit_is_recorded():
     arguments = f"{SMALL} --masks causal,full --tokens 32 --only ring,ulysses --time-limit 0"
-    for cells in run_processes(2, benchmark, arguments, False, timeout_s=120):
+    for cells in run_processes(2, benchmark, arguments, False):
         assert len(cells) == 4
         assert {cell.reason for cell in cells} == {"not begun within the time limit of 0 s"}
 

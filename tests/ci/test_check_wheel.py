@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.native import abi, info
+from magi_attention.testing.waiting import DEADLINE_S
 from magi_attention.version import __version__ as V
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def library(folder: Path, record: info.BuildInfo | None = RECORD, extra: str = "
     source = folder / "x.cpp"
     source.write_text(SOURCE.replace("RECORD", json.dumps(text)).replace("EXTRA", extra))
     command = ["g++", "-shared", "-fPIC", "-nostdlib", str(source), "-o", str(folder / "x.so"), *map(str, flags)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
     return (folder / "x.so").read_bytes()
 
 
@@ -84,7 +85,7 @@ def fake(folder: Path, name: str) -> Path:
     """An empty library of that name, to link against."""
     path = folder / name
     command = ["g++", "-shared", "-fPIC", "-nostdlib", "-x", "c++", "/dev/null", f"-Wl,-soname,{name}", "-o", str(path)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
     return path
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from magi_attention.testing.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmarks")]
 
@@ -342,10 +344,10 @@ def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
         f"if 'good' in sys.argv[1]: pathlib.Path(sys.argv[1] + '.json').write_text({json.dumps(results())!r})\n"
     )
     monkeypatch.setattr(gr, "command", lambda *given: [sys.executable, str(script), str(given[-1])])
-    assert len(gr.measurer(tmp_path, 30)("kernel", "forward", {}, "good").results) == 4
+    assert len(gr.measurer(tmp_path, DEADLINE_S)("kernel", "forward", {}, "good").results) == 4
     (tmp_path / "left.json").write_text(json.dumps(results()))
     with pytest.raises(rf.Incomparable, match="wrote no left.json"):
-        gr.measurer(tmp_path, 30)("kernel", "forward", {}, "left")
+        gr.measurer(tmp_path, DEADLINE_S)("kernel", "forward", {}, "left")
     with pytest.raises(rf.Incomparable, match="wrote no slow.json"):
         gr.measurer(tmp_path, 0.5)("kernel", "forward", {}, "slow")
     assert "took over 0 s and was stopped" in capfd.readouterr().out

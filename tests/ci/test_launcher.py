@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from magi_attention.testing.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,7 +20,7 @@ def start(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
 
 
@@ -36,7 +38,7 @@ def test_magi_python_skips_the_bootstrap(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0 and done.stdout.startswith("magi_attention 1."), done.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.native import toolchain
+from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ def install(checkout: Path, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "setup.py", "-q", "editable_wheel", "-d", "dist"], cwd=checkout,
         env={**kept, "CXX": "no-such-compiler", "CUDA_HOME": str(checkout.parent / "cuda"), **environment},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from magi_attention.testing.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels"))
 
@@ -71,7 +73,7 @@ def test_pip_installs_from_it(tmp_path):
     pip = [sys.executable, "-m", "pip", "--isolated", "install", "--quiet", "--no-deps"]
     place = ["--target", str(tmp_path / "site"), "--index-url", (tmp_path / "out").as_uri()]
     command = [*pip, *place, "magi-index-test"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env={"PATH": "/usr/bin:/bin"})
     if "No module named pip" in done.stderr:
         pytest.skip("This Python has no pip.")
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ def nccl_main(rank, size):
 @pytest.mark.gpu
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")
 def test_nccl():
-    assert run_processes(NUM_GPUS, nccl_main, timeout_s=300, backend="nccl") == list(range(NUM_GPUS))
+    assert run_processes(NUM_GPUS, nccl_main, backend="nccl") == list(range(NUM_GPUS))
 
 
 def gloo_on_gpu_main(rank, size):
@@ -68,4 +68,4 @@ def gloo_on_gpu_main(rank, size):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gloo_carries_gpu_tensors_through_host_memory():
-    assert run_processes(2, gloo_on_gpu_main, timeout_s=120) == [0, 1]
+    assert run_processes(2, gloo_on_gpu_main) == [0, 1]

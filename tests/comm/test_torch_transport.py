@@ -2,6 +2,7 @@
 """TorchTransport on real gloo processes. Each spawn costs seconds, so each does a lot."""
 
 import os
+import re
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from magi_attention.comm.torch_transport import TorchTransport, as_transport
 from magi_attention.comm.transport import SingleTransport
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 from magi_attention.testing.spawn import RankFailure, run_processes
+from magi_attention.testing.waiting import Flags
 
 
 def check_worked_example(rank, group):
@@ -86,19 +88,20 @@ def gloo_entry(rank, size):
 
 
 def test_gloo():
-    assert run_processes(4, gloo_entry, timeout_s=120) == [0, 1, 2, 3]
+    assert run_processes(4, gloo_entry) == [0, 1, 2, 3]
 
 
 def message_of(action):
-    start = time.monotonic()
     with pytest.raises(PeerFailureError) as info:
         action()
-    return str(info.value), time.monotonic() - start
+    return str(info.value)
 
 
-def failing_main(rank, size):
-    """Each kind of failure once, each followed by work on a fresh group."""
-    group = as_transport(None, timeout_s=20)
+def failing_main(rank, size, folder):
+    """Each kind of failure once, each followed by work on a fresh group. Groups whose time must not run out have the
+    usual ten minutes, so that a failure that is noticed by nothing else exceeds the deadline of the test."""
+    flags = Flags(folder)
+    group = as_transport(None)
 
     # all ranks make the same mistake: the same group goes on
     for _ in range(2):
@@ -111,63 +114,63 @@ def failing_main(rank, size):
         with pytest.raises(MemoryError), group.guard("stage 1"):
             raise MemoryError("out of memory")
     else:
-        text, waited = message_of(group.barrier)
-        assert "rank 2 failed: MemoryError in stage 1: out of memory" in text and waited < 8, (text, waited)
+        text = message_of(group.barrier)
+        assert "rank 2 failed: MemoryError in stage 1: out of memory" in text, text
     # rank 2 has left out a collective, so this group cannot be used again ...
-    assert "different numbers of collectives" in message_of(group.barrier)[0]
+    assert "different numbers of collectives" in message_of(group.barrier)
     # ... but a new one can
     fresh = dist.new_group()
     collectives(as_transport(fresh))
 
-    # one rank does not come in time; it finds out when it needs the others
+    # one rank does not come in time, and on a busy machine another may be late, too; it finds out when it needs the
+    # others
     group = as_transport(dist.new_group(), timeout_s=2)
+    others = [f"rank {r} gave up" for r in range(size) if r != 1]
     if rank == 1:
-        time.sleep(4.5)
+        flags.wait(*others)
         group.all_reduce(torch.zeros(1))
-        text, _ = message_of(lambda: group.all_reduce(torch.zeros(1)))
-        assert "failed: After 2 s in all_reduce, rank 1 did not arrive" in text, text
+        text = message_of(lambda: group.all_reduce(torch.zeros(1)))
+        assert re.search("failed: After 2 s in all_reduce, .*rank 1.* did not arrive", text), text
     else:
-        text, waited = message_of(lambda: group.all_reduce(torch.zeros(1)))
-        assert "rank 1 did not arrive" in text and waited < 6, (text, waited)
+        text = message_of(lambda: group.all_reduce(torch.zeros(1)))
+        flags.set(f"rank {rank} gave up")
+        assert re.search("After 2 s in all_reduce, .*rank 1.* did not arrive", text), text
     collectives(as_transport(dist.new_group()))
 
     # a sub-group tells group ranks from global ranks
     pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
     if rank in (1, 3):
-        pair = as_transport(pairs[1], timeout_s=20)
+        pair = as_transport(pairs[1])
         if rank == 3:
             with pytest.raises(ValueError), pair.guard(""):
                 raise ValueError("bad mask")
         else:
-            text, _ = message_of(pair.barrier)
+            text = message_of(pair.barrier)
             assert "rank 1 (global rank 3) failed: ValueError: bad mask" in text, text
 
     # one rank is killed
-    group = as_transport(dist.new_group(), timeout_s=20)
+    group = as_transport(dist.new_group())
     if rank == 3:
-        time.sleep(0.3)
+        time.sleep(0.3)  # so that mostly some already wait for it
         os._exit(0)
-    text, waited = message_of(lambda: group.all_gather_object(1))
-    assert "connection to rank 3 was lost" in text and waited < 8, (text, waited)
-    text, waited = message_of(group.barrier)
-    assert "make a new one" in text and "connection to rank 3 was lost" in text and waited < 5, (text, waited)
+    text = message_of(lambda: group.all_gather_object(1))
+    assert "connection to rank 3 was lost" in text, text
+    text = message_of(group.barrier)
+    assert "make a new one" in text and "connection to rank 3 was lost" in text, text
     collectives(as_transport(dist.new_group([0, 1, 2], use_local_synchronization=True)))
     return "survived"
 
 
-def test_failures_and_recovery():
-    assert run_processes(4, failing_main, timeout_s=120) == ["survived"] * 3 + [None]
+def test_failures_and_recovery(tmp_path):
+    assert run_processes(4, failing_main, str(tmp_path)) == ["survived"] * 3 + [None]
 
 
 def raise_on_1(rank, size):
     if rank == 1:
         raise KeyError("lost mask")
-    time.sleep(60)
+    time.sleep(3600)
 
 
-def test_run_processes_shows_the_traceback_and_kills_the_rest(monkeypatch):
-    monkeypatch.setattr("magi_attention.testing.spawn.GRACE_S", 0.2)
-    start = time.monotonic()
+def test_run_processes_shows_the_traceback_and_kills_the_rest():
     with pytest.raises(RankFailure, match=r"(?s)rank 0 ---\nstill running.*rank 1.*KeyError: 'lost mask'"):
-        run_processes(2, raise_on_1, timeout_s=50)
-    assert time.monotonic() - start < 30
+        run_processes(2, raise_on_1, grace_s=0.2)

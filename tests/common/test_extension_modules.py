@@ -15,6 +15,7 @@ from magi_attention import common, magi_attn_comm, magi_attn_ext
 from magi_attention.common import AttnForwardMeta, AttnRange, AttnRanges
 from magi_attention.config import GrpCollConfig
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.testing.waiting import DEADLINE_S
 
 
 def test_names_resolve():
@@ -90,7 +91,7 @@ def test_barrier():
     threads = [threading.Thread(target=magi_attn_ext.produce, args=(barrier,)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    barrier.synchronize(timeout=10)
+    barrier.synchronize(timeout=DEADLINE_S)
     assert barrier.get_value() == 2
     for thread in threads:
         thread.join()
@@ -105,7 +106,7 @@ def test_named_events():
     with pytest.raises(ContractError, match="stopped"):
         magi_attn_ext.elapsed_ms_event("test")
     magi_attn_ext.stop_event("test")
-    assert 0 <= magi_attn_ext.elapsed_ms_event("test") < 1e4
+    assert magi_attn_ext.elapsed_ms_event("test") >= 0
     magi_attn_ext.destroy_event("test")
     magi_attn_ext.destroy_event("test")
     with pytest.raises(ContractError):

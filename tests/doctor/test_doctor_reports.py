@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 
 import pytest
 
@@ -18,6 +17,7 @@ from magi_attention.cli.doctor import choose_ranks
 from magi_attention.doctor import finding, group_checks, registry
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
+from magi_attention.testing.waiting import DEADLINE_S
 
 GOOD, BAD = Finding("a", OK, "fine"), Finding("c", ERROR, "broken", "mend it")
 SOSO, PASSED = Finding("b", WARNING, "slow", "speed up"), Finding("d", SKIPPED, "no GPU")
@@ -133,22 +133,20 @@ def test_bandwidth_of_one_machine():
     assert group_checks.check_bandwidth(Machine(commands={"benchmarking.collective": line})).status == OK
 
 
-@pytest.mark.parametrize(("flag", "limit_s"), [("--static", 6.0), ("--quick", 6.0)])
-def test_the_command_is_quick_and_needs_no_torch(flag, limit_s):
+@pytest.mark.parametrize("flag", ["--static", "--quick"])
+def test_the_command_needs_no_torch(flag):
     """Where torch cannot be imported at all it still answers, and says so."""
     code = "import sys; sys.modules['torch'] = None; from magi_attention.cli import main; sys.exit(main())"
-    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", flag, "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     data = json.loads(done.stdout)
     assert done.returncode == {"ok": 0, "warning": 1, "error": 2}[data["status"]], done.stderr
     assert not [f for f in data["findings"] if "the check itself failed" in f["evidence"]]
-    assert time.perf_counter() - started < limit_s
 
 
 def test_static_looks_at_no_gpu(monkeypatch, capsys):

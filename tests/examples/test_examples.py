@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from magi_attention.testing.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
@@ -18,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
     )
 
 

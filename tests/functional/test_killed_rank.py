@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
-import time
 import weakref
 
 import pytest
@@ -17,6 +17,7 @@ from magi_attention import api
 from magi_attention.comm.torch_transport import TorchTransport, attached
 from magi_attention.errors import PeerFailureError
 from magi_attention.testing.spawn import RankFailure, run_processes
+from magi_attention.testing.waiting import DEADLINE_S, Flags
 
 TOTAL, WORLD = 96, 3
 
@@ -34,26 +35,27 @@ def attention(group) -> list[torch.Tensor]:
     return [api.undispatch(x.detach(), key) for x in (out, *(x.grad for x in local))]
 
 
-def error_of(action) -> tuple[str, float]:
-    start = time.monotonic()
+def error_of(action) -> str:
     with pytest.raises(PeerFailureError) as info:
         action()
-    return str(info.value), time.monotonic() - start
+    return str(info.value)
 
 
-def check_meetings(rank: int) -> None:
-    # Bounds are far from the 2 s of this group and from the 20 s of the other: machines are busy.
-    late = TorchTransport(dist.new_group(), timeout_s=2)
+def check_meetings(rank: int, flags: Flags) -> None:
+    patient = TorchTransport(dist.new_group())
     for i in range(4):
-        late.meet(f"meeting {i}")
+        patient.meet(f"meeting {i}")
+    # On a busy machine another rank than the one that stays away may be late as well.
+    hasty = TorchTransport(dist.new_group(), timeout_s=2)
     if rank == 1:
-        time.sleep(5)
-        assert "did not arrive" in error_of(lambda: late.meet("the last meeting"))[0]
+        flags.wait("rank 0 gave up", "rank 2 gave up")
+        assert "did not arrive" in error_of(lambda: hasty.meet("the last meeting"))
     else:
-        text, waited = error_of(lambda: late.meet("the last meeting"))
-        assert "rank 1 did not arrive" in text and "the last meeting" in text and waited < 8, text
-        text, waited = error_of(lambda: late.meet("another one"))
-        assert "rank 1 did not come back" in text and waited < 8, text
+        text = error_of(lambda: hasty.meet("the last meeting"))
+        assert re.search("After 2 s in the last meeting, .*rank 1.* did not arrive", text), text
+        text = error_of(lambda: hasty.meet("another one"))
+        assert re.search("rank 1.* did not come back", text), text
+        flags.set(f"rank {rank} gave up")
     group = dist.new_group()
     attached(group)["kept"] = kept = _Kept()
     gone = weakref.ref(kept)
@@ -67,23 +69,23 @@ class _Kept:
     pass
 
 
-def main(rank: int, world: int) -> None:
-    check_meetings(rank)
-    group = TorchTransport(None, timeout_s=20)
+def main(rank: int, world: int, folder: str) -> None:
+    check_meetings(rank, Flags(folder))
+    group = TorchTransport(None)
     before = attention(group)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    text, waited = error_of(lambda: attention(group))
-    assert "rank 2" in text and waited < 15, (text, waited)
+    text = error_of(lambda: attention(group))
+    assert "rank 2" in text, text
     # what is known is said, and no cause that is not: nobody reported a lack of memory
     assert "process has ended" in text and "memory" not in text, text
-    text, waited = error_of(lambda: group.meet("a meeting"))
-    assert "make a new one" in text and waited < 5, (text, waited)
+    text = error_of(lambda: group.meet("a meeting"))
+    assert "make a new one" in text, text
     fresh = dist.new_group([0, 1], use_local_synchronization=True)
     for a, b in zip(attention(fresh), before):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_a_killed_rank() -> None:
+def test_a_killed_rank(tmp_path) -> None:
     with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
-        run_processes(WORLD, main, timeout_s=120)
+        run_processes(WORLD, main, str(tmp_path), grace_s=DEADLINE_S)

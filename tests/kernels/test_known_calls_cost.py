@@ -19,6 +19,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import known_calls
+from magi_attention.testing.waiting import DEADLINE_S
 
 
 def test_nothing_leaks(public, monkeypatch):
@@ -73,7 +74,7 @@ def test_threads(public, monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(DEADLINE_S)
     finally:
         sys.setswitchinterval(interval)
     assert not faults

@@ -8,16 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from magi_attention.testing.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(Path(__file__).resolve().parent / "rank_script.py")
-TIMEOUT_S = 100
 
 
 class Magi:
-    """The command line with its sessions in ``home``."""
+    """The command line with its sessions in ``home``, which every process that it starts has in its environment."""
 
     def __init__(self, home: Path):
         self.home = home
@@ -28,7 +28,7 @@ class Magi:
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            self.argv(*words), env=self.environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
+            self.argv(*words), env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT
         )
 
     def start(self, *words: str) -> subprocess.Popen:
@@ -51,7 +51,10 @@ class Magi:
 
     def wait_for(self, name: str, words: str, count: int = 1, run: int = 1) -> None:
         """Until ``words`` stand ``count`` times in the log."""
-        wait_until(lambda: self.output(name, run).count(words) >= count, f"{words!r} in {self.output(name, run)}")
+        wait_until(
+            lambda: self.output(name, run).count(words) >= count,
+            lambda: f"{count} times {words!r} in {self.output(name, run)}",
+        )
 
     def status(self, name: str) -> dict:
         done = self("status", name, "--json")
@@ -59,16 +62,19 @@ class Magi:
         return json.loads(done.stdout)[0]
 
 
-def wait_until(is_so, what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
+def wait_for_end(name: str) -> None:
+    """Until no process of session ``name`` is left."""
+    wait_until(lambda: not processes_of(name), lambda: f"the end of {processes_of(name)}")
 
 
 def processes_of(name: str) -> list[str]:
-    """Command lines of living processes that carry the mark of a run of session ``name``, or its name."""
-    found = []
+    """Command lines of living processes that carry the mark of a run of session ``name``."""
+    return list(processes_with(f"MAGI_RUN_ID={name}-").values())
+
+
+def processes_with(variable: str) -> dict[int, str]:
+    """Living processes whose environment holds ``variable``, without this one: numbers and command lines."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
@@ -77,6 +83,6 @@ def processes_of(name: str) -> list[str]:
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if f"MAGI_RUN_ID={name}-".encode() in environment and words:
-            found.append(words)
+        if variable.encode() in environment and words:
+            found[int(folder.name)] = words
     return found

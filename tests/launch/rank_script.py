@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+FOREVER_S = 3600  # the test ends the ranks long before
 mode, *rest = sys.argv[1:]
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"rank {rank} of {world} says {mode} {rest} {os.environ.get('GREETING', '')}", flush=True)
@@ -20,10 +21,10 @@ if mode == "fill":
     while True:
         print("x" * 4000, flush=True)
 if mode in ("wait", "crash"):
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # a grandchild in a session of its own, as a data loader or a server may start one
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"], start_new_session=True)
     Path(rest[0], f"ready{rank}").touch()
-    time.sleep(60)
+    time.sleep(FOREVER_S)

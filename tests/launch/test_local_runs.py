@@ -12,14 +12,11 @@ import subprocess
 import time
 
 import pytest
-from launching import ROOT, SCRIPT, Magi, processes_of, wait_until
+from launching import ROOT, SCRIPT, Magi, processes_of, wait_for_end
+
+from magi_attention.testing.waiting import DEADLINE_S, wait_until
 
 TWO_NODES = ("--nodes", "2", "--ranks-per-node", "2")
-
-
-@pytest.fixture
-def magi(tmp_path):
-    return Magi(tmp_path / "home")
 
 
 def unique(name: str) -> str:
@@ -82,10 +79,9 @@ def test_a_rank_that_dies(magi):
 def test_a_port_in_use(magi):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        started = time.monotonic()
         done = magi("run", SCRIPT, "--nodes", "2", "--port", str(port), "--name", "port", "--", "hello")
     assert done.returncode == 1 and f"Port {port} on" in done.stderr and "choose another with --port" in done.stderr
-    assert "Address already in use" in done.stderr and time.monotonic() - started < 30
+    assert "Address already in use" in done.stderr
 
 
 def test_a_node_that_cannot_start(magi):
@@ -99,7 +95,7 @@ def test_kill_9_of_the_launcher(magi):
     magi.wait_for(name, "says wait", 4)
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: processes_of(name) == [], f"still running: {processes_of(name)}", 30)
+    wait_for_end(name)
     assert "says wait" in magi.output(name)
     status = magi.status(name)
     assert status["runs"][0]["state"] == "lost" and "Its launcher ended" in status["runs"][0]["reason"]
@@ -114,8 +110,10 @@ def test_kill_9_of_everything_but_the_ranks(magi, tmp_path):
     name = unique("worst")
     launcher = magi.start("run", SCRIPT, "--name", name, "--grace", "2", "--", "stubborn", str(tmp_path))
     wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
-    for pid in [launcher.pid, *pids_with(name, "launch.node"), *pids_with(name, "distributed.run")]:
-        os.kill(pid, signal.SIGKILL)
+    pids = [launcher.pid, *pids_with(name, "launch.node"), *pids_with(name, "distributed.run")]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another one end
+        for pid in pids:
+            os.kill(pid, number)
     launcher.wait()
     wait_until(lambda: len(processes_of(name)) == 2, "only the rank and its child live on")
     status = magi.status(name)
@@ -130,7 +128,7 @@ def test_kill_9_of_a_node(magi, tmp_path):
     wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
     (runner,) = [p for p in pids_with(name, "launch.node")]
     os.kill(runner, signal.SIGKILL)
-    assert launcher.wait(timeout=60) == 1 and processes_of(name) == []
+    assert launcher.wait(timeout=DEADLINE_S) == 1 and processes_of(name) == []
     assert "Node 0 ended with signal SIGKILL (9)" in magi.status(name)["runs"][0]["reason"]
 
 
@@ -154,7 +152,7 @@ def test_ctrl_c_keeps_the_session(magi, tmp_path):
     second = magi("run", "--session", name, SCRIPT, "--", "hello")
     assert second.returncode == 2 and "is running something already" in second.stderr
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=30) == 130
+    assert launcher.wait(timeout=DEADLINE_S) == 130
     assert processes_of(name) == []
     status = magi.status(name)
     assert status["state"] == "up" and [run["state"] for run in status["runs"]] == ["stopped"]
@@ -163,7 +161,7 @@ def test_ctrl_c_keeps_the_session(magi, tmp_path):
     launcher = magi.start("run", "--session", name, SCRIPT, "--", "stubborn", str(tmp_path))
     wait_until(lambda: (tmp_path / "ready0").exists(), "the rank is ready")
     assert magi("down", name).returncode == 0
-    assert launcher.wait(timeout=30) == 130 and processes_of(name) == []
+    assert launcher.wait(timeout=DEADLINE_S) == 130 and processes_of(name) == []
     refused = magi("run", "--session", name, SCRIPT, "--", "hello")
     assert refused.returncode == 2 and "is down" in refused.stderr
     assert magi("down", name, "--remove").returncode == 0 and not (magi.home / "sessions" / name).exists()
@@ -183,9 +181,8 @@ def small_disk(tmp_path):
 
 def test_a_full_disk(small_disk):
     magi, name = Magi(small_disk), unique("full")
-    started = time.monotonic()
     done = magi("run", SCRIPT, "--name", name, "--", "fill")
-    assert done.returncode == 1 and time.monotonic() - started < 60
+    assert done.returncode == 1
     assert "No space left on device" in done.stderr and "free space" in done.stderr
     assert processes_of(name) == [] and "says fill" in magi.output(name)
     assert magi.status(name)["runs"][0]["state"] == "failed"

@@ -12,14 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, SCRIPT, Magi, processes_of, wait_until
+from launching import ROOT, SCRIPT, wait_for_end
 
 from magi_attention.launch.service import free_port
-
-
-@pytest.fixture
-def magi(tmp_path):
-    return Magi(tmp_path / "home")
+from magi_attention.testing.waiting import wait_until
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:
@@ -76,12 +72,12 @@ port = {free_port()}
 hosts_file = "hosts.txt"
 port = {port}
 identity_file = {json.dumps(str(folder / "key"))}
-connect_timeout_s = 3
+connect_timeout_s = 100
 options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
 """
     (folder / "spec.toml").write_text(spec)
     try:
-        wait_until(lambda: server.poll() is not None or _answers(port), "sshd answers", 20)
+        wait_until(lambda: server.poll() is not None or _answers(port), "sshd answers")
         if server.poll() is not None:
             pytest.skip(f"sshd does not start here: {(folder / 'log').read_text().strip()}")
         yield folder / "spec.toml"
@@ -110,7 +106,7 @@ def test_ssh_over_loopback(magi, loopback):
     magi.wait_for(name, "says wait", 4, run=2)
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: processes_of(name) == [], f"still running: {processes_of(name)}", 20)
+    wait_for_end(name)
     assert magi.status(name)["runs"][1]["state"] == "lost"
     assert magi("down", name).returncode == 0
 

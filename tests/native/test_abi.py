@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.native import abi
+from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
 HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "box.h")
@@ -64,8 +65,9 @@ def measured(tmp_path_factory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("abi")
     source, probe = folder / "probe.c", folder / "probe"
     source.write_text("\n".join(lines))
-    subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)], check=True, timeout=60)
-    out = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=10).stdout
+    command = [compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)]
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    out = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
     return {name: int(value) for name, value in (line.split() for line in out.splitlines())}
 
 

@@ -17,6 +17,7 @@ from small_tree import HOST_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, compile_report, loader, toolchain
+from magi_attention.testing.waiting import DEADLINE_S
 
 SPILLING_KERNEL = """
 __global__ void __launch_bounds__(1024, 2) greedy(float* x) {
@@ -85,7 +86,7 @@ def test_two_builds_at_once(tree):
         subprocess.Popen([sys.executable, "-c", code, str(tree)], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
+    errors = [process.communicate(timeout=DEADLINE_S)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
     assert loader.load("planner", tree.parent / "lib").magi_abi_version() == abi.ABI_VERSION
 
@@ -102,7 +103,7 @@ def test_the_lock_excludes(tmp_path):
         thread.start()
         thread.join(0.2)
         order.append("mine")
-    thread.join(10)
+    thread.join(DEADLINE_S)
     assert order == ["mine", "other"]
 
 

@@ -19,6 +19,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.kernels.known_calls import TorchHooks
 from magi_attention.native import abi, build, loader, toolchain
+from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,7 +140,7 @@ def test_a_wheel_has_the_tag_of_its_python(built, tmp_path):
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "*.so")
     shutil.copytree(ROOT, source, ignore=ignored)
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path / "dist")]
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"

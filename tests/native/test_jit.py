@@ -17,6 +17,7 @@ from small_tree import KERNEL_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, jit, loader, toolchain
+from magi_attention.testing.waiting import DEADLINE_S
 
 COMPILE = (
     "import logging, sys; from pathlib import Path; from magi_attention.native import jit; "
@@ -100,7 +101,7 @@ def test_jit_caches_by_source(tree, base, monkeypatch, caplog):
 def test_processes_that_want_one_kernel_compile_it_once(tree):
     need(toolchain.require_nvcc, toolchain.require_ninja)
     running = [start(tree) for _ in range(3)]
-    results = [process.communicate(timeout=300) for process in running]
+    results = [process.communicate(timeout=DEADLINE_S) for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], results
     assert sum(errors.count("WARNING Compiling") for _, errors in results) == 1, results
     assert len({out for out, _ in results}) == 1
@@ -123,7 +124,7 @@ def test_a_killed_compilation_leaves_no_library(tree, base, tmp_path):
         assert not list(base.rglob(name)), name
     need(toolchain.require_nvcc)
     done = start(tree)
-    out, errors = done.communicate(timeout=300)
+    out, errors = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 0 and "WARNING Compiling" in errors, errors
     assert loader.load("ffa_sm90", Path(out.strip())).magi_ffa_has_variant(abi.FWD, abi.BF16, 64, 64) == 1
 

@@ -15,6 +15,7 @@ from magi_attention.comm.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.range_kernels import list_terms
 from magi_attention.native import abi, loader, rows
+from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
 SEEDS = range(30)
@@ -67,8 +68,9 @@ def test_parameters_are_packed_as_c_lays_them_out(tmp_path):
     lines += [f'printf("%d\\n", (int)({what}));' for what in wanted]
     source, probe = tmp_path / "probe.c", tmp_path / "probe"
     source.write_text("\n".join([*lines, "return 0; }"]))
-    subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)], check=True, timeout=60)
-    got = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    command = [compiler, "-std=c11", f"-I{INCLUDE}", str(source), "-o", str(probe)]
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    got = subprocess.run([str(probe)], capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout.split()
     assert dict(zip(wanted, map(int, got))) == dict(
         zip(wanted, [*OFFSETS.values(), *SIZES.values(), *CONSTANTS.values()])
     )

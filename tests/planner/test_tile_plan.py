@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -336,34 +335,10 @@ def test_version_and_layouts():
     assert [d.itemsize for d in (lib.HEADER, lib.TILE, lib.LAYER)] == [64, 32, 128]
 
 
-# ---- time --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("total", "docs", "kind", "limit_ms"),
-    [
-        (32_768, 500, CAUSAL, 5),
-        (32_768, 1, CAUSAL, 5),
-        (1_048_576, 10_000, CAUSAL, 250),
-        (1_048_576, 1, FULL, 250),
-    ],
+    ("total", "docs", "kind"), [(32_768, 500, CAUSAL), (32_768, 1, CAUSAL), (1_048_576, 10_000, CAUSAL)]
 )
-def test_time(total, docs, kind, limit_ms):
-    """Prints the time; the limits leave room for a busy machine (5x the target)."""
+def test_long_sequences(total, docs, kind):
+    """No pair of tiles twice or not at all, where a dense mask would be too large."""
     table = masks.varlen(masks.random_cu_seqlens(np.random.default_rng(0), total, docs), kind)
-    rows = lib.as_rows(table)
-    plan = np.zeros(lib.plan_into(rows, total, total, 16, 1, None)[1], dtype=np.int32)
-    times, walks = [], []
-    for _ in range(5):
-        start = time.perf_counter()
-        assert lib.plan_into(rows, total, total, 16, 1, plan)[0] == lib.OK
-        times.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    assert lib.check_plan(rows, plan)[0] == lib.OK
-    walks.append(time.perf_counter() - start)
-    view = lib.View(plan)
-    print(
-        f"\n{total} tokens, {len(rows)} slices, {len(view.tiles)} tiles, {len(view.records)} layers: "
-        f"plan {min(times) * 1e3:.3f} ms, walk {min(walks) * 1e3:.1f} ms"
-    )
-    assert min(times) * 1e3 < limit_ms
+    plan_and_check(lib.as_rows(table), total, total, 16, 1)
