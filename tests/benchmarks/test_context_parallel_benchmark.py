@@ -125,12 +125,12 @@ def dense_truth(case: masks.Case, q, k, v, dout) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def peer_errors(rank: int, world: int, total: int, seed: int) -> dict[tuple[str, str], object]:
-    """Largest error of each peer on each mask, or why it does not fit."""
+def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) -> dict[tuple[str, str], object]:
+    """Largest error of each peer on each of these masks, or why it does not fit."""
     masks.WINDOW, masks.BLOCK = WINDOW, BLOCK
     kernel = cp_kernel.Kernel(HEADS, HEAD_DIM, torch.float64, torch.device("cpu"))
     groups, found = cp_kernel.Groups(), {}
-    for mask in masks.NAMES:
+    for mask in names:
         case = case_of(mask, total, seed)
         gen = torch.Generator().manual_seed(seed)
         shapes = [(total, h, HEAD_DIM) for h in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
@@ -166,17 +166,17 @@ def peer_errors(rank: int, world: int, total: int, seed: int) -> dict[tuple[str,
     return found
 
 
-@pytest.mark.parametrize("world,total", [(2, 250), (4, 332)])
-def test_peers_equal_dense_float64_attention(world, total):
+@pytest.mark.parametrize("world,total,of_masks", [(2, 250, ["causal", "varlen_full"]), (4, 172, [*masks.NAMES])])
+def test_peers_equal_dense_float64_attention(world, total, of_masks):
     seed = int(np.random.default_rng(world).integers(1 << 30))
     print(f"seed {seed}")
-    for found in run_processes(world, peer_errors, total, seed):
+    for found in run_processes(world, peer_errors, of_masks, total, seed):
         errors = {where: error for where, error in found.items() if isinstance(error, float)}
         assert max(errors.values()) < 1e-11, errors
         names = {name for name, _ in errors}
         assert names >= {"magi_a2av_0", "magi_a2av_1", "magi_a2av_2", "ring", "all_gather", "ulysses"}
         assert ("usp" in names) == (world == 4)
-        assert len(errors) == 6 * len(names)  # a peer takes all masks or none
+        assert len(errors) == len(of_masks) * len(names)  # a peer takes all masks or none
         unfit = {where[0]: reason for where, reason in found.items() if isinstance(reason, str)}
         assert "usp" not in unfit or unfit["usp"].startswith("USP needs two factors")
         assert "CUDA only" in found["torch_cudnn", "causal"]
@@ -228,17 +228,20 @@ class Broken:
         self.inner.close()
 
 
-def benchmark(rank: int, world: int, arguments: str, has_broken: bool) -> list[cp_report.Cell]:
+def benchmarks_of(rank: int, world: int, runs: list[str], broken_run: str) -> list[list[cp_report.Cell]]:
+    """The cells of each run; those of the last one have broken peers among them."""
     masks.WINDOW, masks.BLOCK = WINDOW, BLOCK
-    if has_broken:
-        for how in ("one_rank", "wrong", "memory"):
-            context_parallel.PEERS[f"magi_{how}"] = lambda setting, how=how: Broken(setting, how)
     os.environ["COLUMNS"] = "150"
-    options = context_parallel.make_parser().parse_args(arguments.split())
-    before = dict(os.environ)
-    cells = context_parallel.run(context_parallel.Bench(options, torch.device("cpu")))
-    assert dict(os.environ) == before and dist.is_initialized()
-    return cells
+    found = []
+    for arguments in (*runs, broken_run):
+        if arguments is broken_run:
+            for how in ("one_rank", "wrong", "memory"):
+                context_parallel.PEERS[f"magi_{how}"] = lambda setting, how=how: Broken(setting, how)
+        options = context_parallel.make_parser().parse_args(arguments.split())
+        before = dict(os.environ)
+        found.append(context_parallel.run(context_parallel.Bench(options, torch.device("cpu"))))
+        assert dict(os.environ) == before and dist.is_initialized()
+    return found
 
 
 SMALL = (
@@ -247,10 +250,21 @@ SMALL = (
 )
 
 
-def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
+def test_runs_on_two_ranks(tmp_path):
+    """One that measures and writes, one without time, and one whose peers fail."""
     out = tmp_path / "results" / "run"
-    arguments = f"{SMALL} --masks full,varlen_causal --tokens 64 --packs 2 --rounds 3 --out {out}"
-    everyone = run_processes(2, benchmark, arguments, False)
+    whole = f"{SMALL} --masks full,varlen_causal --tokens 64 --packs 2 --out {out}"
+    late = f"{SMALL} --masks causal,full --tokens 32 --only ring,ulysses --time-limit 0"
+    failing = f"{SMALL} --masks causal --tokens 32 --only {','.join(FAILING)},ring"
+    results = run_processes(2, benchmarks_of, [whole, late], failing)
+    check_what_was_written(out, results[0][0])
+    for _, cells_without_time, cells_of_failures in results:
+        assert len(cells_without_time) == 4
+        assert {cell.reason for cell in cells_without_time} == {"not begun within the time limit of 0 s"}
+        check_failures({cell.name: cell for cell in cells_of_failures})
+
+
+def check_what_was_written(out: Path, cells: list[cp_report.Cell]) -> None:
     data = json.loads(out.with_suffix(".json").read_text())
     assert {"commit", "torch", "host"} <= set(data["environment"])
     settings = data["settings"]
@@ -258,7 +272,7 @@ def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
     assert settings["seed"] == 42 and settings["heads"] == [4, 2]
     assert len(data["cells"]) == 2 * len(context_parallel.DEFAULT_PEERS)
     assert [(c["mask"], c["tokens_per_gpu"], c["name"]) for c in data["cells"]] == [
-        (c.mask, c.tokens_per_gpu, c.name) for c in everyone[0]
+        (c.mask, c.tokens_per_gpu, c.name) for c in cells
     ]
     good = [c for c in data["cells"] if not c["reason"]]
     assert {c["name"] for c in good} >= {"one_gpu", "magi_a2av_1", "ring", "all_gather", "ulysses"}
@@ -268,6 +282,18 @@ def test_a_run_on_two_ranks_writes_what_it_measured(tmp_path):
         check_cell(cell)
     if pytest.importorskip("matplotlib"):
         assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+FAILING = ("magi_one_rank", "magi_wrong", "magi_memory")
+
+
+def check_failures(of: dict[str, cp_report.Cell]) -> None:
+    """They are recorded and do not stop the others."""
+    assert of["magi_one_rank"].reason == "rank 1: RuntimeError: no such device"
+    assert of["magi_wrong"].reason.startswith("ArithmeticError: wrong: relative error 0.1")
+    assert of["magi_memory"].reason == "OutOfMemoryError: Tried to allocate much"
+    assert all(of[name].is_failure for name in FAILING)
+    assert of["ring"].reason is None and of["ring"].both["tflops"] > 0
 
 
 def test_later_rounds_are_in_another_order(monkeypatch):
@@ -303,25 +329,6 @@ def check_cell(cell: dict) -> None:
         assert cell["name"] == "one_gpu" or set(pack["errors"]) == {"out", "dq", "dk", "dv"}
         if not is_varlen:
             assert pack["area"] == (2 * cell["tokens_per_gpu"]) ** 2
-
-
-def test_failures_are_recorded_and_do_not_stop_the_others():
-    names = "magi_one_rank,magi_wrong,magi_memory,ring"
-    arguments = f"{SMALL} --masks causal --tokens 32"
-    for cells in run_processes(2, benchmark, f"{arguments} --only {names}", True):
-        of = {cell.name: cell for cell in cells}
-        assert of["magi_one_rank"].reason == "rank 1: RuntimeError: no such device"
-        assert of["magi_wrong"].reason.startswith("ArithmeticError: wrong: relative error 0.1")
-        assert of["magi_memory"].reason == "OutOfMemoryError: Tried to allocate much"
-        assert all(of[name].is_failure for name in names.split(",")[:3])
-        assert of["ring"].reason is None and of["ring"].both["tflops"] > 0
-
-
-def test_time_limit_is_recorded():
-    arguments = f"{SMALL} --masks causal,full --tokens 32 --only ring,ulysses --time-limit 0"
-    for cells in run_processes(2, benchmark, arguments, False):
-        assert len(cells) == 4
-        assert {cell.reason for cell in cells} == {"not begun within the time limit of 0 s"}
 
 
 def test_command_line(capsys, monkeypatch):

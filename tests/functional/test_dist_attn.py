@@ -135,7 +135,7 @@ def make_policy(case: Case, **changes) -> AttnPolicy:
     return AttnPolicy(**{**values, **changes})
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=150, deadline=None, print_blob=True)
 @given(case=cases)
 def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")

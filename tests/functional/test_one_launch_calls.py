@@ -118,12 +118,16 @@ def test_calls_in_a_graph_neither_wait_nor_record() -> None:
 
 
 def test_pace() -> None:
-    """Rows at the speed of a push, flops of a pair, and heads as many as the kernel works on at a time."""
-    shapes = _Shapes(torch.device("cpu"), torch.bfloat16, 16, 2, (64, 64), (128, 128))
-    part = SimpleNamespace(slot_rows=np.array([128, 512]), total_keys=2**18)
-    pace = _pace(part, shapes)
-    assert pace.slots.tolist() == pytest.approx([1e-5 + rows * 512 / 2.2e11 for rows in (128, 512)])
-    assert pace.pair == 256 / 5e12 and pace.pair_backward == 640 / 4.3e12
-    assert (pace.heads, pace.section_heads) == (8, 8)  # keys and values of one kv head are 64 MiB
-    part.total_keys = 0
-    assert _pace(part, shapes).section_heads == 16
+    """Transfers take longer by the row, pairs by the head dim, and sections have as many heads as L2 holds."""
+
+    def pace_of(rows, total_keys=2**18, dims=(64, 64), heads=16):
+        shapes = _Shapes(torch.device("cpu"), torch.bfloat16, heads, 2, dims, (128, 128))
+        return _pace(SimpleNamespace(slot_rows=np.array(rows), total_keys=total_keys), shapes)
+
+    one, two, three = pace_of([128, 256, 384]).slots
+    assert 0 < one < two and three - two == pytest.approx(two - one)
+    few, many = pace_of([128]), pace_of([128], dims=(128, 128))
+    assert many.pair == pytest.approx(2 * few.pair) and few.pair < few.pair_backward < many.pair_backward
+    sections = [pace_of([128], total_keys=n).section_heads for n in (0, 2**16, 2**18, 2**24)]
+    assert sections == sorted(sections, reverse=True) and sections[0] == 16 and sections[-1] < 16
+    assert all(16 % n == 0 for n in sections)

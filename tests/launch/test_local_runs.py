@@ -200,7 +200,7 @@ def test_a_home_that_cannot_be_written(tmp_path):
 def test_the_example_over_two_nodes(magi, tmp_path):
     name, out = unique("llama"), tmp_path / "out"
     words = ("--out", str(out), "--steps", "2", "--seq-len", "256", "--max-document", "128")
-    done = magi("run", "examples/llama/train.py", *TWO_NODES, "--name", name, "--", *words)
+    done = magi("run", "examples/llama/train.py", "--nodes", "2", "--name", name, "--", *words)
     assert done.returncode == 0, done.stderr + done.stdout
     result = json.loads((out / "losses.json").read_text())
-    assert result["world"] == 4 and len(result["losses"]) == 2 and result["device"] == "cpu"
+    assert result["world"] == 2 and len(result["losses"]) == 2 and result["device"] == "cpu"

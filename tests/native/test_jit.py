@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from small_tree import KERNEL_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, jit, loader, toolchain
-from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.testing.waiting import DEADLINE_S, wait_until
 
 COMPILE = (
     "import logging, sys; from pathlib import Path; from magi_attention.native import jit; "
@@ -112,12 +111,11 @@ def test_a_killed_compilation_leaves_no_library(tree, base, tmp_path):
     need(toolchain.require_ninja)
     # Half of each output is there when the process dies.
     writes = 'for last; do if [ "$before" = -o ]; then echo half > "$last"; touch "$0.began"; fi; before=$last; done'
-    home = fake_nvcc(tmp_path / "cuda", f"{writes}\nsleep 60")
+    home = fake_nvcc(tmp_path / "cuda", f"{writes}\nsleep 3600")
     process = start(tree, CUDA_HOME=str(home))
-    began, deadline = home / "bin" / "nvcc.began", time.monotonic() + 60
-    while not began.exists():
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    began = home / "bin" / "nvcc.began"
+    wait_until(lambda: began.exists() or process.poll() is not None, "the compiler has begun")
+    assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     for name in ("libmagi_ffa_sm90.so", "main.o", "fwd_bf16_d64_dv64.o"):

@@ -44,8 +44,7 @@
 // (`list` in magi/abi.h).
 //
 // Which order fits a plan and when units are expected to start is in bwd_starts.cuh, how they walk in bwd_plan.cuh, who waits in bwd_add.cuh.
-// tests/kernels/turns_model.py has the same rules in Python, with an adversary; turns_times.py what they cost; test_turns_on_cpu.py that
-// these files keep to them.
+// tests/kernels/turns_model.py has the same rules in Python, with an adversary; test_turns_on_cpu.py shows that these files keep to them.
 #pragma once
 
 #include "bwd_params.h"
