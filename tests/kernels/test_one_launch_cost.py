@@ -53,7 +53,7 @@ def layer_in_one_launch(monkeypatch):
     one.part, one._launches, one._wire, one._transport = None, {}, None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
-    prepared = Prepared(ffa, ffa, one, *[AttnOptions(0.25)] * 4)
+    prepared = Prepared("", ffa, ffa, one, *[AttnOptions(0.25)] * 4)
 
     def prepare(q, k, v, *rest) -> Prepared:
         one._launches[_layout(q, k, v)] = launches
