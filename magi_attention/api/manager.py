@@ -278,15 +278,19 @@ class DistAttnRuntimeDict(OrderedDict):
 
 
 class DistAttnRuntimeDictManager:
-    """One ``DistAttnRuntimeDict`` per group; groups are told apart by their global ranks."""
+    """One ``DistAttnRuntimeDict`` per group; groups are told apart by their global ranks.
 
-    def __init__(self) -> None:
+    ``max_size_per_group``: by default what ``MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE`` says when a group is new.
+    """
+
+    def __init__(self, max_size_per_group: int | None = None) -> None:
+        self._max_size = max_size_per_group
         self._dicts: dict[tuple[int, ...], DistAttnRuntimeDict] = {}
 
     def _dict(self, ranks: tuple[int, ...]) -> DistAttnRuntimeDict:
         if ranks not in self._dicts:
-            limits = general.dist_attn_runtime_dict_size(), general.dist_attn_runtime_dict_mib() * 2**20 or None
-            self._dicts[ranks] = DistAttnRuntimeDict(*limits)
+            size = general.dist_attn_runtime_dict_size() if self._max_size is None else self._max_size
+            self._dicts[ranks] = DistAttnRuntimeDict(size, general.dist_attn_runtime_dict_mib() * 2**20 or None)
         return self._dicts[ranks]
 
     def get(self, key: DistAttnRuntimeKey, default=None):

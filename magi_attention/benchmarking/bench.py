@@ -105,9 +105,7 @@ def do_bench(
         group every iteration begins at a barrier and counts as long as on the slowest rank.
     """
     if warmup < 0 or rep < 1 or return_mode not in _MODES:
-        raise ContractError(
-            f"warmup {warmup}, rep {rep}, return_mode {return_mode!r}: give >= 0, >= 1, {[*_MODES]}."
-        )
+        raise ContractError(f"warmup {warmup}, rep {rep}, return_mode {return_mode!r}: give >= 0, >= 1, {[*_MODES]}.")
     if to_gc_collect:
         gc.collect()
     if to_empty_cache and torch.cuda.is_available():

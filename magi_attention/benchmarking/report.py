@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import csv
 import html
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +58,7 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         if len(self.line_vals) != len(self.line_names):
-            raise ContractError(
-                f"{len(self.line_vals)} line_vals, {len(self.line_names)} line_names; pair them."
-            )
+            raise ContractError(f"{len(self.line_vals)} line_vals, {len(self.line_names)} line_names; pair them.")
 
     @classmethod
     def from_csv(cls, csv_path: str | Path, line_arg: str = "line", **kwargs: Any) -> Benchmark:
@@ -169,9 +169,7 @@ class Mark:
             for value, name in zip(bench.line_vals, bench.line_names):
                 result = self.fn(**x_args, **{bench.line_arg: value}, **bench.args, **kwargs)
                 for metric, point in (result if isinstance(result, dict) else {"": result}).items():
-                    middle, bar = (
-                        (point[0], tuple(point[1:])) if isinstance(point, (tuple, list)) else (point, None)
-                    )
+                    middle, bar = (point[0], tuple(point[1:])) if isinstance(point, (tuple, list)) else (point, None)
                     if metric not in tables:
                         tables[metric] = Table(list(bench.x_names), [], {}, {})
                     table = tables[metric]
@@ -281,24 +279,46 @@ def draw_table(
     plt.close(figure)
 
 
-def make_img_grid(image_paths: Sequence[str | Path], save_path: str | Path, ncols: int = 2) -> None:
-    """Several pictures in one, row by row."""
-    if not image_paths:
-        raise ContractError("There are no pictures to arrange; give at least one path.")
+def make_img_grid(
+    img_dir: str | Path,
+    save_path: str | Path | None = None,
+    layout: str = "wide",
+    ignore_patterns: Sequence[str] = (),
+    save_pdf: bool = False,
+) -> None:
+    """All pictures (png, jpg) in and below a folder in one, row by row; shown if ``save_path`` is None.
+
+    ``layout`` is wide or tall. Files whose name begins with a pattern (regular expressions) are left out; with
+    ``save_pdf`` the result is also written as PDF. Does nothing where there are no pictures.
+    """
+    if layout not in ("wide", "tall"):
+        raise ContractError(f"layout={layout!r} is unknown; use 'wide' or 'tall'.")
+    found = sorted(path for path in Path(img_dir).rglob("*") if path.suffix in (".png", ".jpg"))
+    found = [path for path in found if not any(re.match(pattern, path.name) for pattern in ignore_patterns)]
+    if save_path is not None:
+        found = [path for path in found if path.resolve() != Path(save_path).resolve()]
+    if not found:
+        return
     plt = _pyplot()
-    nrows = -(-len(image_paths) // ncols)
+    few = max(n for n in range(1, math.isqrt(len(found)) + 1) if len(found) % n == 0)
+    ncols = len(found) // few if layout == "wide" else few
+    nrows = len(found) // ncols
     figure, axes = plt.subplots(nrows, ncols, figsize=(8 * ncols, 5 * nrows), squeeze=False)
-    for axis in axes.flat:
+    for axis, path in zip(axes.flat, found):
         axis.axis("off")
-    for axis, path in zip(axes.flat, image_paths):
         axis.imshow(plt.imread(path))
-    figure.savefig(save_path, bbox_inches="tight")
+    if save_path is None:
+        plt.show()
+    else:
+        figure.savefig(save_path, bbox_inches="tight")
+        if save_pdf:
+            figure.savefig(Path(save_path).with_suffix(".pdf"), bbox_inches="tight")
     plt.close(figure)
 
 
-def report_all_from_perf(save_path: str | Path, report_all_name: str = "report") -> Path:
+def report_all_from_perf(save_root: str | Path, report_all_name: str = "perf_report_all") -> Path:
     """Writes ``<report_all_name>.html`` with every table and picture of the folder; returns its path."""
-    folder = Path(save_path)
+    folder = Path(save_root)
     parts = [f"<!doctype html><title>{html.escape(report_all_name)}</title>"]
     for path in sorted(folder.glob("*.csv")):
         parts.append(f"<h2>{html.escape(path.stem)}</h2>")

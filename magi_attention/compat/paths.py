@@ -21,6 +21,8 @@ _PACKAGE = "magi_attention"
 
 MODULES: dict[str, str] = {
     "_version": "version",
+    "benchmarking.image_grid": "benchmarking.report",
+    "benchmarking.utils": "benchmarking.bench",
     "comm.functional": "comm.gather",
     "comm.primitive": "compat.primitive",
     "comm.primitive._all2all_v": "comm.gather",
@@ -44,15 +46,25 @@ MODULES: dict[str, str] = {
     "meta._make_dispatch_meta": "meta.metas",
     "meta.container.bucket": "meta.container",
     "meta.container.chunk": "meta.container",
+    "meta.container.rank_entry": "compat.names",
     "meta.container.slice": "meta.container",
     "meta.solver.dist_attn_solver": "meta.metas",
+    "testing.utils": "compat.testing",
     "utils._utils": "utils",
+    "utils.dtype": "utils.dtypes",
+    "utils.metaclass": "compat.names",
     "utils.sparse_utils": "compat.sparse_utils",
 }
 
 # module -> where its names are -> these names
 NAMES: dict[str, dict[str, str]] = {
     "api.magi_attn_interface": {"api.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
+    "benchmarking.bench": {
+        "benchmarking.report": "Benchmark Mark perf_report report_all_from_perf",
+        "compat.names": "maybe_dist_sync nvml_context",
+    },
+    "comm.work": {"compat.names": "GeneralWorkItem"},
+    "common.enum": {"compat.names": "OutMaybeWithLSE"},
     "common.mask": {"common.attn_mask": "AttnMask"},
     "functional": {
         "compat.dispatch": "dispatch_func undispatch_func roll_func roll_simple_func",
@@ -64,6 +76,24 @@ NAMES: dict[str, dict[str, str]] = {
     "functional.flex_flash_attn": {
         "compat.flex_flash_attn": "FlexFlashAttnFunc maybe_contiguous maybe_profile_ffa_ctx merge_ranges profile_mode",
     },
+    "meta.collection": {"compat.names": "NativeGroupCollectiveArg"},
+    "meta.collection.comm_meta": {"compat.names": "NativeGroupCollectiveArg"},
+    "meta.container": {"compat.names": "HostRankEntry RemoteRankEntry"},
+    "testing": {
+        "compat.testing": "RUN_IN_MP",
+        "testing.precision": "assert_close",
+        "utils.sequences": "str2seed",
+    },
+    "testing.dist_common": {
+        "compat.testing": "NAME SKIP_WORLD_SIZE PROFILE_ONLY INTERFACE TEST_ATTN_CONFIG TEST_WORLD_SIZE RUN_IN_MP "
+        "DEVICE_TYPE PG_DEFAULT_BACKEND NUM_DEVICES",
+        "testing.envvars": "should_run_attn_config should_run_test_case should_run_world_size "
+        "skip_if_world_size_filtered",
+    },
+    "testing.flag_generator": {"compat.testing": "FlagCombStrategy"},
+    "testing.ref_attn": {"compat.testing": "_calc_attn_lse"},
+    "utils": {"utils.debug": "debugpy_listen"},
+    "utils.nvtx": {"compat.names": "nvtx_range_push nvtx_range_pop"},
 }
 
 

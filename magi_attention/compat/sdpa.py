@@ -11,6 +11,18 @@ import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.compat.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.sdpa_parts import (  # noqa: F401
+    sdpa_bwd_calc,
+    sdpa_bwd_dqdkdv_rearrange,
+    sdpa_bwd_postprocess,
+    sdpa_bwd_preprocess,
+    sdpa_bwd_qkvodo_lse_rearrange,
+    sdpa_bwd_recalc_fwd,
+    sdpa_fwd_calc,
+    sdpa_fwd_out_lse_rearrange,
+    sdpa_fwd_preprocess,
+    sdpa_fwd_qkv_rearrange,
+)
 from magi_attention.kernels.sdpa import SdpaBackend
 from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
 

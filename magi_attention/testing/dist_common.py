@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import unittest
 from collections.abc import Callable
 
@@ -45,7 +46,8 @@ class DistTestBase(unittest.TestCase):
 
     @property
     def timeout_s(self) -> float:
-        return TIMEOUT_S
+        """The attribute ``timeout`` of the class, if it has one; seconds."""
+        return float(getattr(self, "timeout", TIMEOUT_S))
 
     def run(self, result=None):
         """In the parent, replaces the method by one that starts the processes and waits for them."""
@@ -77,6 +79,10 @@ class DistTestBase(unittest.TestCase):
                 self.doCleanups()
         except unittest.SkipTest as skip:
             return str(skip)
+        except SystemExit as leave:  # how decorators of torch such as skip_if_lt_x_gpu skip
+            if (reason := _skip_of_torch(leave.code)) is None:
+                raise
+            return reason
         return None
 
     def init_pg(self) -> None:
@@ -102,6 +108,13 @@ class DistTestBase(unittest.TestCase):
         dist.barrier()
 
 
+def _skip_of_torch(exit_code: object) -> str | None:
+    """The reason for which torch's test helpers end a process with this status, or None."""
+    helpers = sys.modules.get("torch.testing._internal.common_distributed")
+    skips = getattr(helpers, "TEST_SKIPS", {})
+    return next((skip.message for skip in skips.values() if skip.exit_code == exit_code), None)
+
+
 def _run_method(rank: int, world_size: int, module: str, qualname: str, name: str) -> str | None:
     cls = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
     return cls(name)._run_as_worker(rank, name)
@@ -112,6 +125,7 @@ def with_comms(func: Callable) -> Callable:
 
     @functools.wraps(func)
     def wrapped(self, *args, **kwargs):
+        self.device_type = "cuda" if self.backend == "nccl" else "cpu"
         self.init_pg()
         out = func(self, *args, **kwargs)
         self.destroy_pg()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, count, islice, product
@@ -19,7 +20,7 @@ class FlagCombGenerator:
 
     Args:
         flags: names.
-        options: values of a flag, ``(False, True)`` where absent.
+        options: values of a flag, ``(False, True)`` where absent; the default is tried first.
         defaults: default value of a flag; the first option where absent.
         groups: flags that are likely to interact; ``heuristic`` tries their pairs.
         strategy: ``constant`` gives the defaults; ``sequential`` all combinations in order; ``random``
@@ -42,12 +43,13 @@ class FlagCombGenerator:
     ) -> None:
         if strategy not in STRATEGIES:
             raise ContractError(f"strategy={strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
-        self.flags = list(flags)
+        self.flags = list(dict.fromkeys(flags))
         self.options = {f: list((options or {}).get(f, (False, True))) for f in self.flags}
         self.defaults = {f: (defaults or {}).get(f, self.options[f][0]) for f in self.flags}
         for flag, value in self.defaults.items():
             if value not in self.options[flag]:
                 raise ContractError(f"Default {value!r} of {flag} is none of {self.options[flag]}; add it.")
+            self.options[flag] = [value, *self._others(flag)]
         unknown = sorted({f for group in groups for f in group} - set(self.flags))
         if unknown:
             raise ContractError(f"Groups name {', '.join(unknown)}, which are no flags; list them in flags.")
@@ -60,7 +62,33 @@ class FlagCombGenerator:
     # ---- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Comb]:
-        return self
+        return self.iter()
+
+    def __reversed__(self) -> Iterator[Comb]:
+        return self.iter(reverse=True)
+
+    def iter(self, reverse: bool = False) -> Iterator[Comb]:
+        """All combinations from the beginning, by themselves: ``next(generator)`` goes on where it was.
+
+        Backwards every pass is reversed; that of draws which never end cannot be.
+        """
+        if reverse and self.strategy == "heuristic" and self.cycle_times < 0:
+            raise ContractError("Draws that never end have no reverse order; give cycle_times.")
+        return self._walk(self._make_stream(reverse))
+
+    def _walk(self, stream: Iterator[Comb]) -> Iterator[Comb]:
+        for comb in stream:
+            self._mark(comb)
+            yield dict(comb)
+
+    @property
+    def num_flags(self) -> int:
+        return len(self.flags)
+
+    @property
+    def num_combs(self) -> int:
+        """How many different combinations there are."""
+        return math.prod(len(values) for values in self.options.values())
 
     def __next__(self) -> Comb:
         comb = next(self._stream)
@@ -71,21 +99,24 @@ class FlagCombGenerator:
         if comb not in self._covered:
             self._covered.append(dict(comb))
 
-    def _make_stream(self) -> Iterator[Comb]:
-        passes = count() if self.cycle_times < 0 else range(self.cycle_times)
+    def _make_stream(self, reverse: bool = False) -> Iterator[Comb]:
         if self.strategy == "heuristic" and self.cycle_times < 0:
             yield from self._heuristic()
             while True:
                 yield self._draw()
-        for _ in passes:
-            if self.strategy == "constant":
-                yield dict(self.defaults)
-            elif self.strategy == "heuristic":
-                yield from self._heuristic()
-            elif self.strategy == "sequential":
-                yield from self._all()
-            else:
-                yield from (self._draw() for _ in self._all())
+        for _ in count() if self.cycle_times < 0 else range(self.cycle_times):
+            combs = list(self._pass()) if reverse else self._pass()
+            yield from reversed(combs) if isinstance(combs, list) else combs
+
+    def _pass(self) -> Iterator[Comb]:
+        if self.strategy == "constant":
+            yield dict(self.defaults)
+        elif self.strategy == "heuristic":
+            yield from self._heuristic()
+        elif self.strategy == "sequential":
+            yield from self._all()
+        else:
+            yield from (self._draw() for _ in self._all())
 
     def _all(self) -> Iterator[Comb]:
         for values in product(*(self.options[f] for f in self.flags)):
@@ -144,9 +175,7 @@ class FlagCombGenerator:
                 if is_valid_fn(comb, test_config):
                     self._mark(comb)
                     return dict(comb)
-        raise RuntimeError(
-            f"No combination of {self.flags} is valid for {test_config!r}; relax the condition."
-        )
+        raise RuntimeError(f"No combination of {self.flags} is valid for {test_config!r}; relax the condition.")
 
     def is_comb_covered(self, comb: Comb) -> bool:
         """Has this combination been handed out?"""
@@ -155,15 +184,15 @@ class FlagCombGenerator:
     # ---- helpers ----------------------------------------------------------------------------------
 
     @staticmethod
-    def sync_group(comb: Comb, group: Any) -> Comb:
+    def sync_group(flag_comb: Comb, group: Any) -> Comb:
         """The combination of the group's first rank, on all of its ranks (collective)."""
         import torch.distributed as dist
 
-        box = [comb]
+        box = [flag_comb]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         return box[0]
 
     @staticmethod
-    def to_test_case(comb: Comb) -> str:
+    def to_test_case(flag_comb: Comb) -> str:
         """``flag=value`` pairs, for messages."""
-        return ", ".join(f"{flag}={value}" for flag, value in comb.items())
+        return ", ".join(f"{flag}={value}" for flag, value in flag_comb.items())

@@ -25,9 +25,7 @@ class GroundTruthDispatcher:
     def __init__(self, mask: np.ndarray | torch.Tensor, chunk_size: int) -> None:
         dense = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
         if dense.ndim != 2 or chunk_size < 1:
-            raise ContractError(
-                f"A mask of {dense.ndim} dimensions in chunks of {chunk_size}; give 2 and >= 1."
-            )
+            raise ContractError(f"A mask of {dense.ndim} dimensions in chunks of {chunk_size}; give 2 and >= 1.")
         self.mask, self.chunk_size = dense != 0, chunk_size
         self.num_chunks = -(-len(dense) // chunk_size)
 
@@ -37,10 +35,7 @@ class GroundTruthDispatcher:
 
     def chunk_areas(self) -> list[int]:
         """Allowed pairs of every chunk, counted one by one."""
-        return [
-            sum(int(self.mask[row].sum()) for row in self.rows_of_chunk(chunk))
-            for chunk in range(self.num_chunks)
-        ]
+        return [sum(int(self.mask[row].sum()) for row in self.rows_of_chunk(chunk)) for chunk in range(self.num_chunks)]
 
     def rank_areas(self, partitions: Sequence[Sequence[int]]) -> list[int]:
         """Allowed pairs of every rank, given the chunks of each."""
@@ -51,9 +46,7 @@ class GroundTruthDispatcher:
         """``ContractError`` unless every chunk has exactly one rank."""
         chunks = sorted(chunk for part in partitions for chunk in part)
         if chunks != list(range(self.num_chunks)):
-            raise ContractError(
-                f"Chunks {chunks} are not 0..{self.num_chunks - 1}, each once; fix partitions."
-            )
+            raise ContractError(f"Chunks {chunks} are not 0..{self.num_chunks - 1}, each once; fix partitions.")
 
     def position_ids(self, partitions: Sequence[Sequence[int]], rank: int) -> list[int]:
         """Global rows of a rank, its chunks in ascending order."""

@@ -19,12 +19,16 @@ MISMATCH_THRES_RATIO = 2.0
 MAX_MISMATCH_THRES = 0.75
 NORM_RTOL_RATIO = 2.0
 
-# One H100 SXM: dense 16-bit matrix FLOP/s in units of 1e12, the share of it that matmuls reach, NVLink bytes
-# per second and direction in units of 1e9, and the share of it that collectives reach.
-H100_TFLOPS_16 = 989.5
+# One GPU: dense 16-bit matrix FLOP/s, the share of it that matmuls reach, NVLink bytes per second and direction, and
+# the share of them that all-to-alls reach. InfiniBand NDR: bytes per second and direction.
+H100_TFLOPS_16 = 989.5e12
 H100_MATMUL_MFU = 0.7
-H100_NVLINK_BANDWIDTH = 450.0
-H100_NVLINK_BWU = 0.6
+H100_NVLINK_BANDWIDTH = 450e9
+H100_NVLINK_A2A_BWU = 0.6
+H800_TFLOPS_16 = 989.5e12
+H800_NVLINK_BANDWIDTH = 200e9
+H800_NVLINK_A2A_BWU = 0.6
+IB_BANDWIDTH = 50e9
 
 
 def calc_inf_norm(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -50,8 +50,7 @@ def ref_attn_func(
     group = q.shape[1] // k.shape[1]
     wide = torch.float64 if high_precision else q.dtype
     q_HTD, k_HTD, v_HTD = (
-        x.to(wide).repeat_interleave(copies, dim=1).transpose(0, 1)
-        for x, copies in ((q, 1), (k, group), (v, group))
+        x.to(wide).repeat_interleave(copies, dim=1).transpose(0, 1) for x, copies in ((q, 1), (k, group), (v, group))
     )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     allowed = mask.bool()
@@ -76,9 +75,7 @@ def _check(q, k, v, mask, layout: str, backend: str) -> None:
     if backend not in ("sdpa", "torch"):
         raise ContractError(f"backend={backend!r} is unknown; use 'sdpa' or 'torch'.")
     if q.shape[1] % k.shape[1] or k.shape != (*v.shape[:2], k.shape[2]):
-        raise ContractError(
-            f"Heads of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit."
-        )
+        raise ContractError(f"Heads of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit.")
     if tuple(mask.shape) != (len(q), len(k)):
         raise ContractError(f"mask has shape {tuple(mask.shape)}; give {(len(q), len(k))}.")
 

@@ -115,10 +115,12 @@ def test_files_and_plots(tmp_path):
         "ms",
     )
     bm.Mark.draw_from_csv(tmp_path / "out" / "plot-mem.csv", tmp_path / "again.png", print_value_on_bar=True)
-    bm.make_img_grid([tmp_path / "again.png"] * 3, tmp_path / "grid.png")
-    assert (tmp_path / "grid.png").stat().st_size > 1000
-    with pytest.raises(ContractError, match="pictures"):
-        bm.make_img_grid([], tmp_path / "none.png")
+    bm.make_img_grid(tmp_path, tmp_path / "grid.png", "tall", ignore_patterns=["plot-mem"], save_pdf=True)
+    assert min((tmp_path / name).stat().st_size for name in ("grid.png", "grid.pdf")) > 1000
+    bm.make_img_grid(tmp_path, tmp_path / "none.png", ignore_patterns=[".*"])
+    assert not (tmp_path / "none.png").exists()
+    with pytest.raises(ContractError, match="layout"):
+        bm.make_img_grid(tmp_path, tmp_path / "none.png", layout="round")
 
 
 def test_several_x_names_and_mismatched_lines():

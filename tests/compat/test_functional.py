@@ -14,9 +14,11 @@ from magi_attention.compat import softmax
 from magi_attention.config import DistAttnConfig
 from magi_attention.dist_attn_runtime_mgr import DistAttnRuntimeMgr
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional import sdpa
 from magi_attention.functional.dist_attn import DistAttnRuntime, dist_attn_func
 from magi_attention.functional.fa4 import FA4AttnFunc, is_fa4_installed
 from magi_attention.functional.flex_flash_attn import FlexFlashAttnFunc, flex_flash_attn_func, maybe_contiguous
+from magi_attention.testing.ref_attn import ref_attn_func
 
 TOTAL, HEADS = 32, (4, 2, 8)
 
@@ -145,6 +147,33 @@ def test_compiled_names_are_the_same_functions(name):
         got, want = compiled(*arguments), getattr(softmax, name)(*arguments)
     for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_steps_of_dense_attention(is_causal, with_delta):
+    """Put together by hand, forward and backward, they are attention under autograd."""
+    q, k, v = (x.requires_grad_() for x in tensors())
+    mask = torch.rand(TOTAL, TOTAL) < 0.5
+    mask[3] = False
+    allowed = torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril() if is_causal else mask
+    want, meta = ref_attn_func(q, k, v, allowed, softmax_scale=0.3, backend="torch", return_lse=True)
+    weight = torch.randn_like(want)
+    with torch.no_grad():
+        parts = sdpa.sdpa_fwd_qkv_rearrange(q, k, v)
+        *ready, copies = sdpa.sdpa_fwd_preprocess(*parts, None if is_causal else mask, is_causal, softmax_scale=0.3)
+        out, lse = sdpa.sdpa_fwd_out_lse_rearrange(*sdpa.sdpa_fwd_calc(*ready))
+        assert torch.allclose(out, want) and torch.allclose(lse, meta.lse) and copies == 2
+        *_, o, do, lse = sdpa.sdpa_bwd_qkvodo_lse_rearrange(q, k, v, out, weight, lse)
+        q_, k_, v_, bias, scale = ready
+        delta = sdpa.sdpa_bwd_preprocess(do, o) if with_delta else None
+        weights = sdpa.sdpa_bwd_recalc_fwd(q_, k_, lse, bias, scale)
+        dq, dk, dv = sdpa.sdpa_bwd_calc(do, q_, k_, v_, delta, weights, scale)
+        got = sdpa.sdpa_bwd_dqdkdv_rearrange(dq, *sdpa.sdpa_bwd_postprocess(dk, dv, copies))
+    for a, b in zip(got, torch.autograd.grad(want, (q, k, v), weight)):
+        assert torch.allclose(a, b)
+    with pytest.raises(ContractError, match="not both"):
+        sdpa.sdpa_fwd_preprocess(*parts, mask, True)
 
 
 def test_contiguous_where_the_last_dim_is_not():

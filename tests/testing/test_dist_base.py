@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistTestBase: methods run on every rank, and failures and skips come back."""
 
+import sys
+import types
 import unittest
 
 import torch
@@ -60,6 +62,19 @@ class Broken(TwoRanks):
     def one_rank_skips(self):
         raise unittest.SkipTest("not here")
 
+    def torch_skips(self):
+        """As torch's ``skip_if_lt_x_gpu`` with too few: the process is told to leave with a status of its table.
+
+        The table is a stand-in, because importing torch's needs packages that only tests of torch have.
+        """
+        skip = types.SimpleNamespace(exit_code=87, message="Need at least 7 CUDA devices")
+        helpers = types.SimpleNamespace(TEST_SKIPS={"multi-gpu-7": skip})
+        sys.modules["torch.testing._internal.common_distributed"] = helpers
+        sys.exit(skip.exit_code)
+
+    def leaves(self):
+        sys.exit(3)
+
 
 def test_failures_and_skips_come_back():
     failed = unittest.TestResult()
@@ -69,3 +84,13 @@ def test_failures_and_skips_come_back():
     skipped = unittest.TestResult()
     Broken("one_rank_skips").run(skipped)
     assert [reason for _, reason in skipped.skipped] == ["not here"] and skipped.wasSuccessful()
+
+
+def test_skips_of_torch_are_skips_and_other_exits_are_failures():
+    skipped, failed = unittest.TestResult(), unittest.TestResult()
+    Broken("torch_skips").run(skipped)
+    assert [reason for _, reason in skipped.skipped] == ["Need at least 7 CUDA devices"]
+    assert skipped.wasSuccessful()
+    Broken("leaves").run(failed)
+    (_, text), *_ = failed.errors + failed.failures
+    assert RankFailure.__name__ in text and "SystemExit: 3" in text

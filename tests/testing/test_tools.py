@@ -279,6 +279,20 @@ def test_flag_strategies():
     assert not FlagCombGenerator(["a"]).is_comb_covered({"a": False})
 
 
+def test_flags_can_be_gone_through_from_the_beginning():
+    """Twice named flags count once, defaults come first, and loops do not use up what next() gives."""
+    options, defaults = {"b": [1, 2, 3]}, {"a": True, "b": 2}
+    generator = FlagCombGenerator(["a", "b", "a"], options, defaults, strategy="sequential", cycle_times=2)
+    assert (generator.num_flags, generator.num_combs, generator.options["b"]) == (2, 6, [2, 1, 3])
+    assert next(iter(generator)) == next(iter(generator)) == next(generator) == defaults
+    assert next(reversed(generator)) == {"a": False, "b": 3}
+    assert next(generator) == {"a": True, "b": 1}
+    forwards, backwards = list(generator), list(generator.iter(reverse=True))
+    assert len(forwards) == 12 and backwards == forwards[::-1]
+    with pytest.raises(ContractError, match="reverse"):
+        reversed(FlagCombGenerator(["a"]))
+
+
 def test_next_valid_combination():
     generator = FlagCombGenerator(["a", "b"], strategy="sequential", cycle_times=1)
     needs_b = lambda comb, config: comb["b"] == config  # noqa: E731
@@ -289,10 +303,7 @@ def test_next_valid_combination():
     with pytest.raises(RuntimeError, match="valid for 5"):
         FlagCombGenerator(["a", "b"]).get_next_valid_comb(5, lambda comb, config: False)
     rare = FlagCombGenerator(list("abcdefgh"))
-    assert (
-        rare.get_next_valid_comb(None, lambda comb, _: sum(comb.values()) == 7 and not comb["e"])["e"]
-        is False
-    )
+    assert rare.get_next_valid_comb(None, lambda comb, _: sum(comb.values()) == 7 and not comb["e"])["e"] is False
 
 
 def test_flag_mistakes():

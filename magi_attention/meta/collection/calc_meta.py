@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import Q0, SliceTable, areas
+from magi_attention.errors import UnsupportedError
 
 
 @dataclass
@@ -67,6 +69,12 @@ class FA4AttnArg(AttnArg):
     seqlen_q: int = 0
     seqlen_k: int = 0
     headdim: int = 128
+
+    def to_fa4_args(self, is_bwd: bool = False) -> NoReturn:
+        """Not here: the tables of blocks that FlashAttention-4 reads are not made."""
+        raise UnsupportedError(
+            "to_fa4_args is not built; give the FA4AttnArg itself to magi_attention.functional.fa4.fa4_fwd or fa4_bwd."
+        )
 
 
 @dataclass
