@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 from magi_attention.common import enum, jit
 from magi_attention.common.attn_mask import AttnMask
 from magi_attention.common.enum import AttnMaskType
@@ -31,11 +29,4 @@ __all__ = [
     "enum",
     "is_cpp_backend_enable",
     "jit",
-    "range_op",
 ]
-
-
-def __getattr__(name: str):
-    if name == "range_op":  # lives with the kernels and needs torch
-        return importlib.import_module("magi_attention.common.range_op")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

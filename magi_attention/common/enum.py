@@ -20,14 +20,6 @@ AttnSinkLayout = Literal["sh", "ssh", "shd"]
 GroupReduceOp = Literal["sum", "avg", "lse"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "OutMaybeWithLSE":  # a type of tensors; this module itself needs no torch
-        import torch
-
-        return torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 class ValueEnum(Enum):
     """Enumeration whose members equal those of the same class in another copy of this module."""
 

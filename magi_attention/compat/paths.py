@@ -33,6 +33,7 @@ MODULES: dict[str, str] = {
     "comm.primitive.grpcoll._config": "config.grpcoll",
     "comm.primitive.grpcoll._group_collective": "comm.group_collective",
     "comm.primitive.grpcoll._mgr": "compat.grpcoll",
+    "common.range_op": "kernels.range_ops",
     "dist_attn_runtime_mgr": "compat.runtime_mgr",
     "functional.dispatch": "compat.dispatch",
     "functional.fa4": "compat.fa4",
