@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import type_codes
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
-from magi_attention.errors import ContractError
+from magi_attention.errors import ContractError, UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,16 @@ class DistAttnRuntimeKey:
     def __hash__(self) -> int:
         return self._hash
 
+    def __copy__(self) -> DistAttnRuntimeKey:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> DistAttnRuntimeKey:
+        """The key itself, a value that never changes: a copy of a model that holds it runs in the same group."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickling("DistAttnRuntimeKey")
+
     @cached_property
     def cp_ranks(self) -> tuple[int, ...]:
         """Global ranks of the group, ascending; caches are kept per such tuple."""
@@ -113,6 +123,15 @@ class DistAttnRuntimeKey:
     @property
     def is_auto_range_merge_enable(self) -> bool:
         return self.flags.auto_range_merge
+
+
+def refuse_pickling(kind: str) -> NoReturn:
+    """For what belongs to one process group."""
+    raise UnsupportedError(
+        f"A {kind} cannot be pickled, because it belongs to a process group of this process. Keep what it was made of, "
+        "that is the ranges (or cu_seqlens), mask types and configuration, and make a key of them where it is wanted; "
+        "or keep a Plan (make_plan), which can be pickled. Of a module that holds a key save the state_dict."
+    )
 
 
 def group_ranks(cp_group: Any) -> tuple[int, ...]:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from magi_attention.api.key import DistAttnRuntimeKey, group_ranks
+from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.common.enum import AttnRole
@@ -175,6 +175,15 @@ class RuntimeManager:
         return mine == (other.plan, other.transport.rank, other.flags, other.dist_attn_config)
 
     __hash__ = object.__hash__
+
+    def __copy__(self) -> RuntimeManager:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> RuntimeManager:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickling("runtime manager")
 
 
 def init_dist_attn_runtime_mgr(

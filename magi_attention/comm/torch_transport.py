@@ -196,6 +196,7 @@ class TorchTransport(TransportBase):
         Raises:
             PeerFailureError: names ranks that did not come within ``timeout_s``, or that failed.
         """
+        check_alive(self.group)
         self._resume()
         if self._board is not None:
             self._ask_store(partial(self._board.meet, stage, self.timeout_s))
@@ -252,6 +253,7 @@ class TorchTransport(TransportBase):
 
     # -- waiting and failing ------------------------------------------------------------------------------
     def _begin(self, device: torch.device) -> str:
+        check_alive(self.group)
         backend = self._backend(device)
         for watch in self.watchers:
             watch("a collective")
@@ -278,8 +280,11 @@ class TorchTransport(TransportBase):
             return work
         return HostWork(work, what, self._board, self.timeout_s, keep)
 
+    def check_alive(self) -> None:
+        check_alive(self.group)
+
     def report_failure(self, exc: BaseException, stage: str) -> None:
-        if self._board is not None:
+        if self._board is not None and not is_destroyed(self.group):
             self._board.report(describe_error(exc, stage))
 
 
@@ -295,6 +300,7 @@ def as_transport(
         return SingleTransport()
     group = dist.group.WORLD if group is None else group
     check_group(group)
+    check_alive(group)
     if dist.get_world_size(group) == 1:
         return SingleTransport(dist.get_process_group_ranks(group)[0])
     return TorchTransport(group, timeout_s)
@@ -317,6 +323,19 @@ def check_group(group: object) -> None:
         raise ContractError(
             f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
             "Transport, or None."
+        )
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Was ``destroy_process_group`` called for it? Gloo would go on moving bytes, NCCL would not."""
+    return group not in dist.distributed_c10d._world.pg_group_ranks
+
+
+def check_alive(group: dist.ProcessGroup) -> None:
+    if is_destroyed(group):
+        raise ContractError(
+            "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
+            "with it. Make a group, and the key again for it; a plan goes on, with the new group."
         )
 
 

@@ -241,6 +241,10 @@ class TransportBase(ABC):
     def object_device(self) -> torch.device:
         return torch.device("cpu")
 
+    def check_alive(self) -> None:
+        """Raises ``ContractError`` if the group was destroyed."""
+        return None
+
     def guard(self, stage: str) -> AbstractContextManager[None]:
         """See ``Transport.guard``. An error that every rank raises alike (``PlanMismatchError``) or that
         tells of another rank (``PeerFailureError``) is not reported again."""
@@ -254,6 +258,7 @@ class _Guard(AbstractContextManager[None]):
         self._transport, self._stage = transport, stage
 
     def __enter__(self) -> None:
+        self._transport.check_alive()
         progress = self._transport.progress
         if progress is not None:
             self._before = progress.begin(self._stage)
