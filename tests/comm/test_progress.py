@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
 from magi_attention.comm.progress import Progress, describe, look
+from magi_attention.testing.waiting import wait_until
 
 OTHER = """
 import sys
@@ -46,10 +46,7 @@ def test_another_process_is_seen_alive_and_then_gone(other) -> None:
         "which ended "
     ), text
     other.kill()
-    deadline = time.monotonic() + 120  # a zombie counts as ended, so nobody has to wait for it
-    while look(address).is_alive:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not look(address).is_alive, "it is gone; a zombie counts as ended, so nobody waits for it")
     text = describe("rank 1", look(address), seen, own)
     assert text.startswith("When last seen, ") and "rank 1 had not begun attention backward" in text, text
     assert text.endswith("its process has ended since."), text

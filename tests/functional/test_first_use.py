@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from functools import partial
 
@@ -122,7 +123,7 @@ def differing(rank: int, world: int) -> dict[str, str]:
 
 
 def test_every_rank_is_told_of_every_difference() -> None:
-    all_told = run_processes(WORLD, differing, timeout_s=570)
+    all_told = run_processes(WORLD, differing)
     assert all_told[0] == all_told[1] == all_told[2]
     for name, (_, *words) in DIFFERENCES.items():
         text = all_told[0][name]
@@ -186,15 +187,19 @@ def staying_in_step(rank: int, world: int) -> None:
 
 
 def test_ranks_stay_in_step() -> None:
-    run_processes(WORLD, staying_in_step, timeout_s=570)
+    run_processes(WORLD, staying_in_step)
 
 
 def skipping(rank: int, world: int) -> list[str]:
     """Rank 1 leaves its backward out; the time limit is this package's, then the process group's."""
     store, texts = dist.distributed_c10d._get_default_store(), []
-    for i, group in enumerate((TorchTransport(dist.new_group(), 3), dist.new_group(timeout=timedelta(seconds=3)))):
+    for i, group in enumerate((TorchTransport(dist.new_group()), dist.new_group())):
         plan = plan_of()
         out = attention_with_grad(plan, group)
+        if i == 0:  # a short time from here on; the forward may take as long as a busy machine needs
+            group.timeout_s = 3
+        else:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
         if rank == 1:  # it lives on until the others have found out
             store.wait([f"told {i} {r}" for r in (0, 2)], timedelta(minutes=5))
             continue
@@ -210,11 +215,12 @@ def attention_with_grad(plan, group) -> torch.Tensor:
 
 
 def test_a_rank_that_skips_its_backward_is_named_as_that() -> None:
-    texts = run_processes(WORLD, skipping, timeout_s=570)
+    texts = run_processes(WORLD, skipping)
     print(texts)
     for i in range(2):
         pair = [texts[0][i], texts[2][i]]
-        assert all("rank 1 did not arrive" in text and "memory" not in text for text in pair), pair
+        # on a busy machine another rank may be late as well
+        assert all(re.search("rank 1.* did not arrive", text) and "memory" not in text for text in pair), pair
         first = min(pair, key=len)  # the other one may be its echo
         assert "Rank 1 is alive and has not begun attention backward; its last call on this group was" in first
         assert "was attention forward, which ended" in first, first
@@ -243,5 +249,5 @@ def test_any_two_masks_that_differ_are_told_apart(seed: int) -> None:
         masks.append(api.Mask.varlen(cu, causal=bool(rng.integers(2))))
     plans = [api.make_plan(masks[rank == 1], 3) for rank in range(3)]
     is_same = np.array_equal(masks[0].to_dense(), masks[1].to_dense())
-    told = FakeWorld(3, timeout_s=120).run(threaded, plans)
+    told = FakeWorld(3).run(threaded, plans)
     assert all((text == "done") == is_same for text in told) and len(set(told)) == 1, told
