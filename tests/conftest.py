@@ -4,7 +4,10 @@ left out, and the head of the report says so."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_A_CHECKOUT = ("ci", "docker", "docs", "native")  # checks, images, pages, and how native sources are built
@@ -15,3 +18,10 @@ def pytest_report_header() -> str | None:
     if not collect_ignore:
         return None
     return f"no checkout: the tests of {', '.join(collect_ignore)} are left out, those that read csrc are skipped"
+
+
+@pytest.fixture(scope="session")
+def compile_folder(tmp_path_factory) -> Path:
+    """Where ``compiled_or_skip`` puts libraries, one for all processes of a run of pytest."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from magi_attention.errors import BuildError
@@ -36,8 +36,17 @@ def csrc_or_skip() -> Path:
         pytest.skip(str(error))
 
 
-def compiled_or_skip(folder: Path, sources: Sequence[Path], includes: Sequence[Path], *flags: str) -> ctypes.CDLL:
+def compiled_or_skip(
+    folder: Path,
+    sources: Sequence[Path],
+    includes: Sequence[Path],
+    *flags: str,
+    prepare: Callable[[], object] | None = None,
+) -> ctypes.CDLL:
     """C++ sources as a shared library in ``folder``, for the CPU; skips the test where there is no g++.
+
+    The first process that asks compiles, after it has called ``prepare``, which may write sources; the others load what
+    it made. So ``folder`` must be new in each run of the tests.
 
     Raises:
         AssertionError: the sources do not compile; its text is the compiler's.
@@ -48,12 +57,18 @@ def compiled_or_skip(folder: Path, sources: Sequence[Path], includes: Sequence[P
     if compiler is None:
         pytest.skip(f"There is no g++ to compile {', '.join(s.name for s in sources)} with; install one.")
     path = folder / f"{sources[0].stem}.so"
-    paths = [*(f"-I{i}" for i in includes), *map(str, sources), "-o", str(path)]
-    done = subprocess.run(
-        [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *paths],
-        capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    with build.locked(folder):
+        if not path.exists():
+            if prepare is not None:
+                prepare()
+            part = path.with_suffix(".part")
+            paths = [*(f"-I{i}" for i in includes), *map(str, sources), "-o", str(part)]
+            done = subprocess.run(
+                [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *paths],
+                capture_output=True, text=True, timeout=DEADLINE_S,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            part.rename(path)
     return ctypes.CDLL(str(path))
 
 

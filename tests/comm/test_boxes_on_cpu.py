@@ -43,13 +43,16 @@ def for_the_cpu(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    csrc, folder = csrc_or_skip(), tmp_path_factory.mktemp("boxes")
-    (folder / "nvlink").mkdir()
-    for file in sorted((csrc / "comm" / "nvlink").glob("*.cu*")):
-        (folder / "nvlink" / file.name).write_text(for_the_cpu(file.read_text()))
+def library(compile_folder):
+    csrc, folder = csrc_or_skip(), compile_folder / "boxes"
+
+    def write_sources() -> None:
+        (folder / "nvlink").mkdir()
+        for file in sorted((csrc / "comm" / "nvlink").glob("*.cu*")):
+            (folder / "nvlink" / file.name).write_text(for_the_cpu(file.read_text()))
+
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags)
+    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)
     found.control_bytes.restype = ctypes.c_int64
     return found
 

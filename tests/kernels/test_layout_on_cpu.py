@@ -34,8 +34,8 @@ class Layout(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled_or_skip(tmp_path_factory.mktemp("layout"), [SOURCE], [csrc_or_skip()], "-O1")
+def library(compile_folder):
+    return compiled_or_skip(compile_folder / "layout", [SOURCE], [csrc_or_skip()], "-O1")
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ NOT_SET = -7
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library(compile_folder):
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas")
-    return compiled_or_skip(tmp_path_factory.mktemp("turns"), [SOURCE], [csrc_or_skip()], *flags)
+    return compiled_or_skip(compile_folder / "turns", [SOURCE], [csrc_or_skip()], *flags)
 
 
 def at(array: np.ndarray) -> ctypes.c_void_p:

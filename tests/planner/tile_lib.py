@@ -6,11 +6,8 @@ They are compiled for the tests alone, so these also run where no native library
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +37,18 @@ LAYER = np.dtype(
 )
 
 
+def compile_in(folder: Path) -> None:
+    """Where ``library`` is compiled; to be called before anything else here."""
+    _folder.append(folder)
+
+
+_folder: list[Path] = []
+
+
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The planner as a shared library; compiled once per process. Skips the test where there is no compiler."""
-    folder = Path(tempfile.mkdtemp(prefix="magi_tile_plan_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    lib = compiled_or_skip(folder, [ROOT / source for source in SOURCES], [csrc_or_skip() / "include"], *FLAGS)
+    """The planner as a shared library. Skips the test where there is no compiler."""
+    lib = compiled_or_skip(_folder[-1], [ROOT / source for source in SOURCES], [csrc_or_skip() / "include"], *FLAGS)
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
     lib.magi_tile_plan_words.restype = i64
