@@ -41,8 +41,8 @@ class DistTestBase(unittest.TestCase):
 
     @property
     def seed(self) -> int:
-        """Seed of this rank: 42 + rank."""
-        return 42 + max(self.rank, 0)
+        """Seed of rank 0; rank r begins with ``seed + r``."""
+        return 42
 
     @property
     def timeout_s(self) -> float:
@@ -69,7 +69,7 @@ class DistTestBase(unittest.TestCase):
         from magi_attention.utils.dist import set_random_seed
 
         self._is_worker, self.rank = True, rank
-        set_random_seed(self.seed)
+        set_random_seed(self.seed + rank)
         try:
             self.setUp()
             try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import functools
 import os
@@ -82,6 +83,11 @@ def switch_envvar_decorator(
 
 
 def _matches(what: str, value: object) -> bool:
+    """Does the filter let ``value`` through, a dictionary by its entry ``name``, an enumeration's member by value?"""
+    if isinstance(value, Mapping):
+        value = value.get("name", value)
+    if isinstance(value, enum.Enum):
+        value = value.value
     patterns = [p.strip() for p in registry.get(f"{registry.PREFIX}TEST_{what}").split(",") if p.strip()]
     return not patterns or any(fnmatch.fnmatchcase(str(value), pattern) for pattern in patterns)
 

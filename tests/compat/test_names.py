@@ -13,7 +13,7 @@ import torch
 from magi_attention.api.magi_attn_interface import DistAttnRuntimeDictManager
 from magi_attention.benchmarking.bench import maybe_dist_sync, nvml_context
 from magi_attention.common import AttnRanges
-from magi_attention.common.enum import GrpCollBufferName
+from magi_attention.common.enum import GrpCollBufferName, MagiAttentionKernelBackend
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.collection.calc_meta import FA4AttnArg
 from magi_attention.meta.container.rank_entry import HostRankEntry
@@ -54,6 +54,12 @@ def test_filters_are_where_tests_import_them_from(monkeypatch):
     monkeypatch.setenv(dist_common.TEST_WORLD_SIZE, "2,4")
     assert dist_common.should_run_world_size(4) and not dist_common.should_run_world_size(3)
     assert dist_common.should_run_test_case(world_size=2)
+    monkeypatch.setenv(dist_common.TEST_ATTN_CONFIG, "uneven_*, full")
+    assert dist_common.should_run_test_case(attn_config={dist_common.NAME: "uneven_10k", "x": 1})
+    assert not dist_common.should_run_test_case(attn_config={dist_common.NAME: "fuller"})
+    monkeypatch.setenv("MAGI_ATTENTION_TEST_BACKEND", "sdpa")
+    assert dist_common.should_run_test_case(backend=MagiAttentionKernelBackend.SDPA)
+    assert not dist_common.should_run_test_case(backend=MagiAttentionKernelBackend.SDPA_OL)
     assert_close(torch.ones(3), torch.ones(3))
 
 

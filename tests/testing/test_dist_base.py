@@ -34,7 +34,7 @@ class TestRuns(TwoRanks):
         ranks = torch.tensor([self.rank])
         dist.all_reduce(ranks)
         assert ranks.item() == 1
-        assert torch.initial_seed() == self.seed == 42 + self.rank
+        assert torch.initial_seed() == self.seed + self.rank == 42 + self.rank
         flag = FlagCombGenerator.sync_group({"from": self.rank}, dist.group.WORLD)
         assert flag == {"from": 0}
 
