@@ -76,8 +76,21 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # the gradient may be differentiated
+            return (_ReduceScatter if ctx.is_partial else _Scatter).apply(grad, *ctx.args), None, None, None, None
         backward = reduce_scatter_v if ctx.is_partial else scatter_v
         return backward(grad, *ctx.args), None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim, split_sizes):
+        ctx.args = (group, dim, split_sizes)
+        return reduce_scatter_v(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllGather.apply(grad, *ctx.args, True), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -89,6 +102,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            return _AllGather.apply(grad, *ctx.args, False), None, None, None
         return all_gather_v(grad, *ctx.args), None, None, None
 
 

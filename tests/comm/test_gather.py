@@ -61,6 +61,37 @@ def test_gradients(dim, sizes):
     FakeWorld(len(sizes_or_even)).run(main)
 
 
+def of_penalty(loss, leaf):
+    """The gradient of a penalty on the gradient."""
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    return torch.autograd.grad(grad.pow(3).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("sizes", [SIZES, None])
+def test_gradients_of_gradients(dim, sizes):
+    """Against one rank that holds everything: every rank adds the penalty of its part, or has the whole one."""
+    world = 4 if sizes else 2
+    x = along(dim) / 50
+    leaf = x.clone().requires_grad_()
+    whole = of_penalty(leaf.sin().sum(), leaf)
+    leaf = x.clone().requires_grad_()
+    of_shares = of_penalty(leaf.sin().sum() * world * (world + 1) / 2, leaf)
+
+    def main(t):
+        part = scatter_v(x, t, dim, sizes).requires_grad_()
+        got = of_penalty(all_gather_fwd_scatter_bwd(part, t, dim, sizes).sin().sum(), part)
+        torch.testing.assert_close(got, scatter_v(whole, t, dim, sizes))
+        gathered = all_gather_fwd_reduce_scatter_bwd(part, t, dim, sizes)
+        got = of_penalty(gathered.sin().sum() * (t.rank + 1), part)
+        torch.testing.assert_close(got, scatter_v(of_shares, t, dim, sizes))
+        everything = x.clone().requires_grad_()
+        got = of_penalty(scatter_fwd_all_gather_bwd(everything, t, dim, sizes).sin().sum(), everything)
+        torch.testing.assert_close(got, whole)
+
+    FakeWorld(world).run(main)
+
+
 def test_all2all_v():
     def main(t):
         out = torch.zeros(t.size, dtype=torch.int64)
