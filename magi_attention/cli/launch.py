@@ -131,11 +131,13 @@ def launch(args: argparse.Namespace, command: list[str], stem: str) -> int:
     if args.session:
         return _launch_in(session.read_session(args.session), args, command)
     spec, name = spec_from(args), new_name(args, stem)
-    service.with_command(spec, command)  # a wrong request is told before anything is made
+    full = service.with_command(spec, command)  # a wrong request is told before anything is made
     if args.dry_run:
         print(service.plan_up(spec, name).text(), end="")
         made = session.Session(name, session.sessions_folder() / name, spec)
         return _launch_in(made, args, command)
+    session.check_name(name)
+    service.check_here(full)
     made = service.up(spec, name, say, is_implicit=True)
     try:
         return _launch_in(made, args, command)
@@ -157,14 +159,15 @@ def _launch_in(made: session.Session, args: argparse.Namespace, command: list[st
     if current.state == session.SUBMITTED:
         print(f"{outcome.reason}\n  magi status {made.name}\n  magi logs {made.name}")
         return 0
-    say(f"logs: {current.folder}")
     if outcome.is_stopped:
         say(f"stopped; nothing is left running. `magi logs {made.name}` shows what it printed.")
-        return 130
-    if outcome.exit_code:
+    elif outcome.exit_code:
         say(f"run {current.target.run} of {made.name} failed: {outcome.reason}")
-        return 1
-    return 0
+        for line in outcome.last_words:
+            print(f"  {line}", file=sys.stderr)
+    log = current.folder / "output.log"
+    say(f"the whole log, with torchrun's report: {log}" if outcome.exit_code else f"logs: {current.folder}")
+    return 130 if outcome.is_stopped else 1 if outcome.exit_code else 0
 
 
 def command_status(args: argparse.Namespace) -> int:
@@ -201,10 +204,10 @@ def command_logs(args: argparse.Namespace) -> int:
     current, engine = session.find_run(made, args.run), engine_of(made.spec.engine)
     step = engine.logs(made.spec, current.target, args.follow) if engine.IS_QUEUE else None
     path = current.folder / "output.log"
+    selection = logs.make_selection(args.rank, args.node, made.spec, args.grep)
     if args.dry_run:
         print(LaunchPlan(f"logs: reads {path}" if step is None else "logs", (step,) if step else ()).text(), end="")
         return 0
-    selection = logs.make_selection(args.rank, args.node, made.spec.ranks_per_node, args.grep)
     if step is not None:
         lines = logs.lines_of(step)
     else:

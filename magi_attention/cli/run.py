@@ -19,6 +19,7 @@ from magi_attention.cli.common import (
     source_file,
 )
 from magi_attention.cli.explain import plan_for, read_mask
+from magi_attention.launch.failure import LINE_PREFIX, FailureReport, describe_code, last_words
 
 
 def check_data(path: str | None) -> None:
@@ -82,6 +83,7 @@ def command_run(args: argparse.Namespace) -> int:
     if args.data is not None:
         shared += ["--data", args.data]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun += ["--tee", "2", "--log-dir", str(folder / "ranks")]  # so that each line of the log has its rank
     phases = [("training", [*torchrun, str(train), *shared], max(num_cores() // ranks, 1))]
     if args.replay:
         phases.append(("replay", [str(train), *shared, "--curve", "replay"], num_cores()))
@@ -94,13 +96,21 @@ def command_run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for phase, command, threads in phases:
         log = folder / f"{phase}.log"
-        code = run_child([sys.executable, *command], child_environment(threads), log)
+        code = run_child([sys.executable, *command], child_environment(threads) | LINE_PREFIX, log)
         if code != 0:
-            tail = log.read_text(errors="replace").splitlines()[-25:]
-            print("\n".join(tail), file=sys.stderr)
-            print(f"magi: the {phase} ended with code {code}; the whole log is {log}.", file=sys.stderr)
+            print("\n".join(told_failure(phase, code, log)), file=sys.stderr)
             return 1
     return finish_run(folder, args, ranks, started)
+
+
+def told_failure(phase: str, code: int, log: Path) -> list[str]:
+    """The cause in a few lines; the log has the rest, such as torchrun's own report."""
+    report, lines = FailureReport(), log.read_text(errors="replace").splitlines()
+    for line in lines:
+        report.take(line)
+    words = report.last_words() if report.sentence else last_words(lines)
+    cause = report.sentence or f"it ended with {describe_code(code)}"
+    return [f"magi: the {phase} failed: {cause}.", *(f"  {line}" for line in words), f"magi: the whole log: {log}"]
 
 
 def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: float) -> int:

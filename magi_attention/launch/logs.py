@@ -12,6 +12,7 @@ from pathlib import Path
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch.plan import Step
+from magi_attention.launch.spec import LaunchSpec
 
 _RANK = re.compile(r"^\[rank (\d+)\]: ?")
 _NODE = re.compile(r"^\[node (\d+)\]: ?")
@@ -37,13 +38,20 @@ class Selection:
         return self.pattern is None or self.pattern.search(line) is not None
 
 
-def make_selection(rank: int | None, node: int | None, ranks_per_node: int, grep: str | None) -> Selection:
-    """``LaunchError`` where ``grep`` is no regular expression."""
+def make_selection(rank: int | None, node: int | None, spec: LaunchSpec, grep: str | None) -> Selection:
+    """``LaunchError`` for a rank or node that the run of ``spec`` has not, and where ``grep`` is no regular
+    expression."""
+    if node is not None and not 0 <= node < spec.nodes:
+        raise LaunchError(f"--node is {node}; the run has nodes 0 to {spec.nodes - 1}.")
+    first, behind = (0, spec.world_size) if node is None else (n * spec.ranks_per_node for n in (node, node + 1))
+    if rank is not None and not first <= rank < behind:
+        of = "the run" if node is None else f"node {node}"
+        raise LaunchError(f"--rank is {rank}; {of} has ranks {first} to {behind - 1}.")
     try:
         pattern = re.compile(grep) if grep else None
     except re.error as error:
         raise LaunchError(f"--grep {grep!r} is no regular expression ({error}).") from None
-    return Selection(rank, node, ranks_per_node, pattern)
+    return Selection(rank, node, spec.ranks_per_node, pattern)
 
 
 def select(lines: Iterator[str], selection: Selection) -> Iterator[str]:

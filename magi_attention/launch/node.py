@@ -10,6 +10,7 @@ stopped.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,10 +20,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch import processes, rollcall
+from magi_attention.launch.failure import LINE_PREFIX
 
 REFUSED, STOPPED = 2, 130
 MINIMUM_FREE_BYTES = 16 * 2**20
@@ -78,6 +81,28 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
             raise LaunchError("Several nodes need --master-addr, the address of node 0.")
         args.master_addr = "127.0.0.1"  # one node: there is nobody else to find
     return args
+
+
+def check_command(command: Sequence[str], has_same_python: bool = True) -> None:
+    """``LaunchError`` if the script or module of a command is not here, so that no rank is started to find out.
+
+    Modules are only looked for if the ranks have the Python of this process.
+    """
+    where = f"{os.getcwd()} on {socket.gethostname()}"
+    if command[0] != "-m":
+        if not os.path.exists(command[0]):
+            raise LaunchError(f"There is no script {command[0]}, seen from {where}; correct its path.")
+        return
+    if len(command) < 2:
+        raise LaunchError("-m has no module behind it; name one.")
+    top = command[1].partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # where the ranks look first
+    try:
+        is_here = importlib.util.find_spec(top) is not None
+    finally:
+        sys.path.remove(os.getcwd())
+    if has_same_python and not is_here:
+        raise LaunchError(f"There is no module {top} for {sys.executable}, seen from {where}; correct its name.")
 
 
 def prepare_folder(log_dir: str | None, node: int) -> Path | None:
@@ -144,7 +169,7 @@ def rank_environment(args: argparse.Namespace, folder: Path | None) -> dict[str,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         **({"MAGI_RUN_FOLDER": str(folder)} if folder else {}),
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: ",
+        **LINE_PREFIX,
     }
 
 
@@ -236,6 +261,7 @@ def say(args: argparse.Namespace, text: str) -> None:
 
 def start(args: argparse.Namespace) -> int:
     args = resolve(args)
+    check_command(args.command)
     folder = prepare_folder(args.log_dir, args.node_rank)
     found = versions()
     runner = NodeRunner(args)

@@ -17,6 +17,7 @@ from magi_attention.env import launch as env
 from magi_attention.errors import LaunchError
 from magi_attention.launch import processes, provenance, session
 from magi_attention.launch.engines import docker, engine_of
+from magi_attention.launch.node import check_command
 from magi_attention.launch.plan import LaunchPlan
 from magi_attention.launch.session import Run, Session
 from magi_attention.launch.spec import LaunchSpec, check_name, check_spec
@@ -63,6 +64,12 @@ def with_command(spec: LaunchSpec, command: Sequence[str]) -> LaunchSpec:
     return check_spec(spec)
 
 
+def check_here(spec: LaunchSpec) -> None:
+    """``LaunchError`` if what is to be run is not there; on other machines the nodes see to it themselves."""
+    if spec.engine == "local":
+        check_command(spec.command, has_same_python=not spec.python and "PYTHONPATH" not in spec.environment)
+
+
 def plan_run(made: Session, command: Sequence[str]) -> LaunchPlan:
     return engine_of(made.spec.engine).run(with_command(made.spec, command), session.next_target(made))
 
@@ -75,6 +82,7 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
         LaunchError: it could not be started.
     """
     spec = with_command(made.spec, command)
+    check_here(spec)
     engine = engine_of(spec.engine)
     with session.locked(made):
         target = session.next_target(made)

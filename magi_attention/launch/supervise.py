@@ -18,24 +18,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 from magi_attention.errors import LaunchError
+from magi_attention.launch.failure import FailureReport, describe_code
 from magi_attention.launch.node import REFUSED, STOPPED
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
 
 OTHERS_GRACE_S = 5.0  # for the other nodes, whose last lines may tell more about a failure
 REFUSED_GRACE_S = 1.0  # where a node did not even start, they have less to tell
 _PREFIX = re.compile(rb"\[(rank|node) \d+\]:")
-_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
-_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)")
 
 
 @dataclass
 class Outcome:
-    """How a plan ended: ``exit_code`` 0 or that of the first node that failed, and a sentence."""
+    """How a plan ended: ``exit_code`` 0 or that of the first node that failed, and a sentence. ``last_words`` are the
+    last lines of the rank that failed first, where one is known."""
 
     exit_code: int
     reason: str
     is_stopped: bool = False
     is_clean: bool = True  # every node ended by itself; else something may be left of it
+    last_words: tuple[str, ...] = ()
 
 
 @dataclass
@@ -44,8 +45,7 @@ class _Node:
     step: Step
     process: subprocess.Popen
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
-    is_at_cause: bool = False  # inside the part of torchrun's report on the first failure
-    failed_rank: str = ""  # that rank and how it ended
+    report: FailureReport = field(default_factory=FailureReport)
     refusal: str = ""
     is_over: bool = False
     killed_at: float | None = None  # when its end by a signal was seen, while its output was still open
@@ -145,7 +145,8 @@ class Supervisor:
         if self._first is None:
             return Outcome(0, "")
         cause = self._cause(self._first)
-        return Outcome(abs(cause.process.returncode), self._sentence(cause), is_clean=self._is_clean)
+        words = () if cause.refusal else tuple(cause.report.last_words())
+        return Outcome(abs(cause.process.returncode), self._sentence(cause), False, self._is_clean, words)
 
     def _start(self, number: int, step: Step) -> None:
         try:
@@ -234,20 +235,14 @@ class Supervisor:
     def _take(self, node: _Node, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\n")
         node.tail.append(text)
-        if "Root Cause (first observed failure):" in text:
-            node.is_at_cause, node.failed_rank = True, ""
-        elif node.is_at_cause and (match := _RANK.match(text)):
-            node.failed_rank = f"rank {match[1]}"
-        elif node.is_at_cause and (match := _CODE.match(text)):
-            node.failed_rank += f" ended with {describe_code(int(match[1]))}"
-            node.is_at_cause = False
-        elif "]: refused: " in text:
+        is_for_log = node.report.take(text)  # torchrun's account of a failure is long; the outcome tells it
+        if "]: refused: " in text:
             node.refusal = text.partition("]: refused: ")[2]
         if not line.endswith(b"\n"):  # the last words of a node must not run into those of another
             line += b"\n"
         if not _PREFIX.match(line):
             line = f"[node {node.number}]: ".encode() + line
-        if self._asked_at is None:  # what comes while all are stopping is for the log only
+        if self._asked_at is None and not is_for_log:  # what comes while all are stopping is for the log, too
             self._show(line)
         if self._disk_error:
             return
@@ -261,36 +256,23 @@ class Supervisor:
     def _cause(self, first: _Node) -> _Node:
         """The node whose failure tells most: one that refused, then one with a named rank, then the first."""
         failed = [n for n in self._nodes if n.process.returncode not in (0, STOPPED)]
-        for wanted in ([n for n in failed if n.refusal], [first] if first.failed_rank else []):
+        for wanted in ([n for n in failed if n.refusal], [first] if first.report.sentence else []):
             if wanted:
                 return wanted[0]
-        return next((n for n in failed if n.failed_rank), first)
+        return next((n for n in failed if n.report.sentence), first)
 
     def _sentence(self, node: _Node) -> str:
         if node.refusal and node.process.returncode == REFUSED:
             return node.refusal
-        if node.failed_rank:
-            others = [n for n in self._nodes if n is not node and n.failed_rank]
-            rest = "".join(f"; {n.failed_rank} on {n.step.label}" for n in others)
-            return f"{node.failed_rank[0].upper()}{node.failed_rank[1:]} on {node.step.label}{rest}."
+        if node.report.sentence:
+            others = [n for n in self._nodes if n is not node and n.report.sentence]
+            rest = "".join(f"; {n.report.sentence} on {n.step.label}" for n in others)
+            return f"R{node.report.sentence[1:]} on {node.step.label}{rest}."
         lines = [line.strip() for line in node.tail if line.strip()]
         last = f": {' '.join(lines[-3:])[-600:]}" if lines else " and printed nothing."
-        return f"{node.step.label[0].upper()}{node.step.label[1:]} {describe_ending(node.process.returncode)}{last}"
+        ending = describe_code(node.process.returncode)
+        return f"{node.step.label[0].upper()}{node.step.label[1:]} ended with {ending}{last}"
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def describe_code(code: int) -> str:
-    """``exit code 3`` or ``signal SIGKILL (9)``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name} ({-code})"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def describe_ending(code: int) -> str:
-    return f"ended with {describe_code(code)}"
