@@ -15,7 +15,7 @@ from magi_attention.cli import launch
 from magi_attention.cli.bench import BENCHMARKS, command_bench
 from magi_attention.cli.common import UsageError
 from magi_attention.cli.doctor import command_collect_env, command_doctor
-from magi_attention.cli.explain import command_explain
+from magi_attention.cli.explain import BLOCK, FOLDER, command_explain
 from magi_attention.cli.run import command_run, example_options_given
 from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.errors import MagiError
@@ -92,15 +92,15 @@ def _add_explain(commands) -> None:
         "explain", help="plan a mask for any number of ranks, in tables and pictures"
     )
     explain.set_defaults(function=command_explain)
-    explain.add_argument("--mask", choices=MASKS, default="causal", help="inside every document")
+    explain.add_argument("--mask", choices=MASKS, help="inside every document; causal without it")
     explain.add_argument("--tokens", type=int, help="length of the sequence")
     explain.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
     explain.add_argument("--doc-file", help="text file of document lengths")
     explain.add_argument("--mask-file", help="JSON file of AttnSlices; see docs/masks.md")
     explain.add_argument("--window", type=int, help="sliding-window: tokens before the query")
-    explain.add_argument("--global-prefix", type=int, default=0, help="sliding-window: tokens all can see")
-    explain.add_argument("--block", type=int, default=1024, help="block-causal: tokens per block")
-    explain.add_argument("--prefix", type=int, default=0, help="prefix-lm: tokens of the prefix")
+    explain.add_argument("--global-prefix", type=int, help="sliding-window: tokens all can see; 0 without it")
+    explain.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
+    explain.add_argument("--prefix", type=int, help="prefix-lm: tokens of the prefix; 0 without it")
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
@@ -111,7 +111,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--heads-q", type=int, default=64)
     explain.add_argument("--heads-kv", type=int, default=8)
     explain.add_argument("--head-dim", type=int, default=128)
-    explain.add_argument("--out", default="runs/explain", help="folder for pictures and page")
+    explain.add_argument("--out", help=f"folder for pictures and page; {FOLDER} without it")
     explain.add_argument("--no-pictures", dest="pictures", action="store_false")
 
 
@@ -229,6 +229,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader went away, as in `magi env | head`; the interpreter must not flush into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # nothing that the user named
+        print(f"magi {args.command}: {error.filename} cannot be used ({error.strerror}).", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nmagi {args.command}: interrupted; nothing is left running.", file=sys.stderr)

@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from magi_attention.cli import launch
-from magi_attention.cli.common import child_environment, num_cores, run_child, source_file
+from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file
 
 # name -> (what torchrun or python starts, does it run on one rank, what it measures)
 BENCHMARKS = {
@@ -24,6 +24,8 @@ BENCHMARKS = {
 
 def command_bench(args: argparse.Namespace) -> int:
     if args.benchmark is None:
+        if launch.launch_options_given(args) or args.script_arguments:
+            raise UsageError("Options and arguments belong to a benchmark; `magi bench` lists them.")
         for name, (_, _, text) in sorted(BENCHMARKS.items()):
             print(f"  {name:16} {text}")
         return 0

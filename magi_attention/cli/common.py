@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 from magi_attention.env import launch as env
@@ -37,6 +38,20 @@ def source_file(*parts: str) -> Path:
             "installed package. Clone it and start ./magi there."
         )
     return path
+
+
+def make_folder(name: str | Path, option: str) -> Path:
+    """The folder with that name, made and tried before any work; ``option`` is where the user named it."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"Files cannot be written to {folder} ({error.strerror}); choose another folder with {option}."
+        ) from None
+    return folder
 
 
 def need_matplotlib() -> None:

@@ -123,6 +123,9 @@ def run_files(name: str, number: str | None) -> tuple[Path, list[Path]]:
 
 
 def command_collect_env(args: argparse.Namespace) -> int:
+    if not args.session and (args.run or args.output):
+        option = "--run" if args.run else "--output"
+        raise UsageError(f"{option} is about a session's run; name the session with --session, or leave {option} out.")
     folder, files = run_files(args.session, args.run) if args.session else (None, [])
     if args.dry_run:
         print(LaunchPlan("collect-env: versions, GPUs, environment, quick doctor").text(), end="")
@@ -134,7 +137,11 @@ def command_collect_env(args: argparse.Namespace) -> int:
         print(text)
         return 0
     out = Path(args.output or f"magi-{args.session}-{folder.name}.tar.gz")
-    with tarfile.open(out, "w:gz") as archive:
+    try:
+        archive = tarfile.open(out, "w:gz")
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror}); name another place with --output.") from None
+    with archive:
         head = tarfile.TarInfo("environment.json")
         head.size, head.mtime = len(text.encode()), int(time.time())
         archive.addfile(head, io.BytesIO(text.encode()))

@@ -8,9 +8,17 @@ import json
 import time
 from pathlib import Path
 
-from magi_attention.cli.common import UsageError, need_matplotlib, show_table
+from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table
+from magi_attention.errors import MagiError
+from magi_attention.launch.textfile import read_text
 
+BLOCK, FOLDER = 1024, "runs/explain"  # defaults of --block and --out
 _WORTH_SAYING = 0.95  # of the bytes
+_MASK_KEYS = ("total", "q_ranges", "k_ranges", "types")
+_LENGTHS = ("tokens", "docs", "doc_file")
+_MASK_OF = {
+    "window": "sliding-window", "global_prefix": "sliding-window", "block": "block-causal", "prefix": "prefix-lm",
+}  # fmt: skip
 
 
 def read_mask(path: Path):
@@ -18,28 +26,47 @@ def read_mask(path: Path):
     from magi_attention.api import Mask
     from magi_attention.common.integers import as_int
 
+    text = read_text(path, "The mask file", UsageError)
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(text)
+        if unknown := [key for key in data if key not in _MASK_KEYS]:
+            raise TypeError(f"unknown key {unknown[0]!r}")
         q_ranges, k_ranges, types = data["q_ranges"], data["k_ranges"], data.get("types", "full")
         total = as_int(data["total"], "total")
         return Mask.from_slices(q_ranges, k_ranges, types, total, total).check()
-    except OSError as error:
-        raise UsageError(f"The mask file cannot be read: {error}.") from None
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise UsageError(
             f'{path} is no mask ({error}); it must hold {{"total": N, "q_ranges": [[start, end], ...], '
             '"k_ranges": [[start, end], ...], "types": ["full", "causal", "inv_causal" or "bi_causal", ...]}.'
         ) from None
+    except MagiError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """``UsageError`` for an option that the chosen mask would leave unread, and for two that say the same."""
+    given = [name for name in (*_LENGTHS, "mask", *_MASK_OF) if getattr(args, name) is not None]
+    if args.mask_file and given:
+        raise UsageError(f"{_option(given[0])} and --mask-file exclude each other: the file holds the whole mask.")
+    if args.docs is not None and args.doc_file is not None:
+        raise UsageError("--docs and --doc-file both say how long the documents are; keep one of them.")
+    mask = args.mask or "causal"
+    for name, wanted in _MASK_OF.items():
+        if name in given and mask != wanted:
+            raise UsageError(f"{_option(name)} is for --mask {wanted}, and the mask is {mask}; drop one of them.")
+    if args.out is not None and not args.pictures:
+        raise UsageError("--out is the folder of the pictures, and --no-pictures makes none; drop one of them.")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def document_lengths(args: argparse.Namespace) -> list[int]:
     """Lengths from --docs or --doc-file, or one document of --tokens."""
     text = args.docs
-    if args.doc_file:
-        try:
-            text = Path(args.doc_file).read_text()
-        except OSError as error:
-            raise UsageError(f"--doc-file cannot be read: {error}.") from None
+    if args.doc_file is not None:
+        text = read_text(Path(args.doc_file), "The file of --doc-file", UsageError)
     if text is None:
         if args.tokens is None:
             raise UsageError("Say how long the sequence is: --tokens, --docs, --doc-file or --mask-file.")
@@ -70,12 +97,12 @@ def build_mask(args: argparse.Namespace):
             raise UsageError(
                 "--mask sliding-window needs --window, the tokens that a query sees before itself."
             )
-        return Mask.varlen(cu_seqlens, window=(args.window, 0), global_prefix=args.global_prefix)
+        return Mask.varlen(cu_seqlens, window=(args.window, 0), global_prefix=args.global_prefix or 0)
     if args.mask == "block-causal":
-        return Mask.block_causal(cu_seqlens, args.block)
+        return Mask.block_causal(cu_seqlens, BLOCK if args.block is None else args.block)
     if args.mask == "prefix-lm":
-        return Mask.prefix_lm(cu_seqlens, args.prefix)
-    return Mask.varlen(cu_seqlens, causal=args.mask == "causal")
+        return Mask.prefix_lm(cu_seqlens, args.prefix or 0)
+    return Mask.varlen(cu_seqlens, causal=args.mask != "full")
 
 
 def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str = "min-heap"):
@@ -123,7 +150,9 @@ def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.meta.explain import explain
     from magi_attention.report import describe
 
+    check_options(args)
     mask = build_mask(args)
+    out = make_folder(args.out or FOLDER, "--out") if args.pictures else None
     started = time.perf_counter()
     plan = plan_for(mask, args.cp, args, args.dispatch)
     seconds = time.perf_counter() - started
@@ -135,12 +164,10 @@ def command_explain(args: argparse.Namespace) -> int:
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
     if advice:
         print(advice)
-    if args.pictures:
+    if out is not None:
         from magi_attention.report import sections
         from magi_attention.report.html import page
 
-        out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
         parts = sections.plan_sections(plan, numbers)
         for section in parts:
             if section.picture is not None:

@@ -151,6 +151,8 @@ def _launch_in(made: session.Session, args: argparse.Namespace, command: list[st
         raise UsageError(f"Session {made.name} is down; `magi up --name {made.name}` with its options starts it anew.")
     if args.session and (given := [o for o in launch_options_given(args) if o != "--session"]):
         raise UsageError(f"{', '.join(given)} cannot change session {made.name}; give them to `magi up`.")
+    if args.session and getattr(args, "name", None):
+        raise UsageError(f"--name is for a new session, and --session {made.name} runs in that one; drop one of them.")
     if args.dry_run:
         print(service.plan_run(made, command).text(), end="")
         return 0

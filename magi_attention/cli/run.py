@@ -13,6 +13,7 @@ from pathlib import Path
 from magi_attention.cli.common import (
     UsageError,
     child_environment,
+    make_folder,
     need_matplotlib,
     num_cores,
     run_child,
@@ -93,7 +94,7 @@ def command_run(args: argparse.Namespace) -> int:
         return 0
     where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
     print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--name")
     for phase, command, threads in phases:
         log = folder / f"{phase}.log"
         code = run_child([sys.executable, *command], child_environment(threads) | LINE_PREFIX, log)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from magi_attention.errors import LaunchError
+from magi_attention.launch.textfile import read_text
 from magi_attention.launch.toml import build, read_toml
 
 ENGINES = ("local", "docker", "ssh", "slurm", "k8s")
@@ -133,10 +134,7 @@ def with_hosts(spec: LaunchSpec, folder: Path) -> LaunchSpec:
     if spec.ssh.hosts:
         raise LaunchError("The spec has both ssh.hosts and ssh.hosts_file; keep one of them.")
     path = folder / spec.ssh.hosts_file
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"The hosts file cannot be read: {error}. It holds one host a line.") from None
+    lines = read_text(path, "The hosts file, with one host a line,", LaunchError).splitlines()
     hosts = tuple(h for h in (line.split("#")[0].strip() for line in lines) if h)
     for host in hosts:
         if len(host.split()) != 1:

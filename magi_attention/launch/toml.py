@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from magi_attention.errors import LaunchError
+from magi_attention.launch.textfile import read_text
 
 T = TypeVar("T")
 _WORDS = {str: "a text in quotes", int: "a whole number", bool: "true or false"}
@@ -25,9 +26,7 @@ def read_toml(path: Path) -> dict:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"The spec cannot be read: {error}.") from None
+        return tomllib.loads(read_text(path, "The spec", LaunchError))
     except tomllib.TOMLDecodeError as error:
         raise LaunchError(f"{path} is no TOML: {error}.") from None
 
