@@ -93,8 +93,8 @@ def command_run(args: argparse.Namespace) -> int:
             print(f"# {phase}\nOMP_NUM_THREADS={threads} {shlex.join([sys.executable, *command])}")
         return 0
     where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
-    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
     make_folder(folder, "--name")
+    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
     for phase, command, threads in phases:
         log = folder / f"{phase}.log"
         code = run_child([sys.executable, *command], child_environment(threads) | LINE_PREFIX, log)

@@ -40,6 +40,8 @@ def as_int_array(value: Any, name: str) -> np.ndarray:
         value = value.detach().cpu().numpy()
     try:
         array = np.asarray(value)
+        if array.dtype == object and any(abs(x) >= 2**63 for x in array.flat if type(x) is int):
+            raise OverflowError  # which NumPy itself raises for other types
     except (ValueError, TypeError) as error:
         raise ContractError(f"{name} is no array of integers ({error}); give integers, rows of one length.") from None
     except OverflowError:

@@ -15,6 +15,7 @@ from magi_attention.common.slices import (
     CAUSAL,
     FULL,
     SliceTable,
+    check_countable,
     empty_slices,
     first_overlap,
     to_dense,
@@ -44,6 +45,7 @@ class Mask:
         for name in ("total_q", "total_k"):
             object.__setattr__(self, name, as_int(getattr(self, name), name))
         object.__setattr__(self, "cu_seqlens", self._documents())
+        check_countable(self.slices.array, self.total_q, self.total_k)
         array = self.slices.array
         for axis, end, total in (("q", 1, self.total_q), ("k", 3, self.total_k)):
             if total < 0:
@@ -235,7 +237,7 @@ class Mask:
         total_k = total if total_k is None else as_int(total_k, "total_k")
         if min(total, total_k) < 0:
             raise ContractError("A total is negative; totals count tokens and must be >= 0.")
-        array = np.array([[0, total, 0, total_k, kind]], dtype=np.int64)
+        array = as_int_array([[0, total, 0, total_k, kind]], "total")
         return cls(SliceTable(array), total, total_k, name, (0, total) if total == total_k else None)
 
     @classmethod

@@ -33,22 +33,43 @@ from magi_attention.errors import ContractError, RangeError
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 Q0, Q1, K0, K1, TYPE = range(5)
 _UNBOUNDED = np.int64(1) << 60
+MOST_TOKENS = 1 << 60  # positions stay below it, so that sums of two are int64
+MOST_PAIRS = 1 << 62  # of one mask; below it twice their number, which areas() computes, is int64
+MOST_POSITION = (1 << 31) - 1  # that kernels take
 
 
 def empty_slices() -> np.ndarray:
     return np.zeros((0, 5), dtype=np.int64)
 
 
-def areas(slices: np.ndarray) -> np.ndarray:
-    """Number of allowed pairs of each slice, int64 ``(N,)``."""
+def areas(slices: np.ndarray, dtype: type = np.int64) -> np.ndarray:
+    """Number of allowed pairs of each slice, ``(N,)``; in float64 about right where int64 would overflow."""
     sq = slices[:, Q1] - slices[:, Q0]
     sk = slices[:, K1] - slices[:, K0]
     rows = np.minimum(sq, sk)
-    trapezoid = (2 * sk - rows + 1) * rows // 2
-    band = np.where(sk >= sq, sq * (sk - sq + 1), 0)
+    trapezoid = (2 * sk - rows + 1).astype(dtype, copy=False) * rows // 2
+    height = sq.astype(dtype, copy=False)
+    band = np.where(sk >= sq, height * (sk - sq + 1), 0)
     kind = slices[:, TYPE]
-    out = np.where(kind == FULL, sq * sk, np.where(kind == BICAUSAL, band, trapezoid))
+    out = np.where(kind == FULL, height * sk, np.where(kind == BICAUSAL, band, trapezoid))
     return np.where((sq > 0) & (sk > 0), out, 0)
+
+
+def check_countable(slices: np.ndarray, total_q: int, total_k: int) -> None:
+    """``ContractError`` if the tokens of a mask, or its allowed pairs, are more than int64 arithmetic can count.
+
+    Causal attention may have up to 3,037,000,499 tokens, full attention 2,147,483,647.
+    """
+    if total_q * total_k < MOST_PAIRS:  # Python's integers; no mask in it can have more
+        return
+    if max(total_q, total_k) >= MOST_TOKENS:
+        raise ContractError(f"The sequence has {max(total_q, total_k):,} tokens; give fewer than 2**60.")
+    pairs = float(areas(slices, np.float64).sum())
+    if pairs >= MOST_PAIRS:
+        raise ContractError(
+            f"The mask allows {pairs:,.0f} (query, key) pairs, and fewer than {MOST_PAIRS:,} (2**62) can be counted; "
+            "shorten the sequence, or what a query sees."
+        )
 
 
 def trim(slices: np.ndarray) -> np.ndarray:
@@ -289,6 +310,11 @@ class SliceTable:
 
         device = torch.device(device)
         if device not in self._tensors:
+            if self.array.size and self.array.max() > MOST_POSITION:
+                raise ContractError(
+                    f"Slices reach position {self.array.max():,}, and kernels take positions up to {MOST_POSITION:,}; "
+                    "spread the sequence over more ranks."
+                )
             packed = torch.from_numpy(self.array.astype(np.int32)).to(device)
             self._tensors[device] = (
                 packed[:, 0:2].contiguous(),

@@ -11,7 +11,7 @@ import numpy as np
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import Packing
-from magi_attention.common.slices import K1, Q1, SliceTable, areas
+from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
@@ -165,6 +165,7 @@ def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> tuple[int
 
 
 def _check_ends(slices: SliceTable, total: int) -> None:
+    check_countable(slices.array, total, total)
     if len(slices) and int(slices.array[:, [Q1, K1]].max()) > total:
         i = int(np.argmax(slices.array[:, [Q1, K1]].max(axis=1)))
         q0, q1, k0, k1, _ = slices.array[i].tolist()
