@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from launching import ROOT
+from launching import ROOT, SCRIPT
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch import node, processes, rollcall
@@ -153,7 +153,7 @@ def test_no_room_for_logs(tmp_path, monkeypatch):
 def test_the_runner_stops_when_its_input_ends(tmp_path):
     """While the nodes still meet, too: nothing may wait for a launcher that is gone."""
     argv = [sys.executable, "-m", "magi_attention.launch.node", "--run-id", "alone", "--nodes", "2", "--watch-stdin"]
-    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--", "none.py"]
+    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--", SCRIPT]
     runner = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert "host" not in runner.stdout.readline()[:4]
     assert runner.poll() is None

@@ -12,6 +12,7 @@ from magi_attention.errors import LaunchError
 from magi_attention.launch import supervise
 from magi_attention.launch.logs import lines_of, make_selection, read_lines, select
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
+from magi_attention.launch.spec import LaunchSpec
 from magi_attention.launch.supervise import Supervisor, run_steps, write_files
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -106,15 +107,24 @@ def test_log_selections(tmp_path):
     path = tmp_path / "output.log"
     path.write_text(LOG)
 
-    def chosen(*arguments):
-        return list(select(read_lines(path), make_selection(*arguments)))
+    spec = LaunchSpec(nodes=2, ranks_per_node=2)
 
-    assert chosen(None, None, 2, None) == LOG.split("\n")
-    assert chosen(3, None, 2, None) == ["[rank 3]: b NCCL"]
-    assert chosen(None, 1, 2, None) == ["[rank 3]: b NCCL", "[node 1]: c"]
-    assert chosen(None, 0, 2, "a$") == ["[rank 0]: a"]
-    with pytest.raises(LaunchError, match="no regular expression"):
-        make_selection(None, None, 2, "(")
+    def chosen(rank, node, grep=None):
+        return list(select(read_lines(path), make_selection(rank, node, spec, grep)))
+
+    assert chosen(None, None) == LOG.split("\n")
+    assert chosen(3, None) == chosen(3, 1) == ["[rank 3]: b NCCL"]
+    assert chosen(None, 1) == ["[rank 3]: b NCCL", "[node 1]: c"]
+    assert chosen(None, 0, "a$") == ["[rank 0]: a"]
+    for arguments, words in (
+        ((None, None, "("), "no regular expression"),
+        ((4, None), "--rank is 4; the run has ranks 0 to 3"),
+        ((-1, None), "--rank is -1; the run has ranks 0 to 3"),
+        ((None, 2), "--node is 2; the run has nodes 0 to 1"),
+        ((1, 1), "--rank is 1; node 1 has ranks 2 to 3"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            chosen(*arguments)
     with pytest.raises(LaunchError, match="no log yet"):
         list(read_lines(tmp_path / "none"))
 
