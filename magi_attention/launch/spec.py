@@ -134,7 +134,7 @@ def with_hosts(spec: LaunchSpec, folder: Path) -> LaunchSpec:
     if spec.ssh.hosts:
         raise LaunchError("The spec has both ssh.hosts and ssh.hosts_file; keep one of them.")
     path = folder / spec.ssh.hosts_file
-    lines = read_text(path, "The hosts file, with one host a line,", LaunchError).splitlines()
+    lines = read_text(path, "The hosts file", LaunchError).splitlines()
     hosts = tuple(h for h in (line.split("#")[0].strip() for line in lines) if h)
     for host in hosts:
         if len(host.split()) != 1:
