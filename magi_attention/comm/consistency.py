@@ -17,8 +17,8 @@ Keys of the store, below the failure board's prefix of the group's life and epoc
 A comparison costs each rank one ``set`` and at least two ``add``; the last to arrive also reads the records.
 
 Ranks stay in step, because what a rank remembers depends on nothing but the comparisons of its group: uses are kept by
-value, not with plans or keys (which each rank drops when its own memory is full), for the last ``MAX_KNOWN``
-comparisons, and a failure of the group, after which its ranks meet anew, empties the memory of all.
+value, not with plans or keys (which each rank drops when its own memory is full), the last ``MAX_KNOWN`` of them;
+a failure of the group, after which its ranks meet anew, empties the memory of all.
 
 One rank may be at its first use of a plan while others use one that they know. They do not come to the comparison. The
 rank that waits asks after ``_ASK_S`` where the others are: one that has begun more collectives than this rank has gone
@@ -45,38 +45,28 @@ Judge = Callable[[Sequence[Record]], str]
 """A sentence on records, in rank order, that differ."""
 
 
-class KnownUses:
-    """The uses on which a group has agreed, those of the last ``MAX_KNOWN`` comparisons."""
-
-    def __init__(self) -> None:
-        self._uses: dict[str, None] = {}
-
-    def __contains__(self, use: str) -> bool:
-        return use in self._uses
+class KnownUses(dict[str, None]):
+    """The uses on which a group has agreed, the last ``MAX_KNOWN`` of them. A dict, since every call asks."""
 
     def add(self, uses: Sequence[str]) -> None:
         for use in uses:
-            self._uses[use] = None
-        while len(self._uses) > MAX_KNOWN:
-            del self._uses[next(iter(self._uses))]
-
-    def clear(self) -> None:
-        self._uses.clear()
+            self[use] = None
+        while len(self) > MAX_KNOWN:
+            del self[next(iter(self))]
 
 
 class ConsistencyCheck:
-    """Comparisons of one group as rank ``rank`` sees them."""
+    """Comparisons of one group as rank ``rank`` sees them; ``known`` are the uses on which it has agreed."""
 
     def __init__(self, board: FailureBoard, rank: int) -> None:
         self._board, self._rank, self._world = board, rank, len(board.ranks)
-        self._known = KnownUses()
-        self._epoch, self._number, self._num_differences = board.epoch, 0, 0
+        self.known = KnownUses()
+        self._number = self._num_differences = 0
+        board.at_resume.append(self._forget)
 
-    def knows(self, use: str) -> bool:
-        if self._board.epoch != self._epoch:
-            self._known.clear()
-            self._epoch, self._number, self._num_differences = self._board.epoch, 0, 0
-        return use in self._known
+    def _forget(self) -> None:
+        self.known.clear()
+        self._number = self._num_differences = 0
 
     def compare(self, uses: Sequence[str], record: Record, judge: Judge, stage: str, timeout_s: float) -> None:
         """Returns when all ranks have brought an equal record, and knows ``uses`` from then on.
@@ -94,14 +84,14 @@ class ConsistencyCheck:
             found = store.add(count, self._judge(judge))
         start = time.monotonic()
         while found % _DIFFER < goal:
-            self._wait(time.monotonic() - start, record, judge, stage, timeout_s)
+            self._wait(time.monotonic() - start, stage, timeout_s)
             found = store.add(count, 0)
         if found // _DIFFER > self._num_differences:
             self._num_differences = found // _DIFFER
             text = store.get(board.key("use/differ")).decode()
             self._let_all_read()
             raise PlanMismatchError(text)
-        self._known.add(uses)
+        self.known.add(uses)
 
     def _let_all_read(self) -> None:
         """The host of the store, mostly global rank 0, is about to raise, which may end it and the store with it."""
@@ -112,23 +102,28 @@ class ConsistencyCheck:
                 time.sleep(0.001)
                 num_read = store.add(key, 0)
 
-    def _records(self) -> dict[int, Record]:
-        """Those that have been brought to this comparison, by rank."""
-        store, keys = self._board.store, [self._board.key(f"use/{r}") for r in range(self._world)]
-        there = [r for r, key in enumerate(keys) if store.check([key])] if self._number == 1 else range(self._world)
-        texts = {r: store.get(keys[r]) for r in there}
-        found = {r: json.loads(text) for r, text in texts.items()}
-        return {r: record for r, (number, record) in found.items() if number == self._number}
+    def _texts(self, ranks: Sequence[int]) -> list[bytes]:
+        """What these ranks, which have brought something, brought last."""
+        store, keys = self._board.store, [self._board.key(f"use/{r}") for r in ranks]
+        # in one message where the store can do that (a file cannot)
+        return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
     def _judge(self, judge: Judge) -> int:
-        """What to add to the count."""
-        records = list(self._records().values())
-        if all(record == records[0] for record in records):
+        """What to add to the count, when all are here."""
+        texts = self._texts(range(self._world))
+        if len(set(texts)) == 1:
             return 1
-        self._board.store.set(self._board.key("use/differ"), judge(records))
+        self._board.store.set(self._board.key("use/differ"), judge([json.loads(text)[1] for text in texts]))
         return 1 + _DIFFER
 
-    def _wait(self, waited_s: float, record: Record, judge: Judge, stage: str, timeout_s: float) -> None:
+    def _missing(self) -> list[int]:
+        """Ranks that have not come to this comparison."""
+        store, everyone = self._board.store, range(self._world)
+        there = [r for r in everyone if store.check([self._board.key(f"use/{r}")])] if self._number == 1 else everyone
+        numbers = {r: json.loads(text)[0] for r, text in zip(there, self._texts(there))}
+        return [r for r in everyone if numbers.get(r) != self._number]
+
+    def _wait(self, waited_s: float, stage: str, timeout_s: float) -> None:
         time.sleep(min(max(waited_s / 4, 5e-5), 0.25))
         if waited_s < 1:
             return
@@ -139,11 +134,12 @@ class ConsistencyCheck:
             raise failure.error(stage)
         if waited_s > _ASK_S:
             board.ask()
-            past = [r for r in board.ahead() if r not in self._records()]
+            missing = self._missing()
+            past = [r for r in board.ahead() if r in missing]
             if past:
                 self._raise_past(past, stage)
         if waited_s > timeout_s:
-            missing = [r for r in range(self._world) if r not in self._records()]
+            missing = self._missing()
             text = (
                 f"After {timeout_s:g} s in {stage}, where ranks compare plans at their first use, "
                 f"{board.names(missing)} did not arrive.{board.about(missing, stage)} Check that every rank runs and "

@@ -73,6 +73,7 @@ class FailureBoard:
         self._epoch = 0
         self._meetings = 0
         self.is_down = False
+        self.at_resume: list[Callable[[], None]] = []  # what must not outlive a failure is forgotten there
         self.lost: str | None = None  # why no message can pass any more, if so
         self.progress = Progress()
         self._last_seen: dict[int, Sighting] = {}
@@ -82,10 +83,6 @@ class FailureBoard:
     @property
     def store(self):
         return self._store
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def key(self, name: str, epoch: int | None = None) -> str:
         return f"magi/{self._life}/{self._epoch if epoch is None else epoch}/{name}"
@@ -273,6 +270,8 @@ class FailureBoard:
                 self._store.delete_key(self.key(name, self._epoch - 1))
         self._epoch += 1
         self.is_down = False
+        for forget in self.at_resume:
+            forget()
 
 
 def _position_in(answer: str) -> int:

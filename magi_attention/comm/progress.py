@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from dataclasses import dataclass
+from time import monotonic_ns
 
 _SIZE, _NAME_BYTES = 4096, 64
 _COLLECTIVES, _STAGE, _BEGAN, _ENDED = range(4)  # int64 fields; times are CLOCK_MONOTONIC, the same for all of a host
@@ -38,6 +39,7 @@ class Progress:
         self._page = mmap.mmap(fd, _SIZE)
         self._view = memoryview(self._page).cast("q")
         self._names: dict[str, int] = {}
+        self._inside: tuple[int, int] | None = None  # index of the name of the call that this rank is in; its begin
         self.address = json.dumps([_host(), os.getpid(), _started(os.getpid()), fd]) if fd >= 0 else ""
         if fd >= 0:
             weakref.finalize(self, os.close, fd)
@@ -50,25 +52,27 @@ class Progress:
     @property
     def stage(self) -> str:
         """The call that this rank is in, or nothing."""
-        is_inside = self._view[_BEGAN] and not self._view[_ENDED]
-        return _name_at(self._page, self._view[_STAGE]) if is_inside else ""
+        return "" if self._inside is None else _name_at(self._page, self._inside[0])
 
     def count(self) -> None:
         self._view[_COLLECTIVES] += 1
 
     def begin(self, stage: str) -> tuple[int, int] | None:
         """Enters a call; returns what ``end`` wants: the call around it, or None."""
-        view = self._view
-        before = (view[_STAGE], view[_BEGAN]) if view[_BEGAN] and not view[_ENDED] else None
+        view, before = self._view, self._inside
         index = self._names.get(stage)
-        view[_STAGE] = self._add_name(stage) if index is None else index
+        if index is None:
+            index = self._add_name(stage)
+        view[_STAGE] = index
+        view[_BEGAN] = now = monotonic_ns()
         view[_ENDED] = 0
-        view[_BEGAN] = time.monotonic_ns()
+        self._inside = (index, now)
         return before
 
     def end(self, before: tuple[int, int] | None) -> None:
+        self._inside = before
         if before is None:
-            self._view[_ENDED] = time.monotonic_ns()
+            self._view[_ENDED] = monotonic_ns()
         else:
             self._view[_STAGE], self._view[_BEGAN] = before
 

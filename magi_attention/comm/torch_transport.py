@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from magi_attention.comm.consistency import ConsistencyCheck, Judge, Record
+from magi_attention.comm.consistency import ConsistencyCheck, Judge, KnownUses, Record
 from magi_attention.comm.failure import FailureBoard, describe_error
 from magi_attention.comm.host_work import HostWork
 from magi_attention.comm.transport import (
@@ -58,6 +58,7 @@ class TorchTransport(TransportBase):
         self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
         self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
         self._check: ConsistencyCheck | None = attached(group)["check"] if self._board is not None else None
+        self._known = KnownUses() if self._check is None else self._check.known
         self.progress = None if self._board is None else self._board.progress
         # what looks for failures that no message of this transport shows, each a function that raises
         self.watchers: list[Callable[[str], None]] = attached(group).setdefault("watchers", [])
@@ -203,14 +204,14 @@ class TorchTransport(TransportBase):
 
     def knows(self, use: str) -> bool:
         # after a failure all ranks meet first, and then compare anew
-        return self._check is None or (self._check.knows(use) and not self._board.is_down)  # type: ignore[union-attr]
+        return self._board is None or (use in self._known and not self._board.is_down)
 
     def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
         """Speaks through the store, so no GPU has to answer."""
         for watch in self.watchers:
             watch(stage)
         self._resume()
-        if self._check is not None and not self._check.knows(uses[0]):
+        if self._check is not None and uses[0] not in self._known:
             self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
 
     def about(self, rank: int, call: str) -> str:

@@ -9,6 +9,7 @@ any rank. Coordinates are *global* tokens of the padded sequence unless called l
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -114,11 +115,9 @@ class Plan:
         mask.update(repr(self.total_tokens).encode() + self.slices.array.tobytes())
         documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
         dispatch.update(repr((self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)).encode())
-        for chunks in self.partitions:
-            dispatch.update(len(chunks).to_bytes(8, "little") + np.array(chunks, dtype=np.int64).tobytes())
+        _update(dispatch, [np.array(chunks, dtype=np.int64) for chunks in self.partitions])
         stages.update(repr((self.degree, self.overlap)).encode())
-        for ranges in (ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank):
-            stages.update(len(ranges).to_bytes(8, "little") + ranges.tobytes())
+        _update(stages, [ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank])
         return dict(zip(("mask", "documents", "dispatch", "stages"), (digest.hexdigest() for digest in found)))
 
     @cached_property
@@ -311,6 +310,13 @@ class Plan:
             for s in range(self.num_stages)
         )
         return RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
+
+
+def _update(digest, arrays: Sequence[np.ndarray]) -> None:
+    """Adds the lengths and then the content of int64 arrays."""
+    digest.update(np.array([len(array) for array in arrays], dtype=np.int64).tobytes())
+    if arrays:
+        digest.update(np.concatenate(arrays).tobytes())
 
 
 def _covered(cut: np.ndarray, ranges: np.ndarray) -> np.ndarray:
