@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, Plan, attend, make_plan
+from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, Plan, attend, make_plan, sum_gradients
 
 
 def arguments() -> argparse.Namespace:
@@ -89,14 +89,6 @@ class Trainer:
         num_labels = len(batch.tokens) - (len(batch.cu_seqlens) - 1)  # of the whole sequence
         return F.cross_entropy(logits.float(), labels, reduction="sum") / num_labels
 
-    def sum_gradients(self) -> None:
-        """Every rank saw other tokens of the same sequence: gradients add up, they are not averaged."""
-        gradients = [p.grad for p in self.model.parameters()]
-        flat = torch.cat([g.flatten() for g in gradients])
-        dist.all_reduce(flat, group=self.group)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
-
     def step(self, number: int) -> tuple[float, Plan]:
         batch = next(self.batches)
         plan = self.plan(batch)
@@ -108,7 +100,8 @@ class Trainer:
         loss.backward()
         total = loss.detach()
         if self.world > 1:
-            self.sum_gradients()
+            # Every rank saw other tokens of the same sequence: gradients add up, they are not averaged.
+            sum_gradients(self.model, self.group)
             dist.all_reduce(total, group=self.group)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

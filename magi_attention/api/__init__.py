@@ -13,6 +13,7 @@ from magi_attention.api.functools import (
     infer_varlen_mask_from_batch,
     squash_batch_dim,
 )
+from magi_attention.api.gradients import set_gradient_sum, sum_gradients
 from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
 from magi_attention.api.legacy import magi_attn_flex_dispatch, magi_attn_varlen_dispatch
 from magi_attention.api.magi_attn_interface import (
@@ -110,6 +111,8 @@ __all__ = [
     "make_varlen_key_for_new_mask_after_dispatch",
     "roll",
     "roll_simple",
+    "set_gradient_sum",
     "squash_batch_dim",
+    "sum_gradients",
     "undispatch",
 ]

@@ -19,16 +19,29 @@ _WHERE = "SymInt handle, str group"
 
 @torch.library.custom_op(
     "magi_attention::shard_rows", mutates_args=(),
-    schema=f"(Tensor x, {_WHERE}, SymInt local_rows, Scalar pad_value) -> Tensor",
+    schema=f"(Tensor x, {_WHERE}, SymInt local_rows, Scalar pad_value, bool is_partial_grad) -> Tensor",
 )  # fmt: skip
-def shard_rows(x, handle, group, local_rows, pad_value):
+def shard_rows(x, handle, group, local_rows, pad_value, is_partial_grad):
     """This rank's rows, (local_rows, ...), of the global tensor without pads."""
     return token_layout.shard(x, layout_of(handle, group, local_rows), pad_value)
 
 
 @shard_rows.register_fake
-def _(x, handle, group, local_rows, pad_value):
+def _(x, handle, group, local_rows, pad_value, is_partial_grad):
     return x.new_empty((local_rows, *x.shape[1:]))
+
+
+@torch.library.custom_op(
+    "magi_attention::place_rows", mutates_args=(), schema=f"(Tensor x, {_WHERE}, SymInt total_rows) -> Tensor"
+)
+def place_rows(x, handle, group, total_rows):
+    """This rank's rows at their places in the global tensor without pads, (total_rows, ...), and zero elsewhere."""
+    return token_layout.place(x, layout_of(handle, group))
+
+
+@place_rows.register_fake
+def _(x, handle, group, total_rows):
+    return x.new_empty((total_rows, *x.shape[1:]))
 
 
 @torch.library.custom_op(
@@ -117,15 +130,26 @@ def _save_rows(ctx, inputs, output) -> None:
     ctx.rows, ctx.option = x.shape[0], inputs[4]
 
 
+def _save_shard(ctx, inputs, output) -> None:
+    x, *ctx.where = inputs[:3]
+    ctx.rows, ctx.is_partial_grad = x.shape[0], inputs[5]
+
+
 def _grad_of_shard(ctx, grad):
-    return gather_rows(grad, *ctx.where, ctx.rows, False), *[None] * 4
+    if ctx.is_partial_grad:
+        return place_rows(grad, *ctx.where, ctx.rows), *[None] * 5
+    return gather_rows(grad, *ctx.where, ctx.rows, False), *[None] * 5
+
+
+def _grad_of_place(ctx, grad):
+    return shard_rows(grad, *ctx.where, ctx.rows, 0.0, True), *[None] * 3
 
 
 def _grad_of_gather(ctx, grad):
     is_partial_grad = ctx.option
     if is_partial_grad:
         return sum_rows(grad, *ctx.where, ctx.rows), *[None] * 4
-    return shard_rows(grad, *ctx.where, ctx.rows, 0.0), *[None] * 4
+    return shard_rows(grad, *ctx.where, ctx.rows, 0.0, False), *[None] * 4
 
 
 def _save_sum(ctx, inputs, output) -> None:
@@ -146,7 +170,8 @@ def _grad_of_roll(ctx, grad):
     return roll_rows(grad, handle, group, -shift, dim, simple), *[None] * 5
 
 
-shard_rows.register_autograd(_grad_of_shard, setup_context=_save_rows)
+shard_rows.register_autograd(_grad_of_shard, setup_context=_save_shard)
+place_rows.register_autograd(_grad_of_place, setup_context=_save_sum)
 gather_rows.register_autograd(_grad_of_gather, setup_context=_save_rows)
 sum_rows.register_autograd(_grad_of_sum, setup_context=_save_sum)
 roll_rows.register_autograd(_grad_of_roll, setup_context=_save_roll)
@@ -155,9 +180,12 @@ roll_rows.register_autograd(_grad_of_roll, setup_context=_save_roll)
 # ---- while a model is traced ------------------------------------------------------------------------
 
 
-def compiled_shard(x: torch.Tensor, facts: CompiledFacts, pad_value: float, dim: int = 0) -> torch.Tensor:
-    pad_value = as_number(pad_value, "pad_value")
-    return shard_rows(x.movedim(dim, 0), facts.handle, facts.group, facts.local_rows, pad_value).movedim(0, dim)
+def compiled_shard(
+    x: torch.Tensor, facts: CompiledFacts, pad_value: float, dim: int = 0, is_partial_grad: bool = False
+) -> torch.Tensor:
+    where = (facts.handle, facts.group, facts.local_rows)
+    rows = shard_rows(x.movedim(dim, 0), *where, as_number(pad_value, "pad_value"), bool(is_partial_grad))
+    return rows.movedim(0, dim)
 
 
 def compiled_gather(

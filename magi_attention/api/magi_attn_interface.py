@@ -243,7 +243,8 @@ def make_varlen_key_for_new_mask_after_dispatch(
 
 def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
     """This rank's rows of ``x``: the global tensor (unpadded total in dim 0, any dtype and other dims), the same
-    on all ranks. Backward gathers, so that every rank gets the whole global gradient."""
+    on all ranks. Backward gathers, so that every rank gets the whole global gradient: parameters that made ``x`` count
+    once for each rank when gradients are summed, so dispatch token ids rather than embeddings."""
     if is_compiling():
         return compiled_shard(x, _facts(key), pad_value)
     return token_layout.shard(x, _manager(key).layout, pad_value)

@@ -50,11 +50,24 @@ DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the hea
 class Plan(meta_plan.Plan):
     """A plan that can also move tensors. Still a pure value: what it caches is neither compared nor pickled."""
 
-    def shard(self, x: torch.Tensor, group: Any = None, pad_value: float = 0.0, dim: int = 0) -> torch.Tensor:
-        """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold."""
+    def shard(
+        self,
+        x: torch.Tensor,
+        group: Any = None,
+        pad_value: float = 0.0,
+        dim: int = 0,
+        is_partial_grad: bool = False,
+    ) -> torch.Tensor:
+        """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold.
+
+        Shard token ids, before the first parameter: then gradients of all parameters add up over the ranks
+        (``sum_gradients``, ``set_gradient_sum``). Of an ``x`` that parameters made, every rank gets the whole gradient,
+        so a sum over ranks counts these parameters once for each rank; with ``is_partial_grad`` it gets the share of
+        its own rows, which is to be summed as the other gradients are, and nothing is sent in the backward pass.
+        """
         if is_compiling():
-            return compiled_shard(x, self._facts(group), pad_value, dim)
-        return token_layout.shard(x, self._layout(group), pad_value, dim)
+            return compiled_shard(x, self._facts(group), pad_value, dim, is_partial_grad)
+        return token_layout.shard(x, self._layout(group), pad_value, dim, is_partial_grad=is_partial_grad)
 
     def gather(self, x: torch.Tensor, group: Any = None, is_partial_grad: bool = False, dim: int = 0) -> torch.Tensor:
         """The global tensor in natural order, ``total_tokens`` rows, on every rank."""
@@ -259,7 +272,9 @@ def attend(
     out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) or None)``.
     ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it. ``softcap`` > 0 caps
     logits; ``sink`` ``(S, Hq)`` holds extra logits, the same on all ranks. Differentiable in q, k, v and sink.
-    Collective over the group. ``trace`` collects timed steps (dicts of rank, lane, stage, start, end).
+    Collective over the group. Gradients of parameters are those of this rank's tokens: sum them over the group
+    (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
+    (dicts of rank, lane, stage, start, end).
     """
     if is_compiling():
         if trace is not None:

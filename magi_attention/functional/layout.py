@@ -242,12 +242,18 @@ def _runs(rows: np.ndarray) -> list[np.ndarray]:
 
 
 def shard(
-    x: torch.Tensor, layout: TokenLayout, pad_value: float = 0.0, dim: int = 0, is_padded: bool = False
+    x: torch.Tensor,
+    layout: TokenLayout,
+    pad_value: float = 0.0,
+    dim: int = 0,
+    is_padded: bool = False,
+    is_partial_grad: bool = False,
 ) -> torch.Tensor:
     """This rank's rows of a global tensor that is the same on all ranks; any dtype, any other dims.
 
     ``x`` has ``total_tokens`` rows along ``dim`` and is padded at its end with ``pad_value``, or it comes padded
-    (``is_padded``). The backward pass gathers, so that each rank gets the whole global gradient.
+    (``is_padded``). The backward pass gathers, so that each rank gets the whole global gradient; with
+    ``is_partial_grad`` each gets its own rows of it, zero elsewhere, and nothing is sent.
     """
     plan = layout.plan
     pad_value = as_number(pad_value, "pad_value")
@@ -257,7 +263,17 @@ def shard(
     rows = x.movedim(dim, 0)
     if plan.pad_size and not is_padded:
         rows = torch.cat([rows, rows.new_full((plan.pad_size, *rows.shape[1:]), pad_value)])
+    if is_partial_grad:
+        return rows.index_select(0, layout.index("local", rows.device)).movedim(0, dim)
     return _Shard.apply(rows, layout).movedim(0, dim)
+
+
+def place(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """Local rows at their places in the global tensor without pads, zero elsewhere; the gradient of ``shard`` with
+    ``is_partial_grad``."""
+    layout.check_rows(x, 0, layout.num_local, "place")
+    rows = x.new_zeros((layout.plan.padded_tokens, *x.shape[1:])).index_copy(0, layout.index("local", x.device), x)
+    return rows.narrow(0, 0, layout.plan.total_tokens).clone()
 
 
 def gather(

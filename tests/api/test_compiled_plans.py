@@ -31,7 +31,7 @@ def make_plan(world: int, cut: int = 40, degree: int = 1, total: int = TOTAL):
 
 def model(x, w, sink, plan, group=None, policy=None):
     """Everything that a plan has; the weight makes gradients differ between ranks."""
-    mine = plan.shard(x * w, group, pad_value=2.0)
+    mine = plan.shard(x * w, group, pad_value=2.0) + plan.shard((x * w).t(), group, dim=1, is_partial_grad=True).t()
     q, k, v = mine.view(-1, 4, 8).split([2, 1, 1], 1)
     out, meta = api.attend(
         q, k, v, plan, group, sink=sink, softmax_scale=0.3, softcap=2, return_max_logits=True, policy=policy

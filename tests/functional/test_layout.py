@@ -128,3 +128,25 @@ def test_positions_cover_uncovered_tokens_too() -> None:
     ids = FakeWorld(2).run(lambda t: positions(TokenLayout(plan, t), "cpu").tolist())
     assert sorted(ids[0] + ids[1]) == sorted(list(range(10)) + [9] * plan.pad_size)
     assert plan.pad_size == 0 and np.array_equal(plan.position_array(0), ids[0])
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(sizes=layouts, dim=st.sampled_from([0, 1]))
+def test_partial_gradients_of_shard_add_up(sizes, dim) -> None:
+    """Each rank gets the rows that it keeps, so that the sum over ranks is what one process gets."""
+    plan = make(*sizes)
+    x = torch.randn(plan.total_tokens, 2, dtype=torch.float64)
+    weight = torch.randn(plan.total_tokens, 2, dtype=torch.float64)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        leaf = x.clone().requires_grad_()
+        local = shard(leaf.movedim(0, dim), layout, 7.0, dim, is_partial_grad=True)
+        assert torch.equal(local.movedim(dim, 0), shard(x, layout, 7.0))
+        (local * shard(weight.movedim(0, dim), layout, dim=dim)).sum().backward()
+        mine = torch.zeros(plan.total_tokens, 1)
+        mine[positions(layout, "cpu")[torch.from_numpy(plan.position_array(layout.rank)) < plan.total_tokens]] = 1
+        assert torch.equal(leaf.grad, weight * mine)
+        return leaf.grad
+
+    assert torch.equal(sum(FakeWorld(plan.cp_size).run(rank)), weight)
