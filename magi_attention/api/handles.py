@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.compiler import assume_constant_result
 
 from magi_attention.api.manager import DistAttnRuntimeDict, RuntimeManager
 from magi_attention.api.policy import policy_from_flags
@@ -118,7 +117,13 @@ def _name_of_group(group: Any) -> str:
 # again a transport is compared by identity, other arguments by value; the environment is not looked at again.
 
 
-@assume_constant_result
+def _assume_constant_result(function):
+    """As ``torch.compiler.assume_constant_result``, without its import of the compiler, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_assume_constant_result
 def _name_of_transport(transport: Any) -> str:
     transport = as_transport(transport)  # or it is no group
     for name, known in _transports.items():
@@ -129,17 +134,17 @@ def _name_of_transport(transport: Any) -> str:
     return name
 
 
-@assume_constant_result
+@_assume_constant_result
 def _rank_in(name: str) -> int:
     return as_transport(_group_named(name)).rank
 
 
-@assume_constant_result
+@_assume_constant_result
 def _policy_of_environment() -> tuple[int, bool, torch.dtype | None]:
     return _numbered(policy_from_flags(RuntimeFlags.from_env()))
 
 
-@assume_constant_result
+@_assume_constant_result
 def _number_of_policy(*values: Any) -> tuple[int, bool, torch.dtype | None]:
     return _numbered(AttnPolicy(*values))
 
