@@ -90,7 +90,7 @@ def forced_steps(steps: str) -> Iterator[None]:
 
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
         if steps == "cleared":
-            return chosen(q_shape, v_shape, mask, options, processors)._replace(first_stores=False)
+            return chosen(q_shape, v_shape, mask, options, processors)._replace(first_writer=False)
         halves = options.deterministic and steps == str(NARROW)
         return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
 

@@ -10,7 +10,7 @@ ten in a CUDA graph, so without the host, the largest over ranks of medians. ``a
 without ``native``: packing, NCCL, unpacking; it is called, as it cannot be captured, so its small rows are the host's.
 Results are compared with that first, bit for bit.
 
-``--beside``: how much longer attention of so many tokens takes beside one cast on another stream, in a graph of both.
+``--beside``: how much longer attention of so many tokens unpacks beside one cast on another stream, in a graph of both.
 """
 
 from __future__ import annotations

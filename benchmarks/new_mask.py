@@ -43,7 +43,7 @@ from magi_attention.kernels.ffa_plans import PlanShape, table_plan
 from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.kernels.unit_walks import UnitShape
-from magi_attention.meta.one_launch import OneLaunchPlan
+from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
@@ -112,7 +112,7 @@ def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> Non
     clock.time("locality", lambda: build(LocalityDispatchAlg()))
     stages = clock.time("slices", lambda: plan.rank(0).stages)
     clock.time("wire", lambda: [A2AVLayout.from_spec(stage.cast) for stage in stages])
-    part = clock.time("one launch", lambda: OneLaunchPlan(plan).part(0))
+    part = clock.time("one launch", lambda: FusedLayout(plan).part(0))
     group = HEADS // HEADS_KV
     seconds = 1e-5 + part.slot_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
     pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, section_heads=HEADS)

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that includes headers of NVSHMEM: joining, symmetric memory, put with signal, leaving.
+// The only file that includes headers of NVSHMEM: joining, symmetric memory, put with signal,
+// leaving.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
 #include <cstring>
 
-#include "../ffa/common/host.h"
+#include "ffa/common/host.h"
 #include "magi/comm.h"
 
 namespace magi {
@@ -13,7 +14,8 @@ namespace comm {
 
 constexpr int kPutThreads = 256;
 
-__global__ void put_signal(void* target, const void* source, size_t bytes, uint64_t* signal, uint64_t value, int peer) {
+__global__ void put_signal(void* target, const void* source, size_t bytes, uint64_t* signal,
+                           uint64_t value, int peer) {
   nvshmemx_putmem_signal_block(target, source, bytes, signal, value, NVSHMEM_SIGNAL_SET, peer);
 }
 
@@ -23,7 +25,8 @@ __global__ void wait_signal(uint64_t* signal, uint64_t value) {
 
 magi_status done(int error, const char* doing) {
   if (error == 0) return MAGI_OK;
-  return fail(MAGI_CUDA_ERROR, "%s: NVSHMEM failed with %d; NVSHMEM_DEBUG=INFO makes it say why.", doing, error);
+  return fail(MAGI_CUDA_ERROR, "%s: NVSHMEM failed with %d; NVSHMEM_DEBUG=INFO makes it say why.",
+              doing, error);
 }
 
 magi_status check_joined() {
@@ -57,14 +60,16 @@ magi_status magi_comm_unique_id(void* id) {
 
 magi_status magi_comm_join(const void* id, int32_t rank, int32_t world) {
   if (world < 1 || rank < 0 || rank >= world)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "rank %d of %d processes; ranks are 0 to world - 1.", rank, world);
-  // NVSHMEM takes the device of the current context. A process that never chose a device may have none, and would join
-  // without symmetric memory.
+    return magi::fail(MAGI_INVALID_ARGUMENT, "rank %d of %d processes; ranks are 0 to world - 1.",
+                      rank, world);
+  // NVSHMEM takes the device of the current context. A process that never chose a device may have
+  // none, and would join without symmetric memory.
   MAGI_RETURN(magi::cuda_status(cudaFree(nullptr), "making the context of the current device"));
   nvshmemx_uniqueid_t shared;
   memcpy(&shared, id, sizeof shared);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
-  MAGI_RETURN(magi::comm::done(nvshmemx_set_attr_uniqueid_args(rank, world, &shared, &attributes), "reading the id"));
+  MAGI_RETURN(magi::comm::done(nvshmemx_set_attr_uniqueid_args(rank, world, &shared, &attributes),
+                               "reading the id"));
   return magi::comm::done(nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes), "joining");
 }
 
@@ -76,10 +81,13 @@ magi_status magi_comm_leave(void) {
 
 magi_status magi_comm_alloc(int64_t bytes, void** address) {
   MAGI_RETURN(magi::comm::check_joined());
-  if (bytes < 1) return magi::fail(MAGI_INVALID_ARGUMENT, "%lld bytes; ask for 1 or more.", static_cast<long long>(bytes));
+  if (bytes < 1)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%lld bytes; ask for 1 or more.",
+                      static_cast<long long>(bytes));
   *address = nvshmem_calloc(1, static_cast<size_t>(bytes));
   if (*address == nullptr)
-    return magi::fail(MAGI_CAPACITY, "%lld bytes do not fit into symmetric memory; set NVSHMEM_SYMMETRIC_SIZE.",
+    return magi::fail(MAGI_CAPACITY,
+                      "%lld bytes do not fit into symmetric memory; set NVSHMEM_SYMMETRIC_SIZE.",
                       static_cast<long long>(bytes));
   return MAGI_OK;
 }
@@ -90,12 +98,12 @@ magi_status magi_comm_free(void* address) {
   return MAGI_OK;
 }
 
-magi_status magi_comm_put_signal(void* target, const void* source, int64_t bytes, uint64_t* signal, uint64_t value,
-                                 int32_t peer, void* stream) {
+magi_status magi_comm_put_signal(void* target, const void* source, int64_t bytes, uint64_t* signal,
+                                 uint64_t value, int32_t peer, void* stream) {
   MAGI_RETURN(magi::comm::check_joined());
   if (bytes < 0 || peer < 0 || peer >= nvshmem_n_pes())
-    return magi::fail(MAGI_INVALID_ARGUMENT, "%lld bytes to rank %d of %d.", static_cast<long long>(bytes), peer,
-                      nvshmem_n_pes());
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%lld bytes to rank %d of %d.",
+                      static_cast<long long>(bytes), peer, nvshmem_n_pes());
   magi::comm::put_signal<<<1, magi::comm::kPutThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       target, source, static_cast<size_t>(bytes), signal, value, peer);
   return magi::cuda_status(cudaGetLastError(), "launching a put");

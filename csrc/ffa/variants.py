@@ -58,7 +58,7 @@ def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int) -> Variant 
 def instance_source(v: Variant) -> str:
     """Text of ``inst/<stem>.cu``; its macro defines ``extern "C" magi_status magi_ffa_<stem>(params)``."""
     return (
-        f'{_HEADER}#include "../{v.kind}_launch.cuh"\n\n'
+        f'{_HEADER}#include "ffa/sm90/{v.kind}/launch.cuh"\n\n'
         f"MAGI_FFA_{v.kind.upper()}_INSTANCE(magi::{v.dtype}, {v.head_dim}, {v.head_dim_v}, {v.stem})\n"
     )
 

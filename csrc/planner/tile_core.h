@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile plan of one tile: from its AttnSlices to layers. Host and device producer share this header, so that
-// both give the same plan.
+// The tile plan of one tile: from its AttnSlices to segments. Host and device producer share this
+// header, so that both give the same plan.
 //
-// Row r of a slice [q0, q1) x [k0, k1) sees keys [lo, hi) with lo = k0 (+ 1 per row if inverse) and hi = k1 (- 1 per
-// row below the last if causal). Both bounds never decrease, so rows [a, b) visit [lo(a), hi(b - 1)) and every one of
-// them sees [lo(b - 1), hi(a)).
+// Row r of a slice [q0, q1) x [k0, k1) sees keys [lo, hi) with lo = k0 (+ 1 per row if inverse) and
+// hi = k1 (- 1 per row below the last if causal). Both bounds never decrease, so rows [a, b) visit
+// [lo(a), hi(b - 1)) and every one of them sees [lo(b - 1), hi(a)).
 //
-// Loops over rows are strided by a team: SerialTeam on the host, a warp on the device. A team has rank(), size(),
-// sync() and the reductions any(bool), min(int32_t), max(int32_t), whose results all members get.
+// Loops over rows are strided by a team: SerialTeam on the host, a warp on the device. A team has
+// rank(), size(), sync() and the reductions any(bool), min(int32_t), max(int32_t), whose results
+// all members get.
 #ifndef MAGI_PLANNER_TILE_CORE_H
 #define MAGI_PLANNER_TILE_CORE_H
 
@@ -24,17 +25,17 @@
 namespace magi {
 namespace tile {
 
-constexpr int32_t kKeyBlock = 128;   // keys per block; blocks are laid from visit_hi downwards
+constexpr int32_t kKeyBlock = 128;  // keys per block; blocks are laid from visit_hi downwards
 constexpr int32_t kMaxGroups = 3;
-constexpr int32_t kOpenLayers = 8;   // layers a slice may still join: the newest ones
-constexpr int32_t kPlainCost = 16;   // one group, one block without masking
-constexpr int32_t kMaskedCost = 19;  // with masking
-constexpr int32_t kTileCost = 12;    // load of Q, epilogue
-// What opening a layer is taken to cost each group when it competes with joining one: new row intervals and a
-// pipeline that drains. Not part of a tile's cost.
-constexpr int32_t kLayerStartCost = 16;
+constexpr int32_t kOpenSegments = 8;  // segments a slice may still combine: the newest ones
+constexpr int32_t kPlainCost = 16;    // one group, one block without masking
+constexpr int32_t kMaskedCost = 19;   // with masking
+constexpr int32_t kTileCost = 12;     // load of Q, epilogue
+// What opening a segment is taken to cost each group when it competes with joining one: new row
+// intervals and a pipeline that drains. Not part of a tile's cost.
+constexpr int32_t kSegmentStartCost = 16;
 constexpr int32_t kCausal = 1, kInverse = 2;  // bits of the slice type
-constexpr int32_t kLayerHeaderWords = 32;
+constexpr int32_t kSegmentHeaderWords = 32;
 constexpr int32_t kTileWords = 8;
 constexpr int32_t kHeaderWords = 16;
 constexpr int32_t kMaxTileTokens = 1024;
@@ -42,7 +43,7 @@ constexpr int32_t kInt32Max = 0x7fffffff;
 
 static_assert(sizeof(magi_tile_plan_header) == 4 * kHeaderWords, "the header is 16 words");
 static_assert(sizeof(magi_tile_desc) == 4 * kTileWords, "a tile is 8 words");
-static_assert(sizeof(magi_layer) == 4 * kLayerHeaderWords, "a layer header is 32 words");
+static_assert(sizeof(magi_tile_segment) == 4 * kSegmentHeaderWords, "a segment header is 32 words");
 
 struct Shape {
   int32_t tile_tokens;
@@ -63,13 +64,13 @@ struct Piece {
   MAGI_HD int32_t hi(int32_t row) const { return hi0 + slope_hi * (row - row0); }
 };
 
-// As in magi_layer. Empty ranges are (0, 0).
+// As in magi_tile_segment. Empty ranges are (0, 0).
 struct GroupRange {
   int32_t visit_lo, visit_hi, full_lo, full_hi;
 };
 
 struct TileResult {
-  int32_t num_layers;
+  int32_t num_segments;
   int32_t cost;
   int32_t num_blocks;
 };
@@ -86,35 +87,40 @@ struct SerialTeam {
 MAGI_HD inline int32_t min_of(int32_t a, int32_t b) { return a < b ? a : b; }
 MAGI_HD inline int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
-MAGI_HD inline int32_t layer_words(int32_t tile_tokens) {
-  return (kLayerHeaderWords + 2 * tile_tokens + 3) / 4 * 4;
+MAGI_HD inline int32_t segment_words(int32_t tile_tokens) {
+  return (kSegmentHeaderWords + 2 * tile_tokens + 3) / 4 * 4;
 }
 
 // Where the parts of a plan lie, in words; 64 bits, because callers check that a plan fits.
 MAGI_HD inline int64_t order_at(int64_t num_tiles) { return kHeaderWords + kTileWords * num_tiles; }
-MAGI_HD inline int64_t records_at(int64_t num_tiles) { return order_at(num_tiles) + (num_tiles + 3) / 4 * 4; }
+MAGI_HD inline int64_t records_at(int64_t num_tiles) {
+  return order_at(num_tiles) + (num_tiles + 3) / 4 * 4;
+}
 
-// The fields of a header that follow from the sizes; the producers fill in layers, status and has_unseen.
-MAGI_HD inline void describe_plan(magi_tile_plan_header& header, Shape shape, int32_t total_q, int32_t total_k,
-                                  int32_t num_tiles) {
+// The fields of a header that follow from the sizes; the producers fill in segments, status and
+// has_unseen.
+MAGI_HD inline void describe_plan(magi_tile_plan_header& header, Shape shape, int32_t total_q,
+                                  int32_t total_k, int32_t num_tiles) {
   header.version = MAGI_ABI_VERSION;
   header.total_q = total_q;
   header.total_k = total_k;
   header.tile_tokens = shape.tile_tokens;
   header.num_groups = shape.num_groups;
   header.num_tiles = num_tiles;
-  header.layer_words = layer_words(shape.tile_tokens);
+  header.segment_words = segment_words(shape.tile_tokens);
   header.words_tiles = kHeaderWords;
   header.words_order = int32_t(order_at(num_tiles));
   header.words_records = int32_t(records_at(num_tiles));
-  header.words_first_order = header.words_units = 0;
+  header.words_first_order = header.words_work_tiles = 0;
 }
 
 // First row of group g, for g in [0, num_groups].
-MAGI_HD inline int32_t group_row(Shape shape, int32_t g) { return g * shape.tile_tokens / shape.num_groups; }
+MAGI_HD inline int32_t group_row(Shape shape, int32_t g) {
+  return g * shape.tile_tokens / shape.num_groups;
+}
 
-// Drops the rows that see nothing; false if none is left. Afterwards every row sees at least one key, and every key
-// of [k0, k1) is seen by some row.
+// Drops the rows that see nothing; false if none is left. Afterwards every row sees at least one
+// key, and every key of [k0, k1) is seen by some row.
 MAGI_HD inline bool trim_slice(Slice& s) {
   if (s.q1 <= s.q0 || s.k1 <= s.k0) return false;
   const int32_t excess = (s.q1 - s.q0) - (s.k1 - s.k0);
@@ -125,29 +131,38 @@ MAGI_HD inline bool trim_slice(Slice& s) {
   return true;
 }
 
-// The transposed slice: rows are its keys, columns its queries. Bounds that move with the key do so only where a query
-// begins or ends to see it, so up to three slices are needed, with the rows in order. Returns how many.
+// The transposed slice: rows are its keys, columns its queries. Bounds that move with the key do so
+// only where a query begins or ends to see it, so up to three slices are needed, with the rows in
+// order. Returns how many.
 MAGI_HD inline int32_t transpose_slice(Slice s, Slice out[3]) {
   if (!trim_slice(s)) return 0;
   const int32_t queries = s.q1 - s.q0;
-  // Key k is seen from query q1 - (k1 - k) on if causal, and up to query q0 + (k - k0) if inverse, both clipped to the
-  // slice. A lower bound that rises with the row is the inverse type, an upper one the causal type.
-  const int32_t rises_from = s.type & kCausal ? s.k1 - queries : s.k1;  // keys from here on: the lower bound rises
-  const int32_t rises_to = s.type & kInverse ? s.k0 + queries : s.k0;   // keys up to here: the upper bound rises
+  // Key k is seen from query q1 - (k1 - k) on if causal, and up to query q0 + (k - k0) if inverse,
+  // both clipped to the slice. A lower bound that rises with the row is the inverse type, an upper
+  // one the causal type.
+  const int32_t rises_from =
+      s.type & kCausal ? s.k1 - queries : s.k1;  // keys from here on: the lower bound rises
+  const int32_t rises_to =
+      s.type & kInverse ? s.k0 + queries : s.k0;  // keys up to here: the upper bound rises
   const int32_t cut0 = min_of(rises_from, rises_to), cut1 = max_of(rises_from, rises_to);
   int32_t count = 0;
   if (s.k0 < cut0) out[count++] = Slice{s.k0, cut0, s.q0, s.q0 + (cut0 - s.k0), kCausal};
   if (cut0 < cut1) {
     const bool both_rise = rises_from < rises_to;
-    out[count++] = both_rise ? Slice{cut0, cut1, s.q0, s.q1, kCausal | kInverse} : Slice{cut0, cut1, s.q0, s.q1, 0};
+    out[count++] = both_rise ? Slice{cut0, cut1, s.q0, s.q1, kCausal | kInverse}
+                             : Slice{cut0, cut1, s.q0, s.q1, 0};
   }
   if (cut1 < s.k1) out[count++] = Slice{cut1, s.k1, s.q1 - (s.k1 - cut1), s.q1, kInverse};
   return count;
 }
 
 // Interval of query token q of a trimmed slice.
-MAGI_HD inline int32_t slice_lo(const Slice& s, int32_t q) { return s.type & kInverse ? s.k0 + (q - s.q0) : s.k0; }
-MAGI_HD inline int32_t slice_hi(const Slice& s, int32_t q) { return s.type & kCausal ? s.k1 - (s.q1 - 1 - q) : s.k1; }
+MAGI_HD inline int32_t slice_lo(const Slice& s, int32_t q) {
+  return s.type & kInverse ? s.k0 + (q - s.q0) : s.k0;
+}
+MAGI_HD inline int32_t slice_hi(const Slice& s, int32_t q) {
+  return s.type & kCausal ? s.k1 - (s.q1 - 1 - q) : s.k1;
+}
 
 // The part of a trimmed slice in the tile at token0; the two must share a token.
 MAGI_HD inline Piece make_piece(const Slice& s, int32_t token0, int32_t num_tokens) {
@@ -177,20 +192,22 @@ MAGI_HD inline bool operator<(const SliceKey& a, const SliceKey& b) {
   return a.id < b.id;
 }
 
-// Group ranges of a layer that holds nothing but the piece.
+// Group ranges of a segment that holds nothing but the piece.
 MAGI_HD inline GroupRange piece_range(const Piece& p, int32_t row_begin, int32_t row_end) {
   const int32_t a = max_of(p.row0, row_begin), b = min_of(p.row1, row_end);
   if (a >= b) return GroupRange{0, 0, 0, 0};
   GroupRange range{p.lo(a), p.hi(b - 1), p.lo(b - 1), p.hi(a)};
-  if (a != row_begin || b != row_end || range.full_lo >= range.full_hi) range.full_lo = range.full_hi = 0;
+  if (a != row_begin || b != row_end || range.full_lo >= range.full_hi)
+    range.full_lo = range.full_hi = 0;
   return range;
 }
 
-// Range of the existing rows [row_begin, row_end) of a group after the piece has joined the layer. Where both have a
-// row their intervals abut, so the smaller lo and the larger hi bound their union.
+// Range of the existing rows [row_begin, row_end) of a group after the piece has combined the
+// segment. Where both have a row their intervals abut, so the smaller lo and the larger hi bound
+// their union.
 template <class Team>
-MAGI_HD GroupRange joined_range(const Team& team, const int32_t* rows, const Piece& p, int32_t row_begin,
-                                int32_t row_end) {
+MAGI_HD GroupRange joined_range(const Team& team, const int32_t* rows, const Piece& p,
+                                int32_t row_begin, int32_t row_end) {
   int32_t visit_lo = kInt32Max, visit_hi = 0, full_lo = 0, full_hi = kInt32Max;
   for (int32_t r = row_begin + team.rank(); r < row_end; r += team.size()) {
     int32_t lo = rows[2 * r], hi = rows[2 * r + 1];
@@ -214,7 +231,8 @@ MAGI_HD GroupRange joined_range(const Team& team, const int32_t* rows, const Pie
   return range;
 }
 
-// Whether every row keeps a single interval when the piece joins: rows are new to the layer, or abut left or right.
+// Whether every row keeps a single interval when the piece combines: rows are new to the segment,
+// or abut left or right.
 template <class Team>
 MAGI_HD bool can_join(const Team& team, const int32_t* rows, const Piece& p) {
   for (int32_t first = p.row0; first < p.row1; first += team.size()) {
@@ -230,7 +248,7 @@ MAGI_HD bool can_join(const Team& team, const int32_t* rows, const Piece& p) {
 }
 
 template <class Team>
-MAGI_HD void join_rows(const Team& team, int32_t* rows, const Piece& p) {
+MAGI_HD void combine_rows(const Team& team, int32_t* rows, const Piece& p) {
   for (int32_t r = p.row0 + team.rank(); r < p.row1; r += team.size()) {
     const int32_t lo = rows[2 * r], hi = rows[2 * r + 1];
     const bool has = lo < hi;
@@ -241,7 +259,8 @@ MAGI_HD void join_rows(const Team& team, int32_t* rows, const Piece& p) {
 }
 
 // Hull of the groups' visit ranges.
-MAGI_HD inline void layer_visit(const GroupRange* groups, int32_t num_groups, int32_t& lo, int32_t& hi) {
+MAGI_HD inline void segment_visit(const GroupRange* groups, int32_t num_groups, int32_t& lo,
+                                  int32_t& hi) {
   lo = kInt32Max;
   hi = 0;
   for (int32_t g = 0; g < num_groups; ++g) {
@@ -253,30 +272,37 @@ MAGI_HD inline void layer_visit(const GroupRange* groups, int32_t num_groups, in
 }
 
 MAGI_HD inline int32_t block_floor(int32_t keys) { return keys / kKeyBlock; }
-MAGI_HD inline int32_t block_ceil(int32_t keys) { return keys / kKeyBlock + (keys % kKeyBlock != 0); }
+MAGI_HD inline int32_t block_ceil(int32_t keys) {
+  return keys / kKeyBlock + (keys % kKeyBlock != 0);
+}
 
-// Cost and number of blocks of a layer. With distances counted down from visit_hi, block b holds [128 b, 128 (b + 1)).
-MAGI_HD inline int64_t layer_cost(const GroupRange* groups, int32_t num_groups, int32_t& num_blocks) {
+// Cost and number of blocks of a segment. With distances counted down from visit_hi, block b holds
+// [128 b, 128 (b + 1)).
+MAGI_HD inline int64_t segment_cost(const GroupRange* groups, int32_t num_groups,
+                                    int32_t& num_blocks) {
   int32_t visit_lo, visit_hi;
-  layer_visit(groups, num_groups, visit_lo, visit_hi);
+  segment_visit(groups, num_groups, visit_lo, visit_hi);
   num_blocks = block_ceil(visit_hi - visit_lo);
   int64_t cost = 0;
   for (int32_t g = 0; g < num_groups; ++g) {
     const GroupRange& range = groups[g];
     if (range.visit_lo >= range.visit_hi) continue;
-    const int32_t touched = block_ceil(visit_hi - range.visit_lo) - block_floor(visit_hi - range.visit_hi);
+    const int32_t touched =
+        block_ceil(visit_hi - range.visit_lo) - block_floor(visit_hi - range.visit_hi);
     int32_t plain = 0;
     if (range.full_lo < range.full_hi) {
-      plain = max_of(0, block_floor(visit_hi - range.full_lo) - block_ceil(visit_hi - range.full_hi));
+      plain =
+          max_of(0, block_floor(visit_hi - range.full_lo) - block_ceil(visit_hi - range.full_hi));
     }
     cost += int64_t(kMaskedCost) * touched - int64_t(kMaskedCost - kPlainCost) * plain;
   }
   return cost;
 }
 
-// Whether [lo, hi) clipped to [0, total_k) lies in the union of `count` sorted, disjoint, non-abutting key ranges.
-MAGI_HD inline bool all_seen(const int32_t* seen_lo, const int32_t* seen_hi, int32_t count, int32_t lo, int32_t hi,
-                             int32_t total_k) {
+// Whether [lo, hi) clipped to [0, total_k) lies in the union of `count` sorted, disjoint,
+// non-abutting key ranges.
+MAGI_HD inline bool all_seen(const int32_t* seen_lo, const int32_t* seen_hi, int32_t count,
+                             int32_t lo, int32_t hi, int32_t total_k) {
   lo = max_of(lo, 0);
   hi = min_of(hi, total_k);
   if (lo >= hi) return true;
@@ -292,19 +318,22 @@ MAGI_HD inline bool all_seen(const int32_t* seen_lo, const int32_t* seen_hi, int
   return first > 0 && seen_hi[first - 1] >= hi;
 }
 
-// A layer under construction; layer i of the tile is at i % kOpenLayers.
-struct OpenLayer {
+// A segment under construction; segment i of the tile is at i % kOpenSegments.
+struct OpenSegment {
   int32_t row0, row1;  // hull of the rows it holds
   int64_t cost;
 };
 
-MAGI_HD inline magi_layer* layer_head(int32_t* record) { return reinterpret_cast<magi_layer*>(record); }
-MAGI_HD inline int32_t* layer_rows(int32_t* record) { return record + kLayerHeaderWords; }
+MAGI_HD inline magi_tile_segment* segment_head(int32_t* record) {
+  return reinterpret_cast<magi_tile_segment*>(record);
+}
+MAGI_HD inline int32_t* segment_rows(int32_t* record) { return record + kSegmentHeaderWords; }
 
 template <class Team>
-MAGI_HD void store_groups(const Team& team, int32_t* record, const GroupRange* groups, int32_t num_groups) {
+MAGI_HD void store_groups(const Team& team, int32_t* record, const GroupRange* groups,
+                          int32_t num_groups) {
   if (team.rank() == 0) {
-    magi_layer* head = layer_head(record);
+    magi_tile_segment* head = segment_head(record);
     for (int32_t g = 0; g < num_groups; ++g) {
       head->group[g].visit_lo = groups[g].visit_lo;
       head->group[g].visit_hi = groups[g].visit_hi;
@@ -321,96 +350,103 @@ MAGI_HD void clear_record(const Team& team, int32_t* record, int32_t words) {
   team.sync();
 }
 
-// Puts a piece into the open layer where it adds the least cost, or into a new layer if that is cheaper or the only
-// way. Ties go to the newest layer. `pool.record(i)` is the memory of the tile's layer i, or NULL if there is no room.
-// Returns false in that case.
+// Puts a piece into the open segment where it adds the least cost, or into a new segment if that is
+// cheaper or the only way. Ties go to the newest segment. `pool.record(i)` is the memory of the
+// tile's segment i, or NULL if there is no room. Returns false in that case.
 template <class Team, class Pool>
-MAGI_HD bool place_piece(const Team& team, Pool& pool, Shape shape, int32_t num_tokens, const Piece& p,
-                         OpenLayer* open, int32_t& num_layers) {
+MAGI_HD bool place_piece(const Team& team, Pool& pool, Shape shape, int32_t num_tokens,
+                         const Piece& p, OpenSegment* open, int32_t& num_segments) {
   GroupRange best_groups[kMaxGroups];
   GroupRange groups[kMaxGroups];
   int32_t blocks;
   for (int32_t g = 0; g < shape.num_groups; ++g) {
-    best_groups[g] = piece_range(p, group_row(shape, g), min_of(group_row(shape, g + 1), num_tokens));
+    best_groups[g] =
+        piece_range(p, group_row(shape, g), min_of(group_row(shape, g + 1), num_tokens));
   }
-  int64_t best_cost = layer_cost(best_groups, shape.num_groups, blocks);
-  int64_t best_growth = best_cost + kLayerStartCost * shape.num_groups + 1;
+  int64_t best_cost = segment_cost(best_groups, shape.num_groups, blocks);
+  int64_t best_growth = best_cost + kSegmentStartCost * shape.num_groups + 1;
   int32_t best = -1;
-  for (int32_t i = num_layers - 1; i >= 0 && i >= num_layers - kOpenLayers; --i) {
-    const OpenLayer& layer = open[i % kOpenLayers];
-    const int32_t* rows = layer_rows(pool.record(i));
-    const bool apart = p.row1 <= layer.row0 || p.row0 >= layer.row1;
+  for (int32_t i = num_segments - 1; i >= 0 && i >= num_segments - kOpenSegments; --i) {
+    const OpenSegment& segment = open[i % kOpenSegments];
+    const int32_t* rows = segment_rows(pool.record(i));
+    const bool apart = p.row1 <= segment.row0 || p.row0 >= segment.row1;
     if (!apart && !can_join(team, rows, p)) continue;
     for (int32_t g = 0; g < shape.num_groups; ++g) {
-      groups[g] = joined_range(team, rows, p, group_row(shape, g), min_of(group_row(shape, g + 1), num_tokens));
+      groups[g] = joined_range(team, rows, p, group_row(shape, g),
+                               min_of(group_row(shape, g + 1), num_tokens));
     }
-    const int64_t cost = layer_cost(groups, shape.num_groups, blocks);
-    if (cost - layer.cost >= best_growth) continue;
+    const int64_t cost = segment_cost(groups, shape.num_groups, blocks);
+    if (cost - segment.cost >= best_growth) continue;
     best = i;
     best_cost = cost;
-    best_growth = cost - layer.cost;
+    best_growth = cost - segment.cost;
     for (int32_t g = 0; g < shape.num_groups; ++g) best_groups[g] = groups[g];
   }
   if (best < 0) {
-    best = num_layers;
+    best = num_segments;
     int32_t* record = pool.record(best);
     if (record == nullptr) return false;
-    ++num_layers;
-    clear_record(team, record, layer_words(shape.tile_tokens));
-    open[best % kOpenLayers] = OpenLayer{p.row0, p.row1, best_cost};
+    ++num_segments;
+    clear_record(team, record, segment_words(shape.tile_tokens));
+    open[best % kOpenSegments] = OpenSegment{p.row0, p.row1, best_cost};
   } else {
-    OpenLayer& layer = open[best % kOpenLayers];
-    layer.row0 = min_of(layer.row0, p.row0);
-    layer.row1 = max_of(layer.row1, p.row1);
-    layer.cost = best_cost;
+    OpenSegment& segment = open[best % kOpenSegments];
+    segment.row0 = min_of(segment.row0, p.row0);
+    segment.row1 = max_of(segment.row1, p.row1);
+    segment.cost = best_cost;
   }
   int32_t* record = pool.record(best);
-  join_rows(team, layer_rows(record), p);
+  combine_rows(team, segment_rows(record), p);
   store_groups(team, record, best_groups, shape.num_groups);
   return true;
 }
 
-// Visit range, has_unseen and the fields of a single key space; adds the layer's cost and blocks.
+// Visit range, has_unseen and the fields of a single key space; adds the segment's cost and blocks.
 template <class Team>
-MAGI_HD void finish_layer(const Team& team, int32_t* record, Shape shape, const int32_t* seen_lo,
-                          const int32_t* seen_hi, int32_t num_seen, int32_t total_k, int64_t& cost, int64_t& blocks) {
-  magi_layer* head = layer_head(record);
+MAGI_HD void finish_segment(const Team& team, int32_t* record, Shape shape, const int32_t* seen_lo,
+                            const int32_t* seen_hi, int32_t num_seen, int32_t total_k,
+                            int64_t& cost, int64_t& blocks) {
+  magi_tile_segment* head = segment_head(record);
   GroupRange groups[kMaxGroups];
   for (int32_t g = 0; g < shape.num_groups; ++g) {
     groups[g] = GroupRange{head->group[g].visit_lo, head->group[g].visit_hi, head->group[g].full_lo,
                            head->group[g].full_hi};
   }
   int32_t num_blocks, visit_lo, visit_hi;
-  cost += layer_cost(groups, shape.num_groups, num_blocks);
+  cost += segment_cost(groups, shape.num_groups, num_blocks);
   blocks += num_blocks;
-  layer_visit(groups, shape.num_groups, visit_lo, visit_hi);
+  segment_visit(groups, shape.num_groups, visit_lo, visit_hi);
   if (team.rank() == 0) {
     head->visit_lo = visit_lo;
     head->visit_hi = visit_hi;
     head->source = 0;
     head->arrival = -1;
     // The last block reaches up to 127 keys below visit_lo.
-    head->has_unseen = !all_seen(seen_lo, seen_hi, num_seen, visit_lo - (kKeyBlock - 1), visit_hi, total_k);
+    head->has_unseen =
+        !all_seen(seen_lo, seen_hi, num_seen, visit_lo - (kKeyBlock - 1), visit_hi, total_k);
   }
   team.sync();
 }
 
-// Layers of one tile from its trimmed slices, sorted by SliceKey. num_layers is -1 if the pool ran out.
+// Segments of one tile from its trimmed slices, sorted by SliceKey. num_segments is -1 if the pool
+// ran out.
 template <class Team, class Pool>
-MAGI_HD TileResult plan_tile(const Team& team, Pool& pool, Shape shape, int32_t token0, int32_t num_tokens,
-                             const Slice* slices, const SliceKey* keys, int32_t num_keys, const int32_t* seen_lo,
-                             const int32_t* seen_hi, int32_t num_seen, int32_t total_k) {
-  OpenLayer open[kOpenLayers];
-  int32_t num_layers = 0;
+MAGI_HD TileResult plan_tile(const Team& team, Pool& pool, Shape shape, int32_t token0,
+                             int32_t num_tokens, const Slice* slices, const SliceKey* keys,
+                             int32_t num_keys, const int32_t* seen_lo, const int32_t* seen_hi,
+                             int32_t num_seen, int32_t total_k) {
+  OpenSegment open[kOpenSegments];
+  int32_t num_segments = 0;
   for (int32_t i = 0; i < num_keys; ++i) {
     const Piece p = make_piece(slices[keys[i].id], token0, num_tokens);
-    if (!place_piece(team, pool, shape, num_tokens, p, open, num_layers)) return TileResult{-1, 0, 0};
+    if (!place_piece(team, pool, shape, num_tokens, p, open, num_segments))
+      return TileResult{-1, 0, 0};
   }
   int64_t cost = kTileCost, blocks = 0;
-  for (int32_t i = 0; i < num_layers; ++i) {
-    finish_layer(team, pool.record(i), shape, seen_lo, seen_hi, num_seen, total_k, cost, blocks);
+  for (int32_t i = 0; i < num_segments; ++i) {
+    finish_segment(team, pool.record(i), shape, seen_lo, seen_hi, num_seen, total_k, cost, blocks);
   }
-  return TileResult{num_layers, int32_t(cost < kInt32Max ? cost : kInt32Max),
+  return TileResult{num_segments, int32_t(cost < kInt32Max ? cost : kInt32Max),
                     int32_t(blocks < kInt32Max ? blocks : kInt32Max)};
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of DLPack 1.x by which a framework shows its tensors to C code without a copy, a reference or its headers:
-// struct by struct as in https://github.com/dmlc/dlpack, which keeps these layouts while the major version is 1.
+// The part of DLPack 1.x by which a framework shows its tensors to C code without a copy, a
+// reference or its headers: struct by struct as in https://github.com/dmlc/dlpack, which keeps
+// these layouts while the major version is 1.
 #ifndef MAGI_PYTHON_DLPACK_H
 #define MAGI_PYTHON_DLPACK_H
 
@@ -37,19 +38,23 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// The table behind `torch.Tensor.__dlpack_c_exchange_api__`. Of its functions only one is called here.
+// The table behind `torch.Tensor.__dlpack_c_exchange_api__`. Of its functions only one is called
+// here.
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;
   void (*managed_tensor_allocator)();
   void (*managed_tensor_from_py_object_no_sync)();
   void (*managed_tensor_to_py_object_no_sync)();
-  int (*dltensor_from_py_object_no_sync)(void* py_object, Tensor* out);  // may be NULL; -1: a Python exception is set
+  int (*dltensor_from_py_object_no_sync)(
+      void* py_object, Tensor* out);  // may be NULL; -1: a Python exception is set
   int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
-static_assert(sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24, "DLTensor of DLPack 1.x on 64-bit machines");
-static_assert(offsetof(ExchangeApi, dltensor_from_py_object_no_sync) == 40, "DLPackExchangeAPI of DLPack 1.x");
+static_assert(sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24,
+              "DLTensor of DLPack 1.x on 64-bit machines");
+static_assert(offsetof(ExchangeApi, dltensor_from_py_object_no_sync) == 40,
+              "DLPackExchangeAPI of DLPack 1.x");
 
 }  // namespace magi::dlpack
 

@@ -16,7 +16,8 @@ bool same_value(PyObject* a, PyObject* b) {
   if (a == b) return true;
   if (Py_TYPE(a) != Py_TYPE(b)) return false;
   if (PyFloat_CheckExact(a)) return PyFloat_AS_DOUBLE(a) == PyFloat_AS_DOUBLE(b);
-  if (PyLong_CheckExact(a) || PyUnicode_CheckExact(a)) return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
+  if (PyLong_CheckExact(a) || PyUnicode_CheckExact(a))
+    return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
   if (!PyTuple_CheckExact(a) || PyTuple_GET_SIZE(a) != PyTuple_GET_SIZE(b)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a); ++i) {
     PyObject *x = PyTuple_GET_ITEM(a, i), *y = PyTuple_GET_ITEM(b, i);
@@ -52,13 +53,15 @@ bool truth(PyObject* got, bool* out) {  // steals
 
 }  // namespace
 
-bool KnownCalls::bind(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject** slots) const {
+bool KnownCalls::bind(PyObject* const* args, Py_ssize_t count, PyObject* keywords,
+                      PyObject** slots) const {
   const int total = static_cast<int>(names_.size());
   if (count > positional_) return false;
   for (int i = 0; i < total; ++i) slots[i] = i < count ? args[i] : nullptr;
   const Py_ssize_t num_keywords = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
   for (Py_ssize_t i = 0; i < num_keywords; ++i) {
-    // Names in source code are interned, so the address tells; those out of a configuration file may not be.
+    // Names in source code are interned, so the address tells; those out of a configuration file
+    // may not be.
     PyObject* name = PyTuple_GET_ITEM(keywords, i);
     int slot = 0;
     while (slot < total && names_[slot].ptr() != name) ++slot;
@@ -103,9 +106,11 @@ bool KnownCalls::read_mask(Request* request) const {
   return true;
 }
 
-bool KnownCalls::read(PyObject* const* args, Py_ssize_t count, PyObject* keywords, Request* request) const {
+bool KnownCalls::read(PyObject* const* args, Py_ssize_t count, PyObject* keywords,
+                      Request* request) const {
   if (!bind(args, count, keywords, request->slots)) return false;
-  PyObject *q = request->slots[q_], *k = request->slots[k_], *v = request->slots[v_], *sink = request->slots[sink_];
+  PyObject *q = request->slots[q_], *k = request->slots[k_], *v = request->slots[v_],
+           *sink = request->slots[sink_];
   request->has_sink = sink != Py_None;
   for (PyObject* x : {q, k, v}) {
     if (!torch_.is_tensor(x)) return false;
@@ -113,13 +118,15 @@ bool KnownCalls::read(PyObject* const* args, Py_ssize_t count, PyObject* keyword
   if (request->has_sink && !torch_.is_tensor(sink)) return false;
   bool needs_backward = true;
   // First: a mode would be told of every property that is read below.
-  if (!torch_.is_quiet() || !needs_gradient(*request, &needs_backward) || needs_backward) return false;
+  if (!torch_.is_quiet() || !needs_gradient(*request, &needs_backward) || needs_backward)
+    return false;
   if (!read_mask(request)) return false;
   if (!torch_.read_values(q, &request->q) || !torch_.read_values(k, &request->k) ||
       !torch_.read_values(v, &request->v)) {
     return false;
   }
-  const auto addresses = reinterpret_cast<uintptr_t>(request->q.data) | reinterpret_cast<uintptr_t>(request->k.data) |
+  const auto addresses = reinterpret_cast<uintptr_t>(request->q.data) |
+                         reinterpret_cast<uintptr_t>(request->k.data) |
                          reinterpret_cast<uintptr_t>(request->v.data);
   if (addresses & 15) return false;  // the copy engine's unit; the usual way copies such tensors
   return !request->has_sink || torch_.read_values(sink, &request->sink);
@@ -130,7 +137,8 @@ bool KnownCalls::has_same_environment() const {
     PyObject* now = PyDict_GetItemWithError(environment_.ptr(), watched_[i].ptr());
     PyObject* then = texts_[i].ptr();
     if (now == then) continue;
-    if (now == nullptr || then == nullptr || PyObject_RichCompareBool(now, then, Py_EQ) != 1) return false;
+    if (now == nullptr || then == nullptr || PyObject_RichCompareBool(now, then, Py_EQ) != 1)
+      return false;
   }
   return true;
 }
@@ -161,16 +169,19 @@ bool KnownCalls::has_same_tensors(const Call& call, const Request& request) cons
 
 std::shared_ptr<Call> KnownCalls::look_up(const Request& request) const {
   const auto found = masks_.find(request.mask);
-  if (found == masks_.end() || !has_same_environment() || !is_true(found->second, request)) return nullptr;
+  if (found == masks_.end() || !has_same_environment() || !is_true(found->second, request))
+    return nullptr;
   for (const std::shared_ptr<Call>& call : found->second.calls) {
     if (!has_same_tensors(*call, request) || !has_same_options(*call, request.slots)) continue;
-    // Asking may run Python, which may change the memo: from here on only `kept` is used, unless we go on.
+    // Asking may run Python, which may change the memo: from here on only `kept` is used, unless we
+    // go on.
     const std::shared_ptr<Call> kept = call;
     const uint64_t changes = num_changes_;
     long long device = 0, stream = 0;
     bool is_capturing = true;
     if (!number(PyObject_CallNoArgs(kept->current_device.ptr()), &device)) return nullptr;
-    if (!number(PyObject_CallOneArg(kept->stream_of.ptr(), kept->index.ptr()), &stream)) return nullptr;
+    if (!number(PyObject_CallOneArg(kept->stream_of.ptr(), kept->index.ptr()), &stream))
+      return nullptr;
     if (device != kept->device_index) return nullptr;
     if (stream == reinterpret_cast<intptr_t>(kept->params.stream)) {
       const bool is_asked = truth(PyObject_CallNoArgs(kept->is_capturing.ptr()), &is_capturing);
@@ -181,8 +192,10 @@ std::shared_ptr<Call> KnownCalls::look_up(const Request& request) const {
   return nullptr;
 }
 
-PyObject* KnownCalls::result_of(const py::object& out, const py::object& lse, const py::object& max_logits) const {
-  // As `object.__new__` and two assignments: what the dataclass's own __init__ does, in a third of the time.
+PyObject* KnownCalls::result_of(const py::object& out, const py::object& lse,
+                                const py::object& max_logits) const {
+  // As `object.__new__` and two assignments: what the dataclass's own __init__ does, in a third of
+  // the time.
   static PyObject* nothing = PyTuple_New(0);
   auto* type = reinterpret_cast<PyTypeObject*>(result_.ptr());
   auto meta = py::reinterpret_steal<py::object>(PyBaseObject_Type.tp_new(type, nothing, nullptr));
@@ -195,7 +208,8 @@ PyObject* KnownCalls::result_of(const py::object& out, const py::object& lse, co
 
 PyObject* KnownCalls::launch(const Call& call, const Request& request) const {
   const auto empty_like = [this](const py::object& like) {
-    return py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch_.empty_like.ptr(), like.ptr()));
+    return py::reinterpret_steal<py::object>(
+        PyObject_CallOneArg(torch_.empty_like.ptr(), like.ptr()));
   };
   py::object out = empty_like(call.out_like);
   py::object lse = out ? empty_like(call.lse_like) : py::object();
@@ -210,7 +224,8 @@ PyObject* KnownCalls::launch(const Call& call, const Request& request) const {
   params.v = request.v.data;
   params.sink = static_cast<const float*>(request.has_sink ? request.sink.data : nullptr);
   dlpack::Tensor view;
-  if (!torch_.read(out.ptr(), &view)) return not_known();  // a transform wrapped it: no memory of its own
+  if (!torch_.read(out.ptr(), &view))
+    return not_known();  // a transform wrapped it: no memory of its own
   params.out = view.data;
   if (!torch_.read(lse.ptr(), &view)) return not_known();
   params.lse = static_cast<float*>(view.data);
@@ -221,7 +236,8 @@ PyObject* KnownCalls::launch(const Call& call, const Request& request) const {
   }
   const magi_status status = call.launch(&params);
   if (status == MAGI_OK) return result_of(out, lse, max_logits);
-  PyObject* said = PyObject_CallFunction(call.check.ptr(), "is", static_cast<int>(status), "Attention forward");
+  PyObject* said =
+      PyObject_CallFunction(call.check.ptr(), "is", static_cast<int>(status), "Attention forward");
   return said;  // nullptr: it raised, which is what it is for
 }
 

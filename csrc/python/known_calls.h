@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A memo of attention calls that ran before: what they were given, and the launch that it came to.
 //
-// `find` gets the arguments of the public function and either launches and returns the result, or returns None, which
-// means: not known, take the usual way. Only the usual way checks arguments and says what is wrong with them, so every
-// doubt here is a None. `remember` is told the arguments of a call that went the usual way and asks Python to prepare
-// the launch. Everything happens under the GIL.
+// `find` gets the arguments of the public function and either launches and returns the result, or
+// returns None, which means: not known, take the usual way. Only the usual way checks arguments and
+// says what is wrong with them, so every doubt here is a None. `remember` is told the arguments of
+// a call that went the usual way and asks Python to prepare the launch. Everything happens under
+// the GIL.
 #ifndef MAGI_PYTHON_KNOWN_CALLS_H
 #define MAGI_PYTHON_KNOWN_CALLS_H
 
@@ -37,7 +38,8 @@ struct Layout {
   bool fits(const dlpack::Tensor& tensor) const;
 };
 
-// One tensor of a mask as it was when its plan was made. Any difference means that the plan may be wrong.
+// One tensor of a mask as it was when its plan was made. Any difference means that the plan may be
+// wrong.
 struct RangeState {
   py::object reference;  // weak; none where the mask has no such tensor
   long long version;     // torch counts in-place edits
@@ -69,7 +71,8 @@ using MaskKey = std::array<PyObject*, 3>;  // q_ranges, k_ranges, attn_type_map 
 struct MaskKeyHash {
   size_t operator()(const MaskKey& key) const {
     size_t hash = 0;
-    for (PyObject* part : key) hash = hash * 0x9e3779b97f4a7c15u + (reinterpret_cast<size_t>(part) >> 4);
+    for (PyObject* part : key)
+      hash = hash * 0x9e3779b97f4a7c15u + (reinterpret_cast<size_t>(part) >> 4);
     return hash ^ (hash >> 29);
   }
 };
@@ -106,15 +109,18 @@ struct Torch {
   bool is_tensor(PyObject* x) const;
   bool is_quiet() const;  // no mode, no transform: a call means what it says
   bool read(PyObject* tensor, dlpack::Tensor* out) const;
-  bool read_values(PyObject* tensor, dlpack::Tensor* out) const;  // of which a kernel may read the memory as it is
+  bool read_values(PyObject* tensor,
+                   dlpack::Tensor* out) const;  // of which a kernel may read the memory as it is
 };
 
 class KnownCalls : public std::enable_shared_from_this<KnownCalls> {
  public:
-  // `signature`: (name, default or the class `inspect.Parameter.empty`) of every parameter; the first `positional` of
-  // them may be given by position. `ignored`: names of hints that never change a launch.
-  KnownCalls(const py::object& hooks, const py::sequence& signature, int positional, const py::sequence& ignored,
-             const py::dict& environment, const py::sequence& watched, py::object result, py::object prepare);
+  // `signature`: (name, default or the class `inspect.Parameter.empty`) of every parameter; the
+  // first `positional` of them may be given by position. `ignored`: names of hints that never
+  // change a launch.
+  KnownCalls(const py::object& hooks, const py::sequence& signature, int positional,
+             const py::sequence& ignored, const py::dict& environment, const py::sequence& watched,
+             py::object result, py::object prepare);
 
   // New references, or nullptr with a Python exception.
   PyObject* find(PyObject* const* args, Py_ssize_t count, PyObject* keywords);
@@ -143,7 +149,8 @@ class KnownCalls : public std::enable_shared_from_this<KnownCalls> {
   std::array<RangeState, 3> state_of(const Request& request) const;
   void forget(const MaskKey& key);
   PyObject* launch(const Call& call, const Request& request) const;
-  PyObject* result_of(const py::object& out, const py::object& lse, const py::object& max_logits) const;
+  PyObject* result_of(const py::object& out, const py::object& lse,
+                      const py::object& max_logits) const;
 
   Torch torch_;
   std::vector<py::object> names_, defaults_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The slow half of the memo: what is kept of a call that took the usual way, and when it is dropped again.
+// The slow half of the memo: what is kept of a call that took the usual way, and when it is dropped
+// again.
 #include <string.h>
 
 #include "python/known_calls.h"
@@ -22,15 +23,17 @@ PyObject* on_death(PyObject* self, PyObject* reference) {
 PyMethodDef on_death_method = {"forget", on_death, METH_O, nullptr};
 
 py::object death_callback(std::weak_ptr<KnownCalls> memo) {
-  py::capsule self(new std::weak_ptr<KnownCalls>(std::move(memo)), kSelfName, [](PyObject* capsule) {
-    delete static_cast<std::weak_ptr<KnownCalls>*>(PyCapsule_GetPointer(capsule, kSelfName));
-  });
+  py::capsule self(
+      new std::weak_ptr<KnownCalls>(std::move(memo)), kSelfName, [](PyObject* capsule) {
+        delete static_cast<std::weak_ptr<KnownCalls>*>(PyCapsule_GetPointer(capsule, kSelfName));
+      });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&on_death_method, self.ptr()));
 }
 
 // A value that `same_value` can compare.
 bool is_plain_value(PyObject* x, bool may_be_tuple = true) {
-  if (x == Py_None || PyBool_Check(x) || PyLong_CheckExact(x) || PyUnicode_CheckExact(x)) return true;
+  if (x == Py_None || PyBool_Check(x) || PyLong_CheckExact(x) || PyUnicode_CheckExact(x))
+    return true;
   if (PyFloat_CheckExact(x)) return PyFloat_AS_DOUBLE(x) == PyFloat_AS_DOUBLE(x);
   if (!may_be_tuple || !PyTuple_CheckExact(x)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); ++i) {
@@ -56,15 +59,16 @@ Pointer address(const py::object& integer) {
 }  // namespace
 
 KnownCalls::KnownCalls(const py::object& hooks, const py::sequence& signature, int positional,
-                       const py::sequence& ignored, const py::dict& environment, const py::sequence& watched,
-                       py::object result, py::object prepare)
+                       const py::sequence& ignored, const py::dict& environment,
+                       const py::sequence& watched, py::object result, py::object prepare)
     : torch_(hooks),
       positional_(positional),
       environment_(environment),
       result_(std::move(result)),
       prepare_(std::move(prepare)),
       lse_name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("lse"))),
-      max_logits_name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("max_logits"))) {
+      max_logits_name_(
+          py::reinterpret_steal<py::object>(PyUnicode_InternFromString("max_logits"))) {
   const auto empty = py::module_::import("inspect").attr("Parameter").attr("empty");
   for (py::handle row : signature) {
     auto pair = py::reinterpret_borrow<py::sequence>(row);
@@ -74,7 +78,8 @@ KnownCalls::KnownCalls(const py::object& hooks, const py::sequence& signature, i
     py::object value = pair[1];
     defaults_.push_back(value.is(empty) ? py::object() : value);
   }
-  if (names_.size() > kMaxParameters) throw py::value_error("too many parameters; raise kMaxParameters.");
+  if (names_.size() > kMaxParameters)
+    throw py::value_error("too many parameters; raise kMaxParameters.");
   is_option_.assign(names_.size(), true);
   const auto slot_of = [this](const py::object& name) {
     for (size_t i = 0; i < names_.size(); ++i) {
@@ -88,7 +93,8 @@ KnownCalls::KnownCalls(const py::object& hooks, const py::sequence& signature, i
   k_ = slot_of(py::str("k"));
   v_ = slot_of(py::str("v"));
   sink_ = slot_of(py::str("sink"));
-  ranges_ = {slot_of(py::str("q_ranges")), slot_of(py::str("k_ranges")), slot_of(py::str("attn_type_map"))};
+  ranges_ = {slot_of(py::str("q_ranges")), slot_of(py::str("k_ranges")),
+             slot_of(py::str("attn_type_map"))};
   for (py::handle name : ignored) slot_of(py::reinterpret_borrow<py::object>(name));
   for (py::handle key : watched) watched_.push_back(py::reinterpret_borrow<py::object>(key));
   texts_.resize(watched_.size());
@@ -111,7 +117,8 @@ bool KnownCalls::is_plain(const Request& request) const {
 std::shared_ptr<Call> KnownCalls::describe(const Request& request) const {
   auto call = std::make_shared<Call>();
   for (size_t i = 0; i < names_.size(); ++i) {
-    call->options.push_back(is_option_[i] ? py::reinterpret_borrow<py::object>(request.slots[i]) : py::object());
+    call->options.push_back(is_option_[i] ? py::reinterpret_borrow<py::object>(request.slots[i])
+                                          : py::object());
   }
   call->q = Layout::of(request.q);
   call->k = Layout::of(request.k);
@@ -140,13 +147,15 @@ py::object KnownCalls::prepare(const Request& request) const {
 
 void KnownCalls::fill(Call* call, const py::object& prepared) const {
   const auto prefix = prepared.attr("prefix").cast<std::string>();
-  if (prefix.size() != offsetof(magi_ffa_fwd_params, q)) throw py::value_error("the prefix has another size.");
+  if (prefix.size() != offsetof(magi_ffa_fwd_params, q))
+    throw py::value_error("the prefix has another size.");
   memset(&call->params, 0, sizeof call->params);
   memcpy(&call->params, prefix.data(), prefix.size());
   call->params.plan = address<const int32_t*>(prepared.attr("plan_address"));
   call->params.workspace = address<int32_t*>(prepared.attr("workspace_address"));
   call->params.stream = address<void*>(prepared.attr("stream"));
-  call->launch = address<magi_status (*)(const magi_ffa_fwd_params*)>(prepared.attr("launch_address"));
+  call->launch =
+      address<magi_status (*)(const magi_ffa_fwd_params*)>(prepared.attr("launch_address"));
   call->index = prepared.attr("device_index");
   call->device_index = call->index.cast<long long>();
   const py::object runtime = prepared.attr("runtime");
@@ -160,7 +169,8 @@ void KnownCalls::fill(Call* call, const py::object& prepared) const {
   call->held = py::make_tuple(prepared.attr("plan"), prepared.attr("workspace"));
 }
 
-void KnownCalls::add(const Request& request, std::shared_ptr<Call> call, std::array<RangeState, 3> ranges) {
+void KnownCalls::add(const Request& request, std::shared_ptr<Call> call,
+                     std::array<RangeState, 3> ranges) {
   if (num_calls_ >= kMaxCalls || !has_same_environment()) forget_all();
   take_environment();
   auto found = masks_.find(request.mask);
@@ -193,13 +203,15 @@ PyObject* KnownCalls::remember(PyObject* const* args, Py_ssize_t count, PyObject
     PyErr_Clear();
     Py_RETURN_NONE;
   }
-  // Read before Python prepares the launch: an edit of the mask meanwhile makes the entry useless, never wrong.
+  // Read before Python prepares the launch: an edit of the mask meanwhile makes the entry useless,
+  // never wrong.
   std::shared_ptr<Call> call = describe(request);
   std::array<RangeState, 3> ranges = state_of(request);
   const py::object prepared = prepare(request);
   if (prepared.is_none()) Py_RETURN_NONE;
   fill(call.get(), prepared);
-  Request again;  // preparing may have let other threads run, and the sizes of a tensor lie inside it
+  Request
+      again;  // preparing may have let other threads run, and the sizes of a tensor lie inside it
   const bool is_same = read(args, count, keywords, &again) && has_same_tensors(*call, again) &&
                        again.versions == request.versions && look_up(again) == nullptr;
   PyErr_Clear();

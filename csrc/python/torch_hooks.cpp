@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the memo looks at torch: tensors by the DLPack table, everything else by Python objects resolved once.
+// How the memo looks at torch: tensors by the DLPack table, everything else by Python objects
+// resolved once.
 #include <string.h>
 
 #include "python/known_calls.h"
@@ -8,13 +9,16 @@ namespace magi::host {
 
 namespace {
 
-// The C getter behind a property that torch defines in C: 10 ns where looking the name up on the type takes 40.
+// The C getter behind a property that torch defines in C: 10 ns where looking the name up on the
+// type takes 40.
 PyGetSetDef* getter(const py::object& tensor, const py::object& parameter, const char* name) {
   py::object found = tensor.attr(name), same = parameter.attr(name);
   if (Py_TYPE(found.ptr()) != &PyGetSetDescr_Type || !found.is(same)) {
-    throw py::value_error(std::string("torch.Tensor.") + name + " is no property defined in C in this torch.");
+    throw py::value_error(std::string("torch.Tensor.") + name +
+                          " is no property defined in C in this torch.");
   }
-  return reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;  // lives as long as the type
+  return reinterpret_cast<PyGetSetDescrObject*>(found.ptr())
+      ->d_getset;  // lives as long as the type
 }
 
 PyMethodDef* method(const py::object& tensor, const char* name) {
@@ -23,15 +27,19 @@ PyMethodDef* method(const py::object& tensor, const char* name) {
     PyMethodDef* definition = reinterpret_cast<PyMethodDescrObject*>(found.ptr())->d_method;
     if (definition->ml_flags == METH_NOARGS) return definition;
   }
-  throw py::value_error(std::string("torch.Tensor.") + name + " is no method defined in C in this torch.");
+  throw py::value_error(std::string("torch.Tensor.") + name +
+                        " is no method defined in C in this torch.");
 }
 
 const dlpack::ExchangeApi* exchange_api(const py::object& capsule) {
-  auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  auto* api =
+      static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
   if (api == nullptr) throw py::error_already_set();
-  if (api->version.major != dlpack::kMajorVersion || api->dltensor_from_py_object_no_sync == nullptr) {
-    throw py::value_error("the DLPack table of this torch has version " + std::to_string(api->version.major) +
-                          " or lacks a function; version 1 with dltensor_from_py_object_no_sync is understood.");
+  if (api->version.major != dlpack::kMajorVersion ||
+      api->dltensor_from_py_object_no_sync == nullptr) {
+    throw py::value_error(
+        "the DLPack table of this torch has version " + std::to_string(api->version.major) +
+        " or lacks a function; version 1 with dltensor_from_py_object_no_sync is understood.");
   }
   return api;
 }
@@ -52,7 +60,8 @@ Layout Layout::of(const dlpack::Tensor& tensor) {
 }
 
 bool Layout::fits(const dlpack::Tensor& tensor) const {
-  if (tensor.ndim != ndim || tensor.device.id != device.id || tensor.device.type != device.type) return false;
+  if (tensor.ndim != ndim || tensor.device.id != device.id || tensor.device.type != device.type)
+    return false;
   if (memcmp(&tensor.dtype, &dtype, sizeof dtype) != 0) return false;
   for (int i = 0; i < ndim; ++i) {
     if (tensor.shape[i] != shape[i] || tensor.strides[i] != strides[i]) return false;
@@ -93,7 +102,8 @@ bool Torch::is_quiet() const {
     if (got != answer.expected.ptr()) return false;
   }
   for (const Entry& entry : entries) {
-    if (PyDict_GetItemWithError(entry.dict.ptr(), entry.key.ptr()) != entry.expected.ptr()) return false;
+    if (PyDict_GetItemWithError(entry.dict.ptr(), entry.key.ptr()) != entry.expected.ptr())
+      return false;
   }
   return true;
 }
@@ -105,7 +115,8 @@ bool Torch::read(PyObject* x, dlpack::Tensor* out) const {
 }
 
 bool Torch::read_values(PyObject* x, dlpack::Tensor* out) const {
-  // Tensors of torch may be the negative of their memory, or zeros without memory; DLPack tells neither.
+  // Tensors of torch may be the negative of their memory, or zeros without memory; DLPack tells
+  // neither.
   PyObject* is_negated = is_neg->ml_meth(x, nullptr);
   Py_XDECREF(is_negated);
   return is_negated == Py_False && read(x, out) && out->data != nullptr;

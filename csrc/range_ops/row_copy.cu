@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gather and scatter of rows, of up to four tensors in one launch; on request float32 to 16 bits on the way.
-#include "rows.cuh"
+// Gather and scatter of rows, of up to four tensors in one launch; on request float32 to 16 bits on
+// the way.
+#include "range_ops/rows.cuh"
 
 namespace magi {
 namespace rows {
@@ -23,7 +24,9 @@ template <int kBytes>
 struct AsIs {
   static constexpr int kIn = kBytes, kOut = kBytes, kRows = 4;
   typename Bytes<kBytes>::type x;
-  __device__ __forceinline__ void load(const char* from) { x = *reinterpret_cast<const decltype(x)*>(from); }
+  __device__ __forceinline__ void load(const char* from) {
+    x = *reinterpret_cast<const decltype(x)*>(from);
+  }
   __device__ __forceinline__ void store(char* to) const { *reinterpret_cast<decltype(x)*>(to) = x; }
 };
 
@@ -82,13 +85,15 @@ magi_status launch_copy(const magi_row_copy_params& p, int elements_per_vector) 
   for (int i = 0; i < p.num_parts; ++i) {
     const magi_row_part& part = p.part[i];
     const Walk walk = make_walk(p.num_rows, part.elements / elements_per_vector, Move::kRows, true);
-    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in), static_cast<char*>(part.out)};
+    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in),
+                    static_cast<char*>(part.out)};
     num_chunks = std::max(num_chunks, walk.num_chunks);
   }
   int count = 0;
   MAGI_RETURN(multiprocessors(&count));
   const bool has_ranges = is_ranges(p.in_rows) || is_ranges(p.out_rows);
-  const dim3 grid(blocks_for(num_chunks, count, has_ranges ? kRangeBlocksPerSm : kBlocksPerSm), p.num_parts);
+  const dim3 grid(blocks_for(num_chunks, count, has_ranges ? kRangeBlocksPerSm : kBlocksPerSm),
+                  p.num_parts);
   const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
   if (has_ranges)
     copy_rows<Move, true><<<grid, kThreads, 0, stream>>>(args);
@@ -99,7 +104,8 @@ magi_status launch_copy(const magi_row_copy_params& p, int elements_per_vector) 
 
 magi_status copy_as_is(const magi_row_copy_params& p) {
   uint64_t bits = 0;
-  for (int i = 0; i < p.num_parts; ++i) bits |= bits_of(p.part[i]) | static_cast<uint64_t>(p.part[i].elements);
+  for (int i = 0; i < p.num_parts; ++i)
+    bits |= bits_of(p.part[i]) | static_cast<uint64_t>(p.part[i].elements);
   if (bits % 16 == 0) return launch_copy<AsIs<16>>(p, 16);
   if (bits % 8 == 0) return launch_copy<AsIs<8>>(p, 8);
   if (bits % 4 == 0) return launch_copy<AsIs<4>>(p, 4);
@@ -110,7 +116,8 @@ magi_status copy_as_is(const magi_row_copy_params& p) {
 template <typename T>
 magi_status copy_rounded(const magi_row_copy_params& p) {
   uint64_t bits = 0;
-  for (int i = 0; i < p.num_parts; ++i) bits |= bits_of(p.part[i]) | static_cast<uint64_t>(2 * p.part[i].elements);
+  for (int i = 0; i < p.num_parts; ++i)
+    bits |= bits_of(p.part[i]) | static_cast<uint64_t>(2 * p.part[i].elements);
   return bits % 16 == 0 ? launch_copy<Rounded<T, 8>>(p, 8) : launch_copy<Rounded<T, 1>>(p, 1);
 }
 
@@ -128,11 +135,14 @@ extern "C" magi_status magi_row_copy(const magi_row_copy_params* params) {
     return fail(MAGI_INVALID_ARGUMENT, "Both lists are ranges; give row numbers on one side.");
   for (int i = 1; i < p.num_parts; ++i)
     if (p.part[i].in_dtype != p.part[0].in_dtype || p.part[i].out_dtype != p.part[0].out_dtype)
-      return fail(MAGI_INVALID_ARGUMENT, "Part %d has other dtypes than part 0; give them to another call.", i);
+      return fail(MAGI_INVALID_ARGUMENT,
+                  "Part %d has other dtypes than part 0; give them to another call.", i);
   if (p.num_rows == 0) return MAGI_OK;
   const int32_t in = p.part[0].in_dtype, out = p.part[0].out_dtype;
   if (in == MAGI_RAW && out == MAGI_RAW) return rows::copy_as_is(p);
   if (in == MAGI_FP32 && out == MAGI_BF16) return rows::copy_rounded<__nv_bfloat16>(p);
   if (in == MAGI_FP32 && out == MAGI_FP16) return rows::copy_rounded<__half>(p);
-  return fail(MAGI_UNSUPPORTED, "Rows are copied as bytes or from float32 to 16 bits, not from dtype %d to %d.", in, out);
+  return fail(MAGI_UNSUPPORTED,
+              "Rows are copied as bytes or from float32 to 16 bits, not from dtype %d to %d.", in,
+              out);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows set to one value.
-#include "rows.cuh"
+#include "range_ops/rows.cuh"
 
 namespace magi {
 namespace rows {
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kThreads) fill_rows(const __grid_constant__ Fi
     for (int u = 0; u < kFillRowsPerThread; ++u) {
       const int64_t i = at.row + u * slots;
       if (i >= num_rows) break;
-      Vector* to = reinterpret_cast<Vector*>(args.out + row_at(args.rows, i, table, range) * args.stride);
+      Vector* to =
+          reinterpret_cast<Vector*>(args.out + row_at(args.rows, i, table, range) * args.stride);
       for (int v = at.begin; v < at.end; v += lanes) to[v] = x;
     }
   }
@@ -53,7 +54,8 @@ magi_status launch_fill(const magi_row_fill_params& p) {
   args.out = static_cast<char*>(p.out);
   int count = 0;
   MAGI_RETURN(multiprocessors(&count));
-  const int grid = blocks_for(args.walk.num_chunks, count, is_ranges(p.rows) ? kRangeBlocksPerSm : kBlocksPerSm);
+  const int grid =
+      blocks_for(args.walk.num_chunks, count, is_ranges(p.rows) ? kRangeBlocksPerSm : kBlocksPerSm);
   const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
   if (is_ranges(p.rows))
     fill_rows<kBytes, true><<<grid, kThreads, 0, stream>>>(args);
@@ -75,10 +77,12 @@ extern "C" magi_status magi_row_fill(const magi_row_fill_params* params) {
     return fail(MAGI_INVALID_ARGUMENT, "A value of %d bytes; it has 1, 2, 4 or 8.", size);
   const bool is_whole = p.row_bytes > 0 && p.row_bytes % size == 0;
   if (!is_whole || (size < 8 && p.value >> (8 * size) != 0) || p.row_bytes >= (int64_t{1} << 31))
-    return fail(MAGI_INVALID_ARGUMENT, "A row of %lld bytes and a value of %d; give whole values, and no other bits.",
+    return fail(MAGI_INVALID_ARGUMENT,
+                "A row of %lld bytes and a value of %d; give whole values, and no other bits.",
                 static_cast<long long>(p.row_bytes), size);
   const uint64_t bits = rows::bits_of(p.out) | static_cast<uint64_t>(p.stride | p.row_bytes);
-  if (bits % size != 0) return fail(MAGI_INVALID_ARGUMENT, "Rows do not start at multiples of %d bytes.", size);
+  if (bits % size != 0)
+    return fail(MAGI_INVALID_ARGUMENT, "Rows do not start at multiples of %d bytes.", size);
   if (p.num_rows == 0) return MAGI_OK;
   if (bits % 16 == 0) return rows::launch_fill<16>(p);
   if (bits % 8 == 0) return rows::launch_fill<8>(p);

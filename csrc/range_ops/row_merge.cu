@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention results of a row become one, weighted by their lse. One order, so the same bits on every run.
-#include "rows.cuh"
+// Partial attention results of a row become one, weighted by their lse. One order, so the same bits
+// on every run.
+#include "range_ops/rows.cuh"
 
 namespace magi {
 namespace rows {
@@ -34,11 +35,13 @@ struct Vector {
 };
 
 __device__ __forceinline__ float lse_of(const MergeArgs& args, int source, int head) {
-  return reinterpret_cast<const float*>(args.in_lse + args.sources[source] * args.in_lse_stride)[head];
+  return reinterpret_cast<const float*>(args.in_lse +
+                                        args.sources[source] * args.in_lse_stride)[head];
 }
 
 // The lse of all terms of a head; -inf if there is nothing. `old`: what the output holds, or -inf.
-__device__ __forceinline__ float merged_lse(const MergeArgs& args, const Terms& row, int head, float old) {
+__device__ __forceinline__ float merged_lse(const MergeArgs& args, const Terms& row, int head,
+                                            float old) {
   float top = old;
   for (int j = row.first; j < row.last; ++j) top = fmaxf(top, lse_of(args, j, head));
   if (top == -INFINITY) return top;
@@ -48,7 +51,8 @@ __device__ __forceinline__ float merged_lse(const MergeArgs& args, const Terms& 
 }
 
 template <typename In, typename Out, int kElements>
-__device__ __forceinline__ void merge_vector(const MergeArgs& args, const Terms& row, int v, float old, float lse) {
+__device__ __forceinline__ void merge_vector(const MergeArgs& args, const Terms& row, int v,
+                                             float old, float lse) {
   const int64_t element = int64_t{v} * kElements;
   const int head = v / args.head_vectors;
   char* const out = row.out + element * sizeof(Out);
@@ -66,7 +70,8 @@ __device__ __forceinline__ void merge_vector(const MergeArgs& args, const Terms&
     const float part_lse = lse_of(args, j, head);
     if (part_lse == -INFINITY) continue;
     const float weight = expf(part_lse - lse);
-    load_floats<In, kElements>(args.in + args.sources[j] * args.in_stride + element * sizeof(In), x);
+    load_floats<In, kElements>(args.in + args.sources[j] * args.in_stride + element * sizeof(In),
+                               x);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) sum[i] += weight * x[i];
   }
@@ -130,7 +135,8 @@ __global__ void __launch_bounds__(kThreads, 3) merge_rows(const __grid_constant_
           continue;
         }
         const int head = v / args.head_vectors;
-        const float old = args.accumulate ? reinterpret_cast<const float*>(row.out_lse)[head] : -INFINITY;
+        const float old =
+            args.accumulate ? reinterpret_cast<const float*>(row.out_lse)[head] : -INFINITY;
         merge_vector<In, Out, kElements>(args, row, v, old, merged_lse(args, row, head, old));
       }
     }
@@ -182,11 +188,15 @@ magi_status merge_as(const magi_row_merge_params& p) {
 template <typename In>
 magi_status merge_from(const magi_row_merge_params& p) {
   switch (p.part.out_dtype) {
-    case MAGI_BF16: return merge_as<In, __nv_bfloat16>(p);
-    case MAGI_FP16: return merge_as<In, __half>(p);
-    case MAGI_FP32: return merge_as<In, float>(p);
+    case MAGI_BF16:
+      return merge_as<In, __nv_bfloat16>(p);
+    case MAGI_FP16:
+      return merge_as<In, __half>(p);
+    case MAGI_FP32:
+      return merge_as<In, float>(p);
   }
-  return fail(MAGI_UNSUPPORTED, "Rows are merged into bf16, fp16 or float32, not into dtype %d.", p.part.out_dtype);
+  return fail(MAGI_UNSUPPORTED, "Rows are merged into bf16, fp16 or float32, not into dtype %d.",
+              p.part.out_dtype);
 }
 
 }  // namespace rows
@@ -202,9 +212,13 @@ extern "C" magi_status magi_row_merge(const magi_row_merge_params* params) {
                 static_cast<long long>(p.part.elements), p.heads);
   if (p.num_rows == 0) return MAGI_OK;
   switch (p.part.in_dtype) {
-    case MAGI_BF16: return rows::merge_from<__nv_bfloat16>(p);
-    case MAGI_FP16: return rows::merge_from<__half>(p);
-    case MAGI_FP32: return rows::merge_from<float>(p);
+    case MAGI_BF16:
+      return rows::merge_from<__nv_bfloat16>(p);
+    case MAGI_FP16:
+      return rows::merge_from<__half>(p);
+    case MAGI_FP32:
+      return rows::merge_from<float>(p);
   }
-  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are merged, not of dtype %d.", p.part.in_dtype);
+  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are merged, not of dtype %d.",
+              p.part.in_dtype);
 }

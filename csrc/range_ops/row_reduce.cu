@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sum or mean of rows, by who owns the result: no atomics, one order, so the same bits on every run.
-#include "rows.cuh"
+// Sum or mean of rows, by who owns the result: no atomics, one order, so the same bits on every
+// run.
+#include "range_ops/rows.cuh"
 
 namespace magi {
 namespace rows {
@@ -20,7 +21,8 @@ struct ReduceArgs {
 };
 
 template <typename In, typename Out, int kElements>
-__global__ void __launch_bounds__(kThreads, 5) reduce_rows(const __grid_constant__ ReduceArgs args) {
+__global__ void __launch_bounds__(kThreads, 5)
+    reduce_rows(const __grid_constant__ ReduceArgs args) {
   const ReducePart& part = args.part[blockIdx.y];
   const int lanes = 1 << part.walk.log_lanes;
   for (int64_t chunk = blockIdx.x; chunk < part.walk.num_chunks; chunk += gridDim.x) {
@@ -41,7 +43,8 @@ __global__ void __launch_bounds__(kThreads, 5) reduce_rows(const __grid_constant
       }
       for (int j = first; j < last; ++j) {
         float x[kElements];
-        load_floats<In, kElements>(part.in + args.sources[j] * part.in_stride + element * sizeof(In), x);
+        load_floats<In, kElements>(
+            part.in + args.sources[j] * part.in_stride + element * sizeof(In), x);
 #pragma unroll
         for (int i = 0; i < kElements; ++i) sum[i] += x[i];
       }
@@ -67,7 +70,8 @@ magi_status launch_reduce(const magi_row_reduce_params& p) {
   for (int i = 0; i < p.num_parts; ++i) {
     const magi_row_part& part = p.part[i];
     const Walk walk = make_walk(p.num_rows, part.elements / kElements, 1, true);
-    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in), static_cast<char*>(part.out)};
+    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in),
+                    static_cast<char*>(part.out)};
     num_chunks = std::max(num_chunks, walk.num_chunks);
   }
   int count = 0;
@@ -84,17 +88,22 @@ magi_status reduce_as(const magi_row_reduce_params& p) {
     bits |= bits_of(p.part[i]);
     elements |= static_cast<uint64_t>(p.part[i].elements);
   }
-  return bits % 16 == 0 && elements % 8 == 0 ? launch_reduce<In, Out, 8>(p) : launch_reduce<In, Out, 1>(p);
+  return bits % 16 == 0 && elements % 8 == 0 ? launch_reduce<In, Out, 8>(p)
+                                             : launch_reduce<In, Out, 1>(p);
 }
 
 template <typename In>
 magi_status reduce_from(const magi_row_reduce_params& p) {
   switch (p.part[0].out_dtype) {
-    case MAGI_BF16: return reduce_as<In, __nv_bfloat16>(p);
-    case MAGI_FP16: return reduce_as<In, __half>(p);
-    case MAGI_FP32: return reduce_as<In, float>(p);
+    case MAGI_BF16:
+      return reduce_as<In, __nv_bfloat16>(p);
+    case MAGI_FP16:
+      return reduce_as<In, __half>(p);
+    case MAGI_FP32:
+      return reduce_as<In, float>(p);
   }
-  return fail(MAGI_UNSUPPORTED, "Rows are added into bf16, fp16 or float32, not into dtype %d.", p.part[0].out_dtype);
+  return fail(MAGI_UNSUPPORTED, "Rows are added into bf16, fp16 or float32, not into dtype %d.",
+              p.part[0].out_dtype);
 }
 
 }  // namespace rows
@@ -107,12 +116,17 @@ extern "C" magi_status magi_row_reduce(const magi_row_reduce_params* params) {
   MAGI_RETURN(rows::check_parts(p.num_parts, p.part));
   for (int i = 1; i < p.num_parts; ++i)
     if (p.part[i].in_dtype != p.part[0].in_dtype || p.part[i].out_dtype != p.part[0].out_dtype)
-      return fail(MAGI_INVALID_ARGUMENT, "Part %d has other dtypes than part 0; give them to another call.", i);
+      return fail(MAGI_INVALID_ARGUMENT,
+                  "Part %d has other dtypes than part 0; give them to another call.", i);
   if (p.num_rows == 0) return MAGI_OK;
   switch (p.part[0].in_dtype) {
-    case MAGI_BF16: return rows::reduce_from<__nv_bfloat16>(p);
-    case MAGI_FP16: return rows::reduce_from<__half>(p);
-    case MAGI_FP32: return rows::reduce_from<float>(p);
+    case MAGI_BF16:
+      return rows::reduce_from<__nv_bfloat16>(p);
+    case MAGI_FP16:
+      return rows::reduce_from<__half>(p);
+    case MAGI_FP32:
+      return rows::reduce_from<float>(p);
   }
-  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are added, not of dtype %d.", p.part[0].in_dtype);
+  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are added, not of dtype %d.",
+              p.part[0].in_dtype);
 }

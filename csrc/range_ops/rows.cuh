@@ -8,26 +8,28 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../ffa/common/host.h"
+#include "ffa/common/host.h"
 #include "magi/rows.h"
 
 namespace magi {
 namespace rows {
 
 constexpr int kThreads = 256;
-constexpr int kPiece = 1024;       // vectors of a row that one block walks
-constexpr int kBlocksPerSm = 16;   // of the grid at most; more rows are walked in a loop
+constexpr int kPiece = 1024;          // vectors of a row that one block walks
+constexpr int kBlocksPerSm = 16;      // of the grid at most; more rows are walked in a loop
 constexpr int kRangeBlocksPerSm = 8;  // fewer, because each of them reads all ranges first
 
-// Thread t takes vectors t % lanes, + lanes, ... of rows t / lanes, + slots, ... of a chunk, slots being kThreads / lanes.
-// Long rows are cut into pieces of kPiece vectors, so that a few of them keep the GPU busy too.
+// Thread t takes vectors t % lanes, + lanes, ... of rows t / lanes, + slots, ... of a chunk, slots
+// being kThreads / lanes. Long rows are cut into pieces of kPiece vectors, so that a few of them
+// keep the GPU busy too.
 struct Walk {
   int32_t vectors, log_lanes, pieces, rows_per_chunk;
   int64_t num_chunks;
 };
 
 inline Walk make_walk(int64_t num_rows, int64_t vectors, int rows_per_thread, bool is_cut) {
-  // The most lanes of which no more than an eighth idle; down to 8, which read whole sectors of 32 bytes and more.
+  // The most lanes of which no more than an eighth idle; down to 8, which read whole sectors of 32
+  // bytes and more.
   int log_lanes = 0;
   while ((1 << log_lanes) < vectors && (1 << log_lanes) < kThreads) ++log_lanes;
   for (int log = log_lanes; log >= 3; --log) {
@@ -63,7 +65,8 @@ __device__ __forceinline__ Place place_in(const Walk& walk, int64_t chunk) {
 // Ranges laid out so that a row is found in them by bisection. Of one block, in shared memory.
 struct RangeTable {
   int32_t start[MAGI_ROW_RANGES];
-  int32_t before[MAGI_ROW_RANGES + 1];  // rows of all ranges before; the last one is the number of rows
+  int32_t
+      before[MAGI_ROW_RANGES + 1];  // rows of all ranges before; the last one is the number of rows
   int32_t warp_sums[kThreads / 32];
 };
 
@@ -104,17 +107,21 @@ template <bool kHasRanges>
 using TableOf = std::conditional_t<kHasRanges, RangeTable, NoTable>;
 
 __device__ __forceinline__ void load_table(RangeTable& table, const magi_row_list& list) {
-  if (list.kind == MAGI_RANGES_INT32) fill_table(table, static_cast<const int32_t*>(list.data), list.count);
-  if (list.kind == MAGI_RANGES_INT64) fill_table(table, static_cast<const int64_t*>(list.data), list.count);
+  if (list.kind == MAGI_RANGES_INT32)
+    fill_table(table, static_cast<const int32_t*>(list.data), list.count);
+  if (list.kind == MAGI_RANGES_INT64)
+    fill_table(table, static_cast<const int64_t*>(list.data), list.count);
 }
 
-// Row number i of the list, whose ranges, if that is what it holds, are in `table`. `range` is -1 at first, then that of
-// an i before: to walk on from there is shorter than to look again.
-__device__ __forceinline__ int64_t row_at(const magi_row_list& list, int64_t i, const NoTable&, int&) {
+// Row number i of the list, whose ranges, if that is what it holds, are in `table`. `range` is -1
+// at first, then that of an i before: to walk on from there is shorter than to look again.
+__device__ __forceinline__ int64_t row_at(const magi_row_list& list, int64_t i, const NoTable&,
+                                          int&) {
   return list.kind == MAGI_ROWS_ALL ? i : static_cast<const int32_t*>(list.data)[i];
 }
 
-__device__ __forceinline__ int64_t row_at(const magi_row_list& list, int64_t i, const RangeTable& table, int& range) {
+__device__ __forceinline__ int64_t row_at(const magi_row_list& list, int64_t i,
+                                          const RangeTable& table, int& range) {
   if (list.kind < MAGI_RANGES_INT32) return row_at(list, i, NoTable{}, range);
   const int row = static_cast<int>(i);
   if (range < 0) {
@@ -188,19 +195,23 @@ __device__ __forceinline__ void store_floats(void* to, const float (&x)[kElement
 // Bits that are zero in all of them tell the alignment that all share.
 inline uint64_t bits_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 inline uint64_t bits_of(const magi_row_part& part) {
-  return bits_of(part.in) | bits_of(part.out) | static_cast<uint64_t>(part.in_stride | part.out_stride);
+  return bits_of(part.in) | bits_of(part.out) |
+         static_cast<uint64_t>(part.in_stride | part.out_stride);
 }
 
-inline int blocks_for(int64_t num_chunks, int multiprocessor_count, int blocks_per_sm = kBlocksPerSm) {
+inline int blocks_for(int64_t num_chunks, int multiprocessor_count,
+                      int blocks_per_sm = kBlocksPerSm) {
   const int64_t most = static_cast<int64_t>(multiprocessor_count) * blocks_per_sm;
   return static_cast<int>(std::max<int64_t>(1, std::min(num_chunks, most)));
 }
 
 inline magi_status check_rows(int32_t version, int64_t num_rows) {
   if (version != MAGI_ABI_VERSION)
-    return fail(MAGI_INVALID_ARGUMENT, "The parameters are of ABI version %d, the library of %d.", version, MAGI_ABI_VERSION);
+    return fail(MAGI_INVALID_ARGUMENT, "The parameters are of ABI version %d, the library of %d.",
+                version, MAGI_ABI_VERSION);
   if (num_rows < 0 || num_rows >= (int64_t{1} << 31))
-    return fail(MAGI_INVALID_ARGUMENT, "%lld rows; a list has fewer than 2**31.", static_cast<long long>(num_rows));
+    return fail(MAGI_INVALID_ARGUMENT, "%lld rows; a list has fewer than 2**31.",
+                static_cast<long long>(num_rows));
   return MAGI_OK;
 }
 
@@ -213,7 +224,8 @@ inline magi_status check_part(const magi_row_part& part) {
 
 inline magi_status check_parts(int32_t num_parts, const magi_row_part* parts) {
   if (num_parts < 1 || num_parts > MAGI_ROW_PARTS)
-    return fail(MAGI_INVALID_ARGUMENT, "%d parts; a call takes 1 to %d.", num_parts, MAGI_ROW_PARTS);
+    return fail(MAGI_INVALID_ARGUMENT, "%d parts; a call takes 1 to %d.", num_parts,
+                MAGI_ROW_PARTS);
   for (int i = 0; i < num_parts; ++i) MAGI_RETURN(check_part(parts[i]));
   return MAGI_OK;
 }
@@ -227,7 +239,9 @@ inline magi_status check_list(const magi_row_list& list) {
   return MAGI_OK;
 }
 
-__host__ __device__ inline bool is_ranges(const magi_row_list& list) { return list.kind >= MAGI_RANGES_INT32; }
+__host__ __device__ inline bool is_ranges(const magi_row_list& list) {
+  return list.kind >= MAGI_RANGES_INT32;
+}
 
 }  // namespace rows
 }  // namespace magi

@@ -36,7 +36,7 @@ _WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks sh
     *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
     "magi_attention.api.native",
     *("magi_attention.kernels.ffa_plans", "magi_attention.kernels.ffa_remote", "magi_attention.kernels.hand_out"),
-    *("magi_attention.comm.layout", "magi_attention.comm.box_tables", "magi_attention.native.rows"),
+    *("magi_attention.comm.layout", "magi_attention.comm.symm_tables", "magi_attention.native.rows"),
 )
 
 

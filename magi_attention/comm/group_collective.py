@@ -10,7 +10,7 @@ lse-weighted combination) of what its sources send. With splits and index lists 
 the cast. It adds in rank order, so it gives the same bits on every run.
 
 With MAGI_ATTENTION_NATIVE_GRPCOLL=1, or ``native=True``, rows of CUDA tensors go from the senders' tensors into
-memory of the receivers that all ranks of one NVLink domain share (``box_collective``). What cannot, goes over
+memory of the receivers that all ranks of one NVLink domain share (``symm_collective``). What cannot, goes over
 all-to-all-v, and the log says why once. In such a reduce, rows that a rank keeps for itself are rounded to
 ``comm_dtype`` like all others.
 """
@@ -24,14 +24,6 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.comm import group_args as args_of
-from magi_attention.comm.box_collective import (
-    BoxExchange,
-    boxes_for,
-    is_wanted,
-    start_box_cast,
-    start_box_reduce,
-)
-from magi_attention.comm.boxes import BoxGroup
 from magi_attention.comm.hierarchical import (
     HierarchicalLayout,
     gather_hierarchical_layout,
@@ -40,6 +32,14 @@ from magi_attention.comm.hierarchical import (
 )
 from magi_attention.comm.layout import A2AVLayout
 from magi_attention.comm.reduce_ops import reduce_arrived, reduce_rows
+from magi_attention.comm.symm_buffers import SymmGroup
+from magi_attention.comm.symm_collective import (
+    SymmExchange,
+    is_wanted,
+    start_symm_cast,
+    start_symm_reduce,
+    symm_group_for,
+)
 from magi_attention.comm.torch_transport import as_transport
 from magi_attention.comm.transport import Transport
 from magi_attention.comm.wire import start_cast, start_reduce
@@ -84,7 +84,7 @@ def group_cast(
             ``inter_group`` and ``intra_group``, for the two-level form;
             ``native``, straight over NVLink or not (default: MAGI_ATTENTION_NATIVE_GRPCOLL). All ranks then compare
             their counts at the first call with a layout, and at every call with lists: keep layouts;
-            ``config``, a GrpCollConfig, whose ``num_sms`` are the most SMs that it takes. Names may have the prefix
+            ``config``, a GrpCollConfig, whose ``num_sms`` are the most SMs that it unpacks. Names may have the prefix
             ``a2av_``, ``hier_`` or ``native_``.
 
     Returns:
@@ -114,14 +114,14 @@ def group_cast(
         tail = isinstance(output_split_sizes, torch.Tensor) or spec is None
         args_of.check_rows("input", layout.input_rows, inputs[0].shape[0], False)
         args_of.check_rows("output", layout.output_rows, outputs[0].shape[0], tail)
-        boxes = _boxes(transport, layout, options, inputs, [[x.dtype for x in inputs]], "cast")
+        buffers = _buffers(transport, layout, options, inputs, [[x.dtype for x in inputs]], "cast")
         if isinstance(layout, HierarchicalLayout):
             inter, intra = _levels(options, cast_lse)
             work, finish = start_hierarchical_cast(inter, intra, layout, inputs, outputs)
-        elif boxes is not None:
-            boxes.check("group_cast")
-            exchange = BoxExchange.of(transport, layout, boxes, _signature("cast", inputs))
-            work, finish = start_box_cast(exchange, boxes, inputs, outputs, _num_sms(options), async_op)
+        elif buffers is not None:
+            buffers.check("group_cast")
+            exchange = SymmExchange.of(transport, layout, buffers, _signature("cast", inputs))
+            work, finish = start_symm_cast(exchange, buffers, inputs, outputs, _num_sms(options), async_op)
         else:
             work, finish = start_cast(transport, layout, inputs, outputs)
 
@@ -163,7 +163,7 @@ def group_reduce(
         group, async_op: as for ``group_cast``.
         reduce_op: ``sum``; ``avg``, divided by the number of terms; ``lse``, partial attention results
             (len, heads, dim) weighted by exp(lse_i - lse) with lse = log sum exp(lse_i).
-        acc_reduce: the prior content of ``output`` (and ``output_lse``) takes part; else it is overwritten,
+        acc_reduce: the prior content of ``output`` (and ``output_lse``) unpacks part; else it is overwritten,
             rows without a contribution by 0 (and -inf).
         comm_dtype: dtype on the wire, by default that of ``input``.
         input_lse, output_lse: (len, heads) float32 or float64, for ``lse``. They travel as they are.
@@ -200,16 +200,16 @@ def group_reduce(
         args_of.check_rows("input", layout.output_rows, inputs[0].shape[0], tail)
         args_of.check_rows("output", layout.input_rows, outputs[0].shape[0], False)
         dtypes = [wire_dtypes, [y.dtype for y in outputs]]
-        boxes = _boxes(transport, layout, options, inputs, dtypes, reduce_op)
+        buffers = _buffers(transport, layout, options, inputs, dtypes, reduce_op)
         finish = None
         if isinstance(layout, HierarchicalLayout):
             inter, intra = _levels(options, reduce_op != "sum")
             work, parts = start_hierarchical_reduce(inter, intra, layout, inputs, wire_dtypes)
-        elif boxes is not None:
-            boxes.check("group_reduce")
-            exchange = BoxExchange.of(transport, layout, boxes, signature)
-            work, finish = start_box_reduce(
-                exchange, boxes, inputs, wire_dtypes[0], outputs, reduce_op, acc_reduce, _num_sms(options), async_op
+        elif buffers is not None:
+            buffers.check("group_reduce")
+            exchange = SymmExchange.of(transport, layout, buffers, signature)
+            work, finish = start_symm_reduce(
+                exchange, buffers, inputs, wire_dtypes[0], outputs, reduce_op, acc_reduce, _num_sms(options), async_op
             )
         else:
             work, parts = start_reduce(transport, layout, inputs, wire_dtypes)
@@ -252,13 +252,13 @@ def _prepare(
     return A2AVLayout.from_spec(spec)
 
 
-def _boxes(
+def _buffers(
     transport: Transport, layout: Layout, options: dict, tensors: Sequence[torch.Tensor], dtypes: list, op: str
-) -> BoxGroup | None:
-    """The boxes to use, if they are wanted and fit; two levels come first."""
+) -> SymmGroup | None:
+    """The buffers to use, if they are wanted and fit; two levels come first."""
     if isinstance(layout, HierarchicalLayout) or not is_wanted(options["native"]):
         return None
-    return boxes_for(transport, tensors, dtypes, op)
+    return symm_group_for(transport, tensors, dtypes, op)
 
 
 def _num_sms(options: dict) -> int | None:

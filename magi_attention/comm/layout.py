@@ -161,7 +161,7 @@ class A2AVLayout:
         self._contributions_on: dict[torch.device, torch.Tensor] = {}
         self._terms_on: dict[tuple[torch.device, bool], Terms] = {}
         self.launches: dict[tuple, Any] = {}  # that ``comm.reduce_ops`` prepared for these terms
-        # that ``comm.box_collective`` prepared, by the boxes of a group, with which they go
+        # that ``comm.symm_collective`` prepared, by the buffers of a group, with which they go
         self.exchanges: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.native.succession import Succession
+from magi_attention.native.stream_order import StreamOrder
 
 
 def is_waitable(item: Any) -> bool:
@@ -61,7 +61,7 @@ def behind_current(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 @dataclass
-class Turn:
+class OrderedStream:
     """``stream``: address of the CUDA stream to work on; ``work``: what to wait for afterwards, None if that is the
     current stream."""
 
@@ -69,26 +69,26 @@ class Turn:
     work: torch.cuda.Event | None = None
 
 
-class Turns:
+class OrderedStreams:
     """Operations of one device that must not overlap, on the stream that is current or beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side, self._succession = device, SideStream(), Succession(keeps_ends=True)
+        self._device, self._side, self._stream_order = device, SideStream(), StreamOrder(keeps_ends=True)
 
     @contextmanager
-    def next(self, is_beside: bool) -> Iterator[Turn]:
+    def next(self, is_beside: bool) -> Iterator[OrderedStream]:
         """Work inside follows all turns before, and what the current stream was given so far.
 
         While a graph is captured all turns are on the stream of the capture: events of other streams are none of it.
         """
         current = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
-            yield Turn(current.cuda_stream)
+            yield OrderedStream(current.cuda_stream)
             return
         side = self._side.on(self._device) if is_beside else None
         stream = current if side is None else side
-        turn = Turn(stream.cuda_stream)
-        with self._succession.next(turn.stream, False, stream):
+        ordered = OrderedStream(stream.cuda_stream)
+        with self._stream_order.next(ordered.stream, False, stream):
             with nullcontext() if side is None else behind_current(side):
-                yield turn
-        turn.work = self._succession.end if is_beside else None
+                yield ordered
+        ordered.work = self._stream_order.end if is_beside else None

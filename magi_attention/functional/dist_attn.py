@@ -54,7 +54,7 @@ def dist_attn(
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
         call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace)
     out, lse, max_logits = _DistAttn.apply(q, k, v, sink, call)
-    if out.dtype != out_dtype:  # asked here, because every layer passes by and to() takes longer to find out
+    if out.dtype != out_dtype:  # asked here, because every layer passes by and to() unpacks longer to find out
         out = out.to(out_dtype)
     return out, lse, max_logits if return_max_logits else None
 
@@ -98,7 +98,7 @@ def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:
     """The forward pass of one call, without autograd."""
     runtime = call.runtime
     with runtime.transport.guard("attention forward"):
-        if call.prepared.one_launch is not None:
+        if call.prepared.fused is not None:
             run = _forward_fused
         else:
             run = _forward_blocking if runtime.is_blocking or runtime.is_local else _forward_staged
@@ -113,8 +113,8 @@ def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tupl
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
     with runtime.transport.guard("attention backward"):
-        if prepared.one_launch is not None:
-            grads = prepared.one_launch.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
+        if prepared.fused is not None:
+            grads = prepared.fused.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.is_local and prepared.final is not None:
@@ -139,8 +139,8 @@ def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
 def _forward_fused(call: AttnCall, q, k, v, sink) -> _Forward:
     """One kernel over local keys and those that arrive while it runs."""
     prepared, start = call.prepared, time.perf_counter()
-    assert prepared.one_launch is not None
-    got = _Forward(*prepared.one_launch.forward(prepared.backend, q, k, v, prepared.forward_alone, sink))
+    assert prepared.fused is not None
+    got = _Forward(*prepared.fused.forward(prepared.backend, q, k, v, prepared.forward_alone, sink))
     call.record("compute", HOST, start)
     return got
 

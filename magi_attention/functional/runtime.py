@@ -10,14 +10,14 @@ from functools import cached_property
 
 import torch
 
-from magi_attention.comm.boxes import why_no_boxes
+from magi_attention.comm.symm_buffers import why_no_symm_buffers
 from magi_attention.comm.transport import Transport
 from magi_attention.common.floats import as_float
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
+from magi_attention.functional.fused import FusedAttention
 from magi_attention.functional.inputs import refuse_dtensor
-from magi_attention.functional.one_launch import OneLaunch
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.types import FinalBackend, as_scale, options_of
@@ -70,14 +70,14 @@ class Prepared:
     """What calls with tensors of the same shapes, dtypes and options share.
 
     ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
-    multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``one_launch``
+    multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``fused``
     there are no stages. ``use`` names what the ranks have agreed on.
     """
 
     use: str
     backend: Backend
     final: FinalBackend | None
-    one_launch: OneLaunch | None
+    fused: FusedAttention | None
     forward: AttnOptions
     forward_alone: AttnOptions
     backward: AttnOptions
@@ -125,7 +125,7 @@ class AttnRuntime:
         self.part: RankPlan = plan.rank(transport.rank)
         self._hierarchy = hierarchy
         self._has_said_why = False
-        self._fused: tuple[OneLaunch | None] | None = None  # once decided
+        self._fused: tuple[FusedAttention | None] | None = None  # once decided
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
         self.is_local = all(comm.is_idle for comm in self.comms)  # on every rank alike
         self._prepared: dict[tuple, Prepared] = {}
@@ -209,7 +209,7 @@ class AttnRuntime:
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
         final = backend if isinstance(backend, FinalBackend) else None
         use = self._use(q, k, v, sink, with_max)
-        return Prepared(use, backend, final, self._one_launch(backend, q), *options)
+        return Prepared(use, backend, final, self._fused_attention(backend, q), *options)
 
     def _use(self, q, k, v, sink, with_max: bool) -> str:
         """What may not differ between ranks in all calls alike."""
@@ -245,12 +245,12 @@ class AttnRuntime:
         }
         self.transport.agree((use, self.plan.fingerprint), record, judge, "attention forward")
 
-    def _one_launch(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
+    def _fused_attention(self, backend: Backend, q: torch.Tensor) -> FusedAttention | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
         mode = self.policy.stage_mode
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
             return None
-        if q.device.type != "cuda" or not hasattr(backend, "forward_remote"):
+        if q.device.type != "cuda" or not hasattr(backend, "forward_fused"):
             if mode == "fused" and not self._has_said_why:
                 self._has_said_why = True
                 _log.warning(
@@ -262,12 +262,12 @@ class AttnRuntime:
             self._fused = (self._decide(),)
         return self._fused[0]
 
-    def _decide(self) -> OneLaunch | None:
+    def _decide(self) -> FusedAttention | None:
         was_asked_for = self.policy.stage_mode == "fused"
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
-        reason = reason or why_no_boxes(self.transport, by_wish=was_asked_for)
+        reason = reason or why_no_symm_buffers(self.transport, by_wish=was_asked_for)
         if reason is None:
-            return OneLaunch(self.plan, self.transport, self.policy.high_precision_reduce)
+            return FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce)
         if was_asked_for:
             raise UnsupportedError(
                 f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to go stage by stage over the "
@@ -310,7 +310,7 @@ class AttnRuntime:
         if sink is not None and not is_sink:
             what = f"has shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else f"is a {type(sink).__name__}"
             raise ContractError(
-                f"sink {what}; distributed attention takes a tensor (sinks, {q.shape[1]} query heads), the same on "
+                f"sink {what}; distributed attention unpacks a tensor (sinks, {q.shape[1]} query heads), the same on "
                 "every rank."
             )
 

@@ -16,18 +16,18 @@ from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
 _BEYOND = 1.2  # rows may be later than thought, and to go by slack for longer costs little
-_CTAS = 116  # of the attention kernel, while others push
+_CTAS = 116  # of the attention kernel, while others put
 
 
 class Pace(NamedTuple):
     """Rough times in seconds, which decide the order of tiles and nothing else.
 
-    ``slots`` (R,): until the rows of each slot are there, not falling. ``pair`` and ``pair_backward``: of one query
+    ``signals`` (R,): until the rows of each signal are there, not falling. ``pair`` and ``pair_backward``: of one query
     head and key in a CTA. ``heads`` query heads share a kv head; the forward works on ``section_heads`` query heads at
     a time, the backward on one kv head.
     """
 
-    slots: np.ndarray
+    signals: np.ndarray
     pair: float = 0.0
     pair_backward: float = 0.0
     heads: int = 1
@@ -36,25 +36,27 @@ class Pace(NamedTuple):
     @property
     def until(self) -> float:
         """When tiles are taken by cost."""
-        return _BEYOND * float(self.slots.max(initial=0.0))
+        return _BEYOND * float(self.signals.max(initial=0.0))
 
 
 def forward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int, tile: int) -> np.ndarray:
-    """``words`` of a plan with its second order. A layer is walked from the right; box tiles of ``tile`` keys begin at
-    ``base``, and ``arrivals`` has the slot of each."""
+    """``words`` of a plan with its second order. A segment is walked from the right; buffer tiles of ``tile`` keys
+    begin at ``base``, and ``arrivals`` has the signal of each."""
     plan = TilePlan(words)
-    layers = plan.records[:, 0:2].astype(np.int64)
+    segments = plan.records[:, 0:2].astype(np.int64)
     rows = plan.header.num_groups * 64
     key = pace.pair * rows  # seconds of a CTA
     ends = base + tile * (1 + np.arange(len(arrivals)))
-    late = pace.slots[arrivals] + key * ends  # less what is before it in the walk: the slack of each tile of the box
+    late = (
+        pace.signals[arrivals] + key * ends
+    )  # less what is before it in the walk: the slack of each tile of the buffer
     slack, work = np.full(len(plan.tiles), -np.inf), np.zeros(len(plan.tiles))
     for i, (first, count) in enumerate(plan.tiles[:, 2:4].tolist()):
         done = 0
-        for low, high in layers[first : first + count].tolist():
+        for low, high in segments[first : first + count].tolist():
             if high > base:
-                box = late[max(low - base, 0) // tile : -(-(high - base) // tile)]
-                slack[i] = max(slack[i], box.max() - key * (done + high))
+                buffer = late[max(low - base, 0) // tile : -(-(high - base) // tile)]
+                slack[i] = max(slack[i], buffer.max() - key * (done + high))
             done += high - low
         work[i] = done
     at_a_time = _CTAS * (rows // plan.header.tile_tokens) / pace.section_heads
@@ -62,20 +64,20 @@ def forward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int
 
 
 def backward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int) -> np.ndarray:
-    """The same of a transposed plan, whose tiles of keys are local or of the box, and wait before they begin."""
+    """The same of a transposed plan, whose tiles of keys are local or of the buffer, and wait before they begin."""
     plan = TilePlan(words)
     size = plan.header.tile_tokens
     slack = there_at(size, pace, arrivals, base)
     lengths = np.diff(plan.records[:, 0:2].astype(np.int64))[:, 0]
-    layers = np.concatenate([[0], np.cumsum(lengths)])
+    segments = np.concatenate([[0], np.cumsum(lengths)])
     first = plan.tiles[:, 2]
-    queries = layers[first + plan.tiles[:, 3]] - layers[first]
+    queries = segments[first + plan.tiles[:, 3]] - segments[first]
     return _with_first_order(words, slack, queries * size * pace.heads * pace.pair_backward / _CTAS, pace.until)
 
 
 def there_at(size: int, pace: Pace, arrivals: np.ndarray, base: int) -> np.ndarray:
     """(tiles,) seconds until each tile of ``size`` keys is there, -inf for local ones."""
-    return np.concatenate([np.full(base // size, -np.inf), pace.slots[arrivals]])
+    return np.concatenate([np.full(base // size, -np.inf), pace.signals[arrivals]])
 
 
 def _with_first_order(words: np.ndarray, slack: np.ndarray, seconds: np.ndarray, until: float) -> np.ndarray:

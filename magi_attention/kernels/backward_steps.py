@@ -63,19 +63,19 @@ _FEW_KEYS = 4  # queries for each key, from which on keys are few
 
 
 class Steps(NamedTuple):
-    """``query_block`` queries each; ``head_parts``: 0 for as few parts of the heads as the library chooses.
+    """``block_m`` queries each; ``num_head_splits``: 0 for as few parts of the heads as the library chooses.
 
-    ``first_stores``: whoever comes first to a block of dq stores, so that nothing is cleared. ``by_document``: units
+    ``first_writer``: whoever comes first to a block of dq stores, so that nothing is cleared. ``by_document``: units
     are taken up one document after the other. ``split``: tiles whose query heads are shared out, in turns.
-    ``sole_visits``: the main kernel writes dq of blocks of one visit, if that is in 16 bits and not accumulated.
+    ``direct_dq_store``: the main kernel writes dq of blocks of one visit, if that is in 16 bits and not accumulated.
     """
 
-    query_block: int
-    head_parts: int
-    first_stores: bool = False
+    block_m: int
+    num_head_splits: int
+    first_writer: bool = False
     by_document: bool = False
     split: Split = NONE
-    sole_visits: bool = False
+    direct_dq_store: bool = False
 
     def has_list(self, in_turns: bool, lists_itself: bool) -> bool:
         """Whether the plan says in which order units are taken up, which a kernel that ``lists_itself`` does not need.
@@ -83,9 +83,9 @@ class Steps(NamedTuple):
         In turns, or where whoever comes first stores, kernels follow the order of the tiles, and have units only where
         that is by document.
         """
-        if in_turns or self.first_stores:
+        if in_turns or self.first_writer:
             return self.by_document
-        return self.query_block == WIDE and not lists_itself
+        return self.block_m == WIDE and not lists_itself
 
 
 def steps_of(
@@ -106,10 +106,10 @@ def steps_of(
     found = kept.get(key)
     if found is None:
         found = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
-        is_counted = options.deterministic or found.first_stores
+        is_counted = options.deterministic or found.first_writer
         if is_counted and not (is_remote or options.softcap or found.split != NONE or not slices.area):
-            share = tile_steps(slices, q_shape[0], keys).sole[found.query_block]
-            found = found._replace(sole_visits=share >= _LEAST_SOLE)
+            share = tile_steps(slices, q_shape[0], keys).sole[found.block_m]
+            found = found._replace(direct_dq_store=share >= _LEAST_SOLE)
         kept[key] = found
     return found
 
@@ -130,8 +130,8 @@ def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, op
     seen = slices.area / max(q_shape[0], 1)
     is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
     if is_by_document or (seen <= stores.most and case.sole_share >= stores.least_sole):
-        return by_rounding(in_turns=True)._replace(first_stores=True, by_document=is_by_document)
-    if found.query_block == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
+        return by_rounding(in_turns=True)._replace(first_writer=True, by_document=is_by_document)
+    if found.block_m == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
         return found._replace(by_document=True)
     return found
 
@@ -189,10 +189,10 @@ def _in_turns(case: _Case, found: Steps, has_wide: bool) -> Steps:
     if case.is_many or case.is_remote:
         return found._replace(by_document=case.is_whole and _is_by_document_in_turns(case))
     if case.is_whole and has_wide and can_split(case.q_shape[1] // case.v_shape[1]):
-        split = split_in_turns(case.slices, case.q_shape, case.v_shape, case.processors, found.query_block)
+        split = split_in_turns(case.slices, case.q_shape, case.v_shape, case.processors, found.block_m)
         if split != NONE:
             return Steps(WIDE, 0, split=split)
-    elif found.query_block == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
+    elif found.block_m == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
         parts = head_parts_in_turns(case.slices, case.q_shape, case.v_shape, case.processors)
         if parts:
             return Steps(NARROW, parts)

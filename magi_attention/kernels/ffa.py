@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels as a backend, ``"ffa"``: flexible flash attention on Hopper GPUs.
 
-Everything that depends only on shapes is prepared once, because a short kernel runs no longer than the host takes to
+Everything that depends only on shapes is prepared once, because a short kernel runs no longer than the host unpacks to
 launch it: a parameter block without its addresses. Each later call looks it up, allocates ``out`` and
 ``lse``, appends ten addresses and makes one C call.
 
@@ -214,7 +214,7 @@ class FfaBackend:
                 return self.slices_of(mask, q, k, options)
         return self._host_ranges.find(runtime, mask, q.shape[0], k.shape[0])
 
-    def forward_remote(
+    def forward_fused(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -224,12 +224,12 @@ class FfaBackend:
         sink: torch.Tensor | None = None,
         event: int = 0,
     ) -> Final:
-        """``forward_final`` over k, v and the keys that other ranks are pushing, with this rank's push. ``event`` is
+        """``forward_final`` over k, v and the keys that other ranks are putting, with this rank's put. ``event`` is
         that of CUDA to be recorded behind it, 0 for none."""
         runtime, index = self.runtime, q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.forward_remote(q, k, v, remote, options, sink, event)
+                return self.forward_fused(q, k, v, remote, options, sink, event)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         key = _remote_key(q, options, sink)
         known = remote.known.get(key)
@@ -243,11 +243,11 @@ class FfaBackend:
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             q, k, v = (dense(x) for x in (q, k, v))
-            return self.forward_remote(q, k, v, remote, options, sink, event)
-        beside = (remote.forward_params, remote.push, event)
+            return self.forward_fused(q, k, v, remote, options, sink, event)
+        beside = (remote.forward_params, remote.put, event)
         return self._launch(call, addresses, sink, None, plan.address, index, stream, capturing, beside)
 
-    def backward_remote(
+    def backward_fused(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -259,8 +259,8 @@ class FfaBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
     ) -> RemoteGrads:
-        """Gradients of ``forward_remote``; those of remote keys go to their owners."""
-        return self._backward.run_remote(self.runtime, Operands(dout, q, k, v, out, lse, None), remote, options, sink)
+        """Gradients of ``forward_fused``; those of remote keys go to their owners."""
+        return self._backward.run_fused(self.runtime, Operands(dout, q, k, v, out, lse, None), remote, options, sink)
 
     def prepared(
         self,

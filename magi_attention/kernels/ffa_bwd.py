@@ -38,7 +38,7 @@ from magi_attention.kernels.types import AttnOptions, Grads
 from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
-from magi_attention.native.succession import Succession
+from magi_attention.native.stream_order import StreamOrder
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
 _pack_sums = abi.FFA_REMOTE_TAIL.pack
@@ -46,7 +46,7 @@ _empty_like = torch.empty_like
 
 
 _ALIGNMENT = 128  # bytes, of what lies in a workspace
-_Beside = tuple[bytes, bytes | None]  # magi_ffa_remote and this rank's push, for launches beside keys that arrive
+_Beside = tuple[bytes, bytes | None]  # magi_ffa_remote and this rank's put, for launches beside keys that arrive
 
 
 class Operands(NamedTuple):
@@ -90,7 +90,7 @@ class BackwardCalls:
         self._plans = plans
         self._prepared: dict[tuple, _Prepared] = {}
         # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
-        self._in_turns: dict[int, Succession] = {}  # device -> its kernels in turns
+        self._in_turns: dict[int, StreamOrder] = {}  # device -> its kernels in turns
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
@@ -139,14 +139,14 @@ class BackwardCalls:
             grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
 
-    def run_remote(
+    def run_fused(
         self, runtime: CudaRuntime, x: Operands, remote: RemoteKeys, options: AttnOptions, sink: torch.Tensor | None
     ) -> RemoteGrads:
-        """Gradients where keys of other ranks arrive, with this rank's push; dq is in q's dtype."""
+        """Gradients where keys of other ranks arrive, with this rank's put; dq is in q's dtype."""
         index = x.q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run_remote(runtime, x, remote, options, sink)
+                return self.run_fused(runtime, x, remote, options, sink)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         key = _remote_key(x, options)
         known = remote.known.get(key)
@@ -161,7 +161,7 @@ class BackwardCalls:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
-            return self.run_remote(runtime, _plain(x), remote, options, sink)
+            return self.run_fused(runtime, _plain(x), remote, options, sink)
         dq, dk, dv = map(_empty_like, call.grads_like)
         work = _empty_like(call.workspace_like)
         delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
@@ -171,7 +171,7 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
             dv.data_ptr(), plan.address, work_at, 0, 0, stream,
         )  # fmt: skip
-        beside = remote.params + _pack_sums(*sums), remote.push
+        beside = remote.params + _pack_sums(*sums), remote.put
         self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
@@ -183,11 +183,11 @@ class BackwardCalls:
     ) -> None:
         """Kernels in turns follow the last ones in turns of the device."""
         if call.options.deterministic:
-            succession = self._in_turns.get(index)
-            if succession is None:
-                made = Succession(runtime.event, runtime.stream_object)
-                succession = self._in_turns.setdefault(index, made)
-            with succession.next(stream, capturing):
+            stream_order = self._in_turns.get(index)
+            if stream_order is None:
+                made = StreamOrder(runtime.event, runtime.stream_object)
+                stream_order = self._in_turns.setdefault(index, made)
+            with stream_order.next(stream, capturing):
                 status = _start(call.library, params, beside)
         else:
             status = _start(call.library, params, beside)
@@ -216,15 +216,21 @@ class BackwardCalls:
             tk = remote.mask.total_k
         library = self._libraries.get("bwd", q.dtype, dim, dim_v)
         out = x.dout if x.out is None else x.out  # without one its strides are not looked at
-        order = abi.DQ_IN_TURNS if options.deterministic else abi.DQ_FIRST_STORES if steps.first_stores else abi.DQ_ANY
-        sole = steps.sole_visits and grad_dtype != torch.float32 and not is_accumulating
+        order = (
+            abi.DQ_DETERMINISTIC
+            if options.deterministic
+            else abi.DQ_FIRST_WRITER
+            if steps.first_writer
+            else abi.DQ_ATOMIC
+        )
+        sole = steps.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
         prefix, workspace_bytes, list_bytes = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, dq_order=order, query_block=steps.query_block,
-            head_parts=steps.head_parts, split_begin=steps.split.begin, split_end=steps.split.end,
-            split_parts=steps.split.parts, sole_visits=int(sole),
+            softcap=options.softcap, dq_mode=order, block_m=steps.block_m,
+            num_head_splits=steps.num_head_splits, split_begin=steps.split.begin, split_end=steps.split.end,
+            splits_per_split_tile=steps.split.parts, direct_dq_store=int(sole),
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
@@ -234,8 +240,8 @@ class BackwardCalls:
         walked = None
         if steps.has_list(options.deterministic, lists_itself=remote is None and list_bytes > 0):
             processors = runtime.processors(q.get_device())
-            places = max(processors - options.sm_margin, 1)
-            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, places, steps.by_document)
+            src_rows = max(processors - options.sm_margin, 1)
+            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, src_rows, steps.by_document)
         dk_at, dv_at, bytes_in_all = _with_sums(workspace_bytes, remote, heads_kv, (dim, dim_v))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(

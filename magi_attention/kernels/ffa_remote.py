@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks and operands of attention over local keys and keys that other ranks push while the kernel runs."""
+"""Masks and operands of attention over local keys and keys that other ranks put while the kernel runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NO_TOKENS = "This rank has no tokens, and attention in one launch needs some; us
 class RemoteMask:
     """Slices over ``local_keys`` local keys and remote ones, which begin at ``base``; made once per plan and shapes.
 
-    ``arrivals`` (T,) is the number of the slot by which each of the T tiles of remote keys comes; the forward waits
-    for slots in this order. The ``pace`` at which they arrive decides in which order tiles are taken.
+    ``arrivals`` (T,) is the number of the signal by which each of the T tiles of remote keys comes; the forward waits
+    for signals in this order. The ``pace`` at which they arrive decides in which order tiles are taken.
 
     To ``num_summed`` tiles of local keys other ranks add gradients: those are left in float32, of the others they are
     done.
 
-    Pad rows of the box hold zeros and the copy engine fills the gap with them, so unlike local keys that no query sees
-    they need no clearing: the plans are told so.
+    Pad rows of the buffer hold zeros and the copy engine fills the gap with them, so unlike local keys that no query
+    sees they need no clearing: the plans are told so.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RemoteMask:
         self._plans: dict[tuple, Kept] = {}
 
     @property
-    def num_slots(self) -> int:
+    def num_signals(self) -> int:
         return int(self.arrivals.max(initial=-1)) + 1
 
     def plan(self, shape: PlanShape, device: torch.device) -> Kept:
@@ -81,14 +81,14 @@ class RemoteKeys:
     """``mask``, and ``params``, the bytes of ``magi_ffa_remote`` but the addresses of sums, whose memory the caller
     holds; for k and v of one layout, dtype and device, and for one direction.
 
-    ``push``, the bytes of ``magi_box_push_params`` without addresses, is this rank's push, if there is one. The kernel
+    ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if there is one. The kernel
     starts beside it and does not wait for it, so both are launched when all else has been: casts of inputs, cleared
     workspaces. ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend
     on.
     """
 
-    def __init__(self, mask: RemoteMask, params: bytes, push: bytes | None = None) -> None:
-        self.mask, self.params, self.push = mask, params, push
+    def __init__(self, mask: RemoteMask, params: bytes, put: bytes | None = None) -> None:
+        self.mask, self.params, self.put = mask, params, put
         self.forward_params = params + bytes(abi.FFA_REMOTE_TAIL.size)  # nothing is summed
         self.known: dict[tuple, Any] = {}
 
@@ -107,16 +107,16 @@ class RemoteGrads(NamedTuple):
     held: torch.Tensor
 
 
-def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int | abi.Box) -> bytes:
+def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int | abi.SymmBuffer) -> bytes:
     """The bytes of ``magi_ffa_remote`` but the addresses of sums: ``wire`` is the dtype of remote gradients; ``fields``
     are the addresses and the rest."""
     code = abi.FP32 if wire == torch.float32 else DTYPES[wire]
-    sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_slots": mask.num_slots}
+    sizes = {"local_keys": mask.local_keys, "base": mask.base, "rows": mask.rows, "num_signals": mask.num_signals}
     params = bytes(abi.FfaRemote(version=abi.ABI_VERSION, wire_dtype=code, **sizes, **fields))
     return params[: abi.FFA_REMOTE_PREFIX_BYTES]
 
 
-_HAS_UNSEEN = abi.Layer.has_unseen.offset // 4
+_HAS_UNSEEN = abi.TileSegment.has_unseen.offset // 4
 
 
 def _seen(slices: np.ndarray, num_keys: int) -> np.ndarray:

@@ -21,7 +21,7 @@ IN_L2 = 192  # blocks of 80 queries of one head whose Q, dO and dq stay in L2
 
 def fewest_whole(processors: int) -> int:
     """How many units of whole tiles are enough: nearly two for each multiprocessor. With fewer the library shares out
-    the query heads of each tile, see ``bwd_head_parts`` in ``csrc/ffa/sm90/bwd_layout.h``."""
+    the query heads of each tile, see ``bwd_head_parts`` in ``csrc/ffa/sm90/bwd/workspace.h``."""
     return 19 * processors // 10
 
 
@@ -50,7 +50,7 @@ def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
 
 
 def sole_share(plan: TilePlan, queries: int) -> float:
-    """Of all blocks of so many queries, which part one layer of one tile of a transposed plan visits, and no more."""
+    """Of all blocks of so many queries, which part one segment of one tile of a transposed plan visits, and no more."""
     blocks = -(-plan.header.total_k // queries)
     low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
     first, end = low // queries, np.where(high > low, -(-high // queries), low // queries)
@@ -59,16 +59,16 @@ def sole_share(plan: TilePlan, queries: int) -> float:
 
 
 def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
-    """(num_tiles,) blocks of so many queries that each tile of a transposed plan visits, over all its layers."""
+    """(num_tiles,) blocks of so many queries that each tile of a transposed plan visits, over all its segments."""
     low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
     before = np.concatenate([[0], np.cumsum(-(-high // queries) - low // queries)])
-    begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
-    return before[begin + layers] - before[begin]
+    begin, segments = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
+    return before[begin + segments] - before[begin]
 
 
 class TileWalks(NamedTuple):
     """Of each tile of a transposed plan, (num_tiles,), the first block of 80 queries that it sees and how many, and
-    whether these are in one layer; there are ``blocks``."""
+    whether these are in one segment; there are ``blocks``."""
 
     first: np.ndarray
     count: np.ndarray
@@ -82,10 +82,10 @@ class TileWalks(NamedTuple):
 
 
 def walks_of_tiles(plan: TilePlan) -> TileWalks:
-    begin, layers = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
+    begin, segments = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
     low = plan.records[:, 0].astype(np.int64) // WIDE
-    first = np.where(layers > 0, low[np.minimum(begin, len(low) - 1)], 0) if len(low) else np.zeros_like(begin)
-    return TileWalks(first, steps_of_tiles(plan, WIDE), layers == 1, -(-plan.header.total_k // WIDE))
+    first = np.where(segments > 0, low[np.minimum(begin, len(low) - 1)], 0) if len(low) else np.zeros_like(begin)
+    return TileWalks(first, steps_of_tiles(plan, WIDE), segments == 1, -(-plan.header.total_k // WIDE))
 
 
 def starts_of(times: np.ndarray, places: int) -> np.ndarray:

@@ -84,9 +84,9 @@ def can_split(group: int) -> bool:
 
 
 def split_in_turns(
-    slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], processors: int, query_block: int
+    slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], processors: int, block_m: int
 ) -> Split:
-    """In steps of 80; ``NONE`` where whole tiles in steps of ``query_block`` take about as long, or where a slice is
+    """In steps of 80; ``NONE`` where whole tiles in steps of ``block_m`` take about as long, or where a slice is
     not full: tiles that end at a diagonal wait for each other, and parts of them were slower in 27 of 31 measurements.
 
     ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv), with a group that can be split; ``processors``: multiprocessors
@@ -98,7 +98,7 @@ def split_in_turns(
     found, group = tile_steps(slices, total_q, total_k), heads // heads_kv
     wide = HandedOut(found.wide[found.order] * group, heads_kv, processors, total_q * heads / _ROWS)
     whole = wide
-    if query_block == NARROW:
+    if block_m == NARROW:
         whole = wide._replace(steps=found.narrow[found.order] * (group * _NARROW_STEP))
     limit = _GAIN * whole.time()
     if wide.least > limit:

@@ -23,7 +23,7 @@ _LOOKED = 40_000  # visits
 _ONE_IN = 4  # blocks
 _LOOKED_AT = 0.4  # of the work, where those are in the middle, as the longest documents come first
 _TIME_BITS, _TICKS = 32, 100  # of a number with a time, and so many a block
-_LEAST_SINGLE = 0.9  # of the work, which must be of tiles of one layer
+_LEAST_SINGLE = 0.9  # of the work, which must be of tiles of one segment
 _LEAST_TILES = 2  # of a document on average
 
 
@@ -81,8 +81,8 @@ def gain(tiles: TileWalks, units: np.ndarray, heads: int, places: int, group: in
 
 
 def _documents_of(tiles: TileWalks) -> np.ndarray:
-    """(num_tiles,) a number for each document. Tiles that end with the same block are of one; one of several layers is
-    alone, and so is one that sees nothing."""
+    """(num_tiles,) a number for each document. Tiles that end with the same block are of one; one of several segments
+    is alone, and so is one that sees nothing."""
     alone = tiles.blocks + 1 + np.arange(len(tiles.count))
     return np.where(tiles.is_single & (tiles.count > 0), tiles.first + tiles.count, alone)
 

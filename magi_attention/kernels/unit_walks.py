@@ -42,7 +42,7 @@ _UNFILLED = 24  # blocks, what a period that is not filled counts for then
 _LAST_PERIODS = 2
 _MOST_OUT = 0.1  # of the work, which may be out of step
 _LEAST_ALIGNED = 0.9  # of the work, which must be of tiles that see the last block
-# In turns, as in csrc/ffa/sm90/bwd_config.h.
+# In turns, as in csrc/ffa/sm90/bwd/config.h.
 LARGE_SECTIONS = 2  # query heads of a unit up to which sections are twice as large, if all still walk one way
 MANY_RANKS = 8  # in work at a time for each of few heads, from which on all walk backwards
 
@@ -60,7 +60,7 @@ class UnitShape(NamedTuple):
 
 
 def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None = None) -> np.ndarray:
-    """The words of a transposed plan with the list of its units behind them (``magi_walked_unit``). By document, its
+    """The words of a transposed plan with the list of its units behind them (``magi_work_tile``). By document, its
     tiles are in that order, too, for kernels that sum dq in order.
 
     ``there_at`` (tiles,) says in which order the keys of tiles arrive while the kernel runs.
@@ -73,10 +73,10 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
         units = _in_order(plan, tiles, shape, heads_per_section(len(tiles.first), shape))
         if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
             units = _in_periods(tiles, shape, there_at)
-    rows = np.column_stack([units[:, 0], units[:, 1] << abi.WALK_BITS | units[:, 2]]).astype(np.int32).ravel()
+    rows = np.column_stack([units[:, 0], units[:, 1] << abi.TRAVERSAL_BITS | units[:, 2]]).astype(np.int32).ravel()
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
     header = abi.TilePlanHeader.from_buffer(made)
-    header.words_units = len(words)
+    header.words_work_tiles = len(words)
     if shape.by_document:
         made[header.words_order :][: header.num_tiles] = document_order(tiles)
     return made
@@ -86,10 +86,10 @@ def gain_by_document(plan: TilePlan, shape: UnitShape, heads: int | None = None)
     """By how much a backward is faster if it takes up one document after the other, as a logarithm, than in sections
     of so many ``heads``, or of ``heads_per_section``; see ``unit_documents.gain``."""
     tiles = walks_of_tiles(plan)
-    if _wants_periods(tiles, shape) or tiles.count.max(initial=0) >= abi.WALK_EARLY:
+    if _wants_periods(tiles, shape) or tiles.count.max(initial=0) >= abi.TRAVERSAL_WRAP:
         return -1.0
     units = _in_order(plan, tiles, shape, heads or heads_per_section(len(tiles.first), shape))
-    back = np.where(units[:, 2] == abi.WALK_EARLY, tiles.first[units[:, 0]], units[:, 2])
+    back = np.where(units[:, 2] == abi.TRAVERSAL_WRAP, tiles.first[units[:, 0]], units[:, 2])
     return gain(tiles, np.column_stack([units[:, :2], back]), shape.heads_kv, shape.places, shape.group)
 
 
@@ -106,7 +106,7 @@ def heads_per_section(tiles: int, shape: UnitShape) -> int:
 def heads_per_section_in_turns(tiles: int, shape: UnitShape, parts: int, passes: int) -> int:
     """The same in turns, where the query heads of a tile are shared out among so many units, each of which walks its
     tile so many times: of one or two heads in a unit a section is twice that, if all can walk one way
-    (``bwd_heads_per_section`` in ``csrc/ffa/sm90/bwd_layout.h``)."""
+    (``bwd_heads_per_section`` in ``csrc/ffa/sm90/bwd/workspace.h``)."""
     heads = shape.group // parts
     once, twice = (
         heads_per_section(tiles * parts, shape._replace(processors=n * shape.processors)) for n in (1, 2)
@@ -128,7 +128,7 @@ def _in_order(plan: TilePlan, tiles: TileWalks, shape: UnitShape, at_once: int) 
         heads = np.arange(first, min(first + at_once, shape.heads_kv))
         order = _order_of(plan, is_first=first == 0)
         tile, head = np.repeat(order, len(heads)), np.tile(heads, len(order))
-        walk = np.where(np.arange(len(tile)) * parts < shape.places, abi.WALK_EARLY, 0)
+        walk = np.where(np.arange(len(tile)) * parts < shape.places, abi.TRAVERSAL_WRAP, 0)
         sections.append(np.column_stack([tile, head, walk]))
     return np.concatenate(sections).astype(np.int64)
 
@@ -140,7 +140,7 @@ def _order_of(plan: TilePlan, is_first: bool) -> np.ndarray:
 
 def _wants_periods(tiles: TileWalks, shape: UnitShape) -> bool:
     total, num = int(tiles.count.sum()), len(tiles.count)
-    is_long = num > shape.places and tiles.blocks < abi.WALK_EARLY
+    is_long = num > shape.places and tiles.blocks < abi.TRAVERSAL_WRAP
     return is_long and int(tiles.count[tiles.is_aligned].sum()) >= _LEAST_ALIGNED * total
 
 
@@ -153,7 +153,7 @@ def _share_out_of_step(units: np.ndarray, tiles: TileWalks, shape: UnitShape) ->
     out = work = 0.0
     for begin in range(size if len(units) > size else 0, len(some), size):
         at = slice(begin, begin + size)
-        tile, early = some[at, 0], some[at, 2] == abi.WALK_EARLY
+        tile, early = some[at, 0], some[at, 2] == abi.TRAVERSAL_WRAP
         clock = (starts[at] - starts[begin]) % tiles.blocks
         wanted = np.where(early, 0, tiles.first[tile])
         is_out = np.abs(clock - wanted) > kept

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stretches of rows on their way into a box: consecutive in the source, global or local rows, and in the box."""
+"""Stretches of rows on their way into a buffer: consecutive in the source, global or local rows, and in the buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from magi_attention.common.intervals import ramps
 
 
 class Stretches(NamedTuple):
-    """(N,) each, int64: whose rows, the first in the source, -1 for zeros, the first in the box, and how many."""
+    """(N,) each, int64: whose rows, the first in the source, -1 for zeros, the first in the buffer, and how many."""
 
     owner: np.ndarray
     source: np.ndarray
@@ -22,7 +22,7 @@ class Stretches(NamedTuple):
         return Stretches(*(x[which] for x in self))
 
     def joined(self) -> Stretches:
-        """Those that go on where the one before ends, in the source and in the box, are one with it."""
+        """Those that go on where the one before ends, in the source and in the buffer, are one with it."""
         source, at = self.source + self.rows, self.at + self.rows
         goes_on = (self.source[:-1] >= 0) & (self.source[1:] == source[:-1]) & (self.at[1:] == at[:-1])
         first = np.flatnonzero(np.concatenate([np.ones(min(len(at), 1), dtype=bool), ~goes_on]))
@@ -30,7 +30,7 @@ class Stretches(NamedTuple):
         return Stretches(self.owner[first], self.source[first], self.at[first], rows)
 
     def cut_at(self, points: np.ndarray) -> Stretches:
-        """Cut at these rows of the box, ascending."""
+        """Cut at these rows of the buffer, ascending."""
         low = np.searchsorted(points, self.at, side="right")
         counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
         which, number = np.repeat(np.arange(len(self.at)), counts), ramps(low - 1, counts)

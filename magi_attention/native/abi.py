@@ -8,15 +8,15 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 BF16, FP16, FP32 = range(3)
-DQ_ANY, DQ_IN_TURNS, DQ_FIRST_STORES = range(3)
+DQ_ATOMIC, DQ_DETERMINISTIC, DQ_FIRST_WRITER = range(3)
 FWD, BWD = range(2)
 
-LAYER_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
+SEGMENT_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
 
 
 class TilePlanHeader(ctypes.Structure):
@@ -32,8 +32,8 @@ class TilePlanHeader(ctypes.Structure):
                 "tile_tokens",
                 "num_groups",
                 "num_tiles",
-                "num_layers",
-                "layer_words",
+                "num_segments",
+                "segment_words",
                 "words_tiles",
                 "words_order",
                 "words_records",
@@ -41,7 +41,7 @@ class TilePlanHeader(ctypes.Structure):
                 "status",
                 "has_unseen",
                 "words_first_order",
-                "words_units",
+                "words_work_tiles",
             )
         ),
     ]
@@ -51,24 +51,24 @@ class TileDesc(ctypes.Structure):
     """``magi_tile_desc``: 8 int32 words."""
 
     _fields_ = [
-        *((n, c_int32) for n in ("token0", "num_tokens", "layer_begin", "num_layers", "cost", "num_blocks")),
+        *((n, c_int32) for n in ("token0", "num_tokens", "segment_begin", "num_segments", "cost", "num_blocks")),
         ("reserved", c_int32 * 2),
     ]
 
 
-class LayerGroup(ctypes.Structure):
+class SegmentGroup(ctypes.Structure):
     """Key ranges of one row group in a layer."""
 
     _fields_ = [(name, c_int32) for name in ("visit_lo", "visit_hi", "full_lo", "full_hi")]
 
 
-class Layer(ctypes.Structure):
-    """``magi_layer``: 32 int32 words, before the pairs of the tokens."""
+class TileSegment(ctypes.Structure):
+    """``magi_tile_segment``: 32 int32 words, before the pairs of the tokens."""
 
     _fields_ = [
         *((name, c_int32) for name in ("visit_lo", "visit_hi", "source", "arrival", "has_unseen")),
         ("reserved", c_int32 * 3),
-        ("group", LayerGroup * 3),
+        ("group", SegmentGroup * 3),
         ("reserved2", c_int32 * 12),
     ]
 
@@ -87,7 +87,7 @@ _BWD_INTS = (
 _BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
 _BWD_POINTERS = (
     *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
-    *("plan", "workspace", "list"),
+    *("plan", "workspace", "work_list"),
 )
 
 
@@ -104,13 +104,13 @@ class FfaFwdParams(ctypes.Structure):
     ]
 
 
-# A call writes the addresses behind a prepared prefix: 0.5 us where filling the struct takes 3.
+# A call writes the addresses behind a prepared prefix: 0.5 us where filling the struct unpacks 3.
 FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
 
-WALK_BITS = 12  # of magi_walked_unit
-WALK_EARLY = 2**WALK_BITS - 1
+TRAVERSAL_BITS = 12  # of magi_work_tile
+TRAVERSAL_WRAP = 2**TRAVERSAL_BITS - 1
 
 
 class FfaBwdParams(ctypes.Structure):
@@ -120,13 +120,16 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int32) for name in _BWD_INTS),
         ("softmax_scale", c_float),
         ("softcap", c_float),
-        ("dq_order", c_int32),
-        ("query_block", c_int32),
-        *((name, c_int32) for name in ("head_parts", "split_begin", "split_end", "split_parts", "sole_visits")),
+        ("dq_mode", c_int32),
+        ("block_m", c_int32),
+        *(
+            (name, c_int32)
+            for name in ("num_head_splits", "split_begin", "split_end", "splits_per_split_tile", "direct_dq_store")
+        ),
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
-        ("list_is_made", c_int64),
+        ("work_list_is_made", c_int64),
         ("stream", c_void_p),
     ]
 
@@ -135,23 +138,23 @@ FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
 FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 2}Q")
 
 
-class Box(ctypes.Structure):
-    """``magi_box``."""
+class SymmBuffer(ctypes.Structure):
+    """``magi_symm_buffer``."""
 
     _fields_ = [("own", c_void_p), ("of_rank", c_void_p)]
 
 
 class FfaRemote(ctypes.Structure):
-    """``magi_ffa_remote``: keys that other ranks push while a kernel runs."""
+    """``magi_ffa_remote``: keys that other ranks put while a kernel runs."""
 
     _fields_ = [
         *((name, c_int32) for name in ("version", "rank", "world", "local_keys", "base", "rows", "wire_dtype")),
         ("timeout_ms", c_uint32),
-        ("num_slots", c_int32),
+        ("num_signals", c_int32),
         ("reserved", c_int32),
-        ("box", Box),
-        *((name, c_void_p) for name in ("k", "v", "arrivals", "failure")),
-        ("grads", Box),
+        ("buffer", SymmBuffer),
+        *((name, c_void_p) for name in ("k", "v", "arrivals", "failed_peer")),
+        ("grads", SymmBuffer),
         *((name, c_void_p) for name in ("senders", "owners", "target_rows", "dk_targets", "dv_targets", "summed")),
         *((name, c_void_p) for name in ("dk_sums", "dv_sums")),
     ]
@@ -160,96 +163,96 @@ class FfaRemote(ctypes.Structure):
 FFA_REMOTE_PREFIX_BYTES, FFA_REMOTE_TAIL = FfaRemote.dk_sums.offset, struct.Struct("=2Q")
 
 
-# ---- box.h: exchanges within one NVLink domain ----
-BOX_WORD_BYTES = 32
-BOX_TENSORS = 3
-BOX_GROUPS = 32
-BOX_ADD_ROWS = 16
-BOX_SLOT_CULPRIT = 65536
+# ---- symm.h: exchanges within one NVLink domain ----
+SYMM_WORD_BYTES = 32
+SYMM_TENSORS = 3
+SYMM_SIGNALS_PER_RANK = 32
+SYMM_REDUCE_ROWS = 16
+SYMM_FAILED_SIGNAL = 65536
 
 
-class BoxPushParams(ctypes.Structure):
-    """``magi_box_push_params``. What a call changes comes last, see ``BOX_PUSH_TAIL``."""
+class SymmPutParams(ctypes.Structure):
+    """``magi_symm_put_params``. What a call changes comes last, see ``SYMM_PUT_TAIL``."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_pieces", "num_ctas")),
+        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_transfers", "num_ctas")),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
-        ("box", Box),
-        ("also_free", Box),
-        ("pieces", c_void_p),
-        ("slots", c_void_p),
-        *((name, c_int64 * BOX_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
-        ("failure", c_void_p),
-        ("source", c_void_p * BOX_TENSORS),
+        ("buffer", SymmBuffer),
+        ("also_free", SymmBuffer),
+        ("transfers", c_void_p),
+        ("signals", c_void_p),
+        *((name, c_int64 * SYMM_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
+        ("failed_peer", c_void_p),
+        ("source", c_void_p * SYMM_TENSORS),
         ("stream", c_void_p),
     ]
 
 
-class BoxTakeParams(ctypes.Structure):
-    """``magi_box_take_params``. What a call changes comes last, see ``BOX_TAKE_TAIL``."""
+class SymmUnpackParams(ctypes.Structure):
+    """``magi_symm_unpack_params``. What a call changes comes last, see ``SYMM_UNPACK_TAIL``."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_pieces", "num_ctas")),
+        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_transfers", "num_ctas")),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
-        ("box", Box),
-        ("pieces", c_void_p),
-        *((name, c_int64 * BOX_TENSORS) for name in ("data_at", "row_bytes", "out_stride")),
-        ("failure", c_void_p),
-        ("out", c_void_p * BOX_TENSORS),
+        ("buffer", SymmBuffer),
+        ("transfers", c_void_p),
+        *((name, c_int64 * SYMM_TENSORS) for name in ("data_at", "row_bytes", "out_stride")),
+        ("failed_peer", c_void_p),
+        ("out", c_void_p * SYMM_TENSORS),
         ("stream", c_void_p),
     ]
 
 
-class BoxAddParams(ctypes.Structure):
-    """``magi_box_add_params``. What a call changes comes last, see ``BOX_ADD_TAIL``."""
+class SymmRecvReduceParams(ctypes.Structure):
+    """``magi_symm_recv_reduce_params``. What a call changes comes last, see ``SYMM_RECV_REDUCE_TAIL``."""
 
     _fields_ = [
         *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors", "num_ctas")),
         *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
-        ("row_values", c_int32 * BOX_TENSORS),
+        ("row_values", c_int32 * SYMM_TENSORS),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
-        ("box", Box),
-        ("places", c_void_p),
-        ("needs", c_void_p),
-        ("slots", c_void_p),
-        *((name, c_int64 * BOX_TENSORS) for name in ("data_at", "own_stride")),
-        ("failure", c_void_p),
-        *((name, c_void_p * BOX_TENSORS) for name in ("own", "base", "out")),
+        ("buffer", SymmBuffer),
+        ("src_rows", c_void_p),
+        ("needed_signals", c_void_p),
+        ("signals", c_void_p),
+        *((name, c_int64 * SYMM_TENSORS) for name in ("data_at", "own_stride")),
+        ("failed_peer", c_void_p),
+        *((name, c_void_p * SYMM_TENSORS) for name in ("own", "base", "out")),
         ("stream", c_void_p),
     ]
 
 
-class BoxReduceParams(ctypes.Structure):
-    """``magi_box_reduce_params``. What a call changes comes last, see ``BOX_REDUCE_TAIL``."""
+class SymmReduceParams(ctypes.Structure):
+    """``magi_symm_reduce_params``. What a call changes comes last, see ``SYMM_REDUCE_TAIL``."""
 
     _fields_ = [
         *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors")),
         *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
-        ("row_values", c_int32 * BOX_TENSORS),
+        ("row_values", c_int32 * SYMM_TENSORS),
         ("timeout_ms", c_uint32),
         ("out_rows", c_int32),
         ("reserved", c_int32),
-        ("box", Box),
-        ("pushed", Box),
+        ("buffer", SymmBuffer),
+        ("put_buffer", SymmBuffer),
         ("tiles", c_void_p),
-        ("places", c_void_p),
-        ("data_at", c_int64 * BOX_TENSORS),
-        ("failure", c_void_p),
-        ("base", c_void_p * BOX_TENSORS),
-        ("out", c_void_p * BOX_TENSORS),
+        ("src_rows", c_void_p),
+        ("data_at", c_int64 * SYMM_TENSORS),
+        ("failed_peer", c_void_p),
+        ("base", c_void_p * SYMM_TENSORS),
+        ("out", c_void_p * SYMM_TENSORS),
         ("event", c_void_p),
         ("stream", c_void_p),
     ]
 
 
 # As with the attention kernels, a call writes the addresses behind a prepared prefix.
-BOX_PUSH_PREFIX_BYTES, BOX_PUSH_TAIL = BoxPushParams.source.offset, struct.Struct("=4Q")
-BOX_TAKE_PREFIX_BYTES, BOX_TAKE_TAIL = BoxTakeParams.out.offset, struct.Struct("=4Q")
-BOX_ADD_PREFIX_BYTES, BOX_ADD_TAIL = BoxAddParams.own.offset, struct.Struct("=10Q")
-BOX_REDUCE_PREFIX_BYTES, BOX_REDUCE_TAIL = BoxReduceParams.base.offset, struct.Struct("=8Q")
+SYMM_PUT_PREFIX_BYTES, SYMM_PUT_TAIL = SymmPutParams.source.offset, struct.Struct("=4Q")
+SYMM_UNPACK_PREFIX_BYTES, SYMM_UNPACK_TAIL = SymmUnpackParams.out.offset, struct.Struct("=4Q")
+SYMM_RECV_REDUCE_PREFIX_BYTES, SYMM_RECV_REDUCE_TAIL = SymmRecvReduceParams.own.offset, struct.Struct("=10Q")
+SYMM_REDUCE_PREFIX_BYTES, SYMM_REDUCE_TAIL = SymmReduceParams.base.offset, struct.Struct("=8Q")
 
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
@@ -268,8 +271,21 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
     "magi_swap_chunks": (
         c_int32,
-        (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_double, c_double, c_double, c_void_p, c_void_p,
-         c_int32, F64_PTR),
+        (
+            c_void_p,
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_int32,
+            c_double,
+            c_double,
+            c_double,
+            c_void_p,
+            c_void_p,
+            c_int32,
+            F64_PTR,
+        ),
     ),
     "magi_hand_out_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
@@ -284,11 +300,11 @@ FFA_FUNCTIONS: Functions = {
     "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
     "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
-    "magi_box_control_bytes": (c_int64, (c_int32,)),
-    "magi_box_push": (c_int32, (ctypes.c_char_p,)),
-    "magi_box_take": (c_int32, (ctypes.c_char_p,)),
-    "magi_box_add": (c_int32, (ctypes.c_char_p,)),
-    "magi_box_reduce": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_control_bytes": (c_int64, (c_int32,)),
+    "magi_symm_put": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_unpack": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_recv_reduce": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_transpose_device": (
         c_int32,
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),

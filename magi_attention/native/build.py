@@ -91,7 +91,7 @@ def install(source: Path, target: Path) -> None:
 
 def planner_job(csrc: Path) -> Job:
     """The host library from ``csrc/planner/*.cpp``."""
-    sources = sorted((csrc / "planner").glob("*.cpp"))
+    sources = sorted((csrc / "planner").rglob("*.cpp"))
     if not sources:
         raise BuildError(f"{csrc / 'planner'} holds no .cpp file; check out the repository again.")
     cxx = toolchain.require_cxx()
@@ -115,8 +115,13 @@ def ffa_job(
     folder = csrc / "ffa" / arch
     variants = manifest.MANIFEST if variants is None else variants
     instances = manifest.write_instances(folder / "inst", variants)
-    boxes = sorted((csrc / "comm" / "nvlink").glob("*.cu"))
-    sources = [*sorted((csrc / "ffa" / "common").glob("*.cu")), *sorted(folder.glob("*.cu")), *boxes, *instances]
+    symm = sorted((csrc / "comm" / "symm").glob("*.cu"))
+    sources = [
+        *sorted((csrc / "ffa" / "common").glob("*.cu")),
+        *sorted(folder.glob("*.cu")),
+        *sorted((folder / "plan").glob("*.cu")),
+    ]
+    sources += [*symm, *instances]
     sources += sorted((csrc / "range_ops").glob("*.cu")) if with_rows else []
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.

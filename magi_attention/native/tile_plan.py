@@ -49,8 +49,8 @@ class TilePlan:
             return library.magi_tile_plan_host(*arguments, ctypes.byref(needed))
 
         # Room for what most masks need, so that they are planned once; memory that is not written is not taken.
-        layers = 2 * (-(-total_q // max(tile_tokens, 1)) + len(rows))
-        words = _aligned_words(max(library.magi_tile_plan_words(total_q, tile_tokens, layers), 0))
+        segments = 2 * (-(-total_q // max(tile_tokens, 1)) + len(rows))
+        words = _aligned_words(max(library.magi_tile_plan_words(total_q, tile_tokens, segments), 0))
         status = call(words.ctypes.data, len(words))
         if status == abi.CAPACITY and needed.value > len(words):
             words = _aligned_words(needed.value)
@@ -101,7 +101,7 @@ class TilePlan:
 
     @property
     def tiles(self) -> np.ndarray:
-        """(num_tiles, 8): token0, num_tokens, layer_begin, num_layers, cost, num_blocks, two reserved."""
+        """(num_tiles, 8): token0, num_tokens, segment_begin, num_segments, cost, num_blocks, two reserved."""
         header = self.header
         return self.words[header.words_tiles :][: 8 * header.num_tiles].reshape(-1, 8)
 
@@ -113,16 +113,16 @@ class TilePlan:
 
     @property
     def records(self) -> np.ndarray:
-        """(num_layers, layer_words): the fields of ``magi_layer``, then a pair (lo, hi) of each token."""
+        """(num_segments, segment_words): the fields of ``magi_tile_segment``, then a pair (lo, hi) of each token."""
         header = self.header
-        size = header.num_layers * header.layer_words
-        return self.words[header.words_records :][:size].reshape(-1, header.layer_words)
+        size = header.num_segments * header.segment_words
+        return self.words[header.words_records :][:size].reshape(-1, header.segment_words)
 
     @property
     def intervals(self) -> np.ndarray:
-        """(num_layers, tile_tokens, 2): key interval of each token of the tile in each layer."""
+        """(num_segments, tile_tokens, 2): key interval of each token of the tile in each segment."""
         tokens = self.header.tile_tokens
-        pairs = self.records[:, abi.LAYER_WORDS :][:, : 2 * tokens]
+        pairs = self.records[:, abi.SEGMENT_WORDS :][:, : 2 * tokens]
         return pairs.reshape(len(pairs), tokens, 2)
 
 
@@ -161,9 +161,9 @@ def strips(rows: np.ndarray, tile_tokens: int) -> np.ndarray:
     return made[: count.value]
 
 
-def plan_words(total_q: int, tile_tokens: int, num_layers: int) -> int:
-    """Size in int32 words of a plan with up to ``num_layers`` layers."""
-    return load(PLANNER).magi_tile_plan_words(total_q, tile_tokens, num_layers)
+def plan_words(total_q: int, tile_tokens: int, num_segments: int) -> int:
+    """Size in int32 words of a plan with up to ``num_segments`` segments."""
+    return load(PLANNER).magi_tile_plan_words(total_q, tile_tokens, num_segments)
 
 
 def _int32_rows(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:

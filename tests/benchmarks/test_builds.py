@@ -41,7 +41,7 @@ class StandIn(SdpaOnlineBackend):
         self.turns.append(options.deterministic)
         self.masks.append(slices)
         if not options.deterministic:  # those would need the planner
-            self.steps.append(ffa_bwd.steps_of(q.shape, v.shape, slices, options, 132).query_block)
+            self.steps.append(ffa_bwd.steps_of(q.shape, v.shape, slices, options, 132).block_m)
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dv *= self.scale_error
         return grads
@@ -89,7 +89,7 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
 def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     made = {}
     monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(80, 0, first_stores=True))
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(80, 0, first_writer=True))
     arguments = ["--steps", "chosen,cleared,64,80", "--masks", "full", *SHORT]
     assert builds.main([*map(str, files), *arguments]) == 0
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())

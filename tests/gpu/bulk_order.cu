@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Do additions by bulk copies keep an order that is passed on by a counter? Chains of CTAs add to the same 32 KB, one after the
-// other, the first by a store; beside them others keep the memory busy. Prints how many words differ from the sum in order.
+// Do additions by bulk copies keep an order that is passed on by a counter? Chains of CTAs add to
+// the same 32 KB, one after the other, the first by a store; beside them others keep the memory
+// busy. Prints how many words differ from the sum in order.
 //
 //   nvcc -O3 -arch=sm_90a -o bulk_order bulk_order.cu && ./bulk_order [relaxed|released] [launches]
 #include <cuda_runtime.h>
@@ -10,18 +11,19 @@
 #include <cstdlib>
 #include <cstring>
 
-#define CHECK(call)                                                        \
-  do {                                                                     \
-    cudaError_t status = (call);                                           \
-    if (status != cudaSuccess) {                                           \
-      fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status));      \
-      exit(2);                                                             \
-    }                                                                      \
+#define CHECK(call)                                                   \
+  do {                                                                \
+    cudaError_t status = (call);                                      \
+    if (status != cudaSuccess) {                                      \
+      fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
+      exit(2);                                                        \
+    }                                                                 \
   } while (0)
 
 constexpr int kBytes = 32768, kFloats = kBytes / 4;
-constexpr int kLinks = 4, kCtas = 120, kRegions = 2112;  // contributions to a region; CTAs, kLinks of which share regions
-constexpr int kThreads = 160, kShared = 160 << 10;       // so much that a multiprocessor takes one CTA
+constexpr int kLinks = 4, kCtas = 120,
+              kRegions = 2112;  // contributions to a region; CTAs, kLinks of which share regions
+constexpr int kThreads = 160, kShared = 160 << 10;  // so much that a multiprocessor takes one CTA
 
 // Sizes differ, so that sums in another order are rounded to other values.
 __device__ float contribution(int region, int turn, int i) {
@@ -43,36 +45,49 @@ __global__ void __launch_bounds__(kThreads, 1) chain(float* sums, int* counts) {
     __syncthreads();
     if (threadIdx.x == 0) {
       int seen = 0;
-      while (seen < turn) asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counts + region) : "memory");
+      while (seen < turn)
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];"
+                     : "=r"(seen)
+                     : "l"(counts + region)
+                     : "memory");
       float* to = sums + static_cast<size_t>(region) * kFloats;
       const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(staged));
       if (turn == 0)
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(kBytes) : "memory");
-      else
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(kBytes)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                     "r"(from), "r"(kBytes)
                      : "memory");
+      else
+        asm volatile(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+            "r"(from), "r"(kBytes)
+            : "memory");
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
       if (kReleased)
-        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counts + region), "r"(1) : "memory");
+        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counts + region), "r"(1)
+                     : "memory");
       else
-        asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counts + region), "r"(1) : "memory");
+        asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counts + region), "r"(1)
+                     : "memory");
     }
     __syncthreads();
   }
 }
 
 __global__ void compare(const float* sums, int* wrong) {
-  for (size_t at = blockIdx.x * size_t{blockDim.x} + threadIdx.x; at < size_t{kRegions} * kFloats; at += size_t{gridDim.x} * blockDim.x) {
+  for (size_t at = blockIdx.x * size_t{blockDim.x} + threadIdx.x; at < size_t{kRegions} * kFloats;
+       at += size_t{gridDim.x} * blockDim.x) {
     float want = contribution(at / kFloats, 0, at % kFloats);
-    for (int turn = 1; turn < kLinks; ++turn) want = __fadd_rn(want, contribution(at / kFloats, turn, at % kFloats));
+    for (int turn = 1; turn < kLinks; ++turn)
+      want = __fadd_rn(want, contribution(at / kFloats, turn, at % kFloats));
     if (sums[at] != want) atomicAdd(wrong, 1);
   }
 }
 
 __global__ void keep_memory_busy(float4* values, size_t count) {
   float sum = 0;
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+       i += size_t{gridDim.x} * blockDim.x) {
     const float4 x = __ldcg(values + i);
     sum += x.x;
     if (i % 4 == 0) __stcg(values + i, make_float4(x.y, x.x, x.z, x.w));

@@ -30,7 +30,7 @@ SECTIONS = (2100, (44, 11))
 FORCED = (
     *(Steps(n, 0, stores, by_document) for n in (64, 80) for stores in (False, True) for by_document in (False, True)),
     *(Steps(80, 0, split=split) for split in (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))),
-    *(Steps(n, 0, stores, sole_visits=True) for n in (64, 80) for stores in (False, True)),
+    *(Steps(n, 0, stores, direct_dq_store=True) for n in (64, 80) for stores in (False, True)),
 )
 
 Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, Steps | None]
@@ -46,13 +46,13 @@ def calls() -> Iterator[Call]:
             for shape in (MANY, SECTIONS):
                 yield name, shape, (128, 128), {"deterministic": deterministic, "sm_margin": 40}, None
         for steps in FORCED:
-            if steps.first_stores or steps == Steps(80, 0, by_document=True):
+            if steps.first_writer or steps == Steps(80, 0, by_document=True):
                 yield name, MANY, (128, 128), {}, steps
-            if not steps.first_stores:
+            if not steps.first_writer:
                 yield name, MANY, (128, 128), {"deterministic": True}, steps
-            if steps.sole_visits and steps.query_block == 64:
+            if steps.direct_dq_store and steps.block_m == 64:
                 for dims in DIMS:
-                    yield name, (777, (8, 2)), dims, {"deterministic": not steps.first_stores}, steps
+                    yield name, (777, (8, 2)), dims, {"deterministic": not steps.first_writer}, steps
         for options in ({"softcap": 20.0}, {"sink_shape": (2, 8)}, {"dtype": torch.float16}, {"into": True}):
             yield name, (777, (8, 2)), (128, 128), options, None
 

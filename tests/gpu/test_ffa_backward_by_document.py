@@ -34,8 +34,8 @@ from magi_attention.testing.spawn import run_processes
 
 WAYS = {
     "told": (Steps(80, 0, by_document=True), False),
-    "stores, narrow": (Steps(64, 0, first_stores=True, by_document=True), False),
-    "stores, wide": (Steps(80, 0, first_stores=True, by_document=True), False),
+    "stores, narrow": (Steps(64, 0, first_writer=True, by_document=True), False),
+    "stores, wide": (Steps(80, 0, first_writer=True, by_document=True), False),
     "turns, narrow": (Steps(64, 0, by_document=True), True),
     "turns, wide": (Steps(80, 0, by_document=True), True),
 }
@@ -114,12 +114,12 @@ def test_as_chosen(lengths, monkeypatch):
     for margin in (0, 60):
         for in_turns in (True, False, False):
             got = backward(deterministic=in_turns, sm_margin=margin)
-            want = backward(Steps(chosen[-1].query_block, 0), sm_margin=margin)
+            want = backward(Steps(chosen[-1].block_m, 0), sm_margin=margin)
             for mine, theirs in zip((got.dq, got.dk, got.dv), (want.dq, want.dk, want.dv)):
                 torch.testing.assert_close(mine.float(), theirs.float(), atol=4e-3, rtol=1.6e-2)  # other orders of sums
             if in_turns and margin == 0:
                 assert_same_bits(got, first, lengths)
-    assert [s.by_document for s in chosen if s.first_stores] == 4 * [True], chosen
+    assert [s.by_document for s in chosen if s.first_writer] == 4 * [True], chosen
 
 
 def nobody_waits(rank: int, world: int, way: str) -> bool:

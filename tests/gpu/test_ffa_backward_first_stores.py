@@ -41,7 +41,7 @@ from magi_attention.testing.spawn import run_processes
 
 class Way(NamedTuple):
     queries: int
-    sole_visits: bool = False
+    direct_dq_store: bool = False
 
 
 WAYS = {"64": Way(64), "80": Way(80), "64 sole": Way(64, True), "80 sole": Way(80, True)}
@@ -51,9 +51,9 @@ def storing(way: Way):
     def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
         is_wide = way.queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
         is_local = not isinstance(mask, RemoteKeys)
-        sole = way.sole_visits and is_local and not options.softcap
+        sole = way.direct_dq_store and is_local and not options.softcap
         stores = not options.deterministic and is_local
-        return Steps(80 if is_wide else 64, 0, first_stores=stores, sole_visits=sole)
+        return Steps(80 if is_wide else 64, 0, first_writer=stores, direct_dq_store=sole)
 
     return steps_of
 
@@ -70,7 +70,7 @@ def orders(monkeypatch) -> list[int]:
     found, start = [], ffa_bwd._start
 
     def watched(library, params: bytes, *rest) -> int:
-        found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_order)
+        found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_mode)
         return start(library, params, *rest)
 
     monkeypatch.setattr(ffa_bwd, "_start", watched)
@@ -88,7 +88,7 @@ def test_many_times(name, dims, dtype, orders):
         want = truth(x, dout)
         for _ in range(5):
             assert_grads(x, differentiate(x, dout), want, (name, total, heads))
-    assert orders == 15 * [abi.DQ_FIRST_STORES]
+    assert orders == 15 * [abi.DQ_FIRST_WRITER]
 
 
 @pytest.mark.parametrize("margin", (1, 40, 131))

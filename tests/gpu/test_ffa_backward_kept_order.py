@@ -39,11 +39,11 @@ WAYS = {
     "turns, 80": Steps(80, 0),
     "turns, halves of the heads": Steps(64, 2),
     "turns, split tiles": Steps(80, 0, split=Split(1, 5, 2)),
-    "turns, sole visits": Steps(80, 0, sole_visits=True),
+    "turns, sole visits": Steps(80, 0, direct_dq_store=True),
     "turns, by document": Steps(64, 0, by_document=True),
-    "first stores, 64": Steps(64, 0, first_stores=True),
-    "first stores, 80": Steps(80, 0, first_stores=True),
-    "first stores, sole visits": Steps(64, 0, first_stores=True, sole_visits=True),
+    "first stores, 64": Steps(64, 0, first_writer=True),
+    "first stores, 80": Steps(80, 0, first_writer=True),
+    "first stores, sole visits": Steps(64, 0, first_writer=True, direct_dq_store=True),
 }
 
 
@@ -53,7 +53,7 @@ class Calls:
     def __init__(self, x: Inputs, steps: Steps, monkeypatch=None) -> None:
         self.x, self.dout, self.ffa = x, make_dout(x), FfaBackend()
         self.out, self.lse = forward(x, self.ffa)
-        self.options = replace(options_of(x), deterministic=not steps.first_stores)
+        self.options = replace(options_of(x), deterministic=not steps.first_writer)
         self.launches: list[abi.FfaBwdParams] = []
         if monkeypatch is not None:
             start = ffa_bwd._start
@@ -76,7 +76,7 @@ class Calls:
     @property
     def is_made(self) -> list[tuple[bool, bool]]:
         """Of each launch, whether it had a list and was told that it is made."""
-        return [(bool(p.list), bool(p.list_is_made)) for p in self.launches]
+        return [(bool(p.work_list), bool(p.work_list_is_made)) for p in self.launches]
 
 
 def make_calls(name: str, way: str, monkeypatch, dim: int = 128) -> Calls:
@@ -159,7 +159,7 @@ def made_every_time(rank: int, world: int, way: str) -> bool:
     choose: Callable = lambda *_: steps  # noqa: E731
     ffa_bwd.steps_of = choose
     for name, make in CASES.items():
-        for dim in (64, 128, 256) if steps.query_block == 64 else (128,):
+        for dim in (64, 128, 256) if steps.block_m == 64 else (128,):
             calls = Calls(make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE), steps)
             torch.cuda.synchronize()
             first = calls()

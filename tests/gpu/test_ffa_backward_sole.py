@@ -51,7 +51,7 @@ DIMS = ((64, 64), (48, 64), (128, 128), (72, 120), (64, 128), (256, 256), (200, 
 
 def steps(queries: int, dims: tuple[int, int], in_turns: bool) -> Steps:
     is_wide = queries == 80 and 64 < max(dims) <= 128
-    return Steps(80 if is_wide else 64, 0, first_stores=not in_turns, sole_visits=True)
+    return Steps(80 if is_wide else 64, 0, first_writer=not in_turns, direct_dq_store=True)
 
 
 def sole_blocks(x: Inputs, queries: int) -> torch.Tensor:
@@ -144,8 +144,8 @@ def test_what_cannot_be_written_is_refused(monkeypatch):
         return str(info.value)
 
     for found, problem, options in (
-        (Steps(64, 0, sole_visits=True), few, {}),  # nothing is counted
-        (Steps(64, 0, first_stores=True, sole_visits=True), replace(few, softcap=20.0), {}),
-        (Steps(80, 0, split=Split(0, 2, 2), sole_visits=True), many, {"deterministic": True}),
+        (Steps(64, 0, direct_dq_store=True), few, {}),  # nothing is counted
+        (Steps(64, 0, first_writer=True, direct_dq_store=True), replace(few, softcap=20.0), {}),
+        (Steps(80, 0, split=Split(0, 2, 2), direct_dq_store=True), many, {"deterministic": True}),
     ):
-        assert "leave sole_visits 0" in error_of(found, problem, **options), found
+        assert "leave direct_dq_store 0" in error_of(found, problem, **options), found

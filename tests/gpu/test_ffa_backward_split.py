@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that are split (csrc/ffa/sm90/bwd_split.cuh): short documents, and a last round of few.
+"""Units that are split (csrc/ffa/sm90/bwd/schedule/split.cuh): short documents, and a last round of few.
 
 Whether they are depends on lengths and on the number of multiprocessors; the workspace tells.
 """

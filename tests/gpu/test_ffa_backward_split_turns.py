@@ -156,8 +156,8 @@ def test_in_a_cuda_graph(forced):
 
 
 def test_what_cannot_be_split_is_told(forced):
-    def error_of(split: Split, heads=HEADS, query_block: int = 80, **options) -> str:
-        ffa_bwd.steps_of = lambda *_: Steps(query_block, 0, split=split)
+    def error_of(split: Split, heads=HEADS, block_m: int = 80, **options) -> str:
+        ffa_bwd.steps_of = lambda *_: Steps(block_m, 0, split=split)
         x = make_inputs(7, CASES["full"](TOTAL), TOTAL, TOTAL, heads, (128, 128), device=DEVICE)
         with pytest.raises(ContractError) as info:
             differentiate(x, make_dout(x), **{"deterministic": True, **options})
@@ -166,5 +166,5 @@ def test_what_cannot_be_split_is_told(forced):
     for split in (Split(0, 12, 2), Split(5, 5, 2), Split(-1, 5, 2), Split(0, 5, 3), Split(0, 5, 1), Split(0, 5, 8)):
         assert "cannot be split" in error_of(split), split
     assert "cannot be split" in error_of(Split(0, 5, 2), heads=(144, 24)), "three heads"
-    for options in ({"query_block": 64}, {"deterministic": False}, {"heads": (8, 2)}):
+    for options in ({"block_m": 64}, {"deterministic": False}, {"heads": (8, 2)}):
         assert "only in turns" in error_of(Split(0, 5, 4), **options), options

@@ -117,4 +117,4 @@ def test_a_long_mask_chooses_it(monkeypatch):
         assert_grads(x, got, truth(x, dout))
         again = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
         assert_same(again, got, x.q.dtype)
-    assert [s.query_block for s in chosen] == [80, 80, 64, 64]
+    assert [s.block_m for s in chosen] == [80, 80, 64, 64]

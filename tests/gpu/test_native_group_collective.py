@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from places import IS_SHARED, NEEDS_A_GPU, places
+from src_rows import IS_SHARED, NEEDS_A_GPU, src_rows
 
-from magi_attention.comm.boxes import why_no_boxes
 from magi_attention.comm.group_collective import group_cast, group_reduce
 from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.symm_buffers import why_no_symm_buffers
 from magi_attention.comm.torch_transport import as_transport, attached
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.testing.spawn import run_processes
@@ -111,7 +111,7 @@ def check_graph(t) -> list[str]:
         y.fill_(torch.nan), back.fill_(torch.nan)
         graph.replay()
         got = y.clone(), back.clone()
-        step(True)  # between replays, so counters of the boxes must agree
+        step(True)  # between replays, so counters of the buffers must agree
         faults += [f"eager after replay {seed}"] if not torch.equal(y, got[0]) else []
         step(False)
         faults += [f"replay {seed}"] if not (torch.equal(y, got[0]) and torch.equal(back, got[1])) else []
@@ -134,7 +134,7 @@ def milliseconds(t, step, count: int) -> float:
 
 
 def replayed(step, count: int):
-    """``count`` calls as one graph: what the GPU takes, without the host."""
+    """``count`` calls as one graph: what the GPU unpacks, without the host."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -174,7 +174,7 @@ def figures(t) -> list[str]:
 
 def main(rank: int, world: int) -> tuple[str | None, list[str], list[str], bool]:
     t = as_transport(None)
-    reason = why_no_boxes(t, by_wish=True)
+    reason = why_no_symm_buffers(t, by_wish=True)
     if reason is not None:
         return reason, [], [], False
     faults = check_plans(t, PLANS[world]) + check_graph(t)
@@ -184,11 +184,11 @@ def main(rank: int, world: int) -> tuple[str | None, list[str], list[str], bool]
     out = torch.zeros(spec.output_rows, 8, device="cuda")
     group_cast(torch.ones(spec.input_rows, 8, device="cuda"), out, *plan.lists(rank), None).wait_post_process()
     faults += [] if bool((out == 1).all()) else ["cast by the environment"]
-    is_used = any(isinstance(key, tuple) and key[0] == "boxes" for key in attached(dist.group.WORLD))
+    is_used = any(isinstance(key, tuple) and key[0] == "buffers" for key in attached(dist.group.WORLD))
     return None, faults, [] if IS_SHARED else figures(t), is_used  # turns of milliseconds are no figures
 
 
-@pytest.mark.parametrize("world, backend", places(2, 4, shared=(2, 3)))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4, shared=(2, 3)))
 def test_native_equals_all_to_all_v(world: int, backend: str) -> None:
     results = run_processes(world, main, timeout_s=90, backend=backend)
     if results[0][0] is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank ends while others run attention in one launch with it: they say so, let go of its boxes and go on in a new
+"""A rank ends while others run attention in one launch with it: they say so, let go of its buffers and go on in a new
 group. On as many GPUs as there are, up to 4; two ranks share the only one."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from places import GPUS, NEEDS_A_GPU, places
+from src_rows import GPUS, NEEDS_A_GPU, src_rows
 
 from magi_attention import api
-from magi_attention.comm.boxes import box_group, why_no_boxes
 from magi_attention.comm.group_collective import group_cast
+from magi_attention.comm.symm_buffers import symm_group, why_no_symm_buffers
 from magi_attention.comm.torch_transport import TorchTransport
 from magi_attention.errors import PeerFailureError, PlanMismatchError
 from magi_attention.testing.spawn import run_processes
@@ -81,18 +81,18 @@ def cast(t, rows: int) -> None:
 
 
 def check_release(rank: int, world: int) -> None:
-    """The boxes of a group that is destroyed are freed."""
+    """The buffers of a group that is destroyed are freed."""
     group = dist.new_group(list(range(world)))
     t = TorchTransport(group, timeout_s=30)
-    assert why_no_boxes(t, by_wish=True) is None
+    assert why_no_symm_buffers(t, by_wish=True) is None
     cast(t, 100)
-    boxes = weakref.ref(box_group(t, torch.device("cuda", torch.cuda.current_device())))
+    buffers = weakref.ref(symm_group(t, torch.device("cuda", torch.cuda.current_device())))
     torch.cuda.synchronize()
     t.barrier()
     dist.destroy_process_group(group)
     del group, t
     gc.collect()
-    assert boxes() is None
+    assert buffers() is None
 
 
 def check_mismatch(rank: int) -> None:
@@ -122,7 +122,7 @@ def main(rank: int, world: int) -> str:
     os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "1"
     patient = TorchTransport(None, timeout_s=60)
     patient.barrier()  # processes may start seconds apart
-    reason = why_no_boxes(patient, by_wish=True)
+    reason = why_no_symm_buffers(patient, by_wish=True)
     if reason is not None:
         return reason
     attention(key_of(TorchTransport(dist.new_group(list(range(world))), timeout_s=60)))  # loads all kernels
@@ -148,7 +148,7 @@ def main(rank: int, world: int) -> str:
     os._exit(0)  # why: to destroy the old group would wait for the rank that is gone
 
 
-@pytest.mark.parametrize("world, backend", places(*sorted({2, min(GPUS, 4)})))
+@pytest.mark.parametrize("world, backend", src_rows(*sorted({2, min(GPUS, 4)})))
 def test_a_rank_that_ends(world: int, backend: str) -> None:
     results = run_processes(world, main, timeout_s=90, backend=backend)
     if results[0] is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from places import NEEDS_A_GPU, places
+from src_rows import NEEDS_A_GPU, src_rows
 
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
@@ -81,7 +81,7 @@ def steps_as(stores: bool, by_document: bool):
     after the other, whatever the mask."""
 
     def steps_of(*call) -> backward_steps.Steps:
-        return backward_steps.steps_of(*call)._replace(first_stores=stores, by_document=by_document)
+        return backward_steps.steps_of(*call)._replace(first_writer=stores, by_document=by_document)
 
     return steps_of
 
@@ -162,7 +162,7 @@ def random_cases(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("world, backend", places(2, 4, shared=(2, 3)))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4, shared=(2, 3)))
 def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dtype) -> None:
     results = run_processes(world, random_cases, dtype, range(40), timeout_s=240, backend=backend)
     for seed, errors in results[0]:
@@ -170,7 +170,7 @@ def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dty
         assert max(errors) <= 2.0, f"seed {seed}: {errors}"
 
 
-@pytest.mark.parametrize("world, backend", places(2, 4))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4))
 def test_whoever_comes_first_stores(world: int, backend: str) -> None:
     """As for long packs of documents; half of the seeds one document after the other."""
     results = run_processes(world, random_cases, torch.bfloat16, range(24), True, timeout_s=240, backend=backend)
@@ -190,8 +190,8 @@ def differs(name: str, a: torch.Tensor, b: torch.Tensor, is_deterministic: bool 
 
 
 def repeated(rank: int, world: int, is_deterministic: bool, fused: bool, stores: bool = False) -> list[str]:
-    """The same cases many times beside other work. Turns that are not released show in a quarter of the masks. In one
-    launch every third is taken up by document."""
+    """The same cases many times beside other work. OrderedStreams that are not released show in a quarter of the masks.
+    In one launch every third is taken up by document."""
     faults = []
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
@@ -222,7 +222,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("world, backend", places(2, 4))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4))
 @pytest.mark.parametrize("mode", MODES)
 def test_results_are_the_same_under_load(mode: str, world: int, backend: str) -> None:
     for faults in run_processes(world, repeated, *MODES[mode], timeout_s=240, backend=backend):
@@ -265,7 +265,7 @@ def captured(rank: int, world: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("world, backend", places(2, 4))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4))
 def test_captured_in_a_graph(world: int, backend: str) -> None:
     for faults in run_processes(world, captured, timeout_s=120, backend=backend):
         assert not faults, faults
@@ -298,7 +298,7 @@ def host_cost(rank: int, world: int) -> list[float]:
     return [b / LAYERS * 1e6 for b in best]
 
 
-@pytest.mark.parametrize("world, backend", places(2, 4))
+@pytest.mark.parametrize("world, backend", src_rows(2, 4))
 def test_host_cost_of_a_layer(world: int, backend: str) -> None:
     costs = run_processes(world, host_cost, timeout_s=120, backend=backend)
     text = ", ".join(f"{forward:.0f} + {backward:.0f} ({used:.0f})" for forward, backward, used in costs)

@@ -78,7 +78,7 @@ def content(plan: TilePlan) -> tuple[np.ndarray, ...]:
     """Header without places, tiles without places, order with its padding, records tile by tile."""
     header = plan.header
     fixed = [getattr(header, name) for name, _ in header._fields_ if name not in ("words_total", "reserved")]
-    everything = plan.words[header.words_records : header.words_total].reshape(-1, header.layer_words)
+    everything = plan.words[header.words_records : header.words_total].reshape(-1, header.segment_words)
     places = [np.arange(first, first + count) for first, count in plan.tiles[:, 2:4]]
     records = everything[np.concatenate([np.zeros(0, dtype=np.int64), *places])]
     order = plan.words[header.words_order : header.words_records]
@@ -122,7 +122,7 @@ def test_families(tile):
 @pytest.mark.parametrize("total_q, total_k", [(0, 0), (0, 50), (50, 0), (1, 1), (333, 77)])
 def test_no_slices(tile, total_q, total_k):
     plan = check(np.zeros((0, 5)), total_q, total_k, tile)
-    assert plan.header.num_layers == 0 and plan.header.has_unseen == (total_k > 0)
+    assert plan.header.num_segments == 0 and plan.header.has_unseen == (total_k > 0)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -197,12 +197,12 @@ def test_content_is_the_same_in_every_run():
 @pytest.mark.parametrize("tile", TILES)
 def test_too_small_buffers_say_so(tile):
     rows = rows_of(masks.causal(3000))
-    layers = TilePlan.build(rows, 3000, 3000, tile, 2).header.num_layers
+    layers = TilePlan.build(rows, 3000, 3000, tile, 2).header.num_segments
     assert TilePlan(device_words(rows, 3000, 3000, tile, room=layers)).header.status == abi.OK
     for room in (0, 1, layers // 2, layers - 1):
         plan = TilePlan(device_words(rows, 3000, 3000, tile, room=room))
         header = plan.header
-        assert header.status == abi.CAPACITY and header.num_layers == 0, room
+        assert header.status == abi.CAPACITY and header.num_segments == 0, room
         assert header.num_tiles == len(plan.tiles) and not plan.tiles[:, 3].any()
         assert sorted(plan.order.tolist()) == list(range(header.num_tiles))
         assert plan.tiles[:, :2].tolist() == [[t, min(tile, 3000 - t)] for t in range(0, 3000, tile)]

@@ -178,8 +178,8 @@ class Simulator:
         names = [name for name, _ in p._fields_ if name.endswith(("_stride_token", "_stride_head"))]
         assert not any(getattr(p, name) % 8 for name in names) and len(names) == 10
         memory(p.workspace, (p.workspace_bytes // 4,), (1,), np.int32)[:] = -7  # it is memory, and ours
-        if p.list:
-            self._fill(p.list, p)
+        if p.work_list:
+            self._fill(p.work_list, p)
         assert p.grad_dtype == (abi.FP32 if p.accumulate else p.grad_dtype)
         plan = plan_at(p.plan)
         assert (plan.header.total_q, plan.header.total_k) == (p.total_k, p.total_q), "the plan is not transposed"
@@ -196,7 +196,7 @@ class Simulator:
         owner = (p.plan, p.stream, bytes(p)[: abi.FFA_BWD_PREFIX_BYTES])
         words = memory(address, (self.list_bytes // 8,), (1,), np.int64)
         assert set(words.tolist()) == ({hash(owner)} if words[0] else {0})
-        assert p.list_is_made in ((0, 1) if words[0] else (0,)), "nobody made it"
+        assert p.work_list_is_made in ((0, 1) if words[0] else (0,)), "nobody made it"
         words[:] = hash(owner)
 
     @staticmethod

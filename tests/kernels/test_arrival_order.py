@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.functional.one_launch import _SECTION_BYTES
+from magi_attention.functional.fused import _SECTION_BYTES
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_plans import PlanShape
 from magi_attention.kernels.ffa_remote import TILE, RemoteMask
@@ -22,7 +22,7 @@ from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROWS, PACK, HEADS = 1024, 8, 64  # tokens of a rank, query heads of a kv head, query heads
-PAIR = 1e-8  # so that keys of one tile take about as long as a slot
+PAIR = 1e-8  # so that keys of one tile take about as long as a signal
 
 
 def random_mask(seed: int, late: float = 1.0) -> RemoteMask:
@@ -30,11 +30,11 @@ def random_mask(seed: int, late: float = 1.0) -> RemoteMask:
     base, tiles = ROWS + TILE, int(rng.integers(1, 17))
     local, remote = (random_slices(rng, ROWS, keys, max_slices=6) for keys in (ROWS, TILE * tiles))
     remote[:, 2:4] += base
-    slots = int(rng.integers(1, tiles + 1))
-    arrivals = np.sort(np.concatenate([np.arange(slots), rng.integers(0, slots, tiles - slots)]))[::-1]
+    signals = int(rng.integers(1, tiles + 1))
+    arrivals = np.sort(np.concatenate([np.arange(signals), rng.integers(0, signals, tiles - signals)]))[::-1]
     if rng.random() < 0.5:
         arrivals = rng.permutation(arrivals)
-    when = late * np.cumsum(rng.uniform(0, 1e-3, slots))
+    when = late * np.cumsum(rng.uniform(0, 1e-3, signals))
     pace = Pace(when, PAIR, 2.5 * PAIR, heads=PACK, section_heads=HEADS)
     table = SliceTable(np.concatenate([local, remote]))
     return RemoteMask(table, ROWS, base, arrivals.astype(np.int32), pace, 0)
@@ -55,8 +55,8 @@ def waits(mask: RemoteMask, plan: TilePlan, tile: int) -> list[tuple[float, floa
     for low, high in plan.records[first : first + count, 0:2].tolist():
         for key in range(high - 1, low - 1, -1):
             if key >= mask.base and (key == high - 1 or (key - mask.base) % TILE == TILE - 1):
-                slot = mask.arrivals[(key - mask.base) // TILE]
-                found.append((done * 128 * mask.pace.pair, mask.pace.slots[slot]))
+                signal = mask.arrivals[(key - mask.base) // TILE]
+                found.append((done * 128 * mask.pace.pair, mask.pace.signals[signal]))
             done += 1
     return [*found, (done * 128 * mask.pace.pair, 0.0)]
 
@@ -71,9 +71,9 @@ def test_tiles_go_by_slack_until_all_rows_are_there(seed: int) -> None:
     walks = [waits(mask, plan, tile) for tile in range(len(plan.tiles))]
     slack = np.array([max([there - before for before, there in walk[:-1]], default=-np.inf) for walk in walks])
     tiles_at_a_time = 116 * PACK / HEADS
-    began, ends = 0.0, 1.2 * mask.pace.slots.max()
+    began, ends = 0.0, 1.2 * mask.pace.signals.max()
     by_cost = {tile: i for i, tile in enumerate(plan.order.tolist())}
-    step = TILE * 128 * PAIR  # blocks and tiles of the box do not begin together
+    step = TILE * 128 * PAIR  # blocks and tiles of the buffer do not begin together
     for before, after in zip(first[:-1], first[1:]):
         was, began = began, began + walks[before][-1][0] / tiles_at_a_time
         if began < ends - 1e-9:
@@ -89,7 +89,7 @@ def test_tiles_of_keys_go_as_they_arrive(seed: int) -> None:
     mask = random_mask(seed, late=10.0)  # all of them
     plan, first = plan_of(mask, is_transposed=True)
     assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))
-    when = np.concatenate([np.full(mask.base // TILE, -1.0), mask.pace.slots[mask.arrivals]])[first]
+    when = np.concatenate([np.full(mask.base // TILE, -1.0), mask.pace.signals[mask.arrivals]])[first]
     cost = plan.tiles[first, 4]
     assert (np.diff(when) >= 0).all() and (np.diff(cost)[np.diff(when) == 0] <= 0).all()
 
@@ -112,12 +112,12 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
     """Under a causal mask the costliest tiles find most of what they need in time: shorter ones have less to do before
     they come to what arrives last. Under one of documents those that need nothing go first."""
     planner_or_skip()
-    base, box = ROWS + TILE, 4096
+    base, buffer = ROWS + TILE, 4096
     causal = [[0, ROWS, 0, ROWS, 1]]
-    causal += [[q, q + 128, base, base + box * (q + 128) // ROWS, 0] for q in range(0, ROWS, 128)]
-    documents = [[0, 512, 0, 512, 0], [512, 1024, 512, 768, 0], [512, 768, base, base + box // 2, 0]]
-    documents += [[768, 1024, base + box // 2, base + box, 0]]
-    arrivals = (np.arange(box // TILE) < 16).astype(np.int32)  # the second half of the keys first
+    causal += [[q, q + 128, base, base + buffer * (q + 128) // ROWS, 0] for q in range(0, ROWS, 128)]
+    documents = [[0, 512, 0, 512, 0], [512, 1024, 512, 768, 0], [512, 768, base, base + buffer // 2, 0]]
+    documents += [[768, 1024, base + buffer // 2, base + buffer, 0]]
+    arrivals = (np.arange(buffer // TILE) < 16).astype(np.int32)  # the second half of the keys first
     pace = Pace(np.array([late, 2 * late]), PAIR / 4, 0.0, PACK, HEADS)
     for rows in (causal, documents):
         mask = RemoteMask(SliceTable(np.array(rows)), ROWS, base, arrivals, pace, 0)
@@ -130,6 +130,6 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
 
 
 def test_sections_are_those_of_the_kernel() -> None:
-    source = (csrc_or_skip() / "ffa" / "sm90" / "fwd_launch.cuh").read_text()
-    factor, shift = re.search(r"kSectionBytes = (\d+)ll << (\d+);", source).groups()
+    source = (csrc_or_skip() / "ffa" / "sm90" / "fwd" / "launch.cuh").read_text()
+    factor, shift = re.search(r"kL2GroupBytes = (\d+)ll << (\d+);", source).groups()
     assert int(factor) << int(shift) == _SECTION_BYTES

@@ -34,11 +34,11 @@ def choose(
 
 
 def storing(steps: Steps) -> Steps:
-    return steps._replace(first_stores=True)
+    return steps._replace(first_writer=True)
 
 
 def sole(steps: Steps) -> Steps:
-    return steps._replace(sole_visits=True)
+    return steps._replace(direct_dq_store=True)
 
 
 def split(begin: int, end: int, parts: int) -> Steps:
@@ -107,29 +107,29 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
 @pytest.mark.parametrize("total", (4096, 8192))
 def test_the_first_stores_where_queries_see_few_keys(total):
     """Up to some width of the window and not beyond."""
-    found = [choose(Mask.sliding_window(total, (window, 0)), total).first_stores for window in range(256, total, 256)]
+    found = [choose(Mask.sliding_window(total, (window, 0)), total).first_writer for window in range(256, total, 256)]
     assert found[0] and not found[-1] and found == sorted(found, reverse=True)
 
 
 def test_otherwise_the_sum_is_cleared():
     short = Mask.sliding_window(8192, (500, 0))
     assert choose(short, 8192) == storing(NARROW)
-    assert choose(short, 8192, heads=(32, 8)).first_stores
+    assert choose(short, 8192, heads=(32, 8)).first_writer
     for options in (
         *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}),
         *({"heads": (24, 8)}, {"heads": (32, 32)}),
     ):
-        assert not choose(short, 8192, **options).first_stores, options
+        assert not choose(short, 8192, **options).first_writer, options
 
 
 @pytest.mark.parametrize("heads", ((24, 8), (32, 32)), ids=str)
 def test_few_heads_for_each_kv_head_want_shorter_masks(heads):
     """400 keys for a query, 520 where one document comes after the other."""
     for window, stores in ((380, True), (480, False)):
-        assert choose(Mask.sliding_window(8192, (window, 0)), 8192, heads=heads).first_stores == stores
+        assert choose(Mask.sliding_window(8192, (window, 0)), 8192, heads=heads).first_writer == stores
     for length, stores in ((512, True), (1024, False)):
         found = choose(documents(length, 8192), 8192, heads=heads)
-        assert found.first_stores == found.by_document == stores
+        assert found.first_writer == found.by_document == stores
 
 
 def test_other_head_dims():
@@ -157,15 +157,15 @@ def test_few_keys():
     assert choose_few(16384, 77) == sole(storing(WIDE))
     for keys in (256, 512, 1024):
         assert choose_few(16384, keys) == storing(WIDE)
-        assert choose_few(2048, keys).first_stores == (keys <= 512)  # of 1,024 they are not four times as many
+        assert choose_few(2048, keys).first_writer == (keys <= 512)  # of 1,024 they are not four times as many
         for dim in (64, 256):
-            assert not choose_few(16384, keys, dim=dim).first_stores
-    assert not choose_few(16384, 1152).first_stores
-    assert not choose_few(1023, 128).first_stores and choose_few(1024, 128).first_stores
-    assert not choose_few(2000, 128, heads=(16, 16)).first_stores
+            assert not choose_few(16384, keys, dim=dim).first_writer
+    assert not choose_few(16384, 1152).first_writer
+    assert not choose_few(1023, 128).first_writer and choose_few(1024, 128).first_writer
+    assert not choose_few(2000, 128, heads=(16, 16)).first_writer
     short = [[a, a + 256, a, a + 256, 0] for a in range(0, 2048, 256)]
     assert choose_few(2048, 2048, rows=short) == storing(NARROW)
-    assert not choose_few(2048, 2048, rows=[[0, 2048, 0, 2048, 1]]).first_stores
+    assert not choose_few(2048, 2048, rows=[[0, 2048, 0, 2048, 1]]).first_writer
 
 
 def test_many_keys():
@@ -184,14 +184,14 @@ def test_sole_visits():
         mask, total = causal_documents(length, 8 * length), 8 * length
         assert hand_out.tile_steps(mask.slices, total, total).sole[64] == pytest.approx(share)
         narrow = choose(mask, total, in_turns=True, dim=64)
-        assert narrow.query_block == 64 and narrow.sole_visits == (share > 0.1)
+        assert narrow.block_m == 64 and narrow.direct_dq_store == (share > 0.1)
     short = causal_documents(128, 8192)
-    assert choose(short, 8192).sole_visits and choose(short, 8192, in_turns=True).sole_visits
-    assert not choose(short, 8192, in_turns=True, softcap=1.0).sole_visits  # there is no kernel
+    assert choose(short, 8192).direct_dq_store and choose(short, 8192, in_turns=True).direct_dq_store
+    assert not choose(short, 8192, in_turns=True, softcap=1.0).direct_dq_store  # there is no kernel
     cleared = choose(causal_documents(512, 8192), 8192, dim=64)
-    assert not cleared.first_stores and not cleared.sole_visits
-    assert not choose(documents(256, 8192), 8192).sole_visits  # two tiles at each block
-    assert not choose(Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, in_turns=True).sole_visits  # tiles are split
+    assert not cleared.first_writer and not cleared.direct_dq_store
+    assert not choose(documents(256, 8192), 8192).direct_dq_store  # two tiles at each block
+    assert not choose(Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, in_turns=True).direct_dq_store  # tiles are split
 
 
 @pytest.mark.parametrize("queries", (64, 80))
@@ -221,7 +221,7 @@ def test_one_document_after_the_other():
     longer = causal_documents(16384, 4 * 65536)
     assert choose(longer, 4 * 65536) == by_document(storing(WIDE)) and longer.slices.area < 10_000 * 4 * 65536
     longest = causal_documents(32768, 8 * 65536)
-    assert not choose(longest, 8 * 65536).first_stores
+    assert not choose(longest, 8 * 65536).first_writer
     assert choose(causal_documents(4096, 8192), 8192) == storing(WIDE)  # ends later
     assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == sole(by_document(storing(NARROW)))
     assert choose(causal_documents(1280, 65280), 65280, heads=(24, 8)) == by_document(WIDE)
@@ -308,4 +308,4 @@ def test_documents_beside_keys_of_other_ranks():
     options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]
     shapes = (8192, 64, 128), (16384, 8, 128)
     assert found == [steps_of(*shapes, SliceTable(np.array(rows)), o, PROCESSORS) for o in options]
-    assert found[0].first_stores and not found[0].sole_visits
+    assert found[0].first_writer and not found[0].direct_dq_store

@@ -37,7 +37,7 @@ def test_a_rank_that_reads_only_its_own() -> None:
     rows, base = 300, 512
     slices = SliceTable(np.array([[0, rows, 0, rows, 1]]))
     mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), Pace(np.zeros(0)), 0)
-    assert (mask.rows, mask.num_slots, mask.total_k) == (0, 0, base)
+    assert (mask.rows, mask.num_signals, mask.total_k) == (0, 0, base)
     for is_transposed in (False, True):
         shape = PlanShape(rows, base, FfaTile(TILE, 2, 1), is_transposed=is_transposed)
         words = mask.plan(shape, torch.device("cpu"))[0].numpy()
@@ -63,9 +63,9 @@ def test_documents_one_after_the_other() -> None:
     shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, units=units)
     words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
     plan = TilePlan(words)
-    at = abi.TilePlanHeader.from_buffer(words).words_units
+    at = abi.TilePlanHeader.from_buffer(words).words_work_tiles
     listed = words[at:][: 2 * heads * len(plan.tiles)].reshape(-1, 2)
-    pairs = np.column_stack([listed[:, 0], listed[:, 1] >> abi.WALK_BITS])
+    pairs = np.column_stack([listed[:, 0], listed[:, 1] >> abi.TRAVERSAL_BITS])
     assert len(np.unique(pairs, axis=0)) == len(pairs) == heads * len(plan.tiles)
     assert np.array_equal(np.sort(plan.order), np.arange(len(plan.tiles)))
     seen = [int(plan.records[plan.tiles[t, 2], 1]) for t in plan.order if plan.tiles[t, 3]]  # where its queries end
@@ -89,23 +89,23 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
         monkeypatch.setattr(library, name, lambda *a: (events.append("kernel"), a[2] != PUSH)[1], raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
     remote = remote_keys()
-    out, lse, _ = ffa.forward_remote(q, k, v, remote, AttnOptions(0.25, return_max_logits=True), sink)
+    out, lse, _ = ffa.forward_fused(q, k, v, remote, AttnOptions(0.25, return_max_logits=True), sink)
     assert "zeros" in events and "full" in events and events[-1] == "kernel" and events.count("kernel") == 1
     events.clear()
-    ffa.backward_remote(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
+    ffa.backward_fused(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
     at = events.index("kernel")
     assert "to" in events[:at] and events.count("kernel") == 1
 
 
 def test_turns_where_keys_arrive(monkeypatch) -> None:
-    """As elsewhere: this kernel, and with it the push, after the last one in turns."""
+    """As elsewhere: this kernel, and with it the put, after the last one in turns."""
     planner_or_skip()
     ffa, _ = backend()
     q, k, v = inputs(32, 32)
     calls: list[abi.FfaBwdParams] = []
     library = ffa.library
 
-    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+    def launch(params: bytes, remote: bytes, put: bytes) -> int:
         ffa.runtime.said.append(("kernel", ffa.runtime.current_stream))
         calls.append(abi.FfaBwdParams.from_buffer_copy(params))
         return 0
@@ -115,8 +115,8 @@ def test_turns_where_keys_arrive(monkeypatch) -> None:
     for stream in (7, 8):
         ffa.runtime.current_stream = stream
         args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys())
-        ffa.backward_remote(*args, AttnOptions(0.25, deterministic=True))
-    assert [c.dq_order for c in calls] == [1, 1]
+        ffa.backward_fused(*args, AttnOptions(0.25, deterministic=True))
+    assert [c.dq_mode for c in calls] == [1, 1]
     assert [x for x in ffa.runtime.said if x[0] != "record"] == [("kernel", 7), ("wait", 8), ("kernel", 8)]
 
 
@@ -125,9 +125,9 @@ def launches_of(monkeypatch):
     ffa, library = backend()
     seen: list[bytes] = []
 
-    def launch(params: bytes, remote: bytes, push: bytes, *event: int) -> int:
+    def launch(params: bytes, remote: bytes, put: bytes, *event: int) -> int:
         seen.append(params)
-        return push != PUSH
+        return put != PUSH
 
     for name in ("forward_remote_raw", "backward_remote_raw"):
         monkeypatch.setattr(library, name, launch, raising=False)
@@ -158,11 +158,11 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
 
     def call(of: tuple, forward: RemoteKeys, backward: RemoteKeys) -> list[bytes]:
         x, dout, result, logs, option, sink = of
-        ffa.forward_remote(x, k, v, forward, option, sink)
-        ffa.backward_remote(dout, x, k, v, result, logs, backward, option, sink)
+        ffa.forward_fused(x, k, v, forward, option, sink)
+        ffa.backward_fused(dout, x, k, v, result, logs, backward, option, sink)
         kinds = (abi.FfaFwdParams, abi.FfaBwdParams)
         for p in (kind.from_buffer_copy(params) for kind, params in zip(kinds, seen)):
-            assert (p.k, p.v, p.stream) == (k.data_ptr(), v.data_ptr(), 7), "what the push sends"
+            assert (p.k, p.v, p.stream) == (k.data_ptr(), v.data_ptr(), 7), "what the put sends"
         sizes = (abi.FFA_FWD_PREFIX_BYTES, abi.FFA_BWD_PREFIX_BYTES)
         prefixes = [params[:size] for params, size in zip(seen, sizes)]
         seen.clear()
@@ -188,7 +188,7 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
     ffa, library = backend()
     seen: list[tuple[abi.FfaBwdParams, abi.FfaRemote]] = []
 
-    def launch(params: bytes, remote: bytes, push: bytes) -> int:
+    def launch(params: bytes, remote: bytes, put: bytes) -> int:
         seen.append((abi.FfaBwdParams.from_buffer_copy(params), abi.FfaRemote.from_buffer_copy(remote)))
         return 0
 
@@ -196,7 +196,7 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     q, k, v = inputs(32, 32, dims=dims)
     out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
-    got = ffa.backward_remote(out, q, k, v, out, lse, remote_keys(num_summed), AttnOptions(0.25))
+    got = ffa.backward_fused(out, q, k, v, out, lse, remote_keys(num_summed), AttnOptions(0.25))
     ((p, remote),) = seen
     assert (p.dq, p.dk, p.dv) == tuple(x.data_ptr() for x in (got.dq, got.dk, got.dv))
     assert all(x.dtype == q.dtype and x.shape == y.shape for x, y in ((got.dq, q), (got.dk, k), (got.dv, v)))
@@ -209,12 +209,12 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
 
 
 def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:
-    """Others would wait for its push."""
+    """Others would wait for its put."""
     planner_or_skip()
     ffa, seen = launches_of(monkeypatch)
     q, k, v = inputs(0, 32)
     with pytest.raises(ContractError, match="has no tokens"):
-        ffa.forward_remote(q, k, v, remote_keys(), AttnOptions(0.25))
+        ffa.forward_fused(q, k, v, remote_keys(), AttnOptions(0.25))
     with pytest.raises(ContractError, match="has no tokens"):
-        ffa.backward_remote(q, q, k, v, q, torch.zeros(0, 4), remote_keys(), AttnOptions(0.25))
+        ffa.backward_fused(q, q, k, v, q, torch.zeros(0, 4), remote_keys(), AttnOptions(0.25))
     assert not seen

@@ -64,15 +64,15 @@ def test_what_was_found_is_kept_with_the_mask(monkeypatch):
     assert made == [PROCESSORS, 40]
 
 
-@pytest.mark.parametrize("in_turns", (False, True))
-def test_the_kernel_is_told(in_turns):
+@pytest.mark.parametrize("is_deterministic", (False, True))
+def test_the_kernel_is_told(is_deterministic):
     ffa, simulator = backend()
     ffa.runtime.processors = lambda index: 1
     documents = [0, 512, 576, 640, 704, 768]
     slices = Mask.varlen(documents).slices
-    case = Case(slices, 768, 768, AttnOptions(0.3, deterministic=in_turns), heads=(16, 2))
+    case = Case(slices, 768, 768, AttnOptions(0.3, deterministic=is_deterministic), heads=(16, 2))
     ffa.backward(*case.tensors, slices, case.options)
     ffa.runtime.processors = lambda index: 6
     again = Mask.varlen(documents).slices
     ffa.backward(*case.tensors, again, case.options)
-    assert [c.head_parts for c in simulator.backward_calls] == [0, 2 if in_turns else 0]
+    assert [c.num_head_splits for c in simulator.backward_calls] == [0, 2 if is_deterministic else 0]

@@ -105,7 +105,7 @@ def test_deterministic_backwards_do_not_depend_on_what_the_host_knows(monkeypatc
         out, _ = flex_flash_attn_func(q, k, v, *mask, deterministic=True)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert ffa.runtime.copies == 0
-    assert len({(p.query_block, p.head_parts, p.dq_order) for p in simulator.backward_calls}) == 1
+    assert len({(p.block_m, p.num_head_splits, p.dq_mode) for p in simulator.backward_calls}) == 1
 
 
 def test_one_mask_has_one_place():

@@ -259,9 +259,9 @@ def test_lists_of_units_are_kept_with_the_plan():
 
     def listed(mask, given=case, **options) -> int | None:
         ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
-        return simulator.backward_calls[-1].list
+        return simulator.backward_calls[-1].work_list
 
-    is_made = lambda: bool(simulator.backward_calls[-1].list_is_made)  # noqa: E731
+    is_made = lambda: bool(simulator.backward_calls[-1].work_list_is_made)  # noqa: E731
     for mask in (table, ranges):
         first = listed(mask)
         assert first and not is_made()
@@ -284,7 +284,7 @@ def test_lists_of_units_are_kept_with_the_plan():
     other, other_simulator = backend()
     other_simulator.list_bytes = 0
     other.backward_final(*case.tensors, ranges, case.options)
-    assert other_simulator.backward_calls[-1].list is None
+    assert other_simulator.backward_calls[-1].work_list is None
 
 
 def test_many_slices_and_wrong_ones_go_by_way_of_the_host():
@@ -349,7 +349,7 @@ def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
     q, k, v = (x.requires_grad_() for x in inputs(16, 16))
     out, _ = flex_flash_attn_func(q, k, v, *Mask.causal(16).slices.tensors(), deterministic=wish)
     out.sum().backward()
-    assert [c.dq_order for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
+    assert [c.dq_mode for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
 
 
 def test_kernels_in_turns_follow_one_another_over_streams():
@@ -369,13 +369,13 @@ def test_kernels_in_turns_follow_one_another_over_streams():
 
 def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
     """In a capture, too."""
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, first_stores=True))
+    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, first_writer=True))
     ffa, simulator = backend()
     case = Case(MASKS[0])
     for stream, is_capturing in ((7, False), (8, False), (8, True)):
         ffa.runtime.current_stream, ffa.runtime.capturing = stream, is_capturing
         ffa.backward(*case.tensors, case.slices, PLAIN)
-    assert not ffa.runtime.said and [c.dq_order for c in simulator.backward_calls] == 3 * [abi.DQ_FIRST_STORES]
+    assert not ffa.runtime.said and [c.dq_mode for c in simulator.backward_calls] == 3 * [abi.DQ_FIRST_WRITER]
 
 
 @pytest.mark.parametrize(
@@ -397,4 +397,4 @@ def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     for known in (case.slices, RangeTensors(*case.slices.tensors())):
         ffa.backward(*case.tensors, known, case.options)
-    assert [c.query_block for c in simulator.backward_calls] == [block, 64]
+    assert [c.block_m for c in simulator.backward_calls] == [block, 64]

@@ -26,16 +26,16 @@ SMS = (132, 78, 8)
 
 
 class Layout(NamedTuple):
-    head_parts: int
+    num_head_splits: int
     heads_per_section: int
-    turn_tables: int
+    target_tables: int
     workspace: int
     list: int
 
 
 @pytest.fixture(scope="module")
 def library(compile_folder):
-    return compiled_or_skip(compile_folder / "layout", [SOURCE], [csrc_or_skip()], "-O1")
+    return compiled_or_skip(compile_folder / "layout", [SOURCE], [csrc_or_skip(), csrc_or_skip() / "include"], "-O1")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def layout_of(library):
     def call(tokens: int, heads: tuple[int, int], dim: int, order: int, sms: int = 132, **fields) -> Layout:
         params = abi.FfaBwdParams(
             total_q=tokens, total_k=tokens, heads_q=heads[0], heads_kv=heads[1], head_dim=dim, head_dim_v=dim,
-            dq_order=order, **{"query_block": NARROW, **fields},
+            dq_mode=order, **{"block_m": NARROW, **fields},
         )  # fmt: skip
         found = np.zeros(5, dtype=np.int64)
         library.layout_of(ctypes.byref(params), sms, ctypes.c_void_p(found.ctypes.data))
@@ -63,17 +63,17 @@ def calls(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_turns_are_those_of_the_model(layout_of, seed):
-    """Sections, shares of heads and tables of turns."""
+    """Sections, fragments of heads and tables of turns."""
     tables = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
-        found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_IN_TURNS, sms)
+        found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_DETERMINISTIC, sms)
         schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
         case = (tokens, heads, heads_kv, dim, sms)
-        assert found.head_parts * schedule.heads * heads_kv == heads, case
-        assert found.heads_per_section * found.head_parts * (2 if dim == 256 else 1) == schedule.kinds, case
+        assert found.num_head_splits * schedule.heads * heads_kv == heads, case
+        assert found.heads_per_section * found.num_head_splits * (2 if dim == 256 else 1) == schedule.kinds, case
         is_compared = -(-tokens // TILE) <= schedule.most_timed
-        assert found.turn_tables == (2 if schedule.sections > 1 and is_compared else 1), case
-        tables.add(found.turn_tables)
+        assert found.target_tables == (2 if schedule.sections > 1 and is_compared else 1), case
+        tables.add(found.target_tables)
     assert tables == {1, 2}
 
 
@@ -82,18 +82,20 @@ def test_lists_have_the_sections_of_the_library(layout_of, seed):
     """``unit_walks`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not shared out."""
     for tokens, (heads, heads_kv), _, sms in calls(seed):
         tiles, group = -(-tokens // TILE), heads // heads_kv
-        found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_STORES, sms, query_block=WIDE)
+        found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_WRITER, sms, block_m=WIDE)
         is_whole = tiles * heads_kv >= fewest_whole(sms)
-        assert (found.head_parts == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
-        if found.head_parts == 1:
+        assert (found.num_head_splits == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
+        if found.num_head_splits == 1:
             assert found.heads_per_section == heads_per_section(tiles, UnitShape(heads_kv, group, sms, sms))
 
 
 def test_what_a_caller_asks_for(layout_of):
-    """Two shares of the heads or more, and then all heads in one section."""
-    for order in (abi.DQ_IN_TURNS, abi.DQ_FIRST_STORES):
-        assert layout_of(4096, (64, 8), 128, order, head_parts=2)[:2] == (2, 8)
-    assert layout_of(4096, (24, 8), 128, abi.DQ_IN_TURNS, head_parts=2)[:2] == (3, 8), "two do not divide three"
+    """Two fragments of the heads or more, and then all heads in one section."""
+    for order in (abi.DQ_DETERMINISTIC, abi.DQ_FIRST_WRITER):
+        assert layout_of(4096, (64, 8), 128, order, num_head_splits=2)[:2] == (2, 8)
+    assert layout_of(4096, (24, 8), 128, abi.DQ_DETERMINISTIC, num_head_splits=2)[:2] == (3, 8), (
+        "two do not divide three"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,9 +106,9 @@ def test_ranks_in_work_at_the_start_are_those_of_the_model(library, seed):
         begin = int(rng.integers(0, 20))
         end = begin + int(rng.integers(0, 20))
         params = abi.FfaBwdParams(
-            dq_order=abi.DQ_IN_TURNS, split_begin=begin, split_end=end, split_parts=parts * (end > begin)
+            dq_mode=abi.DQ_DETERMINISTIC, split_begin=begin, split_end=end, splits_per_split_tile=parts * (end > begin)
         )
-        found = library.ranks_at_once(ctypes.byref(params), places, units)
+        found = library.tiles_at_once(ctypes.byref(params), places, units)
         schedule = Schedule(places, units, 8, split=(begin, end, parts))
         assert max(found, 1) == schedule.wave, (places, units, schedule.split)
         met.add((found > begin) + (found > end))
@@ -131,18 +133,18 @@ def test_what_is_chosen_may_be_split(library, seed):
         met += 1
         params = abi.FfaBwdParams(
             total_q=tokens, total_k=tokens, heads_q=heads_kv * group, heads_kv=heads_kv, head_dim=128, head_dim_v=128,
-            dq_order=abi.DQ_IN_TURNS, query_block=steps.query_block, head_parts=steps.head_parts,
-            split_begin=steps.split.begin, split_end=steps.split.end, split_parts=steps.split.parts,
+            dq_mode=abi.DQ_DETERMINISTIC, block_m=steps.block_m, num_head_splits=steps.num_head_splits,
+            split_begin=steps.split.begin, split_end=steps.split.end, splits_per_split_tile=steps.split.parts,
         )  # fmt: skip
         assert library.may_split(ctypes.byref(params), sms), (seed, tokens, heads_kv, group, sms, steps)
     assert met > 10
 
 
 def test_what_may_not_be_split(library):
-    def may(begin: int, end: int, parts: int, heads=(64, 8), tokens: int = 4096, order=abi.DQ_IN_TURNS) -> bool:
+    def may(begin: int, end: int, parts: int, heads=(64, 8), tokens: int = 4096, order=abi.DQ_DETERMINISTIC) -> bool:
         params = abi.FfaBwdParams(
             total_q=tokens, total_k=tokens, heads_q=heads[0], heads_kv=heads[1], head_dim=128, head_dim_v=128,
-            dq_order=order, query_block=WIDE, split_begin=begin, split_end=end, split_parts=parts,
+            dq_mode=order, block_m=WIDE, split_begin=begin, split_end=end, splits_per_split_tile=parts,
         )  # fmt: skip
         return bool(library.may_split(ctypes.byref(params), 132))
 
@@ -150,29 +152,29 @@ def test_what_may_not_be_split(library):
     for run in ((0, 33, 2), (5, 5, 2), (6, 5, 2), (-1, 5, 2), (0, 5, 1), (0, 5, 3), (0, 5, 16), (0, 5, 0)):
         assert not may(*run), run
     assert not may(0, 5, 8, heads=(32, 8)) and not may(0, 5, 2, heads=(48, 8)), "groups of four and of six"
-    assert not may(0, 5, 2, order=abi.DQ_ANY) and not may(0, 5, 2, order=abi.DQ_FIRST_STORES)
+    assert not may(0, 5, 2, order=abi.DQ_ATOMIC) and not may(0, 5, 2, order=abi.DQ_FIRST_WRITER)
     assert not may(0, 5, 2, tokens=2048), "heads are shared out anyway"
     assert not may(0, 5, 2, tokens=128 * 1025) and not may(0, 256, 2, tokens=32768), "too many tiles, too many parts"
 
 
 def test_a_workspace_has_parts_of_split_tiles(layout_of):
     """In turns, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a turn for each part of every tile."""
-    whole = layout_of(4096, (64, 8), 128, abi.DQ_IN_TURNS, query_block=WIDE)
-    split = dict(split_begin=16, split_end=24, split_parts=4)
-    found = layout_of(4096, (64, 8), 128, abi.DQ_IN_TURNS, query_block=WIDE, **split)
+    whole = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE)
+    split = dict(split_begin=16, split_end=24, splits_per_split_tile=4)
+    found = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE, **split)
     assert found[:3] == whole[:3] == (1, 8, 1)
     parts, turns = 4 * 8 * 8 * 128 * 2 * 128 * 4, 3 * (32 * 8) * (-(-4096 // WIDE) + 1) * 4
     assert 0 <= found.workspace - whole.workspace - parts - turns < 512
-    for order in (abi.DQ_ANY, abi.DQ_FIRST_STORES):
-        wide = [layout_of(4096, (64, 8), 128, order, query_block=WIDE, **fields) for fields in ({}, split)]
+    for order in (abi.DQ_ATOMIC, abi.DQ_FIRST_WRITER):
+        wide = [layout_of(4096, (64, 8), 128, order, block_m=WIDE, **fields) for fields in ({}, split)]
         assert wide[0] == wide[1], "only in turns"
 
 
 def test_a_workspace_has_no_gradients_of_keys(layout_of):
     """32K, 64 heads on 8: the sum of dq and the offsets and deltas of its rows, in turns 0.1% more."""
     tokens, heads = 32768, 64
-    for order, most in ((abi.DQ_FIRST_STORES, 1.0005), (abi.DQ_IN_TURNS, 1.001)):
-        found = layout_of(tokens, (heads, 8), 128, order, query_block=WIDE)
+    for order, most in ((abi.DQ_FIRST_WRITER, 1.0005), (abi.DQ_DETERMINISTIC, 1.001)):
+        found = layout_of(tokens, (heads, 8), 128, order, block_m=WIDE)
         rows = -(-tokens // WIDE) * WIDE
         wanted = 4 * rows * heads * (128 + 2)
         assert wanted < found.workspace < most * wanted, found.workspace / wanted
@@ -183,10 +185,12 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
     """Starts and turns of each unit of a section, the latter at each block of queries: a list has room for them."""
     met = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
-        found = {n: layout_of(tokens, (heads, heads_kv), dim, n, sms) for n in (abi.DQ_IN_TURNS, abi.DQ_FIRST_STORES)}
-        turns = found[abi.DQ_IN_TURNS]
+        found = {
+            n: layout_of(tokens, (heads, heads_kv), dim, n, sms) for n in (abi.DQ_DETERMINISTIC, abi.DQ_FIRST_WRITER)
+        }
+        turns = found[abi.DQ_DETERMINISTIC]
         tiles, blocks = -(-tokens // TILE), -(-tokens // NARROW)
-        kinds = turns.heads_per_section * turns.head_parts * (2 if dim == 256 else 1) * turns.turn_tables
+        kinds = turns.heads_per_section * turns.num_head_splits * (2 if dim == 256 else 1) * turns.target_tables
         wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
         case = (tokens, heads, heads_kv, dim, sms)
         if turns.list:
@@ -195,14 +199,14 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
         else:
             assert wanted > 4 * 2**20 - 1024, case
         met.add(bool(turns.list))
-        assert found[abi.DQ_FIRST_STORES].list > 0, "no turns"
+        assert found[abi.DQ_FIRST_WRITER].list > 0, "no turns"
     assert met == {False, True}
 
 
 def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
     """1K: four parts of dk and dv in float32, because tiles are too few for the multiprocessors."""
-    found = layout_of(1024, (64, 8), 128, abi.DQ_ANY)
-    assert found.head_parts == 4 and found.list == 0
+    found = layout_of(1024, (64, 8), 128, abi.DQ_ATOMIC)
+    assert found.num_head_splits == 4 and found.list == 0
     wanted = 4 * (1024 * 64 * (128 + 2) + 4 * 2 * 1024 * 8 * 128)
     assert wanted < found.workspace < 1.001 * wanted
 
@@ -216,19 +220,19 @@ def test_sole_visits_that_are_chosen_may_be_written(library):
         dim, tokens = int(rng.choice((64, 128, 256))), int(rng.choice((500, 2000, 8000)))
         ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, tokens // 100))))
         cuts = [0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens]
-        mask, in_turns = Mask.varlen(cuts, causal=rng.random() < 0.5), rng.random() < 0.5
-        options = AttnOptions(0.1, softcap=float(rng.choice((0.0, 20.0))), deterministic=in_turns)
+        mask, is_deterministic = Mask.varlen(cuts, causal=rng.random() < 0.5), rng.random() < 0.5
+        options = AttnOptions(0.1, softcap=float(rng.choice((0.0, 20.0))), deterministic=is_deterministic)
         steps = steps_of((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
-        if not steps.sole_visits:
+        if not steps.direct_dq_store:
             continue
         met += 1
-        order = abi.DQ_IN_TURNS if in_turns else abi.DQ_FIRST_STORES
-        assert in_turns or steps.first_stores
+        order = abi.DQ_DETERMINISTIC if is_deterministic else abi.DQ_FIRST_WRITER
+        assert is_deterministic or steps.first_writer
         fields = dict(
-            dq_order=order, grad_dtype=abi.BF16, softcap=options.softcap, split_begin=steps.split.begin,
-            split_end=steps.split.end, split_parts=steps.split.parts,
+            dq_mode=order, grad_dtype=abi.BF16, softcap=options.softcap, split_begin=steps.split.begin,
+            split_end=steps.split.end, splits_per_split_tile=steps.split.parts,
         )  # fmt: skip
         assert library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**fields))), (cuts, steps)
-        for other in ({"grad_dtype": abi.FP32}, {"accumulate": 1}, {"softcap": 1.0}, {"dq_order": abi.DQ_ANY}):
+        for other in ({"grad_dtype": abi.FP32}, {"accumulate": 1}, {"softcap": 1.0}, {"dq_mode": abi.DQ_ATOMIC}):
             assert not library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**{**fields, **other}))), other
     assert met > 50, f"only {met} calls had any"

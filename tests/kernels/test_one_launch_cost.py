@@ -13,19 +13,19 @@ from ffa_simulator import backend
 from magi_attention.comm.transport import SingleTransport
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.one_launch import OneLaunch, _layout
+from magi_attention.functional.fused import FusedAttention, _layout
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
 from magi_attention.kernels.arrival_order import Pace
 from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.succession import Succession
+from magi_attention.native.stream_order import StreamOrder
 from magi_attention.testing.libraries import planner_or_skip
 
 ROWS = 32
 # Twice what it was when this was written, as that depends on the versions of torch and Python. To prepare anything anew
-# takes thousands.
+# unpacks thousands.
 MOST = {"forward": 170, "backward": 260}
 
 
@@ -34,11 +34,11 @@ def stand_in() -> SimpleNamespace:
     base = 2 * TILE
     slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
     mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), 1)
-    succession = Succession(lambda: SimpleNamespace(record=lambda stream: None, cuda_event=1), object)
+    stream_order = StreamOrder(lambda: SimpleNamespace(record=lambda stream: None, cuda_event=1), object)
     nothing = lambda *_: None  # noqa: E731
     return SimpleNamespace(
         forward=RemoteKeys(mask, b""), backward=RemoteKeys(mask, b""), check=nothing, reduce=nothing,
-        group=SimpleNamespace(follow=lambda s: succession.follow(s, False)), is_current=lambda: True,
+        group=SimpleNamespace(enter=lambda s: stream_order.enter(s, False)), is_current=lambda: True,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def layer_in_one_launch(monkeypatch):
     for name in ("forward_remote_raw", "backward_remote_raw"):
         monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    launches, one = stand_in(), object.__new__(OneLaunch)
+    launches, one = stand_in(), object.__new__(FusedAttention)
     one.part, one._launches, one._wire, one._transport = None, {}, None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())

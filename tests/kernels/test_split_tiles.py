@@ -112,7 +112,7 @@ def test_only_where_there_is_a_kernel():
     assert [n for n in range(1, 18) if can_split(n)] == [2, 4, 8, 16]
     for options in ({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"heads": (24, 8)}, {"deterministic": False}):
         assert steps(mask, **options).split == NONE, options
-    assert steps(mask, heads=(48, 8)).head_parts == 2, "halves of six heads, as before"
+    assert steps(mask, heads=(48, 8)).num_head_splits == 2, "halves of six heads, as before"
 
 
 def test_neither_with_many_units_nor_with_few():
@@ -131,6 +131,6 @@ def test_the_kernel_is_told(in_turns):
     case = Case(slices, 768, 768, options, heads=(16, 2), dims=(128, 128))
     ffa.backward(*case.tensors, slices, case.options)
     (call,) = simulator.backward_calls
-    told = call.split_begin, call.split_end, call.split_parts
+    told = call.split_begin, call.split_end, call.splits_per_split_tile
     assert told == (steps(Mask(slices, 768, 768), 768, (16, 2), processors=6).split if in_turns else NONE)
     assert (told != NONE) == in_turns

@@ -36,8 +36,8 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, blo
     units = units_of(tiles, schedule)
     first, second = (run(units, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
     assert first == second, "the order depends on who is slow"
-    visits = [(u.head, head, at, u.rank) for u in units for head, at in u.steps]
-    assert sorted(visits) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
+    contributions = [(u.head, head, at, u.rank) for u in units for head, at in u.steps]
+    assert sorted(contributions) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
     return mode_of(tiles, schedule)
 
 

@@ -35,7 +35,7 @@ NOT_SET = -7
 @pytest.fixture(scope="module")
 def library(compile_folder):
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas")
-    return compiled_or_skip(compile_folder / "turns", [SOURCE], [csrc_or_skip()], *flags)
+    return compiled_or_skip(compile_folder / "turns", [SOURCE], [csrc_or_skip(), csrc_or_skip() / "include"], *flags)
 
 
 def at(array: np.ndarray) -> ctypes.c_void_p:
@@ -197,6 +197,6 @@ def test_few_heads_walk_one_way_however_few_ranks(library):
 
 def test_whoever_comes_first_walks_bands_head_by_head(library):
     """Also where one head is all: forwards, as it was timed; in turns such bands have expected times."""
-    for first_stores, flags in ((1, BY_HEAD | IN_WAVES), (0, TIMED | ALL_BACKWARDS)):
-        sizes = np.array([4096, 32, 16, 16, 1, 16, 16, 8, 132, 1, 2, first_stores], dtype=np.int32)
+    for first_writer, flags in ((1, BY_HEAD | IN_WAVES), (0, TIMED | ALL_BACKWARDS)):
+        sizes = np.array([4096, 32, 16, 16, 1, 16, 16, 8, 132, 1, 2, first_writer], dtype=np.int32)
         assert library.flags_of(at(sizes), 17, 16, 0, at(np.zeros(4, dtype=np.int32))) == flags

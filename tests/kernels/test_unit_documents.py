@@ -42,7 +42,7 @@ def documents(lengths, causal: bool = True) -> TilePlan:
 def backwards(plan: TilePlan, units: np.ndarray) -> np.ndarray:
     """Units with the number of blocks in place of what stands for it."""
     first = walks_of_tiles(plan).first[units[:, 0]]
-    return np.column_stack([units[:, :2], np.where(units[:, 2] == unit_walks.abi.WALK_EARLY, first, units[:, 2])])
+    return np.column_stack([units[:, :2], np.where(units[:, 2] == unit_walks.abi.TRAVERSAL_WRAP, first, units[:, 2])])
 
 
 def estimate(plan: TilePlan, units: np.ndarray) -> float:
@@ -107,7 +107,7 @@ def test_the_order_of_the_plan_is_that_of_the_documents():
     made, tiles = TilePlan(with_units(plan.words, BY_DOCUMENT)), walks_of_tiles(plan)
     ends = (tiles.first + tiles.count)[made.order].tolist()
     assert sorted(made.order.tolist()) == list(range(len(plan.tiles)))
-    assert made.header.words_units and ends[0] == -(-2300 // 80)  # the longest
+    assert made.header.words_work_tiles and ends[0] == -(-2300 // 80)  # the longest
     assert np.array_equal(plan.words, before) and made.order.tolist() != plan.order.tolist()
     assert TilePlan(with_units(plan.words, H100)).order.tolist() == plan.order.tolist()
 
@@ -142,10 +142,10 @@ def test_the_kernel_gets_the_order(way, lists_itself, monkeypatch):
     plan = plan_at(simulator.backward_calls[0].plan)
     by_cost = plan_of_call(case, plan).order.tolist()
     if way == "told" and lists_itself:
-        assert plan.header.words_units == 0 and plan.order.tolist() == by_cost
+        assert plan.header.words_work_tiles == 0 and plan.order.tolist() == by_cost
         return
     order = unit_documents.document_order(walks_of_tiles(plan)).tolist()
-    assert plan.header.words_units and plan.order.tolist() == order != by_cost
+    assert plan.header.words_work_tiles and plan.order.tolist() == order != by_cost
 
 
 def plan_of_call(case: Case, plan: TilePlan) -> TilePlan:

@@ -19,8 +19,8 @@ from magi_attention.kernels import AttnOptions, backward_steps, unit_walks
 from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
 from magi_attention.kernels.hand_out import WIDE, starts_of, walks_of_tiles
 from magi_attention.kernels.unit_walks import UnitShape, with_units
-from magi_attention.native.abi import WALK_BITS
-from magi_attention.native.abi import WALK_EARLY as EARLY
+from magi_attention.native.abi import TRAVERSAL_BITS
+from magi_attention.native.abi import TRAVERSAL_WRAP as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
@@ -40,8 +40,8 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
 def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
     """(units, 3): tile, head and walk, as the kernel reads them."""
     header = TilePlan(words).header
-    rows = words[header.words_units :][: 2 * header.num_tiles * heads_kv].reshape(-1, 2)
-    return np.column_stack([rows[:, 0], rows[:, 1] >> WALK_BITS, rows[:, 1] & EARLY])
+    rows = words[header.words_work_tiles :][: 2 * header.num_tiles * heads_kv].reshape(-1, 2)
+    return np.column_stack([rows[:, 0], rows[:, 1] >> TRAVERSAL_BITS, rows[:, 1] & EARLY])
 
 
 def is_complete(units: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
@@ -261,14 +261,14 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     for known in slices:
         case = Case(known, 32, 32, options, dims=(128, 128))
         ffa.backward(*case.tensors, known, options)
-    assert [c.query_block for c in simulator.backward_calls] == [80, 64]
+    assert [c.block_m for c in simulator.backward_calls] == [80, 64]
     wide, narrow = (plan_at(c.plan) for c in simulator.backward_calls)
-    at = wide.header.words_units
-    assert narrow.header.words_units == 0 and bool(at) != options.deterministic
+    at = wide.header.words_work_tiles
+    assert narrow.header.words_work_tiles == 0 and bool(at) != options.deterministic
     if not at:
         return
     rows = memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2, 2), (2, 1), np.int32)
-    units = np.column_stack([rows[:, 0], rows[:, 1] >> WALK_BITS, rows[:, 1] & EARLY])
+    units = np.column_stack([rows[:, 0], rows[:, 1] >> TRAVERSAL_BITS, rows[:, 1] & EARLY])
     assert is_complete(units, len(wide.tiles), 2)
     assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
 
@@ -279,7 +279,7 @@ def test_where_the_kernels_list_units_themselves_there_is_none(monkeypatch):
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, case.options)
     (call,) = simulator.backward_calls
-    assert simulator.list_bytes and call.query_block == 80 and plan_at(call.plan).header.words_units == 0
+    assert simulator.list_bytes and call.block_m == 80 and plan_at(call.plan).header.words_work_tiles == 0
 
 
 def test_a_list_needs_no_tiles():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of ``csrc/ffa/sm90/bwd_turns.cuh`` and ``bwd_starts.cuh`` once more, in plain Python, and an adversary.
+"""The turns of ``csrc/ffa/sm90/bwd/schedule/semaphore_targets.cuh`` and ``bwd/schedule/simulate.cuh`` once more, in
+plain Python, and an adversary.
 
 Times, flags and turns follow the kernels line by line; the adversary then runs the CTAs in the worst order that it
 can think of. What it shows is that the rules leave nobody waiting for ever; that the CUDA code keeps to the times,
@@ -99,8 +100,8 @@ def schedule_of(
     """Of as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in turns, and what
     depends on the head dim."""
     tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
-    shares = [n for n in range(1, group + 1) if group % n == 0]
-    parts = next((n for n in shares if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
+    fragments = [n for n in range(1, group + 1) if group % n == 0]
+    parts = next((n for n in fragments if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
     heads = group // parts
     shape = UnitShape(heads_kv, group, ctas, ctas)
     if may_be_twice:
@@ -181,7 +182,7 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
         ]
         for rank, layers in enumerate(tiles)
     ]
-    shares = schedule.split[2]  # of a kind: those of a split unit may begin at different times
+    fragments = schedule.split[2]  # of a kind: those of a split unit may begin at different times
     tables = [
         [_turns(walks, list(starts), mode, by_head, schedule) for starts in zip(*by_rank)]
         for by_rank in expected_starts(tiles, mode, by_head, schedule)
@@ -194,8 +195,8 @@ def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
             for kind, part in product(range(schedule.kinds_of(section)), range(parts)):
                 count = schedule.heads // parts
                 steps = tuple(_steps(blocks_of, range(part * count, (part + 1) * count), by_head))
-                share = schedule.heads // shares
-                turns = tuple(table[kind * shares + head // share][rank, block] for head, block in steps)
+                fragment = schedule.heads // fragments
+                turns = tuple(table[kind * fragments + head // fragment][rank, block] for head, block in steps)
                 units.append(Unit(rank, section * schedule.kinds + kind, steps, turns))
     return units
 
@@ -238,12 +239,12 @@ def handed_out(
 
 def _turns(walks, starts: list[int], mode: str, by_head: bool, schedule: Schedule) -> dict[tuple[int, int], int]:
     """By rank and block; of the first visit, where there are several."""
-    visits: dict[int, list[tuple]] = {}
+    contributions: dict[int, list[tuple]] = {}
     for rank, blocks_of in enumerate(walks):
         for key, block in _expected(blocks_of, starts[rank], rank, mode, by_head, schedule):
-            visits.setdefault(block, []).append((*key, rank))
+            contributions.setdefault(block, []).append((*key, rank))
     turns: dict[tuple[int, int], int] = {}
-    for block, keys in visits.items():
+    for block, keys in contributions.items():
         keys.sort()
         for turn, key in enumerate(keys):
             turns.setdefault((key[-1], block), turn)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What turns rest on, compiled for the CPU: the warp that simulates how units are handed out (bwd_starts.cuh), as 32 threads that meet
-// wherever its lanes do, and the order in which units walk their blocks (bwd_plan.cuh). And what the last kernel takes up
-// (bwd_finish_items.cuh).
+// What turns rest on, compiled for the CPU: the warp that simulates how work_tiles are handed out
+// (bwd/schedule/simulate.cuh), as 32 threads that meet wherever its lanes do, and the order in
+// which work_tiles traversal their blocks (bwd/schedule/plan_reader.cuh). And what the last kernel
+// takes up (bwd/rows/postprocess_items.cuh).
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -33,14 +34,14 @@ thread_local struct {
   int x;
 } threadIdx;
 pthread_barrier_t meeting;
-unsigned told[32];
+unsigned dq_queue[32];
 
 // What all lanes tell, seen by all.
 template <typename Fold>
 unsigned fold(unsigned mine, unsigned start, Fold with) {
-  told[threadIdx.x] = mine;
+  dq_queue[threadIdx.x] = mine;
   pthread_barrier_wait(&meeting);
-  const unsigned all = std::accumulate(told, told + 32, start, with);
+  const unsigned all = std::accumulate(dq_queue, dq_queue + 32, start, with);
   pthread_barrier_wait(&meeting);
   return all;
 }
@@ -53,12 +54,13 @@ unsigned __ballot_sync(unsigned, bool mine) {
 int __popc(unsigned word) { return __builtin_popcount(word); }
 }  // namespace
 
-#include "ffa/sm90/bwd_finish_items.cuh"
-#include "ffa/sm90/bwd_starts.cuh"
+#include "ffa/sm90/bwd/rows/postprocess_items.cuh"
+#include "ffa/sm90/bwd/schedule/simulate.cuh"
 
 extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* starts) {
   const int ticks = magi::kTicks / sizes[4];  // of a block of a part
-  const magi::HandOut h{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], ticks, sizes[5], sizes[6], sizes[7], sizes[8], sizes[9] != 0};
+  const magi::ScheduleModel h{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],     ticks,
+                              sizes[5], sizes[6], sizes[7], sizes[8], sizes[9] != 0};
   pthread_barrier_init(&meeting, nullptr, 32);
   std::vector<std::thread> lanes;
   for (int lane = 0; lane < 32; ++lane)
@@ -70,38 +72,62 @@ extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* s
   pthread_barrier_destroy(&meeting);
 }
 
-// Blocks `first` to `end` in the order of the walk, and the place that each is said to have in it.
-extern "C" int walk_of(int first, int end, int way, int shift, int32_t* blocks, int32_t* places) {
+// Blocks `first` to `end` in the order of the traversal, and the place that each is said to have in
+// it.
+extern "C" int walk_of(int first, int end, int traversal, int shift, int32_t* blocks,
+                       int32_t* num_ctas) {
   const int2 range{first, end};
-  const auto how = static_cast<magi::Way>(way);
+  const auto how = static_cast<magi::Traversal>(traversal);
   const auto again = [&] { return range; };
   int count = 0;
-  for (magi::BlockOrder order(range, how, shift); order.left() > 0; order.step(again, [&] { return how == magi::Way::kBackwards; })) {
+  for (magi::MBlockIter order(range, how, shift); order.left() > 0;
+       order.step(again, [&] { return how == magi::Traversal::kDescending; })) {
     if (count == end - first) return -1;
     blocks[count] = order.block;
-    places[count++] = magi::place_in_walk(range, how, shift, order.block);
+    num_ctas[count++] = magi::place_in_traversal(range, how, shift, order.block);
   }
   return count;
 }
 
-extern "C" int shift_of(const int32_t* order, int rank, int wave) { return magi::ordered_shift(order, rank, wave); }
-extern "C" int way_of(int flags, int late) { return static_cast<int>(magi::ordered_way(flags, late != 0)); }
+extern "C" int shift_of(const int32_t* order, int order_idx, int wave) {
+  return magi::ordered_shift(order, order_idx, wave);
+}
+extern "C" int way_of(int flags, int late) {
+  return static_cast<int>(magi::ordered_traversal(flags, late != 0));
+}
 
-// Of BwdRowParams what flags depend on, for a plan without words_units.
+// Of BwdRowParams what flags depend on, for a plan without words_work_tiles.
 struct Sizes {
-  int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_part, heads_per_section, units_per_tile, wave, places, turn_tables, dim_blocks,
-      first_stores;
-  int32_t split_begin, split_end, split_parts, split_ticks;
+  int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_split, heads_per_l2_group,
+      work_tiles_per_tile, wave, num_ctas, target_tables, dim_blocks, first_writer;
+  int32_t split_begin, split_end, splits_per_split_tile, split_ticks;
   const int32_t* plan;
 };
 
-// The flags of a plan, and what its units are handed out by: late, ends_after, scale and has_second.
-extern "C" int flags_of(const int32_t* sizes, int bands, int others, int visits_twice, int32_t* hand_out) {
+// The flags of a plan, and what its work_tiles are handed out by: late, ends_after, scale and
+// has_second.
+extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contributes_twice,
+                        int32_t* hand_out) {
   const magi_tile_plan_header plan{};
-  const Sizes p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11], 0, 0, 1,
-                magi::kTicks, reinterpret_cast<const int32_t*>(&plan)};
-  const int flags = magi::flags_of(p, bands, others, visits_twice != 0);
-  const magi::HandOut found = magi::hand_out_of(p, flags);
+  const Sizes p{sizes[0],
+                sizes[1],
+                sizes[2],
+                sizes[3],
+                sizes[4],
+                sizes[5],
+                sizes[6],
+                sizes[7],
+                sizes[8],
+                sizes[9],
+                sizes[10],
+                sizes[11],
+                0,
+                0,
+                1,
+                magi::kTicks,
+                reinterpret_cast<const int32_t*>(&plan)};
+  const int flags = magi::flags_of(p, bands, others, contributes_twice != 0);
+  const magi::ScheduleModel found = magi::schedule_model_of(p, flags);
   const int words[] = {found.late, found.ends_after, found.scale, found.has_second};
   std::copy(words, words + 4, hand_out);
   return flags;
@@ -109,15 +135,15 @@ extern "C" int flags_of(const int32_t* sizes, int bands, int others, int visits_
 
 // Of BwdRowParams what items depend on.
 struct ItemSizes {
-  int32_t heads_q, heads_kv, heads_per_section, dim_blocks;
+  int32_t heads_q, heads_kv, heads_per_l2_group, dim_blocks;
 };
 
 // Rank, head and 64 columns of each of so many items.
 extern "C" void items_of(const int32_t* sizes, int count, int32_t* items) {
   const ItemSizes p{sizes[1], sizes[2], sizes[3], sizes[4]};
   for (int number = 0; number < count; ++number) {
-    const magi::FinishItem x = magi::finish_item(p, sizes[0], number);
-    const int32_t words[] = {x.rank, x.head, x.d};
+    const magi::PostprocessItem x = magi::postprocess_item(p, sizes[0], number);
+    const int32_t words[] = {x.order_idx, x.head, x.d};
     std::copy(words, words + 3, items + 3 * number);
   }
 }

@@ -32,7 +32,7 @@ int not_exported(void) { return 1; }
 }
 """
 KERNEL_SOURCE = """
-#include "../../include/magi/box.h"
+#include "magi/symm.h"
 __global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) x[i] = SCALE; }
 #define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
 #include "inst/variants.inc"
@@ -61,15 +61,15 @@ template <class P> magi_status first(const P* p) {
 extern "C" {
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* p) { return first(p); }
 magi_status magi_ffa_bwd(const magi_ffa_bwd_params* p) { return first(p); }
-magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* p, const magi_ffa_remote*, const magi_box_push_params*,
+magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* p, const magi_ffa_remote*, const magi_symm_put_params*,
                                 void*) { return first(p); }
-magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* p, const magi_ffa_remote*, const magi_box_push_params*) {
+magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* p, const magi_ffa_remote*, const magi_symm_put_params*) {
   return first(p); }
-int64_t magi_box_control_bytes(int32_t) { return 1024; }
-magi_status magi_box_push(const magi_box_push_params*) { return MAGI_OK; }
-magi_status magi_box_take(const magi_box_take_params*) { return MAGI_OK; }
-magi_status magi_box_add(const magi_box_add_params*) { return MAGI_OK; }
-magi_status magi_box_reduce(const magi_box_reduce_params*) { return MAGI_OK; }
+int64_t magi_symm_control_bytes(int32_t) { return 1024; }
+magi_status magi_symm_put(const magi_symm_put_params*) { return MAGI_OK; }
+magi_status magi_symm_unpack(const magi_symm_unpack_params*) { return MAGI_OK; }
+magi_status magi_symm_recv_reduce(const magi_symm_recv_reduce_params*) { return MAGI_OK; }
+magi_status magi_symm_reduce(const magi_symm_reduce_params*) { return MAGI_OK; }
 magi_status magi_tile_transpose_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t,
                                        int32_t*, int32_t*, int32_t*, void*) { return MAGI_OK; }
 magi_status magi_tile_plan_device(const int32_t*, const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t,
@@ -79,7 +79,7 @@ int32_t magi_abi_version(void) { return MAGI_ABI_VERSION; }
 }
 """
 LAUNCH_SOURCE = """
-#include "../../include/magi/abi.h"
+#include "magi/abi.h"
 namespace magi { struct bf16 {}; struct fp16 {}; }
 template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
 #define MAGI_FFA_KIND_INSTANCE(TYPE, D, DV, STEM)                                       \\
@@ -91,7 +91,7 @@ template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
 
 def make_tree(csrc: Path) -> Path:
     """Fills ``csrc`` as in a checkout, with the real header and manifest and trivial sources."""
-    for name in ("include/magi/abi.h", "include/magi/box.h", "ffa/variants.py"):
+    for name in ("include/magi/abi.h", "include/magi/symm.h", "ffa/variants.py"):
         target = csrc / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text((ROOT / "csrc" / name).read_text())
@@ -101,7 +101,9 @@ def make_tree(csrc: Path) -> Path:
     (csrc / "ffa" / "sm90" / "main.cu").write_text(KERNEL_SOURCE.replace("SCALE", "2.f"))
     for kind in ("fwd", "bwd"):
         text = LAUNCH_SOURCE.replace("FFA_KIND", f"FFA_{kind.upper()}").replace("KIND", kind)
-        (csrc / "ffa" / "sm90" / f"{kind}_launch.cuh").write_text(text)
+        launcher = csrc / "ffa" / "sm90" / kind / "launch.cuh"
+        launcher.parent.mkdir(parents=True, exist_ok=True)
+        launcher.write_text(text)
     return csrc
 
 

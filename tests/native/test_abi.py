@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirrors agree with what a C compiler makes of abi.h and box.h: sizes, offsets, constants, exported names."""
+"""The mirrors agree with what a C compiler makes of abi.h and symm.h: sizes, offsets, constants, exported names."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from magi_attention.native import abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
-HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "box.h")
+HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "symm.h")
 STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
-    "magi_layer": abi.Layer,
+    "magi_tile_segment": abi.TileSegment,
     "magi_ffa_fwd_params": abi.FfaFwdParams,
     "magi_ffa_bwd_params": abi.FfaBwdParams,
     "magi_ffa_remote": abi.FfaRemote,
-    "magi_box": abi.Box,
-    "magi_box_push_params": abi.BoxPushParams,
-    "magi_box_take_params": abi.BoxTakeParams,
-    "magi_box_add_params": abi.BoxAddParams,
-    "magi_box_reduce_params": abi.BoxReduceParams,
+    "magi_symm_buffer": abi.SymmBuffer,
+    "magi_symm_put_params": abi.SymmPutParams,
+    "magi_symm_unpack_params": abi.SymmUnpackParams,
+    "magi_symm_recv_reduce_params": abi.SymmRecvReduceParams,
+    "magi_symm_reduce_params": abi.SymmReduceParams,
 }
 CONSTANTS = {
-    "MAGI_BOX_WORD_BYTES": abi.BOX_WORD_BYTES,
-    "MAGI_BOX_TENSORS": abi.BOX_TENSORS,
-    "MAGI_BOX_GROUPS": abi.BOX_GROUPS,
-    "MAGI_BOX_ADD_ROWS": abi.BOX_ADD_ROWS,
-    "MAGI_BOX_SLOT_CULPRIT": abi.BOX_SLOT_CULPRIT,
+    "MAGI_SYMM_WORD_BYTES": abi.SYMM_WORD_BYTES,
+    "MAGI_SYMM_TENSORS": abi.SYMM_TENSORS,
+    "MAGI_SYMM_SIGNALS_PER_RANK": abi.SYMM_SIGNALS_PER_RANK,
+    "MAGI_SYMM_REDUCE_ROWS": abi.SYMM_REDUCE_ROWS,
+    "MAGI_SYMM_FAILED_SIGNAL": abi.SYMM_FAILED_SIGNAL,
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
     "MAGI_OK": abi.OK,
     "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
@@ -55,7 +55,7 @@ def measured(tmp_path_factory) -> dict[str, int]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("There is no C compiler.")
-    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/box.h"', "int main(void) {"]
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/symm.h"', "int main(void) {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:
@@ -90,11 +90,11 @@ def test_addresses_are_the_tail_of_the_parameters():
     assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
     assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
     assert abi.FFA_REMOTE_PREFIX_BYTES + abi.FFA_REMOTE_TAIL.size == ctypes.sizeof(abi.FfaRemote)
-    assert abi.BOX_PUSH_PREFIX_BYTES + abi.BOX_PUSH_TAIL.size == ctypes.sizeof(abi.BoxPushParams)
-    assert abi.BOX_TAKE_PREFIX_BYTES + abi.BOX_TAKE_TAIL.size == ctypes.sizeof(abi.BoxTakeParams)
-    assert abi.BOX_ADD_PREFIX_BYTES + abi.BOX_ADD_TAIL.size == ctypes.sizeof(abi.BoxAddParams)
-    assert abi.BOX_REDUCE_PREFIX_BYTES + abi.BOX_REDUCE_TAIL.size == ctypes.sizeof(abi.BoxReduceParams)
-    assert ctypes.sizeof(abi.Layer) == 4 * abi.LAYER_WORDS
+    assert abi.SYMM_PUT_PREFIX_BYTES + abi.SYMM_PUT_TAIL.size == ctypes.sizeof(abi.SymmPutParams)
+    assert abi.SYMM_UNPACK_PREFIX_BYTES + abi.SYMM_UNPACK_TAIL.size == ctypes.sizeof(abi.SymmUnpackParams)
+    assert abi.SYMM_RECV_REDUCE_PREFIX_BYTES + abi.SYMM_RECV_REDUCE_TAIL.size == ctypes.sizeof(abi.SymmRecvReduceParams)
+    assert abi.SYMM_REDUCE_PREFIX_BYTES + abi.SYMM_REDUCE_TAIL.size == ctypes.sizeof(abi.SymmReduceParams)
+    assert ctypes.sizeof(abi.TileSegment) == 4 * abi.SEGMENT_WORDS
 
 
 def test_every_function_of_the_headers_is_bound_with_as_many_arguments():

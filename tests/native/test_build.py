@@ -198,12 +198,12 @@ def test_manifest():
     v = manifest.Variant("fwd", "bf16", 192, 128)
     assert v in manifest.MANIFEST and v.stem == "fwd_bf16_d192_dv128"
     text = manifest.instance_source(v)
-    assert '#include "../fwd_launch.cuh"' in text
+    assert '#include "ffa/sm90/fwd/launch.cuh"' in text
     assert "MAGI_FFA_FWD_INSTANCE(magi::bf16, 192, 128, fwd_bf16_d192_dv128)" in text
     line = "MAGI_VARIANT(fwd, bf16, 192, 128, magi_ffa_fwd_bf16_d192_dv128)\n"
     assert manifest.dispatch_table(manifest.MANIFEST).count(line) == 1
     backward = manifest.Variant("bwd", "fp16", 128, 128)
-    assert backward in manifest.MANIFEST and '#include "../bwd_launch.cuh"' in manifest.instance_source(backward)
+    assert backward in manifest.MANIFEST and '#include "ffa/sm90/bwd/launch.cuh"' in manifest.instance_source(backward)
 
 
 def test_cuda_library_guard_and_report(tree, tmp_path):

@@ -18,8 +18,8 @@ def pairs(plan: TilePlan) -> np.ndarray:
     """How often the plan visits each pair."""
     header = plan.header
     seen = np.zeros((header.total_q, header.total_k), dtype=np.int64)
-    for token0, count, begin, layers, *_ in plan.tiles.tolist():
-        for record in plan.intervals[begin : begin + layers]:
+    for token0, count, begin, segments, *_ in plan.tiles.tolist():
+        for record in plan.intervals[begin : begin + segments]:
             for i in range(count):
                 seen[token0 + i, record[i, 0] : record[i, 1]] += 1
     return seen
@@ -32,7 +32,7 @@ def test_intervals_are_the_mask(tile, groups):
     plan = TilePlan.build(mask.slices, 61, 70, tile, groups)
     header = plan.header
     assert (header.total_q, header.total_k, header.num_tiles) == (61, 70, -(-61 // tile))
-    assert len(plan.words) == header.words_total == plan_words(61, tile, header.num_layers)
+    assert len(plan.words) == header.words_total == plan_words(61, tile, header.num_segments)
     assert sorted(plan.order.tolist()) == list(range(header.num_tiles))
     assert np.array_equal(pairs(plan), to_dense(mask.slices.array, 61, 70))
     plan.check(mask.slices)

@@ -26,8 +26,8 @@ def plan_and_check(slices, total_q, total_k, tile_tokens, groups) -> np.ndarray:
     return plan
 
 
-def layers_per_tile(table, total: int, tile_tokens: int, groups: int) -> np.ndarray:
-    return lib.View(plan_and_check(table, total, total, tile_tokens, groups)).tiles["num_layers"]
+def segments_per_tile(table, total: int, tile_tokens: int, groups: int) -> np.ndarray:
+    return lib.View(plan_and_check(table, total, total, tile_tokens, groups)).tiles["num_segments"]
 
 
 # ---- the producer ------------------------------------------------------------------------------------------
@@ -42,11 +42,11 @@ def test_walker_accepts_plans_of_random_masks(tile_tokens, groups):
         assert status == lib.OK, f"seed {seed}: {sentence}"
 
 
-def dense_layers(view: lib.View, total_q: int, total_k: int) -> np.ndarray:
+def dense_segments(view: lib.View, total_q: int, total_k: int) -> np.ndarray:
     """How often every pair is visited, int ``(total_q, total_k)``."""
     count = np.zeros((total_q, total_k), dtype=np.int64)
     for tile in view.tiles:
-        for record in range(tile["layer_begin"], tile["layer_begin"] + tile["num_layers"]):
+        for record in range(tile["segment_begin"], tile["segment_begin"] + tile["num_segments"]):
             for r, (lo, hi) in enumerate(view.pairs(record)[: tile["num_tokens"]]):
                 count[tile["token0"] + r, lo:hi] += 1
     return count
@@ -63,7 +63,7 @@ def expected_group(pairs: np.ndarray, rows: range) -> tuple[int, int, int, int]:
 
 
 def expected_cost(head, groups) -> tuple[int, int]:
-    """Cost and blocks of one layer, block by block from the end of its visit range."""
+    """Cost and blocks of one segment, block by block from the end of its visit range."""
     cost, blocks, k1 = 0, 0, int(head["visit_hi"])
     while k1 > head["visit_lo"]:
         k0 = k1 - 128
@@ -75,9 +75,9 @@ def expected_cost(head, groups) -> tuple[int, int]:
     return cost, blocks
 
 
-def check_layer(view, record, num_tokens, seen_K):
-    """Header of one layer against its intervals; returns its cost and blocks."""
-    head, pairs = view.layer(record)[0], view.pairs(record)
+def check_segment(view, record, num_tokens, seen_K):
+    """Header of one segment against its intervals; returns its cost and blocks."""
+    head, pairs = view.segment(record)[0], view.pairs(record)
     want = [expected_group(pairs, view.group_rows(g, num_tokens)) for g in range(view.num_groups)]
     want += [(0, 0, 0, 0)] * (3 - view.num_groups)
     assert [tuple(int(x) for x in group) for group in head["group"]] == want
@@ -98,14 +98,14 @@ def test_plan_equals_the_dense_mask(tile_tokens, groups):
         _, slices, total_q, total_k = lib.random_case(seed, most_tokens=300, most_slices=12)
         plan = lib.make_plan(slices, total_q, total_k, tile_tokens, groups)
         view, mask = lib.View(plan), to_dense(slices, total_q, total_k)
-        np.testing.assert_array_equal(dense_layers(view, total_q, total_k), mask, err_msg=f"seed {seed}")
+        np.testing.assert_array_equal(dense_segments(view, total_q, total_k), mask, err_msg=f"seed {seed}")
         seen_K = mask.any(axis=0)
         assert bool(view.header[0]["has_unseen"]) == (not seen_K.all()), f"seed {seed}"
         costs = []
         for t, tile in enumerate(view.tiles):
             assert tile["token0"] == t * tile_tokens
-            records = range(tile["layer_begin"], tile["layer_begin"] + tile["num_layers"])
-            parts = [check_layer(view, record, tile["num_tokens"], seen_K) for record in records]
+            records = range(tile["segment_begin"], tile["segment_begin"] + tile["num_segments"])
+            parts = [check_segment(view, record, tile["num_tokens"], seen_K) for record in records]
             assert tile["cost"] == 12 + sum(cost for cost, _ in parts), f"seed {seed} tile {t}"
             assert tile["num_blocks"] == sum(blocks for _, blocks in parts), f"seed {seed} tile {t}"
             costs.append(int(tile["cost"]))
@@ -133,15 +133,15 @@ def test_plans_do_not_depend_on_the_order_of_slices():
 
 
 @pytest.mark.parametrize(("tile_tokens", "groups"), [(8, 1), (24, 3), (64, 2)])
-def test_many_layers_in_a_tile(tile_tokens, groups):
-    """Short intervals with gaps, different for every few rows: more layers than a slice may choose from."""
+def test_many_segments_in_a_tile(tile_tokens, groups):
+    """Short intervals with gaps, different for every few rows: more segments than a slice may choose from."""
     rng = np.random.default_rng(21)
     slices = []
     for q0 in range(0, 60, 3):
         edges = np.sort(rng.choice(40_000, size=2 * int(rng.integers(1, 40)), replace=False)).reshape(-1, 2)
         slices += [[q0, q0 + 3, lo, hi, FULL] for lo, hi in edges]
     view = lib.View(plan_and_check(np.array(slices), 64, 40_000, tile_tokens, groups))
-    assert view.tiles["num_layers"].max() > 20
+    assert view.tiles["num_segments"].max() > 20
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 16, 128])
@@ -158,16 +158,16 @@ def test_more_rows_than_keys(kind):
     slices = np.array([[0, 40, 3, 20, kind], [45, 46, 0, 1, kind]])
     for tile_tokens, groups in lib.SHAPES:
         view = lib.View(plan_and_check(slices, 50, 30, tile_tokens, groups))
-        np.testing.assert_array_equal(dense_layers(view, 50, 30), to_dense(slices, 50, 30))
+        np.testing.assert_array_equal(dense_segments(view, 50, 30), to_dense(slices, 50, 30))
 
 
 def test_empty_inputs():
     for total_q, total_k in ((0, 0), (0, 9), (9, 0), (9, 9)):
         view = lib.View(plan_and_check(np.zeros((0, 5)), total_q, total_k, 4, 2))
         assert view.header[0]["has_unseen"] == (total_k > 0)
-        assert view.tiles["num_layers"].sum() == 0 and (view.tiles["cost"] == 12).all()
+        assert view.tiles["num_segments"].sum() == 0 and (view.tiles["cost"] == 12).all()
     view = lib.View(plan_and_check(np.array([[2, 2, 0, 9, FULL], [0, 9, 4, 4, CAUSAL]]), 9, 9, 4, 1))
-    assert view.header[0]["num_layers"] == 0
+    assert view.header[0]["num_segments"] == 0
 
 
 def test_ranges_near_the_int32_limit():
@@ -179,12 +179,12 @@ def test_ranges_near_the_int32_limit():
 
 
 def test_costs_that_exceed_int32_saturate():
-    """Row r sees r single keys, then all the rest; the gaps keep that out of r layers, so layer r is wide."""
+    """Row r sees r single keys, then all the rest; the gaps keep that out of r segments, so segment r is wide."""
     top = 2**31 - 1
     slices = [[r, r + 1, 3 * i, 3 * i + 1, FULL] for r in range(8) for i in range(r)]
     slices += [[r, r + 1, 3 * r, top, FULL] for r in range(8)]
     tile = lib.View(plan_and_check(np.array(slices), 8, top, 8, 1)).tiles[0]
-    assert tile["cost"] == top and tile["num_layers"] == 8 and tile["num_blocks"] == 8 * 2**24
+    assert tile["cost"] == top and tile["num_segments"] == 8 and tile["num_blocks"] == 8 * 2**24
 
 
 # ---- quality -----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_one_layer_where_rows_are_disjoint(tile_tokens, groups):
         masks.sliding_window_causal(total, 256),
         masks.sliding_window(total, 256),
     ):
-        assert layers_per_tile(table, total, tile_tokens, groups).max() == 1
+        assert segments_per_tile(table, total, tile_tokens, groups).max() == 1
 
 
 @pytest.mark.parametrize(("tile_tokens", "groups"), TILES)
@@ -216,10 +216,10 @@ def test_few_layers_elsewhere(tile_tokens, groups):
     total = 4096
     cu = masks.random_cu_seqlens(np.random.default_rng(12), total, 12)
     for block in (37, 100, 256):
-        assert layers_per_tile(masks.varlen_block_causal(cu, block), total, tile_tokens, groups).max() <= 2
+        assert segments_per_tile(masks.varlen_block_causal(cu, block), total, tile_tokens, groups).max() <= 2
     families = masks.mask_families(total)
-    assert layers_per_tile(families["share_question"], total, tile_tokens, groups).max() <= 2
-    assert layers_per_tile(families["global_and_window"], total, tile_tokens, groups).max() <= 2
+    assert segments_per_tile(families["share_question"], total, tile_tokens, groups).max() <= 2
+    assert segments_per_tile(families["global_and_window"], total, tile_tokens, groups).max() <= 2
 
 
 def test_neighbours_in_k_become_one_interval():
@@ -228,26 +228,26 @@ def test_neighbours_in_k_become_one_interval():
     slices = np.array(pieces)[np.random.default_rng(5).permutation(41)]
     for tile_tokens, groups in ((16, 1), (64, 1), (64, 3)):
         view = lib.View(plan_and_check(slices, 64, 2624, tile_tokens, groups))
-        assert (view.tiles["num_layers"] == 1).all()
+        assert (view.tiles["num_segments"] == 1).all()
         assert (view.pairs(0)[:, 0] == 0).all() and view.pairs(0)[0, 1] == 2561
-        assert view.layer(0)["group"][0, 0]["full_hi"] == 2561
+        assert view.segment(0)["group"][0, 0]["full_hi"] == 2561
 
 
 def test_a_triangle_joins_on_the_left():
     """The causal triangle comes after the inverse one (same first key), and completes it to full rows."""
     slices = np.array([[0, 16, 100, 200, INVCAUSAL], [1, 16, 100, 115, CAUSAL]])
     view = lib.View(plan_and_check(slices, 16, 200, 16, 1))
-    assert view.tiles["num_layers"].tolist() == [1] and (view.pairs(0) == (100, 200)).all()
-    assert view.layer(0)["group"][0, 0].tolist() == (100, 200, 100, 200)
+    assert view.tiles["num_segments"].tolist() == [1] and (view.pairs(0) == (100, 200)).all()
+    assert view.segment(0)["group"][0, 0].tolist() == (100, 200, 100, 200)
 
 
 @pytest.mark.parametrize(
-    ("start", "layers", "blocks"), [(128, 1, 2), (188, 2, 2), (400, 2, 2), (10_000, 2, 2)]
+    ("start", "segments", "blocks"), [(128, 1, 2), (188, 2, 2), (400, 2, 2), (10_000, 2, 2)]
 )
-def test_rows_share_a_layer_only_where_their_keys_are_near(start, layers, blocks):
+def test_rows_share_a_layer_only_where_their_keys_are_near(start, segments, blocks):
     slices = np.array([[0, 8, 0, 128, FULL], [8, 16, start, start + 128, FULL]])
     tile = lib.View(plan_and_check(slices, 16, 20_000, 16, 1)).tiles[0]
-    assert (tile["num_layers"], tile["num_blocks"]) == (layers, blocks)
+    assert (tile["num_segments"], tile["num_blocks"]) == (segments, blocks)
 
 
 # ---- the ABI -----------------------------------------------------------------------------------------------

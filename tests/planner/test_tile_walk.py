@@ -68,17 +68,17 @@ def corrupt_skip_group(rng, view):
 
 
 def corrupt_tile_visit(rng, view):
-    head = view.layer(random_record(rng, view))
+    head = view.segment(random_record(rng, view))
     head[rng.choice(["visit_lo", "visit_hi"])] += rng.choice([-1, 1])
 
 
 def corrupt_layer_unseen(rng, view):
-    head = view.layer(random_record(rng, view))
+    head = view.segment(random_record(rng, view))
     head["has_unseen"] ^= 1
 
 
 def corrupt_source(rng, view):
-    view.layer(random_record(rng, view))[rng.choice(["source", "arrival"])] += 1
+    view.segment(random_record(rng, view))[rng.choice(["source", "arrival"])] += 1
 
 
 def corrupt_order_swap(rng, view):
@@ -98,14 +98,14 @@ def corrupt_cost(rng, view):
 
 
 def corrupt_num_layers(rng, view):
-    view.tiles["num_layers"][rng.integers(len(view.tiles))] += rng.choice([-1, 1])
+    view.tiles["num_segments"][rng.integers(len(view.tiles))] += rng.choice([-1, 1])
 
 
 def corrupt_layer_begin(rng, view):
     """One tile walks the record of another one, where the two differ."""
-    used = np.flatnonzero(view.tiles["num_layers"] == 1)
+    used = np.flatnonzero(view.tiles["num_segments"] == 1)
     a, b = rng.choice(used, size=2) if len(used) else (0, 0)
-    begin = view.tiles["layer_begin"]
+    begin = view.tiles["segment_begin"]
     same = np.array_equal(view.pairs(begin[a]), view.pairs(begin[b])) if len(used) else True
     if same:
         return False
@@ -123,8 +123,8 @@ def corrupt_header(rng, view):
 
 
 def corrupt_reserved(rng, view):
-    layer = view.layer(random_record(rng, view))
-    place = [view.header["reserved"], view.tiles["reserved"], layer["reserved"], layer["reserved2"]][
+    segment = view.segment(random_record(rng, view))
+    place = [view.header["reserved"], view.tiles["reserved"], segment["reserved"], segment["reserved2"]][
         rng.integers(4)
     ]
     place[rng.integers(len(place)), 0] = 1
@@ -133,14 +133,14 @@ def corrupt_reserved(rng, view):
 def corrupt_other_group(rng, view):
     if view.num_groups == 3:
         return False
-    view.layer(random_record(rng, view))["group"][0, view.num_groups]["visit_hi"] = 1
+    view.segment(random_record(rng, view))["group"][0, view.num_groups]["visit_hi"] = 1
 
 
 def corrupt_token_that_does_not_exist(rng, view):
     tile = view.tiles[-1]
-    if tile["num_tokens"] == view.tile_tokens or tile["num_layers"] == 0:
+    if tile["num_tokens"] == view.tile_tokens or tile["num_segments"] == 0:
         return False
-    view.pairs(tile["layer_begin"])[tile["num_tokens"]] = (0, 1)
+    view.pairs(tile["segment_begin"])[tile["num_tokens"]] = (0, 1)
 
 
 CORRUPTIONS = {name: value for name, value in globals().items() if name.startswith("corrupt_")}
@@ -157,7 +157,7 @@ def random_interval(rng, view) -> tuple[int, int]:
 
 
 def random_group(rng, view):
-    groups = view.layer(random_record(rng, view))["group"][0, : view.num_groups]
+    groups = view.segment(random_record(rng, view))["group"][0, : view.num_groups]
     return groups[rng.choice(np.flatnonzero(groups["visit_lo"] < groups["visit_hi"]))]
 
 
@@ -211,7 +211,7 @@ def test_walker_finds_another_shape(name, change):
 def test_walker_finds_a_shared_record():
     """Two tiles with equal intervals and one record for both: pairs are right, but a record is left over."""
     plan = lib.make_plan(masks.full(32), 32, 32, 16, 1)
-    lib.View(plan).tiles["layer_begin"][1] = 0
+    lib.View(plan).tiles["segment_begin"][1] = 0
     assert lib.check_plan(masks.full(32), plan)[1].startswith("Tile 1 uses record 0, which another tile uses")
 
 
@@ -226,4 +226,4 @@ def test_walker_names_the_pair():
     twice = np.array([[0, 10, 0, 10, FULL], [9, 12, 9, 10, FULL]])
     plan = lib.make_plan(twice, 12, 10, 16, 1)
     assert lib.check_plan(twice, plan)[1].startswith("Slices 0 and 1 both allow query 9 and key 9")
-    assert "in layers 0 and 1 of tile 0" in lib.check_plan(twice[:1], plan)[1]
+    assert "in segments 0 and 1 of tile 0" in lib.check_plan(twice[:1], plan)[1]

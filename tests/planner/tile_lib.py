@@ -16,18 +16,18 @@ from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/tile_walk.cpp")
+SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/check_plan.cpp")
 FLAGS = ("-O2", "-fvisibility=hidden", "-Wextra", "-Werror")
 GARBAGE = -7  # what buffers hold before; no word of a plan is -7
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 
 HEADER_FIELDS = (
-    "version total_q total_k tile_tokens num_groups num_tiles num_layers layer_words "
+    "version total_q total_k tile_tokens num_groups num_tiles num_segments segment_words "
     "words_tiles words_order words_records words_total status has_unseen"
 )
 HEADER = np.dtype([(name, "<i4") for name in HEADER_FIELDS.split()] + [("reserved", "<i4", 2)])
 TILE = np.dtype(
-    [(name, "<i4") for name in ("token0", "num_tokens", "layer_begin", "num_layers", "cost", "num_blocks")]
+    [(name, "<i4") for name in ("token0", "num_tokens", "segment_begin", "num_segments", "cost", "num_blocks")]
     + [("reserved", "<i4", 2)]
 )
 GROUP = np.dtype([(name, "<i4") for name in ("visit_lo", "visit_hi", "full_lo", "full_hi")])
@@ -48,7 +48,8 @@ _folder: list[Path] = []
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The planner as a shared library. Skips the test where there is no compiler."""
-    lib = compiled_or_skip(_folder[-1], [ROOT / source for source in SOURCES], [csrc_or_skip() / "include"], *FLAGS)
+    csrc = csrc_or_skip()
+    lib = compiled_or_skip(_folder[-1], [ROOT / source for source in SOURCES], [csrc, csrc / "include"], *FLAGS)
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
     lib.magi_tile_plan_words.restype = i64
@@ -104,13 +105,13 @@ class View:
         self.header = plan[:16].view(HEADER)
         h = self.header[0]
         tiles, order, records = int(h["words_tiles"]), int(h["words_order"]), int(h["words_records"])
-        num_tiles, num_layers, words = int(h["num_tiles"]), int(h["num_layers"]), int(h["layer_words"])
+        num_tiles, num_segments, words = int(h["num_tiles"]), int(h["num_segments"]), int(h["segment_words"])
         self.tiles = plan[tiles : tiles + 8 * num_tiles].view(TILE)
         self.order = plan[order : order + num_tiles]
-        self.records = plan[records : records + num_layers * words].reshape(num_layers, words)
+        self.records = plan[records : records + num_segments * words].reshape(num_segments, words)
         self.tile_tokens, self.num_groups = int(h["tile_tokens"]), int(h["num_groups"])
 
-    def layer(self, record: int) -> np.ndarray:
+    def segment(self, record: int) -> np.ndarray:
         """Header of a record, a view of shape ``(1,)``."""
         return self.records[record, :32].view(LAYER)
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "host.h"
+#include "ffa/common/host.h"
 
 namespace magi {
 
@@ -27,10 +27,11 @@ static PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   if (found == nullptr) {
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                               12000, cudaEnableDefault, &result);
 #else  // which asks for the version that it was compiled for, and that is 12.x here
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
     if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
     known.store(found, std::memory_order_release);
@@ -39,11 +40,14 @@ static PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 }
 
 magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* base,
-                       std::initializer_list<uint64_t> sizes, std::initializer_list<int64_t> strides,
-                       std::initializer_list<uint32_t> box, const char* name) {
+                       std::initializer_list<uint64_t> sizes,
+                       std::initializer_list<int64_t> strides, std::initializer_list<uint32_t> box,
+                       const char* name) {
   auto encode = encoder();
   if (encode == nullptr)
-    return fail(MAGI_CUDA_ERROR, "The driver offers no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or newer does.");
+    return fail(
+        MAGI_CUDA_ERROR,
+        "The driver offers no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or newer does.");
   uint64_t dims[5], steps[5];
   uint32_t boxes[5], ones[5] = {1, 1, 1, 1, 1};
   int rank = 0;
@@ -54,11 +58,13 @@ magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* b
   i = 0;
   for (uint32_t b : box) boxes[i++] = b;
   const CUresult result =
-      encode(map, type, rank, const_cast<void*>(base), dims, steps, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type, rank, const_cast<void*>(base), dims, steps, boxes, ones,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return fail(MAGI_INVALID_ARGUMENT,
-                "%s cannot be described to the copy engine (CUresult %d); its base must be a multiple of 16 bytes and "
+                "%s cannot be described to the copy engine (CUresult %d); its base must be a "
+                "multiple of 16 bytes and "
                 "its strides multiples of 8 elements.",
                 name, static_cast<int>(result));
   return MAGI_OK;

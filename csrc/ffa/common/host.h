@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host helpers of the launchers: statuses with a message, tensor maps, device properties. No global CUDA state.
+// Host helpers of the launchers: statuses with a message, tensor maps, device properties. No global
+// CUDA state.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +13,7 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "../../include/magi/abi.h"
+#include "magi/abi.h"
 
 namespace magi {
 
@@ -31,10 +32,10 @@ inline magi_status cuda_status(cudaError_t error, const char* doing) {
   return fail(MAGI_CUDA_ERROR, "%s: %s.", doing, cudaGetErrorString(error));
 }
 
-#define MAGI_RETURN(expression)                      \
-  do {                                               \
-    const magi_status status_ = (expression);        \
-    if (status_ != MAGI_OK) return status_;          \
+#define MAGI_RETURN(expression)               \
+  do {                                        \
+    const magi_status status_ = (expression); \
+    if (status_ != MAGI_OK) return status_;   \
   } while (0)
 
 // Runs something once per device, from any thread; a failure is tried again next time.
@@ -57,10 +58,11 @@ class DeviceOnce {
 
 magi_status multiprocessors(int* count);
 
-// Launches a kernel that may start while the one before in the stream is ending; it waits for it where it has to.
+// Launches a kernel that may start while the one before in the stream is ending; it waits for it
+// where it has to.
 template <typename Params>
-magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream, const Params& params,
-                          const char* doing) {
+magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream,
+                          const Params& params, const char* doing) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -74,9 +76,11 @@ magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t
   return cuda_status(cudaLaunchKernelEx(&config, kernel, params), doing);
 }
 
-// Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of dims 1.. .
+// Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of
+// dims 1.. .
 magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* base,
-                       std::initializer_list<uint64_t> sizes, std::initializer_list<int64_t> strides,
-                       std::initializer_list<uint32_t> box, const char* name);
+                       std::initializer_list<uint64_t> sizes,
+                       std::initializer_list<int64_t> strides, std::initializer_list<uint32_t> box,
+                       const char* name);
 
 }  // namespace magi

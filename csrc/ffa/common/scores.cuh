@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "wgmma.cuh"
+#include "ffa/common/wgmma.cuh"
 
 namespace magi {
 
@@ -66,16 +66,19 @@ __device__ __forceinline__ uint32_t low_bits(int n) {
   return r - 1;
 }
 
-// Of the columns 8j + 2q + {0, 1} that a thread holds, how many lie below `limit` (clamped to the block).
+// Of the columns 8j + 2q + {0, 1} that a thread holds, how many lie below `limit` (clamped to the
+// block).
 template <int kBlockN>
 __device__ __forceinline__ int columns_below(int limit, int q) {
   const int inside = min(max(limit, 0), kBlockN);
   return 2 * (inside >> 3) + min(max((inside & 7) - 2 * q, 0), 2);
 }
 
-// -inf outside each row's interval of columns, which are counted from the block's first, k0. One bit per element: the compiler turns the tests into predicate moves.
+// -inf outside each row's interval of columns, which are counted from the block's first, k0. One
+// bit per element: the compiler semaphore targets the tests into predicate moves.
 template <int kBlockN>
-__device__ __forceinline__ void mask_scores(float (&s)[kBlockN / 2], int k0, const int2 (&keys)[2], int lane) {
+__device__ __forceinline__ void mask_scores(float (&s)[kBlockN / 2], int k0, const int2 (&keys)[2],
+                                            int lane) {
   const int q = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

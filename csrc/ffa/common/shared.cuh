@@ -40,11 +40,15 @@ __device__ __forceinline__ void sts_int2(uint32_t address, int a, int b) {
 }
 
 __device__ __forceinline__ void sts_int4(uint32_t address, int a, int b, int c, int d) {
-  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
 }
 
 __device__ __forceinline__ void sts_float4(uint32_t address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
 }
 
 __device__ __forceinline__ int lds_int(uint32_t address) {
@@ -59,8 +63,8 @@ __device__ __forceinline__ int2 lds_int2(uint32_t address) {
   return v;
 }
 
-// The same value in every lane, in a way that the compiler can see: control flow and descriptors that depend on it then
-// live in uniform registers.
+// The same value in every lane, in a way that the compiler can see: control flow and descriptors
+// that depend on it then live in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
 // The thread index, read anew: what is needed rarely should not hold a register.

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C ABI between Python and the native libraries. No torch, no C++ types: raw pointers and versioned POD
- * structs. The caller allocates everything, workspace included. Functions return a status; the reason is
- * magi_last_error() of the calling thread.
+ * The C ABI between Python and the native libraries. No torch, no C++ types: raw pointers and
+ * versioned POD structs. The caller allocates everything, workspace included. Functions return a
+ * status; the reason is magi_last_error() of the calling thread.
  */
 #ifndef MAGI_ABI_H
 #define MAGI_ABI_H
@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 15
+#define MAGI_ABI_VERSION 16
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -21,162 +21,194 @@ typedef enum {
   MAGI_INVALID_ARGUMENT = 1, /* the caller broke a documented rule */
   MAGI_UNSUPPORTED = 2,      /* no variant for this shape, dtype or device */
   MAGI_CUDA_ERROR = 3,       /* the driver or runtime reported an error */
-  MAGI_CAPACITY = 4          /* a buffer given by the caller is too small; the needed size is reported */
+  MAGI_CAPACITY = 4 /* a buffer given by the caller is too small; the needed size is reported */
 } magi_status;
 
 typedef enum { MAGI_BF16 = 0, MAGI_FP16 = 1, MAGI_FP32 = 2 } magi_dtype;
 typedef enum { MAGI_FWD = 0, MAGI_BWD = 1 } magi_kind;
 
-/* ---- tile plan of the forward ------------------------------------------------------------------------
+/* ---- tile plan of the forward
+ * ------------------------------------------------------------------------
  *
- * A tile is `tile_tokens` consecutive query tokens (the last one may be short). Its work is a list of layers. In one
- * layer every token sees at most one key interval [lo, hi); tokens without one have lo == hi == 0. All layers of a
- * tile together hold every allowed pair of the tile exactly once.
+ * A tile is `tile_tokens` consecutive query tokens (the last one may be short). Its work is a list
+ * of segments. In one segment every token sees at most one key interval [lo, hi); tokens without
+ * one have lo == hi == 0. All segments of a tile together hold every allowed pair of the tile
+ * exactly once.
  *
  * Layout in memory, int32 words, one buffer:
  *   header  16 words  magi_tile_plan_header
  *   tiles   8 words each, num_tiles of them: magi_tile_desc
- *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first); of plans with units possibly another order
- *   records layer_words each, at words_records: magi_layer, then tile_tokens pairs (lo, hi)
- * Sections start at multiples of 16 bytes; layer_words is a multiple of 4.
+ *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first); of plans with work
+ * tiles possibly another order records segment_words each, at words_records: magi_tile_segment,
+ * then tile_tokens pairs (lo, hi) L2 groups start at multiples of 16 bytes; segment_words is a
+ * multiple of 4.
  */
 typedef struct {
-  int32_t version;      /* MAGI_ABI_VERSION */
-  int32_t total_q;      /* tokens */
+  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t total_q; /* tokens */
   int32_t total_k;
-  int32_t tile_tokens;  /* query tokens per tile */
-  int32_t num_groups;   /* row groups per tile, one per consumer warpgroup: 1..3 */
-  int32_t num_tiles;    /* ceil(total_q / tile_tokens) */
-  int32_t num_layers;   /* records in use */
-  int32_t layer_words;  /* 32 + 2 * tile_tokens, rounded up to a multiple of 4 */
-  int32_t words_tiles;  /* offsets in words from the start of the buffer */
+  int32_t tile_tokens;   /* query tokens per tile */
+  int32_t num_groups;    /* row groups per tile, one per consumer warpgroup: 1..3 */
+  int32_t num_tiles;     /* ceil(total_q / tile_tokens) */
+  int32_t num_segments;  /* records in use */
+  int32_t segment_words; /* 32 + 2 * tile_tokens, rounded up to a multiple of 4 */
+  int32_t words_tiles;   /* offsets in words from the start of the buffer */
   int32_t words_order;
   int32_t words_records;
-  int32_t words_total;  /* size of the buffer in words */
-  int32_t status;       /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
-  int32_t has_unseen;   /* 1 if some key in [0, total_k) is seen by no query */
-  int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take the same */
-  int32_t words_units;       /* of the units of a backward in steps of 80, in the order in which they are taken up; 0: none. With a dq_order only
-                                whether there are some counts: then `order` is one document after the other, and tiles are walked from the end */
+  int32_t words_total;       /* size of the buffer in words */
+  int32_t status;            /* 0, or MAGI_CAPACITY if the records did not fit (device producer) */
+  int32_t has_unseen;        /* 1 if some key in [0, total_k) is seen by no query */
+  int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take
+                                the same */
+  int32_t words_work_tiles; /* of the work tiles of a backward in steps of 80, in the order in which
+                          they are taken up; 0: none. With a dq_mode only whether there are some
+                          counts: then `order` is one document after the other, and tiles are walked
+                          from the end */
 } magi_tile_plan_header;
 
-/* One of words_units, num_tiles * heads_kv of them. */
+/* One of words_work_tiles, num_tiles * heads_kv of them. */
 typedef struct {
   int32_t tile;
-  int32_t head_and_walk; /* kv head << MAGI_WALK_BITS | how many blocks of 80 queries of each layer are taken from its end, backwards, before the
-                            others; MAGI_WALK_EARLY: as many as there are before the layer */
-} magi_walked_unit;
-#define MAGI_WALK_BITS 12
-#define MAGI_WALK_EARLY ((1 << MAGI_WALK_BITS) - 1)
+  int32_t head_and_traversal; /* kv head << MAGI_TRAVERSAL_BITS | how many blocks of 80 queries of
+                            each segment are taken from its end, backwards, before the others;
+                            MAGI_TRAVERSAL_WRAP: as many as there are before the segment */
+} magi_work_tile;
+#define MAGI_TRAVERSAL_BITS 12
+#define MAGI_TRAVERSAL_WRAP ((1 << MAGI_TRAVERSAL_BITS) - 1)
 
 typedef struct {
-  int32_t token0;      /* first query token */
-  int32_t num_tokens;  /* 1..tile_tokens */
-  int32_t layer_begin; /* index of the first record */
-  int32_t num_layers;
-  int32_t cost;        /* model cost, see planner; decides the order only */
-  int32_t num_blocks;  /* key blocks of 128 over all layers */
+  int32_t token0;        /* first query token */
+  int32_t num_tokens;    /* 1..tile_tokens */
+  int32_t segment_begin; /* index of the first record */
+  int32_t num_segments;
+  int32_t cost;       /* model cost, see planner; decides the order only */
+  int32_t num_blocks; /* key blocks of 128 over all segments */
   int32_t reserved[2];
 } magi_tile_desc;
 
-/* Ranges are half-open, in key tokens. Group g holds tokens [g * tile_tokens / num_groups, ...). A key block inside
- * [full_lo, full_hi) of a group needs no masking for any of its tokens (so tokens without an interval make it
- * empty: full_lo >= full_hi); one outside [visit_lo, visit_hi) needs no work at all. */
+/* Ranges are half-open, in key tokens. Group g holds tokens [g * tile_tokens / num_groups, ...). A
+ * key block inside [full_lo, full_hi) of a group needs no masking for any of its tokens (so tokens
+ * without an interval make it empty: full_lo >= full_hi); one outside [visit_lo, visit_hi) needs no
+ * work at all. */
 typedef struct {
   int32_t visit_lo, visit_hi; /* of the whole tile */
   int32_t source;             /* which key tensor map; 0, local rows: others are not used yet */
   int32_t arrival;            /* of the keys; -1, none: not used yet */
-  int32_t has_unseen;         /* 1 if a block of this layer may touch a key that no query sees */
+  int32_t has_unseen;         /* 1 if a block of this segment may touch a key that no query sees */
   int32_t reserved[3];
   struct {
     int32_t visit_lo, visit_hi, full_lo, full_hi;
   } group[3];
   int32_t reserved2[12];
-} magi_layer; /* 32 words */
+} magi_tile_segment; /* 32 words */
 
-/* Words of a plan buffer for that many layers; -1 for bad arguments. */
-MAGI_EXPORT int64_t magi_tile_plan_words(int32_t total_q, int32_t tile_tokens, int64_t num_layers);
+/* Words of a plan buffer for that many segments; -1 for bad arguments. */
+MAGI_EXPORT int64_t magi_tile_plan_words(int32_t total_q, int32_t tile_tokens,
+                                         int64_t num_segments);
 
-/* Host producer. slices: num_slices rows of 5 int32 (q_start, q_end, k_start, k_end, type), disjoint, in host memory.
- * plan may be NULL to ask for *words_needed only. MAGI_CAPACITY if plan_words is too small. */
-MAGI_EXPORT magi_status magi_tile_plan_host(const int32_t* slices, int64_t num_slices, int32_t total_q,
-                                            int32_t total_k, int32_t tile_tokens, int32_t num_groups,
-                                            int32_t* plan, int64_t plan_words, int64_t* words_needed);
+/* Host producer. slices: num_slices rows of 5 int32 (q_start, q_end, k_start, k_end, type),
+ * disjoint, in host memory. plan may be NULL to ask for *words_needed only. MAGI_CAPACITY if
+ * plan_words is too small. */
+MAGI_EXPORT magi_status magi_tile_plan_host(const int32_t* slices, int64_t num_slices,
+                                            int32_t total_q, int32_t total_k, int32_t tile_tokens,
+                                            int32_t num_groups, int32_t* plan, int64_t plan_words,
+                                            int64_t* words_needed);
 
-/* Walks a plan (host memory) against the slices: every allowed pair visited exactly once, nothing else unmasked, and
- * visit, full and order consistent. On a fault returns MAGI_INVALID_ARGUMENT and says which pair or field. */
-MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_slices, const int32_t* plan,
-                                             int64_t plan_words);
+/* Walks a plan (host memory) against the slices: every allowed pair visited exactly once, nothing
+ * else unmasked, and visit, full and order consistent. On a fault returns MAGI_INVALID_ARGUMENT and
+ * says which pair or field. */
+MAGI_EXPORT magi_status magi_tile_plan_check(const int32_t* slices, int64_t num_slices,
+                                             const int32_t* plan, int64_t plan_words);
 
 MAGI_EXPORT const char* magi_last_error(void);
 MAGI_EXPORT int32_t magi_abi_version(void);
-/* What the library was built from and with, as JSON; the fields are those of magi_attention/native/info.py. */
+/* What the library was built from and with, as JSON; the fields are those of
+ * magi_attention/native/info.py. */
 MAGI_EXPORT const char* magi_build_info(void);
 
-/* ---- variants ----------------------------------------------------------------------------------------
+/* ---- variants
+ * ----------------------------------------------------------------------------------------
  *
- * A library of attention kernels may hold any of them. 1 if this one has a kernel of that kind (magi_kind) and dtype
- * whose tile holds these head dims, so that a call finds it; 0 if not, or for a kind, dtype or head dim that there is not. */
-MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int32_t head_dim_v);
+ * A library of attention kernels may hold any of them. 1 if this one has a kernel of that kind
+ * (magi_kind) and dtype whose tile holds these head dims, so that a call finds it; 0 if not, or for
+ * a kind, dtype or head dim that there is not. */
+MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim,
+                                         int32_t head_dim_v);
 
-/* ---- keys of other ranks -----------------------------------------------------------------------------
+/* ---- keys of other ranks
+ * -----------------------------------------------------------------------------
  *
- * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys that other ranks push into this
- * rank's box (box.h) meanwhile. In the plan's coordinates, so also in total_k, local keys come first, remote ones from `base` on,
- * in tiles of 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile it waits for the
- * slot of the box that it came by. magi_ffa_fwd_remote and magi_ffa_bwd_remote of box.h launch it.
+ * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys
+ * that other ranks put into this rank's box (include/magi/symm.h) meanwhile. In the plan's
+ * coordinates, so also in total_k, local keys come first, remote ones from `base` on, in tiles of
+ * 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile
+ * it waits for the stage of the box that it came by. magi_ffa_fwd_remote and magi_ffa_bwd_remote of
+ * include/magi/symm.h launch it.
  */
 
 /* Memory that all ranks can address, as one rank sees it. */
 typedef struct {
   void* own;              /* address of this rank's */
   const int64_t* of_rank; /* device memory: (world,) addresses of all ranks' */
-} magi_box;
+} magi_symm_buffer;
 
 typedef struct {
-  int32_t version;    /* MAGI_ABI_VERSION */
+  int32_t version; /* MAGI_ABI_VERSION */
   int32_t rank, world;
   int32_t local_keys; /* rows of k and v */
   int32_t base;       /* a multiple of 128, at least local_keys + 128 */
-  int32_t rows;       /* a multiple of 128, or 0 for a rank that reads only its own; total_k is base + rows */
-  int32_t wire_dtype; /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
-  uint32_t timeout_ms; /* as in box.h */
-  int32_t num_slots;
+  int32_t
+      rows; /* a multiple of 128, or 0 for a rank that reads only its own; total_k is base + rows */
+  int32_t wire_dtype;  /* backward: of remote dk and dv, the dtype of k or MAGI_FP32 */
+  uint32_t timeout_ms; /* as in include/magi/symm.h */
+  int32_t num_signals;
   int32_t reserved;
-  magi_box box;       /* whose control words tell what has arrived; the forward ends this use of it, into which this rank pushed */
-  const void *k, *v;  /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
-  const int32_t* arrivals; /* device: (rows / 128,) slot of each tile; the forward waits for those before it, too */
-  int32_t* failure;   /* as in box.h */
-  /* Backward: dk and dv of remote tiles are written to their owners, who are told so when all are there; those of other ranks are waited
-   * for, and then magi_box_reduce can add them; of a tile of 128 local keys to which other ranks add, to dk_sums
-   * and dv_sums in float32, all rows of it, for magi_box_reduce; of the other local tiles to dk and dv, which are 16 bits. */
-  magi_box grads;             /* to which dk_targets and dv_targets belong */
-  const int32_t* senders;     /* device: (world,) 1 if that rank adds anything to gradients of this one */
-  const int32_t* owners;      /* device: (rows / 128,) rank of each tile */
-  const int32_t* target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
-  const int64_t *dk_targets, *dv_targets; /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */
-  const int32_t* summed;      /* device: (local_keys / 128 rounded up,) which of the tiles in the sums, -1: of none */
-  float *dk_sums, *dv_sums;   /* (.., 128, heads_kv, d) and (.., 128, heads_kv, dv), contiguous, multiples of 16 bytes; of each call */
+  magi_symm_buffer buffer; /* whose control words tell what has arrived; the forward ends this use
+                              of it, into which this rank put */
+  const void *k,
+      *v; /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */
+  const int32_t* arrivals; /* device: (rows / 128,) stage of each tile; the forward waits for those
+                              before it, too */
+  int32_t* failed_peer;    /* as in include/magi/symm.h */
+  /* Backward: dk and dv of remote tiles are written to their owners, who are told so when all are
+   * there; those of other ranks are waited for, and then magi_symm_reduce can add them; of a tile
+   * of 128 local keys to which other ranks add, to dk_sums and dv_sums in float32, all rows of it,
+   * for magi_symm_reduce; of the other local tiles to dk and dv, which are 16 bits. */
+  magi_symm_buffer grads; /* to which dk_targets and dv_targets belong */
+  const int32_t*
+      senders; /* device: (world,) 1 if that rank adds anything to gradients of this one */
+  const int32_t* owners; /* device: (rows / 128,) rank of each tile */
+  const int32_t*
+      target_rows; /* device: (rows / 128,) first row of each tile in its owner's memory */
+  const int64_t *dk_targets,
+      *dv_targets;       /* device: (world,) addresses of row 0, (.., heads_kv, d) contiguous */
+  const int32_t* summed; /* device: (local_keys / 128 rounded up,) which of the tiles in the sums,
+                            -1: of none */
+  float *dk_sums, *dv_sums; /* (.., 128, heads_kv, d) and (.., 128, heads_kv, dv), contiguous,
+                               multiples of 16 bytes; of each call */
 } magi_ffa_remote;
 
-/* ---- FFA forward -------------------------------------------------------------------------------------
+/* ---- FFA forward
+ * -------------------------------------------------------------------------------------
  *
- * q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), all 16-bit, last dim contiguous,
- * other strides in elements. out (total_q, heads_q, dv); lse (total_q, heads_q) float32, contiguous.
+ * q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), all 16-bit, last
+ * dim contiguous, other strides in elements. out (total_q, heads_q, dv); lse (total_q, heads_q)
+ * float32, contiguous.
  */
 typedef struct {
   int32_t version;   /* MAGI_ABI_VERSION */
   int32_t dtype;     /* magi_dtype of q, k, v: MAGI_BF16 or MAGI_FP16 */
   int32_t out_dtype; /* the input dtype, or MAGI_FP32 */
   int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
-  int32_t pack;          /* query heads per tile row group: heads_q / heads_kv (PackGQA) or 1 */
-  int32_t tile_tokens;   /* as in the plan */
-  int32_t accumulate;    /* 1: merge with what out (float32) and lse already hold */
-  int32_t sm_margin;     /* SMs to leave free, >= 0 */
-  int32_t sink_count;    /* sinks per head, 0 for none */
-  int32_t sink_per_row;  /* 0: sink is (sink_count, heads_q), 1: (total_q, sink_count, heads_q); float32 */
-  float softmax_scale;   /* > 0 */
-  float softcap;         /* > 0, or 0 for none */
+  int32_t pack;         /* query heads per tile row group: heads_q / heads_kv (PackGQA) or 1 */
+  int32_t tile_tokens;  /* as in the plan */
+  int32_t accumulate;   /* 1: merge with what out (float32) and lse already hold */
+  int32_t sm_margin;    /* SMs to leave free, >= 0 */
+  int32_t sink_count;   /* sinks per head, 0 for none */
+  int32_t sink_per_row; /* 0: sink is (sink_count, heads_q), 1: (total_q, sink_count, heads_q);
+                           float32 */
+  float softmax_scale;  /* > 0 */
+  float softcap;        /* > 0, or 0 for none */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
@@ -185,55 +217,69 @@ typedef struct {
   const void *q, *k, *v;
   void* out;
   float* lse;
-  float* max_logits;       /* (heads_q,), preset to -inf by the caller, or NULL */
-  const float* sink;       /* or NULL */
-  const int32_t* plan;     /* device memory, 16-byte aligned */
-  int32_t* workspace;      /* workspace_bytes, 16-byte aligned, zeroed once by the caller, reusable on one stream */
-  void* stream;            /* cudaStream_t */
+  float* max_logits;   /* (heads_q,), preset to -inf by the caller, or NULL */
+  const float* sink;   /* or NULL */
+  const int32_t* plan; /* device memory, 16-byte aligned */
+  int32_t* workspace;  /* workspace_bytes, 16-byte aligned, zeroed once by the caller, reusable on
+                          one stream */
+  void* stream;        /* cudaStream_t */
 } magi_ffa_fwd_params;
 
-/* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and the params. */
-MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim, int32_t head_dim_v,
-                                          int32_t* tile_tokens, int32_t* num_groups, int32_t* pack);
-/* Bytes of workspace that a call with these shapes needs on the current device; pointers are not looked at. Where there
- * are fewer tiles than multiprocessors, long tiles are cut along the keys, and the parts wait there to be joined. */
+/* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and
+ * the params. */
+MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim,
+                                          int32_t head_dim_v, int32_t* tile_tokens,
+                                          int32_t* num_groups, int32_t* pack);
+/* Bytes of workspace that a call with these shapes needs on the current device; pointers are not
+ * looked at. Where there are fewer tiles than multiprocessors, long tiles are cut along the keys,
+ * and the parts wait there to be combined. */
 MAGI_EXPORT magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
 
-/* ---- FFA backward ------------------------------------------------------------------------------------
+/* ---- FFA backward
+ * ------------------------------------------------------------------------------------
  *
- * Gradients of the forward, from its inputs, its out and lse and the gradient dout of out. The plan is that of the
- * transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then magi_tile_plan_* with total_k rows and
- * total_q columns. dq, dk and dv are contiguous, (total_q, heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv).
- * dk and dv are written once by their owner (where tiles are few, by a sum of parts in a fixed order, which wait in the
- * workspace); dq is summed in float32 in the workspace, in the order of `dq_order`.
+ * Gradients of the forward, from its inputs, its out and lse and the gradient dout of out. The plan
+ * is that of the transposed mask, so its rows are keys: magi_tile_transpose_* of the slices, then
+ * magi_tile_plan_* with total_k rows and total_q columns. dq, dk and dv are contiguous, (total_q,
+ * heads_q, d), (total_k, heads_kv, d), (total_k, heads_kv, dv). dk and dv are written once by their
+ * owner (where tiles are few, by a sum of parts in a fixed order, which wait in the workspace); dq
+ * is summed in float32 in the workspace, in the order of `dq_mode`.
  */
 typedef enum {
-  MAGI_DQ_ANY = 0,          /* the sum is cleared first */
-  MAGI_DQ_IN_TURNS = 1,     /* an order that plan and sm_margin fix, so dq is the same bits on every run */
-  MAGI_DQ_FIRST_STORES = 2, /* whoever comes first to a block stores, so nothing is cleared */
-} magi_dq_order;
-/* In turns a kernel waits for CTAs of its own, so two of those must not run beside each other. */
+  MAGI_DQ_ATOMIC = 0, /* the sum is cleared first */
+  MAGI_DQ_DETERMINISTIC =
+      1, /* an order that plan and sm_margin fix, so dq is the same bits on every run */
+  MAGI_DQ_FIRST_WRITER = 2, /* the first writer of a block stores, so nothing is cleared */
+} magi_dq_mode;
+/* In deterministic order a kernel waits for CTAs of its own, so two of those must not run beside
+ * each other. */
 typedef struct {
   int32_t version;    /* MAGI_ABI_VERSION */
   int32_t dtype;      /* of q, k, v, out, dout: MAGI_BF16 or MAGI_FP16 */
   int32_t grad_dtype; /* of dq, dk, dv: the input dtype, or MAGI_FP32 */
   int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
-  int32_t accumulate; /* 1: add to what dq, dk and dv (float32) already hold */
-  int32_t sm_margin;  /* SMs to leave free, >= 0 */
+  int32_t accumulate;  /* 1: add to what dq, dk and dv (float32) already hold */
+  int32_t sm_margin;   /* SMs to leave free, >= 0 */
   float softmax_scale; /* > 0 */
   float softcap;       /* > 0, or 0 for none */
-  int32_t dq_order;      /* magi_dq_order */
-  int32_t query_block;   /* queries of a step: 64; or 80, faster where keys see thousands, for head dims of 65 to 128 without
-                            softcap. 80 and MAGI_DQ_ANY: the plan must have words_units */
-  int32_t head_parts;    /* among how many units the query heads of a tile are shared out, at least; 0 leaves it to
-                            the library. In order, more than one says that tiles are uneven: the longest of all heads come first */
-  int32_t split_begin, split_end, split_parts; /* MAGI_DQ_IN_TURNS and 80: the query heads of the tiles from split_begin to before
-                            split_end, in the order of the plan, are shared out among so many units, 2, 4 or 8, each of 1, 2, 4 ...
-                            heads; none: 0. Not with magi_ffa_bwd_remote, nor where those of all tiles are shared out */
-  int32_t sole_visits;   /* 1: where a sole layer of a sole tile visits a block of queries its dq is written at once, not by way of the sum:
-                            the same bits. Faster from a tenth of the blocks on, else slower. Not with MAGI_DQ_ANY, softcap, split
-                            tiles, accumulate, grad_dtype MAGI_FP32 or magi_ffa_bwd_remote */
+  int32_t dq_mode;     /* magi_dq_mode */
+  int32_t block_m; /* queries of a step: 64; or 80, faster where keys see thousands, for head dims
+                      of 65 to 128 without softcap. 80 and MAGI_DQ_ATOMIC: the plan must have
+                      words_work_tiles */
+  int32_t num_head_splits; /* among how many work tiles the query heads of a tile are shared out, at
+                         least; 0 leaves it to the library. In order, more than one says that tiles
+                         are uneven: the longest of all heads come first */
+  int32_t split_begin, split_end,
+      splits_per_split_tile; /* MAGI_DQ_DETERMINISTIC and 80: the query heads of the tiles from
+split_begin to before split_end, in the order of the plan, are shared out among so many work tiles,
+2, 4 or 8, each of 1, 2, 4 ... heads; none: 0. Not with magi_ffa_bwd_remote, nor where those of all
+tiles are shared out */
+  int32_t
+      direct_dq_store; /* 1: where a single segment of a single tile visits a block of queries its
+                      dq is written at once, not by way of the sum: the same bits. Faster from a
+                      tenth of the blocks on, else slower. Not with MAGI_DQ_ATOMIC, softcap, split
+                      tiles, accumulate, grad_dtype MAGI_FP32 or magi_ffa_bwd_remote */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
@@ -241,67 +287,85 @@ typedef struct {
   int64_t dout_stride_token, dout_stride_head;
   int64_t workspace_bytes; /* at least what magi_ffa_bwd_workspace says */
   const void *q, *k, *v;
-  const void* out;         /* or NULL: then delta is read */
+  const void* out; /* or NULL: then delta is read */
   const void* dout;
-  const float* lse;        /* (total_q, heads_q) */
-  float* delta;            /* (total_q, heads_q), sum(out * dout) of each row: written if out is given; or NULL */
+  const float* lse; /* (total_q, heads_q) */
+  float*
+      delta; /* (total_q, heads_q), sum(out * dout) of each row: written if out is given; or NULL */
   void *dq, *dk, *dv;
-  const int32_t* plan;     /* device memory, 16-byte aligned */
-  void* workspace;         /* workspace_bytes, 128-byte aligned; need not be initialised */
-  void* list;              /* or NULL: kept by the caller for calls of one plan and one stream, with equal values of all that is above the
-                              addresses, of as many bytes as magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
-  int64_t list_is_made;    /* 1: such a call was launched with this list before, so what it made need not be made again; 0 is always right */
-  void* stream;            /* cudaStream_t */
+  const int32_t* plan; /* device memory, 16-byte aligned */
+  void* workspace;     /* workspace_bytes, 128-byte aligned; need not be initialised */
+  void*
+      work_list; /* or NULL: kept by the caller for calls of one plan and one stream, with equal
+                    values of all that is above the addresses, of as many bytes as
+                    magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
+  int64_t work_list_is_made; /* 1: such a call was launched with this list before, so what it made
+                                need not be made again; 0 is always right */
+  void* stream;              /* cudaStream_t */
 } magi_ffa_bwd_params;
 
 /* Tile the kernel wants: *tile_tokens keys in *num_groups groups, for the planner. */
-MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens,
-                                          int32_t* num_groups);
-/* Bytes of workspace that a call with these shapes needs, and of its list, 0 if it takes none; pointers are not looked at. */
+MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v,
+                                          int32_t* tile_tokens, int32_t* num_groups);
+/* Bytes of workspace that a call with these shapes needs, and of its list, 0 if it takes none;
+ * pointers are not looked at. */
 MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
 
-/* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty ones with all zeros. Host:
- * rows of 5 int32 as for magi_tile_plan_host. Device: int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or NULL, to
- * (3n, 2), (3n, 2) and (3n,); malformed slices become empty. */
-MAGI_EXPORT magi_status magi_tile_transpose_host(const int32_t* slices, int64_t num_slices, int32_t* transposed);
-MAGI_EXPORT magi_status magi_tile_transpose_device(const int32_t* q_ranges, const int32_t* k_ranges, const int32_t* types,
-                                                   int32_t num_slices, int32_t total_q, int32_t total_k,
-                                                   int32_t* row_ranges, int32_t* column_ranges, int32_t* new_types,
-                                                   void* stream);
+/* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty
+ * ones with all zeros. Host: rows of 5 int32 as for magi_tile_plan_host. Device: int32 q_ranges (n,
+ * 2), k_ranges (n, 2), types (n,) or NULL, to (3n, 2), (3n, 2) and (3n,); malformed slices become
+ * empty. */
+MAGI_EXPORT magi_status magi_tile_transpose_host(const int32_t* slices, int64_t num_slices,
+                                                 int32_t* transposed);
+MAGI_EXPORT magi_status magi_tile_transpose_device(const int32_t* q_ranges, const int32_t* k_ranges,
+                                                   const int32_t* types, int32_t num_slices,
+                                                   int32_t total_q, int32_t total_k,
+                                                   int32_t* row_ranges, int32_t* column_ranges,
+                                                   int32_t* new_types, void* stream);
 
-/* The same mask with its FULL slices cut anew where a plan of it takes half the time then or less, else as it is, empty
- * slices left out. strips: room for three times as many rows; *num_strips: how many are used. */
-MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num_slices, int32_t tile_tokens,
-                                              int32_t* strips, int64_t* num_strips);
+/* The same mask with its FULL slices cut anew where a plan of it takes half the time then or less,
+ * else as it is, empty slices left out. strips: room for three times as many rows; *num_strips: how
+ * many are used. */
+MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num_slices,
+                                              int32_t tile_tokens, int32_t* strips,
+                                              int64_t* num_strips);
 
-/* When units start that take so long and are taken up in this order by whoever of `places` is free first. */
-MAGI_EXPORT magi_status magi_hand_out_starts(const double* times, int64_t num_units, int32_t places, double* starts);
+/* When work tiles start that take so long and are taken up in this order by whoever of `places` is
+ * free first. */
+MAGI_EXPORT magi_status magi_hand_out_starts(const double* times, int64_t num_work_tiles,
+                                             int32_t places, double* starts);
 
-/* Tiles that follow one another, by the blocks that they visit, those with none left out: the longest that is left, and
- * behind it the longest that still fit into what is left of `period` blocks, and so on. tiles and groups, num_tiles each:
- * the tiles in this order and the group of each, from 0; *num_grouped: how many are used. */
-MAGI_EXPORT magi_status magi_group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period, int64_t* tiles,
-                                         int64_t* groups, int64_t* num_grouped);
+/* Tiles that follow one another, by the blocks that they visit, those with none left out: the
+ * longest that is left, and behind it the longest that still fit into what is left of `period`
+ * blocks, and so on. tiles and groups, num_tiles each: the tiles in this order and the group of
+ * each, from 0; *num_grouped: how many are used. */
+MAGI_EXPORT magi_status magi_group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period,
+                                         int64_t* tiles, int64_t* groups, int64_t* num_grouped);
 
-/* Dispatch by swaps of chunks. chunks (num_chunks): the chunks of all ranks, which end at ends (world), in and out; masks
- * (num_chunks, ceil(num_chunks / 64)): the chunks that each one reads, as bits. Energy: area of the heaviest rank plus chunk_cost for
- * each chunk that ranks fetch, share_of_max of that by who fetches most, else by the mean of all; over mean. Step n swaps
- * proposals[n] (rank, place, other rank, its place) if the energy rises by thresholds[n] at most. *energy and chunks: the least seen. */
-MAGI_EXPORT magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, int32_t world, const int64_t* areas,
-                                         const uint64_t* masks, int32_t num_chunks, double chunk_cost, double share_of_max,
-                                         double mean, const int32_t* proposals, const double* thresholds, int32_t steps,
-                                         double* energy);
+/* Dispatch by swaps of chunks. chunks (num_chunks): the chunks of all ranks, which end at ends
+ * (world), in and out; masks (num_chunks, ceil(num_chunks / 64)): the chunks that each one reads,
+ * as bits. Energy: area of the heaviest rank plus chunk_cost for each chunk that ranks fetch,
+ * share_of_max of that by who fetches most, else by the mean of all; over mean. Step n swaps
+ * proposals[n] (rank, place, other rank, its place) if the energy rises by thresholds[n] at most.
+ * *energy and chunks: the least seen. */
+MAGI_EXPORT magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, int32_t world,
+                                         const int64_t* areas, const uint64_t* masks,
+                                         int32_t num_chunks, double chunk_cost, double share_of_max,
+                                         double mean, const int32_t* proposals,
+                                         const double* thresholds, int32_t steps, double* energy);
 
-/* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n, 2), types (n,) or
- * NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out of range, end < start, unknown type) are
- * ignored. One record per tile that a slice touches always suffices, fewer usually do; if they do not fit into plan_words
- * the header's status says so and the attention kernel fills out and lse with NaN, as it does for a plan of other shapes. Beyond some ten thousand slices
- * has_unseen may be 1 without need. */
-MAGI_EXPORT magi_status magi_tile_plan_device(const int32_t* q_ranges, const int32_t* k_ranges, const int32_t* types,
-                                              int32_t num_slices, int32_t total_q, int32_t total_k,
-                                              int32_t tile_tokens, int32_t num_groups, int32_t* plan,
-                                              int64_t plan_words, void* stream);
+/* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n,
+ * 2), types (n,) or NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out
+ * of range, end < start, unknown type) are ignored. One record per tile that a slice touches always
+ * suffices, fewer usually do; if they do not fit into plan_words the header's status says so and
+ * the attention kernel fills out and lse with NaN, as it does for a plan of other shapes. Beyond
+ * some ten thousand slices has_unseen may be 1 without need. */
+MAGI_EXPORT magi_status magi_tile_plan_device(const int32_t* q_ranges, const int32_t* k_ranges,
+                                              const int32_t* types, int32_t num_slices,
+                                              int32_t total_q, int32_t total_k, int32_t tile_tokens,
+                                              int32_t num_groups, int32_t* plan, int64_t plan_words,
+                                              void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Words in device memory by which CTAs of one GPU tell each other how far they are: thin wrappers
+// over PTX. What waits for other GPUs is in comm/nvlink/comm/symm/signal.cuh.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+__device__ __forceinline__ int load_relaxed(const int32_t* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int load_acquire(const int32_t* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int32_t* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// For several words behind one fence.
+__device__ __forceinline__ void add_relaxed(int32_t* address, int value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_released(int32_t* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// What was there before.
+__device__ __forceinline__ int swap_if_equal(int32_t* address, int expected, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(address), "r"(expected), "r"(value)
+               : "memory");
+  return before;
+}
+
+}  // namespace magi

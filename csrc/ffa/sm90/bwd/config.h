@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tile sizes and the shared-memory map of the backward kernel. Constants only; shared by host and
+// device.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
+constexpr int kBlockM64 = 64;     // queries
+constexpr int kBlockM80 = 80;     // the same where that rounds to little more (kernels/block_m.py)
+
+template <typename T_, int kD_, bool kHasSoftcap_, bool kSemaphored_ = false, bool kSplit_ = false,
+          int kBlockM_ = kBlockM64, bool kWorkList_ = kSplit_ && kBlockM_ == kBlockM64,
+          bool kDirectStore_ = false>
+struct BwdConfig {
+  using T = T_;
+  static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
+  static constexpr bool kHasSoftcap = kHasSoftcap_;  // scores have a softcap
+  // dq is summed in an order that does not depend on time, or after a first one that stores: see
+  // bwd/schedule/semaphore_targets.cuh.
+  static constexpr bool kSemaphored = kSemaphored_;
+  // Work tiles may be split: see bwd/schedule/split.cuh.
+  static constexpr bool kSplit = kSplit_;
+  // Where a block of queries has one contribution only its dq is rounded and written at once, in
+  // order; a kernel of its own, because the others would take up to 3% longer for it.
+  static constexpr bool kDirectStore = kDirectStore_;
+  static_assert(!kDirectStore || kSemaphored, "only there contributions are counted");
+  // Columns of dk, dv and dq that a work tile produces. Registers hold 128; wider heads take two
+  // passes over the same tiles.
+  static constexpr int kOut = kD <= 128 ? kD : 128;
+  static constexpr int kPasses = kD / kOut;
+  static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
+  static constexpr int kBlockN = kTileBlockN;
+  static constexpr int kBlockM = kBlockM_;  // of a step: kBlockM64 or kBlockM80
+  // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it
+  // straight from the registers.
+  static constexpr bool kIsM80 = kBlockM != kBlockM64;
+  // Work tiles are listed, in narrow steps may be: see bwd/schedule/work_list.cuh. Else, for wide
+  // steps, the plan tells in which order work tiles are taken up and how they are walked: see
+  // magi_work_tile.
+  static constexpr bool kWorkList = kWorkList_;
+  static constexpr bool kPlanned = kIsM80 && !kSemaphored && !kWorkList;
+  static constexpr bool kDirectDq = !kSemaphored && !kIsM80;
+  static constexpr int kDqFragments =
+      kDirectDq     ? 0
+      : kSemaphored ? 1
+                    : 2;  // in which it is handed over: of both warpgroups, or of each
+  static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
+  static constexpr int kDqValues = kBlockM * kDqColumns / 128;  // of them, by one thread
+  static constexpr int kStages = kIsM80 ? 2 : kD > 128 ? 1 : kSemaphored ? 2 : 3;  // of Q and dO
+  // Lanes that add dq in order, each every second step: one alone takes longer for an addition than
+  // a step takes, but for head dims above 128, whose steps are longer. They need to know of a step
+  // for longer than its words stay, so there are places for what they are told.
+  static constexpr int kDqStoreLanes = kSemaphored && kStages == 2 ? 2 : 1;
+  static constexpr int kDqQueueStages =
+      kSemaphored ? 2 * kDqStoreLanes
+                  : kStages;  // those of others are not used, but keep offsets as they were timed
+  static constexpr int kFullBarriers =
+      kDqStoreLanes == 2
+          ? 2
+          : kDqFragments;  // that say dq is there: of each share, or of every second step
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kConsumerRegisters = kSemaphored && kD == 64 ? 232 : 240;
+  static constexpr int kProducerRegisters = kSemaphored && kD == 64 ? 40 : 24;
+
+  static constexpr uint32_t kKeyBytes = kBlockN * kD * 2;    // of K, and of V
+  static constexpr uint32_t kQueryBytes = kBlockM * kD * 2;  // of a stage of Q, and of dO
+  static constexpr uint32_t kStatBytes = kBlockM * 8;        // offsets, then deltas
+  static constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
+  static constexpr int kDsSlots = kIsM80 ? 1 : 2;
+  // Where dq leaves by way of shared memory. Head dims above 128 have room for it only where dS
+  // was.
+  static constexpr uint32_t kDqBytes = kBlockM * kDqColumns * 4;  // of one warpgroup
+  static constexpr bool kDqOverDs = kSemaphored && kD > 128;
+  // Offsets from the 1024-byte aligned start.
+  static constexpr uint32_t kKAt = 0;
+  static constexpr uint32_t kVAt = kKAt + kKeyBytes;
+  static constexpr uint32_t kQAt = kVAt + kKeyBytes;
+  static constexpr uint32_t kDoAt = kQAt + kStages * kQueryBytes;
+  static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;
+  static constexpr uint32_t kDqAt =
+      kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
+  static constexpr uint32_t kStatsAt =
+      kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
+  static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
+  static constexpr int kBarriers =
+      12 + 5 * kStages + kDqQueueStages + 2 * kFullBarriers + (kIsM80 ? 1 : 0);
+  static constexpr uint32_t kWorkTilesAt =
+      kBarriersAt + (8 * kBarriers + 15) / 16 * 16;        // two, of 16 bytes each
+  static constexpr uint32_t kStepsAt = kWorkTilesAt + 32;  // one for each stage, likewise
+  static constexpr uint32_t kDqQueueAt =
+      kStepsAt + 16 * kStages;  // a word for each place, or for each of two shares
+  static constexpr uint32_t kWorkSemaphoreAt = kDqQueueAt + (kSemaphored ? 4 * kDqQueueStages
+                                                             : kDqFragments == 2 ? 8
+                                                                                 : 0);
+  static constexpr uint32_t kLeftAt = kWorkSemaphoreAt + (kSemaphored ? 8 : 0);
+  static constexpr uint32_t kThroughAt = kLeftAt + 4;
+  static constexpr uint32_t kPreparedAt = kThroughAt + 4;
+  static constexpr uint32_t kSegmentsAt = (kPreparedAt + 4 + 15) / 16 * 16;
+  static constexpr uint32_t kSegmentHeader = 128;  // bytes of magi_tile_segment
+  static constexpr uint32_t kSegmentBytes = kSegmentHeader + kBlockN * 8;
+  static constexpr uint32_t kSmemBytes = kSegmentsAt + 2 * kSegmentBytes;
+  static_assert(!kIsM80 || (kD == 128 && !kHasSoftcap),
+                "nowhere else are there registers for wide blocks");
+  static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
+};
+
+// Of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head, each in the
+// order in which an accumulator lies in the registers of a warpgroup, so that whole lines are
+// added.
+constexpr int dq_block_floats(int queries) { return queries * 64; }
+constexpr int kMaxWave = 256;    // tiles, see bwd/schedule/semaphore_targets.cuh
+constexpr int kMaxTimed = 1024;  // tiles
+constexpr int kTicks = 32;       // of expected time: one block
+// In deterministic order: from so few query heads of a work tile on all work tiles walk backwards,
+// if so many tiles for each of them are in work at the same time.
+constexpr int kFewHeads = 4, kManyTiles = 8;
+constexpr int kLargeL2Groups =
+    2;  // query heads of a work tile up to which L2 groups are twice as large, then
+constexpr int kListedHeadSplits =
+    4;  // of a listed tile that is split by heads, see bwd/schedule/candidates.cuh
+constexpr int kMaxHeadSplits = 256;  // among which the query heads of a tile are shared out
+constexpr int kTailParts =
+    8;  // at most, of a work tile of the last round, or that the caller splits
+constexpr int kMaxPartials =
+    2048;  // more than there are work tiles whose parts leave dk and dv in the workspace
+constexpr int kMaxWorkList = 512;  // tiles of kv heads
+constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
+// Of them, where work tiles are listed: how many are split, how many rows the list has; places that
+// the last kernel has taken (in deterministic order, too), and whether their order is known
+// (bwd/rows/completion.cuh).
+constexpr int kSplitWord = 2, kNumWorkTilesWord = 3, kPlaceWord = 4, kOrderedWord = 5;
+// Whether work tiles are listed; whether they were from the start, and with them the order of the
+// blocks; and how many groups of warps of the kernel that prepares the rows are through
+// (bwd/rows/preprocess_work_list.cuh).
+constexpr int kWorkListWord = 6, kInOrderWord = 7, kPreparedWord = 8;
+// Where visits to blocks are counted: what is made of the plan before the main kernel is kept by
+// the caller up to so many bytes. More belongs to calls of which it takes a hundredth and less.
+constexpr int64_t kMostKeptOrder = 4 << 20;
+// A list: words ahead of it, among them whether it is made and how many blocks are needed at once;
+// then rows of work tiles, how many work tiles each part of a tile has, and blocks in the order in
+// which they are needed.
+constexpr int kWorkListHeader = 32, kMadeWord = 0,
+              kAtOnceWord = 1;  // kSplitWord, kNumWorkTilesWord as in the workspace
+constexpr int kRowThreads = 256;
+// How many of so many multiprocessors go on preparing rows while the others begin with the main
+// kernel (bwd/rows/preprocess_work_list.cuh).
+constexpr int late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }
+// In the words of a step, in order: no other visit adds to its block, so dq is rounded and written
+// at once. Behind the head.
+constexpr int kDirectStoreBit = 1 << 19;
+constexpr int stat_floats(int queries) {
+  return 2 * queries;
+}  // of a block and head: offsets of the exponents, then deltas
+
+}  // namespace magi

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adds dq where that leaves by way of shared memory: in order (bwd/schedule/semaphore_targets.cuh)
+// or after the first writer, by two lanes or one; or, where steps are wide, as it comes. The first
+// of these lanes also asks for the keys of each work tile.
+#pragma once
+
+#include "ffa/common/tma.cuh"
+#include "ffa/common/atomics.cuh"
+#include "ffa/sm90/bwd/producer.cuh"
+
+namespace magi {
+
+// With MAGI_DQ_FIRST_WRITER: in a block's counter, that somebody is about to store and nothing is
+// there yet. Less than any count, so the last kernel waits on.
+constexpr int kClaimed = -(1 << 30);
+
+// Whether the dq at hand is the first of its block and is to be stored, where the first writer
+// does; waits until there is something to add to. That takes no longer than a store: who has
+// claimed a block has its dq at hand. `seen`: the counter, at some time.
+__device__ __forceinline__ bool try_claim_first_store(int32_t* count, int seen) {
+  if (seen == 0) {
+    seen = swap_if_equal(count, 0, kClaimed);
+    if (seen == 0) return true;
+  }
+  while (seen == kClaimed) seen = load_relaxed(count);
+  return false;
+}
+
+// Sends the sum of the two warpgroups' shares of a step's dq on its way to block `number` of
+// dq_accum, of all columns of a pass.
+template <typename C>
+__device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number, uint32_t staged,
+                                        bool is_first) {
+  float* to =
+      p.dq_accum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kBlockM));
+  if (is_first)
+    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
+  else
+    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
+  store_commit();
+}
+
+// The dq of a step, when it is there and its semaphore target has come, which is `*target_at`: one
+// lane, while another may add the step behind. `number` says which block of dq_accum, of all
+// columns of a pass; `stage` is its place among those of what the lanes are told.
+//
+// What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have
+// got to the place in L2 where the next tile adds. Without a release some additions come before the
+// one that they should follow, and some are lost to the store of the first
+// (docs/notes/ffa_backward_turns.md). Who waits needs no acquire: it reads nothing, its addition is
+// made in L2, and is not asked for before the count has been seen.
+template <typename C>
+__device__ __forceinline__ void add_at_semaphore(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                                 uint32_t number, const int32_t* target_at,
+                                                 uint32_t slot) {
+  int32_t* count = p.dq_semaphore + number;
+  const int target = p.first_writer ? 0 : *target_at;
+  int seen = load_relaxed(count);
+  mbar_wait(smem.dq_full(slot % C::kDqStoreLanes), slot / C::kDqStoreLanes);
+  while (seen < target) seen = load_relaxed(count);
+  const bool is_first = p.first_writer ? try_claim_first_store(count, seen) : seen == 0;
+  send_dq<C>(p, number, smem.dq(), is_first);
+  store_wait_read();
+  mbar_arrive(smem.dq_empty(0));
+  store_wait_all();
+  add_released(count, p.first_writer && is_first ? 1 - kClaimed : 1);
+}
+
+// Writes the dq of a step that is the only contribution of its block, rounded rows of all columns
+// of a pass; rows and columns that do not exist are left out. Nobody waits for it but the end of
+// the kernel.
+template <typename C>
+__device__ __forceinline__ void store_direct(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                             uint32_t number, uint32_t slot) {
+  const uint32_t of_head = number / C::kPasses,
+                 head = of_head / static_cast<uint32_t>(p.num_m_blocks);
+  const int column = number % C::kPasses * C::kOut,
+            query = (of_head - head * p.num_m_blocks) * C::kBlockM;
+  mbar_wait(smem.dq_full(slot % C::kDqStoreLanes), slot / C::kDqStoreLanes);
+#pragma unroll
+  for (int d = 0; d < C::kOut / 64; ++d)
+    store_tile_3d(&p.dq_map, smem.dq() + d * (C::kBlockM * 128), column + d * 64, query, head);
+  store_commit();
+  store_wait_read();
+  mbar_arrive(smem.dq_empty(0));
+}
+
+// Whether one lane adds all steps: also where a tile visits a block in several segments, as all its
+// visits have the same semaphore target, and come one after the other only if one lane adds them.
+template <typename C>
+__device__ __forceinline__ bool stores_alone(const BwdKernelParams& p) {
+  return C::kDqStoreLanes == 1 || (!p.first_writer && !(p.order[0] & (kTimed | kInWaves)));
+}
+
+// Adds dq of the steps of a work tile, by two lanes each of which takes every second one, counted
+// from the start of the CTA, `kWho` 0 or 1 being the number of the first; or by one. To add takes a
+// lane longer than a step takes the warpgroups, mostly until it is complete and passed on. Each
+// looks at all steps, to know which is the last of the work tile. What is told of a step stays
+// until four steps later (two, of one lane): that one is told when Q of the third after it (the
+// first) has been used, and before that dq of the one before has been taken up.
+template <typename C, int kWho>
+__device__ __forceinline__ void store_every_second(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                                   uint32_t work_stage,
+                                                   Ring<C::kDqQueueStages>& ring) {
+  bool ends;
+#pragma unroll 1
+  do {
+    mbar_wait(smem.step_full(ring.stage), ring.phase);
+    const uint32_t dq_queue = lds_int(smem.dq_queue(ring.stage)),
+                   number = dq_queue &
+                            ~(C::kDirectStore ? kLastFragments | kDirectFragments : kLastFragments);
+    ends = dq_queue & kLastFragments;
+    const bool is_mine = ring.stage % 2 == kWho || (kWho == 0 && stores_alone<C>(p));
+    if (C::kDirectStore && is_mine && dq_queue & kDirectFragments) {
+      store_direct<C>(p, smem, number, ring.stage);
+    } else if (is_mine) {
+      const int64_t block = number / C::kPasses % static_cast<uint32_t>(p.num_m_blocks);
+      const int32_t* target_at = p.semaphore_targets + block * p.targets_per_block;
+      if constexpr (C::kSplit)  // that of its part of the heads
+        target_at += lds_int(smem.work_tile(work_stage)) * p.work_tiles_per_tile +
+                     (number / static_cast<uint32_t>(p.num_m_blocks) >> p.heads_shift);
+      else
+        target_at += lds_int(smem.work_semaphore(work_stage));
+      add_at_semaphore<C>(p, smem, number, target_at, ring.stage);
+    }
+    ring.advance();
+  } while (!ends);
+}
+
+// One lane, the second that adds.
+template <typename C>
+__device__ void store_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  PipelineState state;
+  Ring<C::kDqQueueStages> ring;
+  while (true) {
+    mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
+    if (work_tile.x < 0) break;
+    if (work_tile.z > 0 && !stores_alone<C>(p))
+      store_every_second<C, 1>(p, smem, state.work_stage(), ring);
+    mbar_arrive(smem.issued());
+    mbar_arrive(smem.work_empty(state.work_stage()));
+    state.next_work();
+  }
+  if constexpr (C::kDirectStore) store_wait_all();  // of what was written and not added
+}
+
+// The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of
+// the shares. Where work tiles are listed, all of them have been added at the end, and nothing that
+// comes behind can overtake that (docs/notes/ffa_backward_turns.md).
+template <typename C>
+__device__ __forceinline__ void store_fragments(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                                uint32_t& phase) {
+  uint32_t number;
+#pragma unroll 1
+  do {
+#pragma unroll 1
+    for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment) {
+      mbar_wait(smem.dq_full(fragment), phase);
+      number = lds_int(smem.dq_number(fragment));
+      add_bulk_float(p.dq_accum + static_cast<uint64_t>(number & ~kLastFragments) *
+                                      dq_block_floats(C::kBlockM),
+                     smem.dq() + fragment * C::kDqBytes, C::kDqBytes);
+      store_commit();
+    }
+    phase ^= 1;
+    store_wait_read();
+    mbar_arrive(smem.dq_empty(0));
+    mbar_arrive(smem.dq_empty(1));
+  } while (!(number & kLastFragments));
+  if constexpr (C::kWorkList) {
+    store_wait_all();
+    fence_proxies();
+    __threadfence();
+  }
+}
+
+// One lane. Copies K and V of each work tile, and adds the dq of each step where that leaves by way
+// of shared memory.
+template <typename C>
+__device__ void copy_keys_store_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  PipelineState state;
+  Ring<C::kDqQueueStages> ring;
+  uint32_t dq_phase = 0;
+  while (true) {
+    mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
+    if (work_tile.x < 0) break;
+    mbar_wait(smem.kv_empty(), state.kv_phase() ^ 1);
+    if (work_tile.z == 0) {
+      mbar_arrive(smem.kv_raw());  // nothing to load, but dk and dv are staged there
+    } else {
+      load_keys<C>(p, smem, smem.work_tile(state.work_stage()));
+      if constexpr (C::kSemaphored)
+        store_every_second<C, 0>(p, smem, state.work_stage(), ring);
+      else if constexpr (C::kIsM80)
+        store_fragments<C>(p, smem, dq_phase);
+    }
+    if constexpr (C::kSemaphored) mbar_arrive(smem.issued());
+    mbar_arrive(smem.work_empty(state.work_stage()));
+    state.next_work();
+  }
+  if constexpr (!C::kDirectDq) store_wait_all();
+}
+
+}  // namespace magi

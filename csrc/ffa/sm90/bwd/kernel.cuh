@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and walks all queries that
+// see it, of all query heads in the group: dk and dv stay in registers and are written once,
+// without atomics. dq is summed in float32 in L2: by vector reductions straight from the registers,
+// by bulk copies where steps are wide (kIsM80: 80 queries in place of 64, for keys that see many),
+// or by bulk copies in a fixed order or after a first one that stores (kSemaphored, see
+// bwd/schedule/semaphore_targets.cuh). Or it is written at once, where nobody else adds to a block
+// (kDirectStore).
+#pragma once
+
+#include "ffa/sm90/bwd/dq_store.cuh"
+#include "ffa/sm90/bwd/row_guard.cuh"
+#include "ffa/sm90/bwd/epilogue.cuh"
+#include "ffa/sm90/bwd/producer.cuh"
+#include "ffa/sm90/bwd/mainloop.cuh"
+#include "ffa/sm90/bwd/work_tiles.cuh"
+
+namespace magi {
+
+template <typename C>
+__device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  float dk[C::kOut / 2], dv[C::kOut / 2];
+  StepWorker<C> worker(p, smem);
+  while (true) {
+    mbar_wait(smem.work_full(worker.state().work_stage()), worker.state().work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(worker.state().work_stage()));
+    if (uniform(work_tile.x) < 0) break;
+#pragma unroll
+    for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
+    mbar_wait(smem.kv_full(), worker.state().kv_phase());
+    typename StepWorker<C>::DqRest rest;
+#pragma unroll
+    for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
+    if (uniform(work_tile.z) > 0) {
+      mbar_wait(smem.q_full(worker.ring.stage),
+                worker.ring.phase);  // the words of the step come before it
+      if constexpr (C::kIsM80) {
+        __syncwarp();
+        uint32_t keys = worker.rows_of(smem.k());
+        while (worker.step_wide(dk, dv, keys)) {
+        }
+      } else {
+        uint32_t rest_of =
+            C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
+        while (worker.step(dk, dv, rest, rest_of)) {
+        }
+        if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+      }
+    }
+    worker.finish(dk, dv);
+    // Tile and head are read again rather than kept in registers.
+    const int4 again = lds_int4(smem.work_tile(worker.state().work_stage()));
+    // Where work tiles may be listed, this also says that what was split has been written.
+    auto release_work_tile = [&] {
+      __syncwarp();
+      if (elect_one()) mbar_arrive(smem.work_empty(worker.state().work_stage()));
+    };
+    if constexpr (!C::kWorkList) release_work_tile();
+    named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
+    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), uniform(again.w));
+    if constexpr (C::kWorkList) release_work_tile();
+    worker.next_work();
+  }
+  if (thread_again() % 128 == 0) store_wait_all();
+}
+
+// For a plan that did not fit into its buffer, belongs to other shapes, or has no work tiles where
+// they are to be told.
+template <typename C>
+__device__ void write_nan_grads(const BwdKernelParams& p) {
+  const float nan = __int_as_float(0x7fffffff);
+  for (int grad = 0; grad < 2; ++grad) {
+    void* to = grad ? p.dv : p.dk;
+    const int64_t count =
+        static_cast<int64_t>(p.remote.local_keys) * p.heads_kv * (grad ? p.head_dim_v : p.head_dim);
+    for (int64_t i = blockIdx.x * C::kThreads + threadIdx.x; i < count;
+         i += gridDim.x * C::kThreads) {
+      const int row_values = p.heads_kv * (grad ? p.head_dim_v : p.head_dim),
+                key = static_cast<int>(i / row_values);
+      if (const int summed = summed_tile(p.remote, key / kRemoteTile); summed >= 0) {
+        const int64_t first =
+            (static_cast<int64_t>(summed) * kRemoteTile + key % kRemoteTile) * row_values;
+        (grad ? p.remote.dv_sums : p.remote.dk_sums)[first + i % row_values] = nan;
+      } else if (p.grads_are_float)
+        static_cast<float*>(to)[i] = nan;
+      else
+        static_cast<typename C::T*>(to)[i] = typename C::T(nan);
+    }
+  }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    ffa_bwd(const __grid_constant__ BwdKernelParams p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  // The last kernel may not even read what is listed before it is.
+  const bool is_listed = C::kWorkList && p.work_tiles != nullptr;
+  // In order it looks at counters that the kernels before this one clear.
+  if (!is_listed && !C::kSemaphored) start_next_kernel();
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || (C::kPlanned && !has_work_tiles(p.plan))) {
+    wait_for_kernel_before();  // or the next kernel would not wait for it either
+    write_nan_grads<C>(p);
+    return;
+  }
+  const BwdSmem<C> smem;
+  if (smem_addr(raw) != smem.base) __trap();
+  const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    smem.init_barriers(has_unseen(p));
+    prefetch_tensor_map(&p.q_map);
+    prefetch_tensor_map(&p.k_map);
+    prefetch_tensor_map(&p.v_map);
+    prefetch_tensor_map(&p.do_map);
+  }
+  __syncthreads();
+  // Where work tiles are listed, rows and list are waited for one by one.
+  if (!is_listed) wait_for_kernel_before();
+  if constexpr (C::kSemaphored) start_next_kernel();
+  if (group == 0) {
+    registers_shrink<C::kProducerRegisters>();
+    if (threadIdx.x == 0) copy_queries<C>(p, smem);
+    if (threadIdx.x == 32) {
+      if constexpr (C::kSemaphored)
+        store_dq<C>(p, smem);
+      else if (C::kWorkList && p.work_tiles != nullptr)
+        schedule_work_list<C>(p, smem);
+      else
+        schedule_bwd<C>(p, smem);
+    }
+    if (threadIdx.x == 96) copy_keys_store_dq<C>(p, smem);
+    if (threadIdx.x / 32 == 2) zero_masked_rows<C>(p, smem, threadIdx.x % 32);
+  } else {
+    registers_grow<C::kConsumerRegisters>();
+    compute_grads<C>(p, smem);
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: Apache-2.0
+// One consumer warpgroup of the backward kernel, at work on a step: one block of queries of one
+// head. What the step is, the copying lane has left in shared memory.
+//
+// The scores are transposed: rows are the warpgroup's 64 keys, columns the queries of the step. So
+// P and dS come out of the registers as the A operands of dV and dK; only dq, which needs all keys,
+// takes dS from shared memory.
+//
+// Wide blocks, 80 queries, have a quarter more arithmetic for each wait, and K and V are read from
+// shared memory less often for each query. dq is then transposed too, because rows come in units
+// of 64. Registers have no room for scores in float32 beside P: dS is made from P as it was
+// rounded.
+#pragma once
+
+#include "ffa/common/scores.cuh"
+#include "ffa/common/tma.cuh"
+#include "ffa/sm90/bwd/rows/dq_layout.cuh"
+#include "ffa/sm90/bwd/smem.cuh"
+#include "ffa/sm90/tile_scheduler.cuh"
+
+namespace magi {
+
+constexpr int kDsBarrier = 1;     // of both warpgroups
+constexpr int kGroupBarrier = 2;  // + warpgroup
+
+__device__ __forceinline__ float2 lds_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void add_to_global_x4(float* address, float a, float b, float c,
+                                                 float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+template <typename C>
+struct StepWorker {
+  using Scores = float[C::kBlockM / 2];
+  using Packed = uint32_t[C::kBlockM / 4];
+  using Grad = float[C::kOut / 2];
+  using Dq = float[C::kDqValues];
+  // Chunks of four values of dq that leave as soon as they are there, and values that wait until
+  // the next scores are being multiplied: all at once would hold the warps for a third of a step.
+  static constexpr int kNow = C::kHasSoftcap || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
+  static constexpr int kRest = C::kDqValues - 4 * kNow;
+  // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
+  static constexpr bool kOverlapDk = !C::kHasSoftcap && !C::kIsM80 && C::kStages > 1;
+  // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
+  // in deterministic order (docs/notes/ffa_backward.md). Not measured for other head dims.
+  static constexpr bool kScoresFirst = C::kD == 128 && (!C::kSemaphored || C::kIsM80);
+  // Masks are laid on before that. The branch around them ends a block of machine code, and behind
+  // dP it would keep ptxas from spreading its products among the exponentials.
+  static constexpr bool kMaskFirst = kScoresFirst && !C::kHasSoftcap;
+  // Narrow steps in deterministic order do without the next two: with both most masks took longer
+  // (docs/notes/ffa_backward_turns.md).
+  static constexpr bool kByWords = C::kSemaphored && !C::kIsM80;
+  static constexpr int kEarlyDeltas =
+      C::kSemaphored ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
+  static constexpr int kEarlyDk =
+      C::kHasSoftcap ? 0
+                     : 1;  // products for dK ahead of the barrier, so that there is work behind it
+  using DqRest = float[kRest > 0 ? kRest : 1];
+  using Stats = float2[C::kBlockM / 8];  // of the queries of a thread's columns
+
+  const BwdKernelParams& p;
+  const BwdSmem<C>& smem;
+  Ring<C::kStages> ring;
+  static constexpr uint32_t kDsSlot = 1;  // of this step
+  // Of the step before: the multiplication for dK is under way; or, in wide steps, its share of dq
+  // has not been announced.
+  static constexpr uint32_t kUnfinished = 2;
+  uint32_t flags = 0;  // and from bit 2 on the number of work tiles so far
+
+  __device__ __forceinline__ PipelineState state() const { return PipelineState{flags >> 2 & 3}; }
+  __device__ __forceinline__ void next_work() { flags += 4; }
+  // Of the columns of dk, dv and dq; read where it is needed, for want of registers.
+  __device__ __forceinline__ int pass() const {
+    return C::kPasses > 1 ? BwdHeadSplit<C>::of_word(
+                                uniform(lds_int(smem.work_tile(state().work_stage()) + 12)))
+                                .pass
+                          : 0;
+  }
+
+  __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s)
+      : p(params), smem(s) {}
+
+  __device__ __forceinline__ static uint64_t along(uint32_t low, int step) {
+    return kByWords ? operand_by_words(low, step) : operand(low, step);
+  }
+
+  // This warpgroup's 64 rows of K or V as the first operand.
+  __device__ __forceinline__ uint32_t rows_of(uint32_t keys) const {
+    return uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
+  }
+
+  // S^T = K Q^T, or dP^T = V dO^T: this warpgroup's 64 rows by all queries of the step.
+  __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t a, uint32_t queries) const {
+    using Mma = Wgmma<typename C::T, C::kBlockM, 0>;
+    const uint32_t b = uniform(operand_low(queries, 16));
+#pragma unroll
+    for (int step = 0; step < C::kD / 16; ++step) {
+      const int in_atom = (step % 4) * 32, atom = step / 4;
+      Mma::ss(s, along(a, (atom * C::kBlockN * 128 + in_atom) / 16),
+              along(b, (atom * C::kBlockM * 128 + in_atom) / 16), step > 0);
+    }
+  }
+
+  // dV += P^T dO, or dK += dS^T Q, over groups of 16 queries.
+  template <int kFrom = 0, int kTo = C::kBlockM / 16>
+  __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed,
+                                                uint32_t queries) const {
+    using Mma = Wgmma<typename C::T, C::kOut, 1>;
+    const uint32_t b = uniform(
+        operand_low(queries + pass() * (C::kOut / 64) * C::kBlockM * 128, C::kBlockM * 128));
+#pragma unroll
+    for (int step = kFrom; step < kTo; ++step)
+      Mma::rs(grad, packed + 4 * step, along(b, step * 2048 / 16), 1);
+  }
+
+  // The queries by this warpgroup's share of the columns of dq, or transposed.
+  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
+    using Mma = Wgmma<typename C::T, C::kIsM80 ? C::kBlockM : C::kDqColumns, C::kIsM80 ? 0 : 1>;
+    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+    const uint32_t grads = uniform(operand_low(ds, 16));
+    const uint32_t keys =
+        uniform(operand_low(smem.k() + column / 64 * C::kBlockN * 128 + column % 64 * 2, 16));
+#pragma unroll
+    for (int step = 0; step < C::kBlockN / 16; ++step) {
+      const uint64_t of_grads = along(grads, (step / 4 * C::kBlockM * 128 + step % 4 * 32) / 16);
+      const uint64_t of_keys = along(keys, step * 2048 / 16);
+      if constexpr (C::kIsM80)
+        Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
+      else
+        Mma::ss(dq, of_grads, of_keys, step > 0);
+    }
+  }
+
+  // What this warpgroup needs to know of the step.
+  __device__ __forceinline__ int words() const {
+    return uniform(lds_int(smem.step(ring.stage) + 4 + thread_again() / 128 * 4));
+  }
+
+  // -inf where a key does not see a query.
+  __device__ __forceinline__ void mask(Scores& s, int what) const {
+    const int thread = thread_again() - 128;
+    const int first_query = lds_int(smem.step(ring.stage) + 4);
+    const uint32_t at = smem.segment(what >> kSegmentStageBit & 1) + C::kSegmentHeader +
+                        8 * (thread / 32 * 16 + thread % 32 / 4);
+    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
+    mask_scores<C::kBlockM>(s, first_query, queries, thread % 32);
+  }
+
+  // Scores to P, which is packed; what stays in s, but in wide steps, is the factor of dP - delta.
+  // Columns have their own offsets.
+  __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
+    if (C::kHasSoftcap) {
+#pragma unroll
+      for (int i = 0; i < C::kBlockM / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
+    }
+    if (!kMaskFirst && what & kMasked) mask(s, what);
+    const uint32_t stats = smem.stats(ring.stage) + thread_again() % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float2 offset = lds_float2(stats + j * 32);
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        e[i] = exp2_fast(s[4 * j + i] * p.scale_log2 - (i % 2 ? offset.y : offset.x));
+      packed[2 * j] = pack_pair<typename C::T>(e[0], e[1]);
+      packed[2 * j + 1] = pack_pair<typename C::T>(e[2], e[3]);
+#pragma unroll
+      for (int i = 0; !C::kIsM80 && i < 4; ++i) {
+        // A masked score is -inf and its P zero; so must be the product.
+        if (C::kHasSoftcap) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
+        s[4 * j + i] = e[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t deltas_at() const {
+    return smem.stats(ring.stage) + 4 * C::kBlockM + thread_again() % 4 * 8;
+  }
+
+  // dS^T, packed, from P^T and dP^T.
+  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp,
+                                              const Stats& deltas, Packed& packed) const {
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
+        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - deltas[j].x),
+                                                     x.y * (dp[4 * j + 2 * r + 1] - deltas[j].y));
+      }
+    }
+  }
+
+  // The same from the factors in s; all but the first deltas are loaded here, for want of
+  // registers.
+  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp,
+                                              const float2* first, Packed& packed) const {
+    const uint32_t stats = deltas_at();
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float2 delta = j < kEarlyDeltas ? first[j] : lds_float2(stats + j * 32);
+      packed[2 * j] = pack_pair<typename C::T>(s[4 * j] * (dp[4 * j] - delta.x),
+                                               s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
+      packed[2 * j + 1] = pack_pair<typename C::T>(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
+                                                   s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
+    }
+  }
+
+  // dS as rows of queries; this warpgroup's keys are one column tile of 64.
+  __device__ __forceinline__ void store_ds(const Packed& packed, uint32_t ds) const {
+    const int thread = thread_again() - 128, group = thread / 128, warp = thread % 128 / 32,
+              lane = thread % 32;
+    // Lane 8i + l addresses row l of matrix i: (keys 0-7, keys 8-15) x (queries 0-7, queries 8-15).
+    const int query = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    const uint32_t at =
+        ds + group * (C::kBlockM * 128) + query * 128 + ((chunk ^ (query & 7)) << 4);
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 16; ++j)
+      store_matrix_transposed_x4(at + j * 2048, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2],
+                                 packed[4 * j + 3]);
+  }
+
+  // Number of the block of dq_accum that this step adds to; 32 bits do.
+  __device__ __forceinline__ uint32_t dq_block() const {
+    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+    return lds_int(smem.step(ring.stage)) * (C::kD / 64) + column / 64;
+  }
+
+  // Where this thread adds its share of it.
+  __device__ __forceinline__ float* dq_address(uint32_t number) const {
+    const int thread = thread_again() - 128, column = thread / 128 * C::kDqColumns % 64;
+    return p.dq_accum + static_cast<uint64_t>(number) * dq_block_floats(C::kBlockM) +
+           (column * 64 + thread % 128 * 4);
+  }
+
+  __device__ __forceinline__ void add_rest(const DqRest& rest, uint32_t number) const {
+    float* at = dq_address(number);
+#pragma unroll
+    for (int i = 0; i < kRest / 4; ++i)
+      add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
+                       rest[4 * i + 3]);
+  }
+
+  // The first chunks of dq; the others into `rest`. These first: additions hold their registers
+  // until they are on their way, and nothing that takes one of them could go on.
+  __device__ __forceinline__ void add_now(const Dq& dq, DqRest& rest, uint32_t number) const {
+#pragma unroll
+    for (int i = 0; i < kRest; ++i)
+      asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
+    float* at = dq_address(number);
+#pragma unroll
+    for (int i = 0; i < kNow; ++i)
+      add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  // This warpgroup's share of dq to where the feeding side takes it up; rounded if this is the only
+  // contribution of the block, as tiles of 64 columns.
+  __device__ __forceinline__ void leave_dq(const Dq& dq, int what) const {
+    if (C::kDirectStore && what & kDirectStoreBit) {
+      const int thread = thread_again() - 128, group = thread / 128;
+      const auto chunk = [&](int i) {
+        return make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      };
+      stage_dq<typename C::T, C::kBlockM, C::kDqValues / 4>(
+          smem.dq() + group * C::kDqColumns / 64 * (C::kBlockM * 128), chunk, p.grad_scale,
+          thread % 128, group * C::kDqColumns % 64 / 8);
+      return;
+    }
+    const uint32_t at =
+        smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
+#pragma unroll
+    for (int i = 0; i < C::kDqValues / 4; ++i)
+      sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  __device__ __forceinline__ uint32_t fragment() const {
+    return C::kDqFragments == 2 ? uniform(thread_again() / 128 - 1) : 0;
+  }
+
+  // That it is there, seen by bulk copies, too.
+  __device__ __forceinline__ void announce_dq() const {
+    // Where two lanes add, of the one that has this step's; wide steps are in the next one by now.
+    const uint32_t full =
+        smem.dq_full(C::kDqStoreLanes == 2 ? (flags & kDsSlot) ^ C::kIsM80 : fragment());
+    fence_async_proxy();
+    __syncwarp();
+    if (elect_one()) mbar_arrive(full);
+  }
+
+  // Both at once, in narrow steps in deterministic order.
+  __device__ __forceinline__ void hand_over_dq(const Dq& dq, int what) const {
+    if constexpr (C::kDqOverDs)
+      named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
+    else
+      mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    leave_dq(dq, what);
+    announce_dq();
+  }
+
+  __device__ __forceinline__ void release_q_before() const {
+    if (elect_one()) mbar_arrive(smem.q_empty(ring.stage > 0 ? ring.stage - 1 : C::kStages - 1));
+  }
+
+  __device__ __forceinline__ void scores_are_there(Scores& s) const {
+    wgmma_wait<kScoresFirst ? 0 : 1>();
+    keep_in_place(s);
+    if (kOverlapDk && flags & kUnfinished) release_q_before();
+  }
+
+  // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
+  // False after the last step of the work tile.
+  __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of) {
+    Scores s, dp;
+    Packed packed_p, packed_ds;
+    mbar_wait(smem.q_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows(s, rows_of(smem.k()), smem.q(ring.stage));
+    wgmma_commit();
+    int what = 0;
+    if constexpr (kScoresFirst) {
+      what = words();
+      scores_are_there(s);
+    }
+    if (kMaskFirst && what & kMasked) mask(s, what);
+    mbar_wait(smem.do_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows(dp, rows_of(smem.v()), smem.dout(ring.stage));
+    wgmma_commit();
+    if constexpr (C::kDirectDq) {
+      add_rest(rest, rest_of);
+      rest_of = dq_block();
+    }
+    if constexpr (!kScoresFirst) {
+      what = words();
+      scores_are_there(s);
+    }
+    exponentiate(s, packed_p, what);
+    wgmma_fence();
+    multiply_grad(dv, packed_p, smem.dout(ring.stage));
+    wgmma_commit();
+    float2 deltas[kEarlyDeltas + 1];
+#pragma unroll
+    for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
+    wgmma_wait<1>();
+    keep_in_place(dp);
+    score_grads(s, dp, deltas, packed_ds);
+    const uint32_t ds = smem.ds(flags & kDsSlot);
+    if constexpr (kEarlyDk > 0) {
+      wgmma_fence();
+      multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
+      wgmma_commit();
+    }
+    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    store_ds(packed_ds, ds);
+    fence_async_proxy();
+    named_barrier(kDsBarrier, 128 * C::kGroups);
+    Dq dq;
+    wgmma_fence();
+    multiply_dq(dq, ds);
+    wgmma_commit();
+    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dq);
+    if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    if constexpr (C::kDirectDq)
+      add_now(dq, rest, rest_of);
+    else
+      hand_over_dq(dq, what);
+    if (what & kSegmentEnds && elect_one())
+      mbar_arrive(smem.segment_empty(what >> kSegmentStageBit & 1));
+    if constexpr (!kOverlapDk) {
+      wgmma_wait<0>();
+      keep_in_place(dk);
+      keep_in_place(dv);
+      if (elect_one()) mbar_arrive(smem.q_empty(ring.stage));
+    }
+    ring.advance();
+    flags = (flags | kUnfinished) ^ kDsSlot;
+    return !(what & kWorkTileEnds);
+  }
+
+  // A wide step. Q of the step is there, and `keys` are this warpgroup's rows of K. Whatever it
+  // needs to look up or to wait for is asked for while products are made: between them the tensor
+  // cores would be idle. For the same reason a share of dq is announced in the next step, or in
+  // `finish`: the fence ahead of that waits for the stores, some 270 clocks while dK is made.
+  __device__ __forceinline__ bool step_wide(Grad& dk, Grad& dv, uint32_t& keys) {
+    Scores s, dp;
+    Packed packed_p, packed_ds;
+    Stats deltas;
+    wgmma_fence();
+    multiply_rows(s, keys, smem.q(ring.stage));
+    wgmma_commit();
+    if (flags & kUnfinished) announce_dq();
+    const int what = words();
+    const uint32_t values = rows_of(smem.v());
+    mbar_wait(smem.do_full(ring.stage), ring.phase);
+    __syncwarp();
+    scores_are_there(s);
+    if (what & kMasked) mask(s, what);
+    wgmma_fence();
+    multiply_rows(dp, values, smem.dout(ring.stage));
+    wgmma_commit();
+    exponentiate(s, packed_p, what);
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
+    wgmma_fence();
+    multiply_grad(dv, packed_p, smem.dout(ring.stage));
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dp);
+    score_grads(packed_p, dp, deltas, packed_ds);
+    wgmma_fence();
+    multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
+    wgmma_commit();
+    mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
+    store_ds(packed_ds, smem.ds(0));
+    fence_async_proxy();
+    named_barrier(kDsBarrier, 128 * C::kGroups);
+    Dq dq;
+    wgmma_fence();
+    multiply_dq(dq, smem.ds(0));
+    wgmma_commit();
+    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
+    wgmma_commit();
+    const uint32_t part = fragment(),
+                   number = C::kDqFragments == 2
+                                ? dq_block() | (what & kWorkTileEnds ? kLastFragments : 0)
+                                : 0;
+    mbar_wait(smem.dq_empty(part), flags & kDsSlot ^ 1);
+    __syncwarp();
+    wgmma_wait<1>();
+    keep_in_place(dq);
+    if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    if (elect_one()) mbar_arrive(smem.ds_empty());
+    leave_dq(dq, what);
+    if (C::kDqFragments == 2 && elect_one()) sts_int(smem.dq_number(part), number);
+    if (what & kSegmentEnds && elect_one())
+      mbar_arrive(smem.segment_empty(what >> kSegmentStageBit & 1));
+    const uint32_t slot = ring.stage;
+    ring.advance();
+    flags = (flags | kUnfinished) ^ kDsSlot;
+    if (!(what & kWorkTileEnds)) mbar_wait(smem.q_full(ring.stage), ring.phase);
+    __syncwarp();
+    keys = rows_of(smem.k());  // anew, which takes no register all the while
+    wgmma_wait<0>();
+    keep_in_place(dk);
+    keep_in_place(dv);
+    if (elect_one()) mbar_arrive(smem.q_empty(slot));
+    return !(what & kWorkTileEnds);
+  }
+
+  __device__ __forceinline__ void finish(Grad& dk, Grad& dv) {
+    wgmma_wait<0>();
+    keep_in_place(dk);
+    keep_in_place(dv);
+    if (C::kIsM80 && flags & kUnfinished) announce_dq();
+    if (kOverlapDk && flags & kUnfinished) release_q_before();
+    flags &= ~kUnfinished;
+  }
+};
+
+}  // namespace magi

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feeding side of the backward kernel: a lane of warpgroup 0 that says what each step is and
+// copies its Q and dO; and the copies of K and V. Beside it others schedule work tiles
+// (bwd/work_tiles.cuh), add dq (bwd/dq_store.cuh) and clear rows (bwd/row_guard.cuh).
+#pragma once
+
+#include <type_traits>
+
+#include "ffa/common/tma.cuh"
+#include "ffa/sm90/bwd/rows/completion.cuh"
+#include "ffa/sm90/bwd/schedule/plan_reader.cuh"
+#include "ffa/sm90/bwd/smem.cuh"
+#include "ffa/sm90/bwd/schedule/split.cuh"
+#include "ffa/sm90/tile_scheduler.cuh"
+
+namespace magi {
+
+// Whether a warpgroup needs a mask for a block: not all its keys see all of it.
+template <typename C>
+__device__ __forceinline__ int needs_mask(uint32_t segment, int group, int block) {
+  const int2 full = lds_int2(segment + 32 + 16 * group + 8);
+  return block * C::kBlockM < full.x || (block + 1) * C::kBlockM > full.y ? kMasked : 0;
+}
+
+// A tile of `rows` rows from the first on, in column tiles of 64.
+template <typename C>
+__device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorMap* map,
+                                          uint32_t bar, int first, int head, uint64_t policy) {
+#pragma unroll
+  for (int d = 0; d < C::kD / 64; ++d)
+    load_tile_3d(to + d * rows * 128, map, bar, d * 64, first, head, policy);
+}
+
+// Of a work tile. Read again and again rather than kept: the feeding lanes have few registers.
+template <typename C>
+__device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t work_tile) {
+  const int word = lds_int(work_tile + 12);
+  if (C::kWorkList && is_cut(word)) return lds_int(work_tile + 4) * p.group;
+  return lds_int(work_tile + 4) * p.group +
+         BwdHeadSplit<C>::of_word(word).heads * heads_of_work_tile<C>(p, word);
+}
+
+// Copies dO of a step. The barrier it arrives at is that of Q as well where rows are cleared before
+// they are handed over.
+template <typename C>
+__device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                          const Ring<C::kStages>& ring) {
+  mbar_wait(smem.do_empty(ring.stage), ring.phase ^ 1);
+  const bool clears = has_unseen(p);
+  const uint32_t bar = clears ? smem.q_raw(ring.stage) : smem.do_full(ring.stage);
+  if (!clears) mbar_expect(bar, C::kQueryBytes);
+  const int4 step = lds_int4(smem.step(ring.stage));
+  const int head =
+      C::kDirectStore ? (step.w & kDirectStoreBit - 1) >> kStepHeadBit : step.w >> kStepHeadBit;
+  load_rows<C>(smem.dout(ring.stage), C::kBlockM, &p.do_map, bar, step.y, head, kEvictLast);
+}
+
+// Until the rows of a block are prepared, for the heads of the work tile; where work tiles are
+// listed.
+template <typename C>
+__device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p,
+                                                    const BwdSmem<C>& smem, int block,
+                                                    uint32_t work_tile) {
+  if (lds_int(smem.prepared())) return;
+  while (load_acquire(p.completion.prepared + block * p.heads_kv + lds_int(work_tile + 4)) <
+         p.group) {
+  }
+  fence_proxies();
+  if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
+}
+
+// Where a lane is among the steps: in the ring of stages and, in order, of the places of what the
+// lanes that add are told, in one register.
+template <typename C>
+struct StepRing {
+  Ring<C::kStages> ring;
+  __device__ __forceinline__ Ring<C::kStages> now() const { return ring; }
+  __device__ __forceinline__ void advance() { ring.advance(); }
+};
+template <typename C>
+struct TwoRings {
+  uint32_t place = 0;
+  __device__ __forceinline__ Ring<C::kStages> now() const {
+    return {place % C::kStages, C::kStages == 2 ? place >> 1 : place};
+  }
+  __device__ __forceinline__ void advance() { place = (place + 1) % C::kDqQueueStages; }
+};
+template <typename C>
+using Steps = std::conditional_t<C::kSemaphored, TwoRings<C>, StepRing<C>>;
+
+// One lane. Says what each step is, and copies its Q, stats and dO.
+template <typename C>
+__device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  PipelineState state;
+  Steps<C> steps;
+  if constexpr (C::kWorkList) sts_int(smem.prepared(), 0);
+  while (true) {
+    mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
+    if (work_tile.x < 0) break;
+#pragma unroll 1
+    for (sts_int(smem.left(), work_tile.z); lds_int(smem.left()) > 0;
+         sts_int(smem.left(), lds_int(smem.left()) - 1)) {
+      mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
+      const bool is_banded =
+          !C::kSemaphored && is_band(lds_int4(smem.segment(state.segment_stage()) + 32));
+      auto by_head = [&] {
+        return C::kSemaphored
+                   ? (lds_int(smem.work_tile(state.work_stage()) + 12) >> kByHeadBit & 1) != 0
+                   : is_banded;
+      };
+      auto heads = [&] {
+        if constexpr (C::kSplit && C::kSemaphored)
+          return lds_int(smem.work_semaphore(state.work_stage())) >> 16;
+        return C::kSplit
+                   ? heads_of_work_tile<C>(p, lds_int(smem.work_tile(state.work_stage()) + 12))
+                   : p.heads_per_split;
+      };
+      int i = 0;
+      do {
+        auto blocks = [&] {
+          return blocks_of_work_tile<C>(smem.segment(state.segment_stage()),
+                                        lds_int(smem.work_tile(state.work_stage()) + 12));
+        };
+        auto word = [&] { return lds_int(smem.work_tile(state.work_stage()) + 12); };
+        auto traversal = [&] { return Traversal(word() >> kTraversalBit & 3); };
+        auto step = [&](MBlockIter& order) {
+          if constexpr (C::kSemaphored && !C::kSplit)
+            order.step(blocks, [&] { return traversal() == Traversal::kDescending; });
+          else
+            order.step(blocks);
+        };
+        MBlockIter order =
+            C::kPlanned ? MBlockIter(blocks(), word() >> kPlannedBit & MAGI_TRAVERSAL_WRAP)
+            : C::kSemaphored && !C::kSplit ? MBlockIter(blocks(), traversal(), word() >> kShiftBit)
+                                           : MBlockIter(blocks(), traversal());
+#pragma unroll 1
+        for (; order.left() > 0; step(order)) {
+          if constexpr (C::kDirectStore)
+            sts_int(smem.direct(), load_relaxed(p.direct_dq_store + order.block));
+          do {
+            const Ring<C::kStages> ring = steps.now();
+            mbar_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
+            if constexpr (C::kWorkList)
+              if ((i == 0 || is_banded) && p.work_tiles != nullptr)
+                wait_until_prepared(p, smem, order.block, smem.work_tile(state.work_stage()));
+            int head = i;
+            if constexpr (C::kSplit && C::kSemaphored)
+              head += lds_int(smem.work_semaphore(state.work_stage())) & 0xffff;
+            else
+              head += first_head<C>(p, smem.work_tile(state.work_stage()));
+            const uint32_t number =
+                head * p.num_m_blocks + order.block;  // 32 bits do: it stands for 64 tokens
+            int what = state.segment_stage() << kSegmentStageBit | head << kStepHeadBit;
+            if (order.left() == 1 && i + 1 == heads())
+              what |= lds_int(smem.left()) == 1 ? kSegmentEnds | kWorkTileEnds : kSegmentEnds;
+            auto word_of = [&](int group) {
+              return what | needs_mask<C>(smem.segment(state.segment_stage()), group, order.block);
+            };
+            if constexpr (!C::kDirectStore) {
+              sts_int4(smem.step(ring.stage), number, order.block * C::kBlockM, word_of(0),
+                       word_of(1));
+            } else {
+              // Word by word, and this late, as there are few registers.
+              sts_int2(smem.step(ring.stage), number, order.block * C::kBlockM);
+              what |= lds_int(smem.direct());
+              sts_int(smem.step(ring.stage) + 8, word_of(0));
+              sts_int(smem.step(ring.stage) + 12, word_of(1));
+            }
+            if constexpr (C::kSemaphored) {
+              const int pass =
+                  C::kPasses > 1
+                      ? BwdHeadSplit<C>::of_word(lds_int(smem.work_tile(state.work_stage()) + 12))
+                            .pass
+                      : 0;
+              const uint32_t place = C::kStages == 2
+                                         ? 2 * ring.phase + ring.stage
+                                         : steps.place;  // without a register of its own
+              uint32_t dq_queue =
+                  (number * C::kPasses + pass) | static_cast<uint32_t>(what & kWorkTileEnds) << 29;
+              if constexpr (C::kDirectStore)
+                dq_queue |= static_cast<uint32_t>(what & kDirectStoreBit) << 11;
+              sts_int(smem.dq_queue(place), dq_queue);
+              mbar_arrive(smem.step_full(place));
+            }
+            const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.stage) : smem.q_full(ring.stage);
+            mbar_expect(bar, C::kQueryBytes + C::kStatBytes +
+                                 (bar == smem.q_raw(ring.stage) ? C::kQueryBytes : 0));
+            load_bytes(smem.stats(ring.stage),
+                       p.stats + static_cast<uint64_t>(number) * stat_floats(C::kBlockM),
+                       C::kStatBytes, bar);
+            load_rows<C>(smem.q(ring.stage), C::kBlockM, &p.q_map, bar, order.block * C::kBlockM,
+                         head, kEvictLast);
+            copy_dout<C>(p, smem, ring);
+            steps.advance();
+          } while (!by_head() && ++i < heads());
+          if (!by_head()) i = 0;
+        }
+      } while (by_head() && ++i < heads());
+      mbar_arrive(smem.segment_empty(state.segment_stage()));
+      state.next_segment();
+    }
+    if constexpr (!C::kSemaphored) mbar_arrive(smem.issued());
+    mbar_arrive(smem.work_empty(state.work_stage()));
+    state.next_work();
+  }
+}
+
+// K and V of a work tile, which has keys to look at.
+template <typename C>
+__device__ __forceinline__ void load_keys(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                          uint32_t work_tile_at) {
+  const int2 work_tile = lds_int2(work_tile_at);  // its tile and its head
+  mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
+  if (work_tile.x * C::kBlockN < p.remote.base) {
+    load_rows<C>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                 work_tile.y, kEvictFirst);
+    load_rows<C>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                 work_tile.y, kEvictFirst);
+  } else {
+    wait_for_tile(p.remote, work_tile.x - p.remote.base / kRemoteTile);
+    const int tile = lds_int(work_tile_at);
+    const int head = lds_int(work_tile_at + 4);
+    load_rows<C>(smem.k(), C::kBlockN, &p.remote.k_map, smem.kv_raw(),
+                 tile * C::kBlockN - p.remote.base, head, kEvictFirst);
+    load_rows<C>(smem.v(), C::kBlockN, &p.remote.v_map, smem.kv_raw(),
+                 tile * C::kBlockN - p.remote.base, head, kEvictFirst);
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adds up dk and dv where the query heads of all tiles are shared out among work tiles, which leave
+// a part each.
+#pragma once
+
+#include "ffa/common/mbarrier.cuh"
+#include "ffa/common/scores.cuh"
+#include "ffa/sm90/bwd/config.h"
+#include "ffa/sm90/bwd/params.h"
+
+namespace magi {
+
+// Four values of a gradient at `to_at` from their parts at `at`, in the order of the parts, which
+// are `count` values apart.
+template <typename T>
+__device__ __forceinline__ void combine_four(const float* values, int parts, int64_t at,
+                                             int64_t count, void* grad, int64_t to_at,
+                                             bool is_float, bool adds) {
+  float4 sum = __ldcg(reinterpret_cast<const float4*>(values + at));
+  for (int i = 1; i < parts; ++i) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(values + i * count + at));
+    sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+  }
+  if (!is_float) {
+    *reinterpret_cast<uint2*>(static_cast<T*>(grad) + to_at) =
+        make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+    return;
+  }
+  float4* to = reinterpret_cast<float4*>(static_cast<float*>(grad) + to_at);
+  if (adds) sum = make_float4(sum.x + to->x, sum.y + to->y, sum.z + to->z, sum.w + to->w);
+  *to = sum;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) bwd_combine(const BwdCombineParams p) {
+  wait_for_kernel_before();
+  const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x);
+  if (at < p.dk_count)
+    combine_four<T>(p.dk_parts, p.parts, at, p.dk_count, p.dk, at, p.grads_are_float, p.accumulate);
+  if (at < p.dv_count)
+    combine_four<T>(p.dv_parts, p.parts, at, p.dv_count, p.dv, at, p.grads_are_float, p.accumulate);
+}
+
+}  // namespace magi

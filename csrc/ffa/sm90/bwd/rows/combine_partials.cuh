@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adds up dk and dv of work tiles that were split (bwd/schedule/split.cuh), from the parts that
+// they left.
+#pragma once
+
+#include "ffa/sm90/bwd/rows/combine.cuh"
+#include "ffa/sm90/bwd/schedule/plan_reader.cuh"
+#include "ffa/sm90/bwd/schedule/split.cuh"
+#include "ffa/sm90/tile_scheduler.cuh"
+
+namespace magi {
+
+// Tile, kv head and number of parts of the work tile in a partial, where work tiles are listed:
+// told behind the list.
+__device__ __forceinline__ int4 listed_partial(const BwdCombinePartialsParams& p, int slot) {
+  return __ldcg(p.work_tiles + __ldcg(p.workspace + kNumWorkTilesWord) + slot);
+}
+
+// Share i of n of the rows of such a partial, by a CTA. Parts have room for whole tiles, and are
+// `count` values apart.
+template <typename T>
+__device__ __forceinline__ void combine_rows(const float* values, void* grad, int64_t count,
+                                             int head_dim, const BwdCombinePartialsParams& p,
+                                             int slot, int fragment, int fragments) {
+  const int4 work_tile = listed_partial(p, slot);
+  const uint32_t per_slot = kTileBlockN * head_dim, quads = per_slot / 4;
+  for (uint32_t i = quads * fragment / fragments + threadIdx.x;
+       i < quads * (fragment + 1) / fragments; i += kRowThreads) {
+    const uint32_t row = 4 * i / head_dim, column = 4 * i % head_dim;
+    const int64_t key = work_tile.x * kTileBlockN + row;
+    if (key < p.remote.local_keys)
+      combine_four<T>(values, work_tile.z, slot * per_slot + 4 * i, count, grad,
+                      (key * p.heads_kv + work_tile.y) * head_dim + column,
+                      p.combine.grads_are_float, p.combine.accumulate);
+  }
+}
+
+// Tile and kv head of the work tile in a partial, where they are not listed.
+__device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsParams& p, int slot) {
+  const int work_tile = p.first + slot;
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  if (plan.words_work_tiles != 0 && !p.is_deterministic) {
+    const magi_work_tile dq_queue =
+        reinterpret_cast<const magi_work_tile*>(p.plan + plan.words_work_tiles)[work_tile];
+    return make_int2(dq_queue.tile, dq_queue.head_and_traversal >> MAGI_TRAVERSAL_BITS);
+  }
+  int order_idx, head;
+  work_tile_coords(p, work_tile, &order_idx, &head);
+  return make_int2(tile_of(p, plan.words_order, plan.words_first_order, work_tile, order_idx),
+                   head);
+}
+
+// The gradient of all such partials, by all CTAs; that of remote keys goes to their owners, of
+// local ones to which others add to the sums.
+template <typename T>
+__device__ __forceinline__ void combine_partials(const float* values, void* grad, float* sums,
+                                                 const int64_t* targets, int64_t count,
+                                                 int head_dim, const BwdCombinePartialsParams& p) {
+  const uint32_t step = 4 * gridDim.x * kRowThreads;  // partials are few, so 32 bits do
+  for (uint32_t at = 4 * (blockIdx.x * kRowThreads + threadIdx.x);
+       at < static_cast<uint32_t>(count); at += step) {
+    const uint32_t row = at / head_dim, column = at % head_dim;
+    const int2 work_tile = work_tile_of_partial(p, row / kTileBlockN);
+    const int key = work_tile.x * kTileBlockN + row % kTileBlockN;
+    auto place = [&](int64_t of_row) {
+      return (of_row * p.heads_kv + work_tile.y) * head_dim + column;
+    };
+    if (key >= p.remote.base) {
+      const int remote = work_tile.x - p.remote.base / kRemoteTile;
+      combine_four<T>(values, p.combine.parts, at, count,
+                      reinterpret_cast<void*>(targets[p.remote.owners[remote]]),
+                      place(p.remote.target_rows[remote] + row % kTileBlockN),
+                      p.remote.wire_is_float, false);
+    } else if (const int summed = summed_tile(p.remote, work_tile.x); summed >= 0) {
+      combine_four<T>(values, p.combine.parts, at, count, sums,
+                      place(static_cast<int64_t>(summed) * kTileBlockN + row % kTileBlockN), true,
+                      false);
+    } else if (key < p.remote.local_keys) {
+      combine_four<T>(values, p.combine.parts, at, count, grad, place(key),
+                      p.combine.grads_are_float, p.combine.accumulate);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads, 4)
+    bwd_combine_partials(const __grid_constant__ BwdCombinePartialsParams p) {
+  wait_for_kernel_before();
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
+  combine_partials<T>(p.combine.dk_parts, p.combine.dk, p.remote.dk_sums, p.remote.dk_targets,
+                      p.combine.dk_count, p.head_dim, p);
+  combine_partials<T>(p.combine.dv_parts, p.combine.dv, p.remote.dv_sums, p.remote.dv_targets,
+                      p.combine.dv_count, p.head_dim_v, p);
+}
+
+}  // namespace magi

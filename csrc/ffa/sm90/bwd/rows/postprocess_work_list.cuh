@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The last kernel of the backward where work tiles are listed: it rounds the dq accumulator, and
+// adds up dk and dv of split work tiles, each when it is complete (bwd/rows/completion.cuh).
+#pragma once
+
+#include <climits>
+
+#include "ffa/sm90/bwd/rows/completion.cuh"
+#include "ffa/sm90/bwd/rows/postprocess.cuh"
+#include "ffa/sm90/bwd/rows/combine_partials.cuh"
+
+namespace magi {
+
+// Of a multiprocessor; what a thread holds of 80 queries does not fit into a third of the
+// registers.
+constexpr int postprocess_work_list_ctas(int queries) { return queries == kBlockM64 ? 4 : 2; }
+
+struct BwdPostprocessParams {
+  BwdRowParams rows;
+  BwdCombinePartialsParams combine;
+  int32_t members;  // of an entry: query heads
+};
+
+// For a plan that did not fit.
+template <typename T>
+__device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
+  const int64_t count = static_cast<int64_t>(p.total_q) * p.heads_q * p.head_dim;
+  for (int64_t i = blockIdx.x * kRowThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kRowThreads) {
+    if (p.grads_are_float)
+      static_cast<float*>(p.dq)[i] = __int_as_float(0x7fffffff);
+    else
+      static_cast<T*>(p.dq)[i] = T(__int_as_float(0x7fffffff));
+  }
+}
+
+// CTAs take places until there are no more. A place is for a query head of a block of dq; or of a
+// split tile and kv head, for one of as many shares of its rows as that has query heads. An entry
+// of the order has those of one part of the query heads of a kv head. While a block is on its way,
+// it is looked up whether the next is there, and what comes behind that.
+template <typename T, int kBlockM>
+__global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlockM))
+    bwd_postprocess_work_list(const __grid_constant__ BwdPostprocessParams p) {
+  const BwdRowParams& rows = p.rows;
+  if (!bwd_plan_fits(rows.plan, rows.total_q, rows.total_k)) {
+    wait_for_kernel_before();
+    write_nan_dq<T>(rows);
+    return;
+  }
+  constexpr int kNone = INT_MIN;
+  __shared__ int2 num_ctas[3];  // of this round and the next two: query head and block; share and
+                                // ~partial; or kNone
+  auto look_up = [&](int2& to, int place) {
+    const int at = place / p.members, member = place - at * p.members;
+    const int word = at < rows.completion.entries ? __ldcg(rows.completion.order + at) : -1;
+    const Entry entry(word);
+    to = word < 0          ? make_int2(0, kNone)
+         : entry.is_slot() ? make_int2(entry.part() * p.members + member, ~entry.slot())
+                           : make_int2(entry.in_tile() * p.members + member, entry.block());
+  };
+  // This thread's share of the answer.
+  auto is_there = [&](int2 place) {
+    if (place.y == kNone) return true;
+    if (place.y >= 0) return is_block_complete(rows, place.y, place.x / p.members);
+    if (threadIdx.x >= kListedHeadSplits) return true;
+    const int4 slot = listed_partial(p.combine, ~place.y);
+    return is_complete(rows, slot.x, slot.y * kListedHeadSplits + threadIdx.x);
+  };
+  const int first = first_place<kBlockM>(rows);
+  if (threadIdx.x == 0) {
+    look_up(num_ctas[0], first);
+    look_up(num_ctas[1], atomicAdd(rows.workspace + kPlaceWord, 1));
+  }
+  __syncthreads();
+  bool mine = is_there(num_ctas[0]);
+  for (int round = 0;; round = round == 2 ? 0 : round + 1) {
+    while (!__syncthreads_and(mine)) {
+      __nanosleep(200);
+      mine = is_there(num_ctas[round]);
+    }
+    const int2 place = num_ctas[round];
+    if (place.y == kNone) break;
+    auto look_ahead = [&] {
+      if (threadIdx.x == 0)
+        look_up(num_ctas[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
+      mine = is_there(num_ctas[round == 2 ? 0 : round + 1]);
+    };
+    if (place.y >= 0) {
+      postprocess_block<T, kBlockM>(rows, place.y, place.x, rows.grad_scale, look_ahead);
+    } else {
+      look_ahead();
+      combine_rows<T>(p.combine.combine.dk_parts, p.combine.combine.dk, p.combine.combine.dk_count,
+                      p.combine.head_dim, p.combine, ~place.y, place.x,
+                      kListedHeadSplits * p.members);
+      combine_rows<T>(p.combine.combine.dv_parts, p.combine.combine.dv, p.combine.combine.dv_count,
+                      p.combine.head_dim_v, p.combine, ~place.y, place.x,
+                      kListedHeadSplits * p.members);
+    }
+  }
+  // What comes after this kernel is behind the main one, too.
+  if (blockIdx.x == 0) wait_for_kernel_before();
+}
+
+}  // namespace magi

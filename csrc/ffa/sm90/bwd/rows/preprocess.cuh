@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel before the main one of the backward, over the rows of queries: it computes delta =
+// sum(out * dout) and the offsets of the exponents, and clears the dq accumulator, or where dq is
+// summed in order assigns the semaphore targets, or only counts them, unless an earlier call of the
+// plan has. Where work tiles are listed there is bwd/rows/preprocess_work_list.cuh.
+#pragma once
+
+#include "ffa/common/mbarrier.cuh"
+#include "ffa/common/tma.cuh"
+#include "ffa/common/scores.cuh"
+#include "ffa/sm90/bwd/config.h"
+#include "ffa/sm90/bwd/params.h"
+#include "ffa/sm90/bwd/schedule/semaphore_targets.cuh"
+
+namespace magi {
+
+// Of 16 bytes of out and of dout.
+template <typename T>
+__device__ __forceinline__ float chunk_delta(uint4 out, uint4 dout) {
+  const uint32_t x[4] = {out.x, out.y, out.z, out.w}, y[4] = {dout.x, dout.y, dout.z, dout.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 u = unpack_pair<T>(x[j]), v = unpack_pair<T>(y[j]);
+    // A row that sees nothing has an out of zero, and its dout may be anything.
+    sum += (u.x != 0.f ? u.x * v.x : 0.f) + (u.y != 0.f ? u.y * v.y : 0.f);
+  }
+  return sum;
+}
+
+// Of the eight lanes that have a row.
+__device__ __forceinline__ float sum_of_lanes(float sum) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  return sum;
+}
+
+// This lane's share of sum(out * dout) of one row; eight lanes have a row, each takes every eighth
+// 16 bytes.
+template <typename T>
+__device__ __forceinline__ float row_delta(const BwdRowParams& p, int token, int head, int lane) {
+  const uint4* out = reinterpret_cast<const uint4*>(
+      static_cast<const T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head);
+  const uint4* dout = reinterpret_cast<const uint4*>(
+      static_cast<const T*>(p.dout) + token * p.dout_stride_token + head * p.dout_stride_head);
+  float sum = 0.f;
+  for (int i = lane; i < p.head_dim_v / 8; i += 8) {
+    const uint4 a = __ldg(out + i), b = __ldg(dout + i);
+    sum += chunk_delta<T>(a, b);
+  }
+  return sum_of_lanes(sum);
+}
+
+// What the main kernel reads of a row of a block, the `number`-th of all heads; and delta for the
+// caller. `at` is where its lse lies.
+template <int kBlockM>
+__device__ __forceinline__ void write_row(const BwdRowParams& p, int64_t number, int row,
+                                          int64_t at, bool exists, float delta, float lse) {
+  const bool is_seen = exists && lse != -INFINITY;  // a row that sees nothing may hold anything
+  delta = is_seen ? delta : 0.f;
+  p.stats[number * stat_floats(kBlockM) + row] = is_seen ? lse * kLog2e : INFINITY;
+  p.stats[number * stat_floats(kBlockM) + kBlockM + row] = delta;
+  if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
+}
+
+// A whole CTA: the visits of a block, when it is known which order fits the plan.
+template <int kThreads, int kBlockM>
+__device__ __forceinline__ void count_contributions(const BwdRowParams& p, int block) {
+  wait_for_kernel_before();
+  if (p.first_writer)
+    sum_contributions<kThreads, kBlockM>(p, block);
+  else
+    for (int table = 0; table < (p.order[0] & kLaterTargets ? 2 : 1); ++table)
+      assign_semaphore_targets<kThreads, kBlockM>(p, block, table);
+}
+
+// What is made of the visits to blocks, see bwd/schedule/semaphore_targets.cuh: nothing; it is made
+// by this call; or there from an earlier one.
+enum class Contributions { kNotCounted, kCounted, kKnown };
+
+// One thread, of a block: its semaphore targets, which the main kernel reads next.
+__device__ __forceinline__ void fetch_semaphore_targets(const BwdRowParams& p, int block) {
+  const int64_t bytes = 4ll * p.target_tables * p.num_tiles * p.work_tiles_per_tile,
+                first = block * bytes / 16 * 16, end = ((block + 1) * bytes + 15) / 16 * 16;
+  prefetch_bytes(reinterpret_cast<const uint8_t*>(p.semaphore_targets) + first,
+                 static_cast<uint32_t>(end - first));
+}
+
+// One CTA per head and block of queries. If visits to blocks are counted, ahead of those one per
+// block that does it, and assigns the semaphore targets: it waits for the simulation of the
+// hand-out, while the others are at the rows. That takes more registers.
+template <typename T, int kBlockM, Contributions kContributions>
+__global__ void __launch_bounds__(kRowThreads, kContributions == Contributions::kCounted ? 5 : 6)
+    bwd_preprocess(const BwdRowParams p) {
+  const int block = blockIdx.x,
+            head = blockIdx.y - (kContributions == Contributions::kCounted ? 1 : 0);
+  start_next_kernel();
+  if constexpr (kContributions == Contributions::kKnown)
+    if (head == 0 && threadIdx.x == 0 && !p.first_writer) fetch_semaphore_targets(p, block);
+  if constexpr (kContributions == Contributions::kCounted)
+    if (head < 0) {
+      if (bwd_plan_fits(p.plan, p.total_q, p.total_k))
+        count_contributions<kRowThreads, kBlockM>(p, block);
+      return;
+    }
+  const int64_t number = static_cast<int64_t>(head) * p.num_m_blocks + block;
+  if (number == 0)
+    for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
+  if (kContributions != Contributions::kNotCounted && threadIdx.x < p.passes)
+    p.dq_semaphore[number * p.passes + threadIdx.x] = 0;
+  float4* sum =
+      reinterpret_cast<float4*>(p.dq_accum + number * p.dim_blocks * dq_block_floats(kBlockM));
+  if (kContributions == Contributions::kNotCounted)
+    for (int i = threadIdx.x; i < p.dim_blocks * dq_block_floats(kBlockM) / 4; i += kRowThreads)
+      sum[i] = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int row = threadIdx.x / 8; row < kBlockM; row += kRowThreads / 8) {
+    const int token = block * kBlockM + row, lane = threadIdx.x % 8;
+    const int64_t at = static_cast<int64_t>(token) * p.heads_q + head;
+    const bool exists = token < p.total_q;
+    float delta = 0.f;
+    if (p.out != nullptr)
+      delta = row_delta<T>(p, exists ? token : 0, head, lane);
+    else if (exists)
+      delta = p.delta[at];
+    const float lse = exists ? p.lse[at] : -INFINITY;
+    if (lane == 0) write_row<kBlockM>(p, number, row, at, exists, delta, lse);
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Schedules the work tiles of the backward kernel: by a lane of its own, in the order of the plan
+// or as they are listed; or, where dq is summed in order (C::kSemaphored), by a lane of the warp
+// that clears rows (bwd/row_guard.cuh).
+#pragma once
+
+#include "ffa/sm90/bwd/schedule/plan_reader.cuh"
+#include "ffa/sm90/bwd/smem.cuh"
+#include "ffa/sm90/bwd/schedule/split.cuh"
+#include "ffa/sm90/tile_scheduler.cuh"
+
+namespace magi {
+
+// In order: how a work tile walks its segments, in its fourth word.
+__device__ __forceinline__ int traversal_word(const BwdKernelParams& p, int order_idx) {
+  const int flags = p.order[0],
+            traversal = static_cast<int>(ordered_traversal(flags, order_idx >= p.wave));
+  return traversal << kTraversalBit | (flags & kByHead ? 1 << kByHeadBit : 0) |
+         ordered_shift(p.order, order_idx, p.wave) << kShiftBit;
+}
+
+// One lane. There are few work tiles and they are long, so the next one is taken as late as
+// possible, when all copies of the one before have been issued: the look-ups then travel behind its
+// last steps.
+template <typename C>
+__device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  PipelineState state;
+#pragma unroll 1
+  for (int work_tile = blockIdx.x; work_tile < p.num_work_tiles;
+       work_tile = atomicAdd(p.workspace, 1) + gridDim.x) {
+    mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+    const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+    int whole = work_tile, split = 0;  // of parts, the work tile they belong to; first parts of all
+                                       // come before second parts
+    if (C::kSplit && work_tile >= p.num_whole_work_tiles) {
+      const int in_split = work_tile - p.num_whole_work_tiles, slot = in_split % p.num_partials;
+      whole = p.num_whole_work_tiles + slot;
+      split = in_split / p.num_partials | (slot + 1) << kPartialBit;
+    }
+    int tile, head_unit, traversal;
+    if constexpr (C::kPlanned) {
+      const int2 dq_queue = *reinterpret_cast<const int2*>(
+          p.plan + plan.words_work_tiles + 2 * (whole / p.splits_per_tile));  // magi_work_tile
+      tile = dq_queue.x;
+      head_unit = dq_queue.y >> MAGI_TRAVERSAL_BITS;
+      traversal = (dq_queue.y & MAGI_TRAVERSAL_WRAP) << kPlannedBit;
+    } else {
+      int order_idx;
+      work_tile_coords(p, whole / p.splits_per_tile, &order_idx, &head_unit);
+      tile = tile_of(p, plan.words_order, plan.words_first_order, whole / p.splits_per_tile,
+                     order_idx);
+      traversal =
+          static_cast<int>(whole % p.work_tiles_per_l2_group >= gridDim.x ? Traversal::kAscending
+                                                                          : Traversal::kWrap)
+          << kTraversalBit;
+    }
+    publish_work_tile(p, smem, state, tile, head_unit, segments_of_tile(p.plan, tile),
+                      whole % p.splits_per_tile | split | traversal, plan.words_records,
+                      C::kSegmentBytes / 4);
+    mbar_wait(smem.issued(),
+              state.work_stage() ^ 1);  // a phase for each work tile, and this one has been counted
+  }
+  publish_end(p, smem, state);
+}
+
+// The same where the work tiles have been listed.
+template <typename C>
+__device__ void schedule_work_list(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  PipelineState state;
+  while (load_acquire(p.workspace + kWorkListWord) == 0) {
+  }
+  start_next_kernel();  // which may not even read what is listed before it is
+#pragma unroll 1
+  for (int work_tile = atomicAdd(p.workspace, 1); work_tile < p.workspace[kNumWorkTilesWord];
+       work_tile = atomicAdd(p.workspace, 1)) {
+    mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+    const int4 row = p.work_tiles[work_tile];
+    const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
+    publish_work_tile(p, smem, state, row.x, row.y, segments_of_tile(p.plan, row.x), row.z,
+                      records_at, C::kSegmentBytes / 4);
+    mbar_wait(smem.issued(), state.work_stage() ^ 1);  // as above
+  }
+  publish_end(p, smem, state);
+  wait_for_kernel_before();  // so that what comes behind this kernel is behind that, too
+}
+
+// Segment `segment` of a tile, to where `staged` counts, when the one before has left that.
+template <typename C>
+__device__ __forceinline__ void stage_segment(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                              const PipelineState& staged, int tile, int segment) {
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.segment_empty(staged.segment_stage()), staged.segment_phase() ^ 1);
+  mbar_expect(smem.segment_full(staged.segment_stage()), C::kSegmentBytes);
+  const int64_t record = segments_of_tile(p.plan, tile).x + segment;
+  load_bytes(smem.segment(staged.segment_stage()),
+             p.plan + plan.words_records + record * (C::kSegmentBytes / 4), C::kSegmentBytes,
+             smem.segment_full(staged.segment_stage()));
+}
+
+// Where some tiles are split, in deterministic order: the number of a work tile if none were, and
+// in the words of one its part and its stage. Parts of a work tile follow one another.
+__device__ __forceinline__ int2 whole_deterministic(const BwdKernelParams& p, int work_tile) {
+  const int in_split = work_tile - p.first_split, slot = in_split >> p.parts_shift;
+  if (in_split < 0) return make_int2(work_tile, 0);
+  if (slot >= p.num_partials)
+    return make_int2(work_tile - (p.num_partials << p.parts_shift) + p.num_partials, 0);
+  return make_int2(p.first_split + slot, (in_split - (slot << p.parts_shift)) | (slot + 1)
+                                                                                    << kPartialBit);
+}
+
+// The next work tile in order, with its first two segments, by a lane of the warp that clears rows,
+// when all dq of the one before has been added: a work tile that is taken but not begun might be
+// the one whose semaphore target that waits for. Work tiles may wait for those before them, so they
+// are taken up in order, whichever CTA starts first, and by the order of the plan, which semaphore
+// targets follow.
+template <typename C>
+__device__ __forceinline__ void publish_deterministic(const BwdKernelParams& p,
+                                                      const BwdSmem<C>& smem,
+                                                      PipelineState staged) {
+  const int work_tile = atomicAdd(p.workspace, 1);
+  if (work_tile >= p.num_work_tiles) return publish_none(smem, staged);
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  mbar_wait(smem.work_empty(staged.work_stage()), staged.work_phase() ^ 1);
+  // Word by word, as there are few registers.
+  const uint32_t at = smem.work_tile(staged.work_stage()),
+                 semaphore = smem.work_semaphore(staged.work_stage());
+  int order_idx, head;
+  if constexpr (C::kSplit) {
+    const int2 whole = whole_deterministic(p, work_tile);
+    work_tile_coords(p, whole.x, &order_idx, &head);
+    sts_int(at + 4, head);
+    sts_int(at + 12, traversal_word(p, order_idx) | whole.y);
+    sts_int(semaphore,
+            first_head<C>(p, at) | heads_of_work_tile<C>(p, whole.y)
+                                       << 16);  // semaphore targets are found by the head
+  } else {
+    work_tile_coords(p, work_tile / p.splits_per_tile, &order_idx, &head);
+    const int part = work_tile % p.splits_per_tile,
+              in_l2_group = head - work_tile / p.work_tiles_per_l2_group * p.heads_per_l2_group;
+    sts_int(semaphore, (p.order[0] & kLaterTargets && work_tile >= p.work_tiles_per_l2_group
+                            ? p.work_tiles_per_l2_group
+                            : 0) +
+                           in_l2_group * p.splits_per_tile + part);
+    sts_int(at + 4, head);
+    sts_int(at + 12, traversal_word(p, order_idx) | part);
+  }
+  const int tile = p.plan[plan.words_order + order_idx];
+  sts_int(at, tile);
+  if constexpr (!C::kSplit) sts_int(semaphore, lds_int(semaphore) + tile * p.work_tiles_per_tile);
+  sts_int(at + 8, segments_of_tile(p.plan, tile).y);
+  mbar_arrive(smem.work_full(staged.work_stage()));
+#pragma unroll 1
+  for (int segment = 0; segment < min(lds_int(at + 8), 2); ++segment, staged.next_segment())
+    stage_segment(p, smem, staged, tile, segment);
+}
+
+}  // namespace magi

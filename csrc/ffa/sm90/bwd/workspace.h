@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a backward is cut into work tiles, and what its workspace holds. Host side, without CUDA:
+// tests compile it for machines that have none.
+#pragma once
+
+#include <algorithm>
+
+#include "magi/abi.h"
+#include "ffa/sm90/bwd/config.h"
+
+namespace magi {
+
+inline int64_t bwd_tiles(const magi_ffa_bwd_params& a) {
+  return (static_cast<int64_t>(a.total_k) + kTileBlockN - 1) / kTileBlockN;
+}
+
+template <typename C>
+int64_t bwd_num_tiles_of_heads(const magi_ffa_bwd_params& a) {
+  return bwd_tiles(a) * a.heads_kv * C::kPasses;
+}
+
+// Among how many work tiles the query heads of a tile are shared out: as few as make two work tiles
+// for each multiprocessor, but no fewer than are asked for. The same on a device whatever is left
+// free, so that sm_margin does not change results.
+template <typename C>
+int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
+  const int group = a.heads_q / a.heads_kv;
+  const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), wanted = 19 * sms / 10;
+  int most = 1;
+  for (int parts = 1; parts <= group && parts <= kMaxHeadSplits; ++parts) {
+    if (group % parts != 0) continue;
+    most = parts;
+    if (parts >= a.num_head_splits && work_tiles * parts >= wanted) break;
+  }
+  return most;
+}
+
+// How many work tiles may be split, and into how many parts each.
+struct BwdSplit {
+  int slots = 0, parts = 1;
+  int64_t values(int head_dim) const {
+    return static_cast<int64_t>(slots) * kTileBlockN * head_dim;
+  }  // of one part of all
+};
+
+// Of the last round, where work tiles are not listed.
+template <typename C>
+BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
+  const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
+  if (C::kD != 128 || a.dq_mode || a.softcap > 0.f || work_tiles < 2 * sms) return {};
+  const int group = a.heads_q / a.heads_kv;
+  int parts = group < kTailParts ? group : kTailParts;
+  while (group % parts) --parts;
+  // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
+  const int64_t saved = parts - (last * parts + sms - 1) / sms;
+  return last > 0 && 100 * saved * sms >= work_tiles * parts
+             ? BwdSplit{static_cast<int>(last), parts}
+             : BwdSplit{};
+}
+
+// In deterministic order: among how many work tiles the query heads of some tiles are shared out,
+// whole ones where the caller asks for none.
+inline int bwd_deterministic_splits(const magi_ffa_bwd_params& a) {
+  return a.dq_mode == MAGI_DQ_DETERMINISTIC && a.split_begin < a.split_end ? a.splits_per_split_tile
+                                                                           : 1;
+}
+
+// Whether dq of a block that has one contribution only can be written at once: visits are counted,
+// and it is rounded, with nothing to be added to. There is no kernel with softcap, nor one that
+// splits tiles.
+inline bool bwd_can_store_direct(const magi_ffa_bwd_params& a) {
+  return a.dq_mode != MAGI_DQ_ATOMIC && a.grad_dtype != MAGI_FP32 && !a.accumulate &&
+         a.softcap == 0.f && bwd_deterministic_splits(a) == 1;
+}
+
+// Whether what the caller says is split is a run of tiles, in parts that are a power of two of
+// query heads that are one, too.
+inline bool bwd_is_split_run(const magi_ffa_bwd_params& a) {
+  const int group = a.heads_q / a.heads_kv, parts = a.splits_per_split_tile,
+            heads = parts > 0 ? group / parts : 0;
+  if (parts < 2 || parts > kTailParts || (parts & (parts - 1)) != 0 || heads * parts != group ||
+      (heads & (heads - 1)) != 0)
+    return false;
+  const int64_t work_tiles = static_cast<int64_t>(a.split_end - a.split_begin) * a.heads_kv;
+  return 0 <= a.split_begin && a.split_begin < a.split_end && a.split_end <= bwd_tiles(a) &&
+         work_tiles < kMaxPartials;
+}
+
+// Whether there is a kernel that splits tiles as the caller says.
+template <typename C>
+bool bwd_has_deterministic_split(const magi_ffa_bwd_params& a, int sms) {
+  return C::kIsM80 && a.dq_mode == MAGI_DQ_DETERMINISTIC && bwd_num_head_splits<C>(a, sms) == 1 &&
+         bwd_tiles(a) <= kMaxTimed;
+}
+
+// How many tiles, if whole tiles have so many work tiles, all of whose work tiles are among the
+// first so many.
+inline int bwd_tiles_at_once(const magi_ffa_bwd_params& a, int num_ctas, int work_tiles) {
+  const int parts = bwd_deterministic_splits(a), begin = parts > 1 ? a.split_begin : 0,
+            split = parts > 1 ? a.split_end - begin : 0;
+  const int left = num_ctas - begin * work_tiles;
+  if (left <= 0) return num_ctas / work_tiles;
+  const int at_once = std::min(left / (work_tiles * parts), split);
+  return begin + at_once + (at_once < split ? 0 : left / work_tiles - split * parts);
+}
+
+// As many kv heads that the heaviest tiles of an L2 group, one for each multiprocessor, are half of
+// it. Where that is one L2 group or two, these are alike, or the long tiles of a small one behind
+// the other would end alone; unless all of it is split. Where the caller asks for parts, of all
+// tiles or some, because they are uneven, it is one, so that the longest of all heads come first.
+// Lists of wide steps have the same rule, but for what is split, in
+// magi_attention/kernels/unit_walks.py.
+template <typename C>
+int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms, int64_t at_once) {
+  const int64_t tile_parts = bwd_tiles(a) * num_head_splits, work_tiles = tile_parts * a.heads_kv;
+  const int64_t heads =
+      std::min<int64_t>(std::max<int64_t>((at_once + tile_parts / 2) / tile_parts, 1), a.heads_kv);
+  const int64_t small = a.heads_kv % heads * tile_parts,
+                l2_groups = (work_tiles + at_once / 2) / at_once;
+  if (l2_groups > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots))
+    return static_cast<int>(heads);
+  return l2_groups < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
+}
+
+// In deterministic order, with one or two query heads in a work tile, an L2 group is twice that, as
+// long as all can walk one way: work tiles that begin together at the same blocks wait for each
+// other, and of as many heads there are half as many (docs/notes/ffa_backward_turns.md).
+template <typename C>
+int bwd_heads_per_l2_group(const magi_ffa_bwd_params& a, int num_head_splits, int sms) {
+  if (bwd_tiles(a) * a.heads_kv == 0) return 1;
+  if (a.dq_mode && (a.num_head_splits > 1 || bwd_deterministic_splits(a) > 1)) return a.heads_kv;
+  const int heads_per_split = a.heads_q / a.heads_kv / num_head_splits;
+  if (a.dq_mode == MAGI_DQ_DETERMINISTIC && heads_per_split <= kLargeL2Groups) {
+    const int heads = bwd_heads_at_once<C>(a, num_head_splits, sms, 4ll * sms);
+    if (sms / (heads * num_head_splits * C::kPasses) >= kManyTiles * heads_per_split) return heads;
+  }
+  return bwd_heads_at_once<C>(a, num_head_splits, sms, 2ll * sms);
+}
+
+// Tables of semaphore targets: where there are several L2 groups, those behind the first have one
+// of their own; but not of more tiles than are compared, where a table is large (half a gigabyte at
+// a million tokens) and times count among few.
+template <typename C>
+int bwd_target_tables(const magi_ffa_bwd_params& a, int num_head_splits, int sms) {
+  return bwd_tiles(a) <= kMaxTimed &&
+                 bwd_heads_per_l2_group<C>(a, num_head_splits, sms) < a.heads_kv
+             ? 2
+             : 1;
+}
+
+// Whether work tiles may be listed anew, and tiles perhaps split: work tiles are few, of one L2
+// group, and the heads can be shared out.
+template <typename C>
+bool bwd_makes_work_list(const magi_ffa_bwd_params& a, int sms) {
+  return C::kD == 128 && !a.dq_mode && a.softcap == 0.f &&
+         a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
+         bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
+         bwd_heads_per_l2_group<C>(a, 1, sms) == a.heads_kv &&
+         bwd_num_tiles_of_heads<C>(a) < 3ll * sms;
+}
+// Tiles of which there may be parts then.
+inline int bwd_split_tiles(const magi_ffa_bwd_params& a) {
+  return static_cast<int>((bwd_tiles(a) + 1) / 2);
+}
+
+// Like the number of parts of all tiles, it depends on the device and not on what is left free.
+template <typename C>
+BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
+  if (bwd_deterministic_splits(a) > 1)
+    return {(a.split_end - a.split_begin) * a.heads_kv, a.splits_per_split_tile};
+  if (bwd_makes_work_list<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kListedHeadSplits};
+  return bwd_last_round<C>(a, sms);
+}
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+inline int64_t bwd_dk_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim;
+}
+inline int64_t bwd_dv_values(const magi_ffa_bwd_params& a) {
+  return static_cast<int64_t>(a.total_k) * a.heads_kv * a.head_dim_v;
+}
+
+template <typename C>
+int64_t bwd_num_m_blocks(const magi_ffa_bwd_params& a) {
+  return (static_cast<int64_t>(a.total_q) + C::kBlockM - 1) / C::kBlockM;
+}
+
+// Parts of the query heads of a kv head, of blocks of dq and of split tiles, which the last kernel
+// takes up when they are complete.
+template <typename C>
+int64_t bwd_entries(const magi_ffa_bwd_params& a) {
+  return kListedHeadSplits * a.heads_kv * (bwd_num_m_blocks<C>(a) + bwd_split_tiles(a));
+}
+inline int bwd_tile_words(const magi_ffa_bwd_params& a) {
+  return static_cast<int>((bwd_tiles(a) + 31) / 32);
+}
+template <typename C>
+int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
+  return 4 * (kListedHeadSplits * bwd_tiles(a) * a.heads_kv +
+              bwd_num_m_blocks<C>(a) * (bwd_tile_words(a) + a.heads_kv) + 2 * bwd_entries<C>(a));
+}
+
+// A list of work tiles, in bytes from its start.
+struct BwdWorkList {
+  int64_t work_tiles, first_left, first_blocks, bytes;
+};
+
+template <typename C>
+BwdWorkList bwd_work_list_layout(const magi_ffa_bwd_params& a) {
+  BwdWorkList l;
+  l.work_tiles = 4 * kWorkListHeader;
+  l.first_left = l.work_tiles + 16 * kListedHeadSplits * bwd_num_tiles_of_heads<C>(a);
+  l.first_blocks = l.first_left + 4 * kListedHeadSplits * bwd_tiles(a) * a.heads_kv;
+  l.bytes = whole_lines(l.first_blocks + 4 * bwd_num_m_blocks<C>(a));
+  return l;
+}
+
+// What is made of the plan where visits to blocks are counted, byte offsets: flags of the plan,
+// costs and starts come first. The same in all calls of a plan, so it may be kept.
+struct BwdOrder {
+  int64_t semaphore_targets, contributions_of_block, summed, direct_dq_store, bytes;
+};
+
+template <typename C>
+BwdOrder bwd_order_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
+  if (!a.dq_mode) return {};
+  const int64_t kinds = static_cast<int64_t>(bwd_heads_per_l2_group<C>(a, parts, sms)) * parts *
+                        C::kPasses * bwd_deterministic_splits(a);
+  const int64_t work_tiles = bwd_tiles(a) * kinds * bwd_target_tables<C>(a, parts, sms),
+                blocks = bwd_num_m_blocks<C>(a);
+  BwdOrder o;
+  o.semaphore_targets = whole_lines(4 * (1 + bwd_tiles(a) + work_tiles));
+  o.contributions_of_block =
+      o.semaphore_targets +
+      whole_lines(a.dq_mode == MAGI_DQ_DETERMINISTIC ? 4 * work_tiles * blocks : 0);
+  o.summed = o.contributions_of_block + 8 * blocks;
+  o.direct_dq_store = o.summed + 4 * (1 + blocks);
+  o.bytes = whole_lines(o.direct_dq_store + 4 * blocks);
+  return o;
+}
+
+// Byte offsets into the workspace.
+struct BwdWorkspace {
+  int64_t stats, dq_accum, partials, list, completion, dq_semaphore, order, bytes;
+};
+
+template <typename C>
+BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
+  const int64_t blocks = bwd_num_m_blocks<C>(a) * a.heads_q;
+  BwdWorkspace w;
+  w.stats = 4 * kBwdCounters;
+  w.dq_accum = w.stats + 4 * stat_floats(C::kBlockM) * blocks;
+  w.partials = w.dq_accum + 4ll * dq_block_floats(C::kBlockM) * (C::kD / 64) * blocks;
+  w.list = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
+  const BwdSplit work_tiles_split = bwd_split<C>(a, sms);
+  w.list = whole_lines(w.list + 4 * work_tiles_split.parts *
+                                    work_tiles_split.values(a.head_dim + a.head_dim_v));
+  // Each from a line of the cache on: they are written by one kernel and read by the next at
+  // different times.
+  const bool lists = bwd_makes_work_list<C>(a, sms);
+  w.completion = w.list + (lists ? bwd_work_list_layout<C>(a).bytes : 0);
+  w.dq_semaphore = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
+  w.order = whole_lines(w.dq_semaphore + (a.dq_mode ? 4 * C::kPasses * blocks : 0));
+  w.bytes = w.order + bwd_order_layout<C>(a, parts, sms).bytes;
+  return w;
+}
+
+// Of the workspace, and of what the caller may keep, 0 where there is nothing: a list of work
+// tiles, or what order is made of.
+struct BwdBytes {
+  int64_t workspace, list;
+};
+
+template <typename C>
+BwdBytes bwd_bytes(const magi_ffa_bwd_params& a, int sms) {
+  const int parts = bwd_num_head_splits<C>(a, sms);
+  const int64_t order = bwd_order_layout<C>(a, parts, sms).bytes,
+                kept = order <= kMostKeptOrder ? order : 0;
+  return {bwd_layout<C>(a, parts, sms).bytes,
+          bwd_makes_work_list<C>(a, sms) ? bwd_work_list_layout<C>(a).bytes : kept};
+}
+
+}  // namespace magi

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles that are cut along the keys, because there are too few of them to fill the GPU. Each part
+// leaves its unfinished output in the workspace; the part that arrives last combines all of them,
+// in the order of the keys whoever it is, so that results do not depend on timing.
+#pragma once
+
+#include "ffa/common/mbarrier.cuh"
+#include "ffa/sm90/fwd/config.h"
+#include "ffa/sm90/fwd/params.h"
+#include "ffa/sm90/fwd/softmax.cuh"
+
+namespace magi {
+
+constexpr int kMaxParts =
+    16;  // the last part reads the others' outputs, some 70 KB each at head dim 128
+constexpr int kBlocksOfPart = 4;   // key blocks of 128 below which cutting does not pay
+constexpr int kArrivalsAt = 4;     // int32 words into the workspace
+constexpr int kPartialsAt = 1024;  // int32 words into the workspace
+
+// Which part of a tile a work tile is.
+struct Part {
+  int32_t index, count;
+
+  __host__ __device__ static Part of_word(int32_t word) { return {word & 0xffff, word >> 16}; }
+  __host__ __device__ int32_t word() const { return index | count << 16; }
+
+  // The piece [lo, hi) of a segment's visit range: whole blocks, counted from the right; empty if
+  // the segment is short.
+  template <typename C>
+  __device__ __forceinline__ int2 piece(int2 visit) const {
+    if constexpr (C::kPlain) return visit;
+    const int blocks = (visit.y - visit.x + C::kBlockN - 1) / C::kBlockN;
+    const int first = static_cast<int64_t>(blocks) * index / count;
+    const int last = static_cast<int64_t>(blocks) * (index + 1) / count;
+    return make_int2(max(visit.x, visit.y - last * C::kBlockN), visit.y - first * C::kBlockN);
+  }
+};
+
+// From L2, where the other parts' writes are; in the order of the program, because a batch of loads
+// would need registers.
+__device__ __forceinline__ float2 load_shared_by_all(const float2* address) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "l"(address)
+               : "memory");
+  return x;
+}
+
+// Floats of one warpgroup's part: the output, then reference and sum of both rows, each thread's
+// values apart.
+template <typename C>
+__host__ __device__ constexpr int64_t partial_floats() {
+  return 128 * (C::kDv / 2 + 4);
+}
+
+// Leaves this part in the workspace. True for the part that came last: then o and state hold the
+// whole.
+template <typename C>
+__device__ __forceinline__ bool combine_splits(const FwdKernelParams& p, float (&o)[C::kDv / 2],
+                                               SoftmaxState<C>& state, int work_tile, Part part,
+                                               int group) {
+  const int thread = threadIdx.x % 128, slot = C::kGroups * work_tile + group;
+  // In float2. There are no more parts than multiprocessors, so 32 bits do.
+  constexpr int kStride = partial_floats<C>() / 2, kStats = 128 * (C::kDv / 4);
+  float2* all = reinterpret_cast<float2*>(p.partials);
+  const int first = slot * p.max_parts * kStride + thread;
+  const int mine = first + part.index * kStride;
+#pragma unroll
+  for (int i = 0; i < C::kDv / 4; ++i) all[mine + 128 * i] = make_float2(o[2 * i], o[2 * i + 1]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    all[mine + kStats + 128 * r] = make_float2(state.reference[r], state.sum[r]);
+  __threadfence();
+  named_barrier(1 + group, 128);
+  bool last = false;
+  if (thread == 0) {
+    int32_t* arrivals = p.workspace + kArrivalsAt + slot;
+    last = atomicAdd(arrivals, 1) == part.count - 1;
+    if (last) *arrivals = 0;
+    __threadfence();
+  }
+  if (!any_at_barrier(1 + group, 128, last)) return false;
+  float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll 1
+  for (int i = 0; i < part.count; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      top[r] = fmaxf(top[r], load_shared_by_all(all + first + i * kStride + kStats + 128 * r).x);
+  }
+  state.reset();
+#pragma unroll
+  for (int i = 0; i < C::kDv / 2; ++i) o[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < part.count; ++i) {
+    const float2* at = all + first + i * kStride;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 stats = load_shared_by_all(at + kStats + 128 * r);
+      factor[r] = top[r] == -INFINITY ? 0.f : exp2_fast(stats.x - top[r]);
+      state.sum[r] += stats.y * factor[r];
+    }
+#pragma unroll
+    for (int j = 0; j < C::kDv / 4; ++j) {
+      const float2 x = load_shared_by_all(at + 128 * j);
+      o[2 * j] += x.x * factor[j % 2];
+      o[2 * j + 1] += x.y * factor[j % 2];
+    }
+  }
+  state.reference[0] = top[0];
+  state.reference[1] = top[1];
+  return true;
+}
+
+}  // namespace magi

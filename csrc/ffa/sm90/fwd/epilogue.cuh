@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// Normalises a tile's output, combines sinks and an earlier partial result, and writes out, lse and
+// max_logits.
+#pragma once
+
+#include "ffa/common/tma.cuh"
+#include "ffa/sm90/fwd/config.h"
+#include "ffa/sm90/fwd/params.h"
+#include "ffa/sm90/fwd/softmax.cuh"
+
+namespace magi {
+
+// Largest value over all threads of all CTAs; works for any sign.
+__device__ __forceinline__ void atomic_max_float(float* address, float value) {
+  if (!signbit(value))
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  else
+    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
+}
+
+// For a plan that did not fit into its buffer, or belongs to other shapes: an output and lse that
+// nobody can mistake for right ones.
+template <typename C>
+__device__ void write_nan(const FwdKernelParams& p) {
+  const float nan = __int_as_float(0x7fffffff);
+  for (int token = blockIdx.x; token < p.total_q; token += gridDim.x) {
+    for (int i = threadIdx.x; i < p.heads_q * p.head_dim_v; i += C::kThreads) {
+      const int64_t at =
+          token * p.out_stride_token + (i / p.head_dim_v) * p.out_stride_head + i % p.head_dim_v;
+      if (p.out_is_float)
+        static_cast<float*>(p.out)[at] = nan;
+      else
+        static_cast<typename C::T*>(p.out)[at] = typename C::T(nan);
+    }
+    for (int h = threadIdx.x; h < p.heads_q; h += C::kThreads)
+      p.lse[static_cast<int64_t>(token) * p.heads_q + h] = nan;
+  }
+}
+
+// One row of a tile as an output position.
+struct OutRow {
+  int token, head;
+  bool exists;
+};
+
+template <typename C>
+__device__ __forceinline__ OutRow out_row(const FwdKernelParams& p, int tile, int head_unit,
+                                          int row) {
+  const int in_tile = row / p.pack;
+  OutRow r;
+  r.token = tile * p.tile_tokens + in_tile;
+  r.head = head_unit * p.pack + row - in_tile * p.pack;
+  r.exists = r.token < p.total_q;
+  return r;
+}
+
+// Adds the mass of the sinks: base-2 exponents relative to `top`, which may grow.
+__device__ __forceinline__ void combine_sinks(const FwdKernelParams& p, const OutRow& row,
+                                              float* top, float* sum, float* scale) {
+  const int64_t first = p.sink_per_row
+                            ? static_cast<int64_t>(row.token) * p.sink_count * p.heads_q + row.head
+                            : row.head;
+  float highest = *top;
+#pragma unroll 1
+  for (int i = 0; i < p.sink_count; ++i)
+    highest = fmaxf(highest, p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e);
+  if (highest == -INFINITY) return;
+  const float factor = *top == -INFINITY ? 0.f : exp2_fast(*top - highest);
+  *sum *= factor;
+  *scale *= factor;
+  *top = highest;
+#pragma unroll 1
+  for (int i = 0; i < p.sink_count; ++i)
+    *sum += exp2_fast(p.sink[first + static_cast<int64_t>(i) * p.heads_q] * kLog2e - highest);
+}
+
+template <typename C>
+__device__ __forceinline__ void write_float_row(const FwdKernelParams& p,
+                                                const float (&o)[C::kDv / 2], int r,
+                                                const OutRow& row, float new_weight,
+                                                float old_weight, int lane) {
+  float* out =
+      static_cast<float*>(p.out) + row.token * p.out_stride_token + row.head * p.out_stride_head;
+#pragma unroll
+  for (int j = 0; j < C::kDv / 8; ++j) {
+    const int column = 8 * j + 2 * (lane % 4);
+    if (column >= p.head_dim_v) continue;
+    float2* at = reinterpret_cast<float2*>(out + column);
+    float2 value = make_float2(o[4 * j + 2 * r] * new_weight, o[4 * j + 2 * r + 1] * new_weight);
+    if (p.accumulate && old_weight > 0.f) {
+      const float2 old = *at;
+      value.x += old.x * old_weight;
+      value.y += old.y * old_weight;
+    }
+    *at = value;
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void stage_rows(uint32_t smem, const float (&o)[C::kDv / 2],
+                                           const float (&weight)[2], int warp, int lane) {
+  // Lane 8i + l addresses row l of matrix i: (rows 0-7, rows 8-15) x (chunk, chunk + 1) of 8
+  // columns.
+  const int matrix = lane / 8;
+  const int row = 16 * warp + (matrix & 1) * 8 + lane % 8;
+#pragma unroll
+  for (int j = 0; j < C::kDv / 8; j += 2) {
+    const int chunk = j % 8 + (matrix >> 1);
+    const uint32_t at =
+        smem + (j / 8) * (C::kBlockM * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
+    using T = typename C::T;
+    store_matrix_x4(at, pack_pair<T>(o[4 * j] * weight[0], o[4 * j + 1] * weight[0]),
+                    pack_pair<T>(o[4 * j + 2] * weight[1], o[4 * j + 3] * weight[1]),
+                    pack_pair<T>(o[4 * j + 4] * weight[0], o[4 * j + 5] * weight[0]),
+                    pack_pair<T>(o[4 * j + 6] * weight[1], o[4 * j + 7] * weight[1]));
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t smem_out,
+                                           const float (&o)[C::kDv / 2],
+                                           const SoftmaxState<C>& state, int tile, int head_unit,
+                                           int group) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  float weight[2], old_weight[2] = {0.f, 0.f};
+  OutRow rows[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows[r] = out_row<C>(p, tile, head_unit, 64 * group + 16 * warp + lane / 4 + 8 * r);
+    float sum = state.sum[r];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    float top = state.reference[r];
+    float scale = 1.f;
+    if (!C::kPlain && p.sink_count && rows[r].exists) combine_sinks(p, rows[r], &top, &sum, &scale);
+    const bool empty = !(sum > 0.f);
+    weight[r] = empty ? 0.f : scale / sum;
+    float lse = empty ? -INFINITY : (top + log2_fast(sum)) * kLn2;
+    if (!rows[r].exists) continue;
+    float* lse_at = p.lse + static_cast<int64_t>(rows[r].token) * p.heads_q + rows[r].head;
+    if (!C::kPlain && p.accumulate) {
+      const float old = *lse_at;
+      const float high = fmaxf(lse, old);
+      if (high != -INFINITY) {
+        const float joint =
+            high +
+            log2_fast(exp2_fast((lse - high) * kLog2e) + exp2_fast((old - high) * kLog2e)) * kLn2;
+        weight[r] *= exp2_fast((lse - joint) * kLog2e);
+        old_weight[r] = exp2_fast((old - joint) * kLog2e);
+        lse = joint;
+      }
+      __syncwarp(0xfu << (lane & ~3));  // all four threads of the row have read the old value
+    }
+    if (lane % 4 == 0) {
+      *lse_at = lse;
+      if (p.max_logits != nullptr && state.reference[r] != -INFINITY)
+        atomic_max_float(p.max_logits + rows[r].head, state.reference[r] * kLn2);
+    }
+  }
+  named_barrier(1 + group, 128);  // all warps are through with Q: the output is staged there, or Q
+                                  // is released after this
+  if (!C::kPlain && p.out_is_float) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (rows[r].exists) write_float_row<C>(p, o, r, rows[r], weight[r], old_weight[r], lane);
+    return;
+  }
+  stage_rows<C>(smem_out, o, weight, warp, lane);
+  fence_async_proxy();
+  named_barrier(1 + group, 128);
+  if (thread == 0) {
+    const int token = tile * p.tile_tokens + group * (64 / p.pack);
+    if (token < p.total_q) {
+#pragma unroll
+      for (int d = 0; d < C::kDv / 64; ++d)
+        store_tile_4d(&p.out_map, smem_out + d * (C::kBlockM * 128), d * 64, 0, token, head_unit);
+    }
+    store_commit();
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of one forward variant: checks, tensor maps, launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ffa/common/host.h"
+#include "ffa/sm90/fwd/kernel.cuh"
+#include "ffa/sm90/peer_kv.h"
+
+namespace magi {
+
+// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and
+// outputs. A little more than a power of two, for keys that are a little more than that.
+constexpr int64_t kL2GroupBytes = 33ll << 20;
+
+template <typename C>
+magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote,
+                     FwdKernelParams* k) {
+  const CUtensorMapDataType type =
+      a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const uint64_t work_tiles = k->head_units, pack = a.pack, tq = a.total_q;
+  const uint64_t tk = remote != nullptr ? remote->local_keys : a.total_k;
+  const uint64_t dq = a.head_dim, dv = a.head_dim_v, hk = a.heads_kv;
+  const uint32_t tile_tokens = a.tile_tokens, group_tokens = 64 / a.pack;
+  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, work_tiles},
+                         {2 * a.q_stride_head, 2 * a.q_stride_token, 2 * a.q_stride_head * a.pack},
+                         {64, (uint32_t)pack, tile_tokens, 1}, "q"));
+  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {dq, tk, hk},
+                         {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, C::kBlockN, 1}, "k"));
+  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk},
+                         {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, C::kBlockN, 1}, "v"));
+  MAGI_RETURN(remote_keys(remote, a.total_k, type, dq, dv, hk, C::kBlockN, &k->remote));
+  if (!k->out_is_float)
+    MAGI_RETURN(
+        encode_map(&k->out_map, type, a.out, {dv, pack, tq, work_tiles},
+                   {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * a.pack},
+                   {64, (uint32_t)pack, group_tokens, 1}, "out"));
+  else if (reinterpret_cast<uintptr_t>(a.out) % 8 || a.out_stride_token % 2 ||
+           a.out_stride_head % 2)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "A float32 out must begin at a multiple of 8 bytes and have even strides.");
+  else
+    k->out_map = k->q_map;  // prefetched, never used
+  return MAGI_OK;
+}
+
+// Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The
+// same on a device whatever is left free, so that sm_margin does not change results.
+inline int fwd_max_parts(int64_t work_tiles, int sms) {
+  if (work_tiles < 1 || work_tiles >= sms || kArrivalsAt + 3 * work_tiles > kPartialsAt) return 1;
+  const int64_t parts = sms / work_tiles;
+  return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
+}
+
+template <typename C>
+int64_t fwd_workspace_bytes(int64_t work_tiles, int parts) {
+  return 4ll * kPartialsAt +
+         (parts > 1 ? 4 * C::kGroups * work_tiles * parts * partial_floats<C>() : 0);
+}
+
+template <typename C>
+magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t work_tiles =
+      (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens * (a.heads_q / a.pack);
+  *bytes = fwd_workspace_bytes<C>(work_tiles, fwd_max_parts(work_tiles, sms));
+  return MAGI_OK;
+}
+
+template <typename C>
+void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+  k->plan = a.plan;
+  k->workspace = a.workspace;
+  k->partials = reinterpret_cast<float*>(a.workspace + kPartialsAt);
+  k->out = a.out;
+  k->lse = a.lse;
+  k->max_logits = a.max_logits;
+  k->sink = a.sink;
+  k->out_stride_token = a.out_stride_token;
+  k->out_stride_head = a.out_stride_head;
+  k->total_q = a.total_q;
+  k->heads_q = a.heads_q;
+  k->head_units = a.heads_q / a.pack;
+  k->pack = a.pack;
+  k->tile_tokens = a.tile_tokens;
+  k->num_tiles =
+      static_cast<int>((static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens);
+  k->head_dim_v = a.head_dim_v;
+  k->kv_head_of_head_unit = k->head_units / a.heads_kv;
+  const int64_t head_bytes = 2ll * a.total_k * (a.head_dim + a.head_dim_v);
+  const int64_t fitting = kL2GroupBytes / (head_bytes > 0 ? head_bytes : 1);
+  const int64_t heads = (fitting < 1 ? 1 : fitting) * k->kv_head_of_head_unit;
+  k->heads_per_l2_group = heads < k->head_units ? static_cast<int>(heads) : k->head_units;
+  k->sink_count = a.sink != nullptr ? a.sink_count : 0;
+  k->sink_per_row = a.sink_per_row;
+  k->out_is_float = a.out_dtype == MAGI_FP32;
+  k->accumulate = a.accumulate;
+  k->has_softcap = a.softcap > 0.f;
+  k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
+  k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
+  k->unscale = 1.f / k->scale_log2;
+  // P must fit its type: bf16 reaches as far as float32, fp16 ends at 2^16.
+  const float slack_log2 = a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f;
+  k->slack = slack_log2 * k->unscale;
+}
+
+template <typename C>
+magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote,
+                      FwdKernelParams& k, int64_t work_tiles, int sms) {
+  MAGI_RETURN(fwd_maps<C>(a, remote, &k));
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([&] {
+    return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                C::smem_bytes(C::kBlockM));
+  }));
+  const int64_t work = work_tiles * k.max_parts;
+  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int grid = work < room ? static_cast<int>(work) : room;
+  if (remote != nullptr)  // beside the put, which holds its multiprocessors already
+    return launch_behind(ffa_fwd<C>, dim3(grid), C::kThreads, C::smem_bytes(a.tile_tokens),
+                         a.stream, k, "launching the forward kernel");
+  ffa_fwd<C>
+      <<<grid, C::kThreads, C::smem_bytes(a.tile_tokens), static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+}
+
+template <typename T, int kD, int kDv>
+magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
+  using C = FwdConfig<T, kD, kDv, true>;
+  if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
+                a.pack, a.tile_tokens, C::kBlockM);
+  // The kernel counts the key blocks of a segment in 16 bits.
+  constexpr int kMaxKeys = 65535 * C::kBlockN;
+  if (a.total_k > kMaxKeys)
+    return fail(
+        MAGI_UNSUPPORTED,
+        "%d keys are more than the %d that one call takes at this head dim; give them in stages.",
+        a.total_k, kMaxKeys);
+  FwdKernelParams k;
+  fwd_scalars<C>(a, &k);
+  if (k.num_tiles == 0) return MAGI_OK;
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units;
+  if (work_tiles >= (1ll << 31) - (1 << 16))
+    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
+                (long long)work_tiles);
+  k.max_parts = fwd_max_parts(work_tiles, sms);
+  const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
+  if (a.workspace_bytes < need)
+    return fail(MAGI_CAPACITY,
+                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
+                (long long)a.workspace_bytes, (long long)need);
+  const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
+  if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
+  return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);
+}
+
+}  // namespace magi
+
+#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                        \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,             \
+                                         const magi_ffa_remote* remote) {               \
+    return magi::launch_fwd<TYPE, D, DV>(*params, remote);                              \
+  }                                                                                     \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, \
+                                                     int64_t* bytes) {                  \
+    return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV, true>>(*params, bytes);     \
+  }

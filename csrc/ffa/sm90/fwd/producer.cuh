@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feeding side of the forward kernel: its shared memory, and the three parts of warpgroup 0,
+// which schedule work tiles, copy tiles and clear V rows that no query sees.
+#pragma once
+
+#include <cstddef>
+
+#include "magi/abi.h"
+#include "ffa/common/mbarrier.cuh"
+#include "ffa/common/tma.cuh"
+#include "ffa/common/shared.cuh"
+#include "ffa/sm90/fwd/config.h"
+#include "ffa/sm90/fwd/params.h"
+#include "ffa/sm90/fwd/combine.cuh"
+#include "ffa/sm90/tile_scheduler.cuh"
+
+namespace magi {
+
+template <typename C>
+struct FwdSmem {
+  uint32_t base;  // shared-space address of the 1024-aligned start
+  uint32_t segment_bytes;
+
+  __device__ FwdSmem(uint32_t start, int tile_tokens) : base(start) {
+    segment_bytes = C::segment_bytes(tile_tokens);
+  }
+  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQBytes; }
+  __device__ uint32_t k(uint32_t slot) const { return base + C::kKAt + slot * C::kKBytes; }
+  __device__ uint32_t v(uint32_t slot) const { return base + C::kVAt + slot * C::kVBytes; }
+  __device__ uint32_t out(int group, uint32_t q_stage) const {
+    return q(q_stage) + group * (64 * 128);  // its own rows of Q, in every column tile
+  }
+  __device__ uint32_t segment(uint32_t slot) const {
+    return base + C::kSegmentsAt + slot * segment_bytes;
+  }
+  __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
+  __device__ uint32_t q_full(uint32_t s) const { return bar(0 + s); }
+  __device__ uint32_t q_empty(uint32_t s) const { return bar(2 + s); }
+  __device__ uint32_t k_full(uint32_t s) const { return bar(4 + s); }
+  __device__ uint32_t k_empty(uint32_t s) const { return bar(6 + s); }
+  __device__ uint32_t work_full(uint32_t s) const { return bar(8 + s); }
+  __device__ uint32_t work_empty(uint32_t s) const { return bar(10 + s); }
+  __device__ uint32_t segment_full(uint32_t s) const { return bar(12 + s); }
+  __device__ uint32_t segment_empty(uint32_t s) const { return bar(14 + s); }
+  __device__ uint32_t v_full(uint32_t s) const { return bar(16 + s); }
+  __device__ uint32_t v_empty(uint32_t s) const { return bar(19 + s); }
+  __device__ uint32_t v_raw(uint32_t s) const {
+    return bar(22 + s);
+  }  // arrived, but with rows to be cleared
+  // A work tile as four words: tile (-1: no more work), head work tile, number of segments,
+  // Part::word.
+  __device__ uint32_t work_tile(uint32_t s) const { return bar(26) + 16 * s; }
+
+  __device__ void init_barriers() const {
+    for (uint32_t s = 0; s < 2; ++s) {
+      mbar_init(q_full(s), 1);
+      mbar_init(q_empty(s), C::kGroups);
+      mbar_init(k_full(s), 1);
+      mbar_init(k_empty(s), C::kConsumerWarps);
+      mbar_init(work_full(s), 1);
+      mbar_init(work_empty(s), C::kConsumerWarps + 2);
+      mbar_init(segment_full(s), 1);
+      mbar_init(segment_empty(s), C::kConsumerWarps + 2);
+    }
+    for (uint32_t s = 0; s < C::kVStages; ++s) {
+      mbar_init(v_full(s), 1);
+      mbar_init(v_raw(s), 1);
+      mbar_init(v_empty(s), C::kConsumerWarps);
+    }
+    mbar_init_fence();
+  }
+};
+
+// One lane, see tile_scheduler.cuh. With keys of other ranks it also says when this CTA needs no
+// more of them.
+template <typename C>
+__device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  PipelineState state =
+      schedule_work_tiles(p, smem, C::kPlain ? 1 : p.max_parts, [&](int tile_at, int index) {
+        Part part{index, 1};
+        if (!C::kPlain) {
+          const int blocks = p.plan[tile_at + offsetof(magi_tile_desc, num_blocks) / 4];
+          part.count = min(p.max_parts, max(1, blocks / kBlocksOfPart));
+        }
+        return part.index < part.count ? part.word() : kNoPart;
+      });
+  if (p.remote.buffer.of_rank == nullptr) return;
+  // As before a work tile in the place of the last one: when that is over.
+  state.next_work();
+  mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+  end_peer_kv(p.remote, p.workspace + 2);
+}
+
+// One lane. Copies Q, K and V tiles.
+template <typename C>
+__device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  Ring<2> work_tiles, segments;
+  Ring<C::kKStages> ks;
+  Ring<C::kVStages> vs;
+  int arrived = 0;  // stages of remote keys
+  while (true) {
+    mbar_wait(smem.work_full(work_tiles.stage), work_tiles.phase);
+    const int4 work_tile = lds_int4(smem.work_tile(work_tiles.stage));
+    if (work_tile.x < 0) break;
+    // Two Q stages alternate with the work tiles; a single one changes its phase with each.
+    const uint32_t q_stage = C::kQStages == 1 ? 0 : work_tiles.stage,
+                   q_phase = C::kQStages == 1 ? work_tiles.stage : work_tiles.phase;
+    const int kv_head = work_tile.y / p.kv_head_of_head_unit;
+    mbar_wait(smem.q_empty(q_stage), q_phase ^ 1);
+    if (work_tile.z == 0) {  // nothing to load, but the output is staged in this stage
+      mbar_arrive(smem.q_full(q_stage));
+    } else {
+      mbar_expect(smem.q_full(q_stage), C::kQBytes);
+#pragma unroll
+      for (int d = 0; d < C::kD / 64; ++d)
+        load_tile_4d(smem.q(q_stage) + d * C::kBlockM * 128, &p.q_map, smem.q_full(q_stage), d * 64,
+                     0, work_tile.x * p.tile_tokens, work_tile.y, kEvictFirst);
+    }
+    for (int left = work_tile.z; left > 0; --left) {
+      mbar_wait(smem.segment_full(segments.stage), segments.phase);
+      const Part part =
+          Part::of_word(lds_int(smem.work_tile(work_tiles.stage) + 12));  // not kept in registers
+      const int2 visit = part.template piece<C>(lds_int2(smem.segment(segments.stage)));
+      const bool clears = lds_int(smem.segment(segments.stage) + 16) != 0;
+      mbar_arrive(smem.segment_empty(segments.stage));
+      segments.advance();
+      // Blocks are laid from the right end: a causal diagonal then lies in the first one.
+      for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
+        // A block has local or remote keys: between them are 128 that nobody sees. Rows outside a
+        // tensor arrive as zeros.
+        const bool is_remote = k1 > p.remote.base;
+        const int k0 = k1 - C::kBlockN - (is_remote ? p.remote.base : 0);  // may be negative
+        if (is_remote) {
+          if (k0 >= 0) wait_for_tile(p.remote, k0 / kRemoteTile, arrived);
+          wait_for_tile(p.remote, (k0 + C::kBlockN - 1) / kRemoteTile, arrived);
+        }
+        mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
+        mbar_expect(smem.k_full(ks.stage), C::kKBytes);
+#pragma unroll
+        for (int d = 0; d < C::kD / 64; ++d)
+          load_tile_3d(smem.k(ks.stage) + d * C::kBlockN * 128,
+                       is_remote ? &p.remote.k_map : &p.k_map, smem.k_full(ks.stage), d * 64, k0,
+                       kv_head, kEvictLast);
+        ks.advance();
+        mbar_wait(smem.v_empty(vs.stage), vs.phase ^ 1);
+        const uint32_t arrival = clears ? smem.v_raw(vs.stage) : smem.v_full(vs.stage);
+        mbar_expect(arrival, C::kVBytes);
+#pragma unroll
+        for (int d = 0; d < C::kDv / 64; ++d)
+          load_tile_3d(smem.v(vs.stage) + d * C::kBlockN * 128,
+                       is_remote ? &p.remote.v_map : &p.v_map, arrival, d * 64, k0, kv_head,
+                       kEvictLast);
+        vs.advance();
+      }
+    }
+    mbar_arrive(smem.work_empty(work_tiles.stage));
+    work_tiles.advance();
+  }
+}
+
+// One warp. Where a segment may touch keys that no query sees, zeroes the V rows that no token of
+// the tile sees in this segment: their weight is zero, but zero times the NaN or Inf that such rows
+// may hold is not.
+template <typename C>
+__device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& smem, int lane) {
+  Ring<2> work_tiles, segments;
+  Ring<C::kVStages> vs;
+  uint32_t raw_phases = 0;  // v_raw moves only where it is used, so each stage keeps its own phase
+  while (true) {
+    mbar_wait(smem.work_full(work_tiles.stage), work_tiles.phase);
+    const int4 work_tile = lds_int4(smem.work_tile(work_tiles.stage));
+    if (work_tile.x < 0) break;
+    for (int left = work_tile.z; left > 0; --left) {
+      mbar_wait(smem.segment_full(segments.stage), segments.phase);
+      const uint32_t at = smem.segment(segments.stage);
+      const Part part = Part::of_word(lds_int(smem.work_tile(work_tiles.stage) + 12));
+      const int2 visit = part.template piece<C>(lds_int2(at));
+      const bool clears = lds_int(at + 16) != 0;
+      for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
+        if (clears) {
+          mbar_wait(smem.v_raw(vs.stage), raw_phases >> vs.stage & 1);
+          raw_phases ^= 1u << vs.stage;
+#pragma unroll 1
+          for (int row = lane; row < C::kBlockN; row += 32) {
+            const int key = k1 - C::kBlockN + row;
+            bool seen = false;
+#pragma unroll 1
+            for (int t = 0; t < p.tile_tokens && !seen; ++t) {
+              const int2 keys = lds_int2(at + C::kSegmentHeader + 8 * t);
+              seen = key >= keys.x && key < keys.y;
+            }
+#pragma unroll 1
+            for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
+              asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(
+                               smem.v(vs.stage) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
+                               chunk % 8 * 16),
+                           "r"(0)
+                           : "memory");
+          }
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) mbar_arrive(smem.v_full(vs.stage));
+        }
+        vs.advance();
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem.segment_empty(segments.stage));
+      segments.advance();
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(smem.work_empty(work_tiles.stage));
+    work_tiles.advance();
+  }
+}
+
+}  // namespace magi

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Schedules the work tiles of a kernel: one lane per CTA takes them from a counter, the heaviest
+// first, and stages them and the segment records of their tiles in shared memory. A work tile is a
+// tile of the plan for one head work tile, or a part of that.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+#include "magi/abi.h"
+#include "ffa/common/mbarrier.cuh"
+#include "ffa/common/tma.cuh"
+#include "ffa/common/shared.cuh"
+
+namespace magi {
+
+constexpr int kNoPart = INT_MIN;
+
+// Linear index of a work tile, whose parts are not counted -> (rank in the cost order, head work
+// tile). Inside an L2 group of heads the heaviest tiles of all its heads come first; L2 groups
+// follow one another so that what their CTAs read stays in L2.
+template <typename P>
+__device__ __forceinline__ void work_tile_coords(const P& p, int work_tile, int* order_idx,
+                                                 int* head_unit) {
+  const int per_l2_group = p.num_tiles * p.heads_per_l2_group;
+  const int l2_group = work_tile / per_l2_group;
+  const int in_l2_group = work_tile - l2_group * per_l2_group;
+  const int first = l2_group * p.heads_per_l2_group;
+  const int heads = min(p.heads_per_l2_group, p.head_units - first);
+  *order_idx = in_l2_group / heads;
+  *head_unit = first + in_l2_group - *order_idx * heads;
+}
+
+// How far a role is, in one register: work tiles so far in the low two bits, segments so far above.
+// Both rings have two stages; K and V have one, whose phase changes with every work tile.
+struct PipelineState {
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t work_stage() const { return count & 1; }
+  __device__ __forceinline__ uint32_t work_phase() const { return count >> 1 & 1; }
+  __device__ __forceinline__ uint32_t kv_phase() const { return count & 1; }
+  __device__ __forceinline__ uint32_t segment_stage() const { return count >> 2 & 1; }
+  __device__ __forceinline__ uint32_t segment_phase() const { return count >> 3 & 1; }
+  __device__ __forceinline__ void next_work() { count = (count & ~3u) | ((count + 1) & 3); }
+  __device__ __forceinline__ void next_segment() { count += 4; }
+};
+
+// The tile of that rank. The heads that come first may take their tiles in an order of their own.
+template <typename P>
+__device__ __forceinline__ int tile_of(const P& p, int order_at, int first_order_at, int work_tile,
+                                       int order_idx) {
+  const bool is_first = first_order_at != 0 && work_tile < p.num_tiles * p.heads_per_l2_group;
+  return p.plan[(is_first ? first_order_at : order_at) + order_idx];
+}
+
+// Publishes a work tile and stages the segment records of its tile; `desc` is where they begin and
+// how many they are.
+template <typename P, typename Smem>
+__device__ __forceinline__ void publish_work_tile(const P& p, const Smem& smem,
+                                                  PipelineState& state, int tile, int head_unit,
+                                                  int2 desc, int word, int records_at,
+                                                  int segment_words) {
+  mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+  sts_int4(smem.work_tile(state.work_stage()), tile, head_unit, desc.y, word);
+  mbar_arrive(smem.work_full(state.work_stage()));
+  state.next_work();
+  const int32_t* record = p.plan + records_at + static_cast<int64_t>(desc.x) * segment_words;
+#pragma unroll 1
+  for (int left = desc.y; left > 0; --left, record += segment_words) {
+    mbar_wait(smem.segment_empty(state.segment_stage()), state.segment_phase() ^ 1);
+    mbar_expect(smem.segment_full(state.segment_stage()), segment_words * 4);
+    load_bytes(smem.segment(state.segment_stage()), record, segment_words * 4,
+               smem.segment_full(state.segment_stage()));
+    state.next_segment();
+  }
+}
+
+// Publishes that there is no more work.
+template <typename Smem>
+__device__ __forceinline__ void publish_none(const Smem& smem, const PipelineState& state) {
+  mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+  sts_int4(smem.work_tile(state.work_stage()), -1, -1, -1, -1);
+  mbar_arrive(smem.work_full(state.work_stage()));
+}
+
+// The last CTA to get here, when it has taken its last work tile, resets the counter for the next
+// launch on this stream.
+template <typename P>
+__device__ __forceinline__ void leave_work_tiles(const P& p) {
+  __threadfence();
+  if (atomicInc(reinterpret_cast<unsigned*>(p.workspace) + 1, gridDim.x - 1) == gridDim.x - 1)
+    p.workspace[0] = 0;
+}
+
+template <typename P, typename Smem>
+__device__ __forceinline__ void publish_end(const P& p, const Smem& smem,
+                                            const PipelineState& state) {
+  publish_none(smem, state);
+  leave_work_tiles(p);
+}
+
+// One lane. Schedules work tiles two ahead and stages the segment records of each in shared memory.
+//
+// `part_of(where the tile's description is in the plan, index)` gives the fourth word of the work
+// tile, or kNoPart. Returns what would be published next.
+template <typename P, typename Smem, typename PartOf>
+__device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const Smem& smem,
+                                                             int parts, PartOf part_of) {
+  // Offsets rather than pointers, to save registers.
+  const int32_t* header = p.plan;
+  const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
+  const int32_t order_at = header[offsetof(magi_tile_plan_header, words_order) / 4];
+  const int32_t first_order_at = header[offsetof(magi_tile_plan_header, words_first_order) / 4];
+  const int32_t records_at = header[offsetof(magi_tile_plan_header, words_records) / 4];
+  const int32_t segment_words = header[offsetof(magi_tile_plan_header, segment_words) / 4];
+  auto segments_of = [&](int tile) {  // first record, number of records
+    return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile +
+                                          offsetof(magi_tile_desc, segment_begin) / 4);
+  };
+  const int total = p.num_tiles * p.head_units * parts;
+  PipelineState state;
+  int work_tile = blockIdx.x;
+  int next = work_tile < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
+  int order_idx = 0, head_unit = 0, tile = 0;
+  int2 desc = make_int2(0, 0);
+  if (work_tile < total) {
+    work_tile_coords(p, work_tile / parts, &order_idx, &head_unit);
+    tile = tile_of(p, order_at, first_order_at, work_tile / parts, order_idx);
+    desc = segments_of(tile);
+  }
+  while (work_tile < total) {
+    // The look-ups of the next work tile travel while this one is scheduled.
+    const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
+    int next_order_idx = 0, next_head = 0, next_tile = 0;
+    if (next < total) {
+      work_tile_coords(p, next / parts, &next_order_idx, &next_head);
+      next_tile = tile_of(p, order_at, first_order_at, next / parts, next_order_idx);
+    }
+    const int word = part_of(tiles_at + 8 * tile, work_tile % parts);
+    if (word != kNoPart)
+      publish_work_tile(p, smem, state, tile, head_unit, desc, word, records_at, segment_words);
+    work_tile = next;
+    next = after;
+    tile = next_tile;
+    head_unit = next_head;
+    if (work_tile < total) desc = segments_of(tile);
+  }
+  publish_end(p, smem, state);
+  return state;
+}
+
+}  // namespace magi

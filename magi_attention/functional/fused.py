@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage mode ``fused``: one attention launch per direction, over local keys and those that arrive while it runs.
+
+Forward: a few CTAs put this rank's rows into the buffers of the ranks that read them; the attention kernel starts
+beside them and waits, tile by tile, for what it reads. Backward: the same, and the gradients of remote keys are
+written to their owners as each tile is done; a last kernel adds them up, in the order of the ranks, in float32. So
+results are the same bits on every run, all but dq, which is summed in no fixed order unless that is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from magi_attention.comm.symm_buffers import SymmGroup, symm_group
+from magi_attention.kernels import Grads
+from magi_attention.kernels.arrival_order import Pace
+from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask, remote_params
+from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
+from magi_attention.meta.plan import Plan
+
+PUT_CTAS = 16
+# Rough speeds: of one rank's put, and of one multiprocessor at work, forward and backward.
+_PUT_BYTES_PER_S, _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 2.2e11, 1e-5, 5e12, 4.3e12
+_TABLES = (
+    *("transfers", "signals", "arrivals", "owners", "target_rows", "senders"),
+    *("summed", "summed_tiles", "summed_src_rows"),
+)  # of a part, on the device
+_SECTION_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd/launch.cuh
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What of k and v the launches depend on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads_q: int
+    heads: int
+    head_dims: tuple[int, int]
+    strides: tuple[int, int]  # from token to token, elements
+
+    @property
+    def row_values(self) -> tuple[int, int]:
+        return self.heads * self.head_dims[0], self.heads * self.head_dims[1]
+
+
+class FusedAttention:
+    """A plan on one rank, ready for attention in one launch. Partial dk and dv travel in k's dtype, or in float32."""
+
+    def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
+        self._transport = transport
+        self._wire = torch.float32 if high_precision_reduce else None
+        self.part = FusedLayout(plan).part(transport.rank)
+        self._launches: dict[tuple, _Launches] = {}  # by what of q, k and v they depend on
+
+    def forward(self, backend, q, k, v, options, sink):
+        """``(out in q's dtype, lse, max_logits)``."""
+        launches, k, v = self._of(q, k, v)
+        stream = backend.runtime.stream(k.get_device())
+        launches.check("attention forward")
+        event = launches.group.enter(stream)
+        try:
+            return backend.forward_fused(q, k, v, launches.forward, options, sink, event)
+        except BaseException:
+            launches.group.exit_early(event)
+            raise
+
+    def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
+        """dq, dk, dv in the inputs' dtype."""
+        launches, k, v = self._of(q, k, v)
+        stream = backend.runtime.stream(k.get_device())
+        launches.check("attention backward")
+        event = launches.group.enter(stream)
+        try:
+            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink)
+            sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
+            launches.reduce(sums, to, event, stream)
+        except BaseException:
+            launches.group.exit_early(event)
+            raise
+        return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
+
+    def _of(self, q, k, v) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
+        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
+        key = _layout(q, k, v)
+        found = self._launches.get(key)
+        if found is None or (k.data_ptr() | v.data_ptr()) & 15:
+            k, v = _rows(k), _rows(v)
+            key = _layout(q, k, v)
+            found = self._launches.get(key)
+        if found is None or not found.is_current():
+            strides = (k.stride(0), v.stride(0))
+            shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
+            group = symm_group(self._transport, k.device) if found is None else found.group
+            wire = k.dtype if self._wire is None else self._wire
+            found = self._launches[key] = _Launches(self.part, shapes, wire, group)
+        return found, k, v
+
+
+class _Launches:
+    """Prepared launches for one layout of k and v, over the buffers as they are now."""
+
+    def __init__(self, part: RankFusedLayout, shapes: _Shapes, wire: torch.dtype, group: SymmGroup) -> None:
+        self.part, self.shapes, self.group = part, shapes, group
+        self._rank_of_signal = part.rank_of_signal
+        size, wire_size = shapes.dtype.itemsize, wire.itemsize
+        row_k, row_v = shapes.row_values
+        start = group.control_bytes
+        self._bytes = (part.buffer_rows * (row_k + row_v) * size, part.grad_rows * (row_k + row_v) * wire_size)
+        self.keys, self.grads = (group.buffer(name, n) for name, n in zip(("keys", "grads"), self._bytes))
+        v_at, dv_at = start + part.buffer_rows * row_k * size, start + part.grad_rows * row_k * wire_size
+        self._held = {name: torch.from_numpy(getattr(part, name)).to(shapes.device).contiguous() for name in _TABLES}
+        at = {name: x.data_ptr() for name, x in self._held.items()}
+        put_args = {
+            "num_tensors": 2, "num_transfers": len(part.transfers), "num_ctas": PUT_CTAS, "transfers": at["transfers"],
+            "signals": at["signals"], "source_stride": [n * size for n in shapes.strides],
+            "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
+        }  # fmt: skip
+        put, put_again = group.put(self.keys, **put_args), group.put(self.keys, self.grads, **put_args)
+        self.reduce = group.reduce(
+            self.grads, self.keys, wire, shapes.dtype, rows=part.summed_src_rows.shape[1], out_rows=part.local_rows,
+            num_tensors=2, row_values=[row_k, row_v], tiles=at["summed_tiles"], src_rows=at["summed_src_rows"],
+            data_at=[start, dv_at],
+        )  # fmt: skip
+        self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
+        pace, num_summed = _pace(part, shapes), len(part.summed_tiles)
+        mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, num_summed)
+        params = remote_params(  # also where nothing arrives, because other ranks may add to dk and dv
+            mask, wire, rank=part.rank, world=part.world, timeout_ms=group.timeout_ms,
+            failed_peer=group.failed_peer_address,
+            buffer=self.keys.struct, k=self.keys.own + start, v=self.keys.own + v_at, arrivals=at["arrivals"],
+            grads=self.grads.struct, senders=at["senders"], owners=at["owners"], target_rows=at["target_rows"],
+            dk_targets=self._targets[0].data_ptr(), dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
+        )  # fmt: skip
+        self.forward, self.backward = (RemoteKeys(mask, params, x.params) for x in (put, put_again))
+
+    def check(self, stage: str) -> None:
+        """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""
+        self.group.check(stage)
+        self.group.rank_of_signal = self._rank_of_signal
+
+    def is_current(self) -> bool:
+        """Are the buffers still those for which this was prepared?"""
+        return self.group.holds(self.keys) and self.group.holds(self.grads)
+
+
+def _pace(part: RankFusedLayout, shapes: _Shapes) -> Pace:
+    row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
+    pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
+    kept = max(1, _SECTION_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
+    return Pace(
+        _START_SECONDS + part.signal_rows * row_bytes / _PUT_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
+        heads=group, section_heads=min(kept, shapes.heads) * group,
+    )  # fmt: skip
+
+
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """What of them launches depend on, but for the addresses."""
+    return k.device, k.dtype, q.shape[1], k.shape, k.stride(), v.shape, v.stride()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with whole rows one after another: (T, H, D) whose heads and dims are dense, at addresses that bulk copies
+    take."""
+    token, head, dim = x.stride()
+    is_row = dim == 1 and (head == x.shape[2] or x.shape[1] == 1)
+    is_fine = is_row and not token % 8 and not x.data_ptr() & 15
+    return x if is_fine else x.clone(memory_format=torch.contiguous_format)

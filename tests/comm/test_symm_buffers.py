@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that ranks share: how large it is (what is needed at first, and a quarter more where it has to grow), and who
+may share it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from magi_attention.comm import symm_buffers
+from magi_attention.comm.symm_buffers import _GRAIN, SymmGroup, View, why_no_symm_buffers
+
+
+def sizes_made(wanted: list[int]) -> list[int]:
+    """Of the buffers that a group makes for uses of so many bytes, one after the other."""
+    group, made = object.__new__(SymmGroup), []
+    group._buffers = {}
+    group._make = lambda name, data_bytes: made.append(data_bytes) or SimpleNamespace(data_bytes=data_bytes)
+    for needed in wanted:
+        assert group.buffer("keys", needed).data_bytes >= needed
+    return made
+
+
+def test_one_size_is_made_as_it_is() -> None:
+    assert sizes_made([5 * _GRAIN] * 9) == [5 * _GRAIN]
+    assert sizes_made([5 * _GRAIN - 3, 4 * _GRAIN, 1]) == [5 * _GRAIN]
+
+
+def test_growth_is_by_a_quarter_at_least() -> None:
+    assert sizes_made([100 * _GRAIN, 101 * _GRAIN, 125 * _GRAIN, 126 * _GRAIN]) == [
+        100 * _GRAIN, 125 * _GRAIN, (125 + 31) * _GRAIN + _GRAIN
+    ]  # fmt: skip
+    assert sizes_made([100 * _GRAIN, 300 * _GRAIN]) == [100 * _GRAIN, 300 * _GRAIN]
+
+
+def test_masks_of_all_sizes_make_few_boxes() -> None:
+    """All ranks wait for each, and keys that used the old ones hold them."""
+    for seed in range(50):
+        draw = random.Random(seed)
+        made = sizes_made([int(draw.lognormvariate(4, 0.5) * _GRAIN) for _ in range(1000)])
+        assert len(made) <= 9 and all(b >= a + a // 4 for a, b in zip(made, made[1:])), (seed, made)
+
+
+A, B = View("host", 0, "GPU-a"), View("host", 1, "GPU-b")
+SHARED, RENUMBERED = [A, A], [A, View("host", 0, "GPU-b")]
+
+
+@pytest.mark.parametrize("views", [SHARED, RENUMBERED], ids=["shared", "renumbered"])
+def test_gpus_of_one_number_are_used_by_wish_alone(views, monkeypatch, caplog) -> None:
+    group = SimpleNamespace()
+    transport = object.__new__(symm_buffers.TorchTransport)
+    transport.group = group
+    known = {"views": views}
+    monkeypatch.setattr(symm_buffers, "attached", lambda g: known)
+    reason = why_no_symm_buffers(transport)
+    assert ("share a GPU" if views is SHARED else "CUDA_VISIBLE_DEVICES") in reason
+    with caplog.at_level(logging.WARNING, "magi_attention.comm"):
+        for _ in range(3):
+            assert why_no_symm_buffers(transport, by_wish=True) is None
+    assert [r.getMessage().startswith(reason) for r in caplog.records] == [True]
+    known["views"] = [*views, View("elsewhere", 2, "GPU-c")]
+    assert why_no_symm_buffers(transport, by_wish=True) == why_no_symm_buffers(transport) == "The ranks are on 2 hosts."
+    known["views"] = [*views, View("host", 2, "", "there is no CUDA device")]
+    assert why_no_symm_buffers(transport, by_wish=True) == "On rank 2 there is no CUDA device."
+
+
+def test_a_gpu_each_needs_no_wish() -> None:
+    assert symm_buffers._overlap([A, B]) is None and symm_buffers._judge([A, B]) is None
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_torch_is_told_of_the_overlap_and_only_then(before, monkeypatch) -> None:
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    with symm_buffers._may_overlap(False):
+        assert os.environ.get(name) == before
+    with pytest.raises(KeyError), symm_buffers._may_overlap(True):
+        assert os.environ[name] == "1"
+        raise KeyError
+    assert os.environ.get(name) == before

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in one launch, without GPUs: in which order a call launches, and what it waits for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.functional.fused import FusedAttention, _pace, _Shapes
+from magi_attention.kernels.ffa_remote import RemoteGrads
+from magi_attention.native.stream_order import StreamOrder
+
+
+class Spy:
+    """Backend, buffers and launches in one: writes down what is asked of it, and on which stream."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.stream_now = 7
+        self.runtime = SimpleNamespace(stream=lambda device: self.stream_now)
+        self.group = self
+        self.forward, self.backward = "put", "put_again"
+        self.events_made = 0
+        self._stream_order = StreamOrder(self.make_event, lambda: self.stream_now)
+        self.fails_at = ""
+
+    def make_event(self) -> SimpleNamespace:
+        self.events_made += 1
+        return SimpleNamespace(record=self.note("record"), wait=self.note("wait"), cuda_event=5)
+
+    def note(self, what: str):
+        return lambda *args: self.say(what, args)
+
+    def say(self, what: str, given: tuple = ()) -> None:
+        self.said.append(f"{what} {self.stream_now}")
+        if what == self.fails_at:
+            raise ValueError(what)
+        if what == "reduce":
+            assert given[-2:] == (5, self.stream_now), "the event to be recorded, and the stream"
+
+    def __getattr__(self, name: str):
+        return self.note(name)
+
+    def enter(self, stream: int) -> int:
+        return self._stream_order.enter(stream, is_capturing=False)
+
+    def exit_early(self, event: int) -> None:
+        assert event == 5
+        self._stream_order.exit()
+
+    def forward_fused(self, q, k, v, remote, options, sink, event):
+        assert event == 5
+        self.say(remote)
+        self.say("kernel")
+
+    def backward_fused(self, dout, q, k, v, out, lse, remote, *rest):
+        self.say(remote)
+        self.say("kernel")
+        return RemoteGrads(q, k, v, None, 3, 4, q)
+
+
+def one_launch(spy: Spy, monkeypatch) -> FusedAttention:
+    one = object.__new__(FusedAttention)
+    one.part = SimpleNamespace(slices=None)
+    monkeypatch.setattr(one, "_of", lambda q, k, v: (spy, k, v), raising=False)
+    return one
+
+
+def run(one: FusedAttention, spy: Spy, is_forward: bool) -> None:
+    x = torch.zeros(4, 2, 8)
+    if is_forward:
+        one.forward(spy, x, x, x, None, None)
+    else:
+        one.backward(spy, x, x, x, x, x, x, None, None)
+
+
+def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:
+    """All calls of a group use the same buffers, in the same order on every rank."""
+    spy = Spy()
+    one = one_launch(spy, monkeypatch)
+    for stream, is_forward in ((7, True), (7, False), (8, True), (8, False)):
+        spy.stream_now = stream
+        run(one, spy, is_forward)
+    wanted = []
+    for stream in (7, 8):
+        first_here = {7: ["record 7"], 8: ["wait 8"]}[stream]  # so torch makes the event; the end of the last call
+        wanted += [f"check {stream}", *first_here, *[f"{x} {stream}" for x in ("put", "kernel")]]
+        wanted += [f"check {stream}", *[f"{x} {stream}" for x in ("put_again", "kernel", "reduce")]]
+    assert spy.said == wanted and spy.events_made == 1  # recorded anew, which does not change what waits already
+
+
+@pytest.mark.parametrize("is_forward, fails_at", ((True, "kernel"), (False, "kernel"), (False, "reduce")))
+def test_what_was_launched_before_an_error_is_followed(is_forward, fails_at, monkeypatch) -> None:
+    spy = Spy()
+    one = one_launch(spy, monkeypatch)
+    run(one, spy, True)
+    spy.fails_at = fails_at
+    with pytest.raises(ValueError, match=fails_at):
+        run(one, spy, is_forward)
+    assert spy.said[-2:] == [f"{fails_at} 7", "record 7"]
+    spy.fails_at, spy.stream_now = "", 8
+    run(one, spy, True)
+    assert spy.said[-4:-2] == ["check 8", "wait 8"]
+
+
+def test_calls_in_a_graph_neither_wait_nor_record() -> None:
+    """They are in the order of the capture; the next call outside follows the last one outside."""
+    spy = Spy()
+    stream_order = StreamOrder(spy.make_event, lambda: spy.stream_now)
+    assert stream_order.enter(7, is_capturing=False) == 5
+    spy.said.clear()
+    assert stream_order.enter(8, is_capturing=True) == 0 and spy.said == []
+    spy.stream_now = 8
+    assert stream_order.enter(8, is_capturing=False) == 5 and spy.said == ["wait 8"]
+
+
+def test_pace() -> None:
+    """Transfers take longer by the row, pairs by the head dim, and sections have as many heads as L2 holds."""
+
+    def pace_of(rows, total_keys=2**18, dims=(64, 64), heads=16):
+        shapes = _Shapes(torch.device("cpu"), torch.bfloat16, heads, 2, dims, (128, 128))
+        return _pace(SimpleNamespace(signal_rows=np.array(rows), total_keys=total_keys), shapes)
+
+    one, two, three = pace_of([128, 256, 384]).signals
+    assert 0 < one < two and three - two == pytest.approx(two - one)
+    few, many = pace_of([128]), pace_of([128], dims=(128, 128))
+    assert many.pair == pytest.approx(2 * few.pair) and few.pair < few.pair_backward < many.pair_backward
+    sections = [pace_of([128], total_keys=n).section_heads for n in (0, 2**16, 2**18, 2**24)]
+    assert sections == sorted(sections, reverse=True) and sections[0] == 16 and sections[-1] < 16
+    assert all(16 % n == 0 for n in sections)
