@@ -38,12 +38,12 @@ from peers_backward import OurGradients  # noqa: E402
 from timing import interleaved_us, summary  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
-from magi_attention.kernels import ffa_bwd  # noqa: E402
-from magi_attention.kernels.backward_steps import Steps  # noqa: E402
-from magi_attention.kernels.ffa import FfaBackend  # noqa: E402
-from magi_attention.kernels.ffa_operands import DTYPES as CODES  # noqa: E402
-from magi_attention.kernels.hand_out import NARROW, WIDE  # noqa: E402
-from magi_attention.kernels.head_parts import head_parts_in_turns  # noqa: E402
+from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
+from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
+from magi_attention.kernels.ffa.operands import DTYPES as CODES  # noqa: E402
+from magi_attention.kernels.ffa.schedule.head_splits import head_parts_in_turns  # noqa: E402
+from magi_attention.kernels.ffa.schedule.simulate import NARROW, WIDE  # noqa: E402
+from magi_attention.kernels.ffa.schedule.steps import Steps  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402

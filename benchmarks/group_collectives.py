@@ -34,9 +34,9 @@ from kernel import environment, make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
 from peers import our_backend  # noqa: E402
 
-from magi_attention.comm.group_collective import group_cast, group_reduce  # noqa: E402
-from magi_attention.comm.layout import A2AVLayout  # noqa: E402
-from magi_attention.comm.torch_transport import as_transport  # noqa: E402
+from magi_attention.comm.collectives.group import group_cast, group_reduce  # noqa: E402
+from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
+from magi_attention.comm.transport.torch import as_transport  # noqa: E402
 from magi_attention.common.group_spec import GroupSpec  # noqa: E402
 from magi_attention.config import GrpCollConfig  # noqa: E402
 from magi_attention.kernels import AttnOptions  # noqa: E402

@@ -27,7 +27,7 @@ import torch
 from kernel import environment
 from masks import sample_documents
 
-from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import (
@@ -37,12 +37,12 @@ from magi_attention.config import (
     LocalityDispatchAlg,
     MinHeapDispatchAlg,
 )
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.backward_steps import steps_of
-from magi_attention.kernels.ffa_plans import PlanShape, table_plan
-from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.plans import PlanShape, table_plan
+from magi_attention.kernels.ffa.schedule.steps import steps_of
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
 from magi_attention.kernels.types import AttnOptions
-from magi_attention.kernels.unit_walks import UnitShape
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
@@ -114,7 +114,7 @@ def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> Non
     clock.time("wire", lambda: [A2AVLayout.from_spec(stage.cast) for stage in stages])
     part = clock.time("one launch", lambda: FusedLayout(plan).part(0))
     group = HEADS // HEADS_KV
-    seconds = 1e-5 + part.slot_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
+    seconds = 1e-5 + part.signal_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
     pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, section_heads=HEADS)
     mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, len(part.summed_tiles))
     shapes = (part.local_rows, HEADS, DIM), (part.local_rows, HEADS_KV, DIM)

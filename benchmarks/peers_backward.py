@@ -14,7 +14,7 @@ from masks import Case
 from peers import Make, our_backend
 
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa.backend import FfaBackend
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Case], Callable[[], Grads]]

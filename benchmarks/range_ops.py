@@ -23,7 +23,7 @@ import torch
 from kernel import environment
 from timing import host_us, interleaved_us
 
-from magi_attention.comm.layout import Rows, copy_rows
+from magi_attention.comm.collectives.layout import Rows, copy_rows
 from magi_attention.kernels import range_fill_, range_gather, range_reduce
 
 WIDTHS = (64, 128, 1024, 8192)

@@ -35,7 +35,7 @@ from magi_attention.api.magi_attn_interface import (
     undispatch,
 )
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
-from magi_attention.api.native import Mask, Plan, attend, make_plan
+from magi_attention.api.plan import Mask, Plan, attend, make_plan
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.ranges import AttnRanges

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from magi_attention.api.manager import DistAttnRuntimeDict, RuntimeManager
 from magi_attention.api.policy import policy_from_flags
-from magi_attention.comm.torch_transport import as_transport
-from magi_attention.comm.transport import Transport
+from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.intervals import total_length
 from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags

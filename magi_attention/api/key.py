@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from magi_attention.comm.torch_transport import as_transport, check_member
-from magi_attention.comm.transport import Transport
+from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.torch import as_transport, check_member
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.integers import as_int
 from magi_attention.common.ranges import AttnRanges

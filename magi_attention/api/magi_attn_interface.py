@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.advice import advise_balance
-from magi_attention.api.compiled import compiled_attn
-from magi_attention.api.compiled_rows import (
+from magi_attention.api.balance_hint import advise_balance
+from magi_attention.api.compile_ops import compiled_attn
+from magi_attention.api.compile_rows import (
     compiled_gather,
     compiled_labels,
     compiled_positions,
@@ -33,7 +33,7 @@ from magi_attention.api.key import (
     resolve_group,
 )
 from magi_attention.api.manager import DistAttnRuntimeDictManager, RuntimeManager
-from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask

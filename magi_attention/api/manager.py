@@ -11,7 +11,7 @@ import torch
 
 from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
 from magi_attention.api.policy import policy_from_flags
-from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnRole
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.held import held_bytes
@@ -34,9 +34,10 @@ _WEIGHED = 2  # keys
 _LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
 _WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks share is in others
     *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
-    "magi_attention.api.native",
-    *("magi_attention.kernels.ffa_plans", "magi_attention.kernels.ffa_remote", "magi_attention.kernels.hand_out"),
-    *("magi_attention.comm.layout", "magi_attention.comm.symm_tables", "magi_attention.native.rows"),
+    "magi_attention.api.plan",
+    *("magi_attention.kernels.ffa.plans", "magi_attention.kernels.ffa.peer_kv"),
+    "magi_attention.kernels.ffa.schedule.simulate",
+    *("magi_attention.comm.collectives.layout", "magi_attention.comm.symm.tables", "magi_attention.native.rows"),
 )
 
 

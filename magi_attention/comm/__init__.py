@@ -6,18 +6,18 @@ from __future__ import annotations
 import importlib
 
 _HOMES = {
-    "as_transport": "torch_transport",
-    "TorchTransport": "torch_transport",
-    "Transport": "transport",
-    "SingleTransport": "transport",
-    "FakeWorld": "fake",
-    "A2AVLayout": "layout",
-    "HierarchicalLayout": "hierarchical",
-    "group_cast": "group_collective",
-    "group_reduce": "group_collective",
-    "WorkWithPostProcessFn": "work",
+    "as_transport": "transport.torch",
+    "TorchTransport": "transport.torch",
+    "Transport": "transport.base",
+    "SingleTransport": "transport.base",
+    "FakeWorld": "transport.fake",
+    "A2AVLayout": "collectives.layout",
+    "HierarchicalLayout": "collectives.hierarchical",
+    "group_cast": "collectives.group",
+    "group_reduce": "collectives.group",
+    "WorkWithPostProcessFn": "collectives.work",
 }
-_MODULES = ("work", "gather")
+_MODULES = ("collectives.work", "collectives.gather")
 
 __all__ = ["dsink_all_reduce_op", *_HOMES]
 
@@ -32,6 +32,7 @@ def dsink_all_reduce_op() -> str:
 def __getattr__(name: str):
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+    for module in _MODULES:  # published as modules of this package
+        if module.endswith(f".{name}"):
+            return importlib.import_module(f"{__name__}.{module}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from magi_attention.comm.gather import Group
-from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.collectives.gather import Group
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnType
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError

@@ -12,7 +12,7 @@ from magi_attention.compat.extension import start_event, stop_event
 from magi_attention.env import general
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.range_merge import merge_ranges
+from magi_attention.kernels.rows.merge import merge_ranges
 
 __all__ = ["FlexFlashAttnFunc", "maybe_contiguous", "maybe_profile_ffa_ctx", "merge_ranges", "profile_mode"]
 

@@ -23,8 +23,8 @@ from magi_attention.compat.sdpa_parts import (  # noqa: F401
     sdpa_fwd_preprocess,
     sdpa_fwd_qkv_rearrange,
 )
-from magi_attention.kernels.sdpa import SdpaBackend
-from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
+from magi_attention.kernels.reference.sdpa import SdpaBackend
+from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
 
 
 def sdpa_fwd(

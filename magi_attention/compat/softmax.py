@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from magi_attention.errors import ContractError
-from magi_attention.kernels.correction import (
+from magi_attention.kernels.reference.correction import (
     calc_lse_rescale_weight,
     calc_lse_sink,
     correct_attn_lse,

@@ -5,7 +5,7 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.functional.layout import TokenLayout, gather, positions, roll, shard
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
-from magi_attention.kernels.correction import (
+from magi_attention.kernels.reference.correction import (
     correct_attn_lse,
     correct_attn_lse_with_sink,
     correct_attn_out,

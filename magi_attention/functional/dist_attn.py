@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from magi_attention.comm.wire import dense_strides
+from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.double_backward import once_differentiable
-from magi_attention.kernels.operands import row_delta
-from magi_attention.kernels.range_kernels import rounded
+from magi_attention.kernels.reference.operands import row_delta
+from magi_attention.kernels.rows.kernels import rounded
 
 HOST = -1
 

@@ -4,10 +4,10 @@
 Ranks make their plans each for itself, so one that got another batch, or another environment, holds another plan.
 Nothing in the exchange of rows would show that: sizes may fit by chance, and what comes out is wrong. So before a plan
 moves its first row in a group, and before memory that ranks share is made for it, the ranks compare what they hold
-(``comm/consistency.py`` says how). It costs a few messages to the group's store, once for each plan, and for attention
-once for each plan with the same heads, head dims, dtype, sinks and settings; softmax scale and softcap are compared
-then too, but a call that alters only these is no first use, since both may change in every step. Later calls look into
-a set.
+(``comm/transport/consistency.py`` says how). It costs a few messages to the group's store, once for each plan, and for
+attention once for each plan with the same heads, head dims, dtype, sinks and settings; softmax scale and softcap are
+compared then too, but a call that alters only these is no first use, since both may change in every step. Later calls
+look into a set.
 
 In the capture of a CUDA graph nothing is compared. What is captured must have run before, as tables are copied to the
 GPU at the first use; a plan that is new there is refused by a sentence.
@@ -20,8 +20,8 @@ from dataclasses import fields
 
 import torch
 
-from magi_attention.comm.consistency import Record
-from magi_attention.comm.transport import Transport
+from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.consistency import Record
 from magi_attention.common.slices import areas
 from magi_attention.errors import ContractError
 from magi_attention.meta.plan import Plan

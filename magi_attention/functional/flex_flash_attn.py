@@ -16,10 +16,10 @@ from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.kernels.correction import check_sink
-from magi_attention.kernels.known_calls import KnownCalls
-from magi_attention.kernels.operands import FLOAT_DTYPES
-from magi_attention.kernels.torch_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
+from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
+from magi_attention.kernels.ffa.launch_cache import KnownCalls
+from magi_attention.kernels.reference.correction import check_sink
+from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 from magi_attention.kernels.types import as_scale
 
 _INTEGERS = (torch.int32, torch.int64)

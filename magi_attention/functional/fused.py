@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from magi_attention.comm.symm_buffers import SymmGroup, symm_group
+from magi_attention.comm.symm.buffers import SymmGroup, symm_group
 from magi_attention.kernels import Grads
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.ffa_remote import RemoteKeys, RemoteMask, remote_params
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
 from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from magi_attention.comm.transport import Transport
+from magi_attention.comm.transport.base import Transport
 from magi_attention.common.floats import as_number
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError

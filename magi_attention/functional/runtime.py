@@ -10,8 +10,8 @@ from functools import cached_property
 
 import torch
 
-from magi_attention.comm.symm_buffers import why_no_symm_buffers
-from magi_attention.comm.transport import Transport
+from magi_attention.comm.symm.buffers import why_no_symm_buffers
+from magi_attention.comm.transport.base import Transport
 from magi_attention.common.floats import as_float
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError

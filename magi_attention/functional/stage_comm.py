@@ -11,12 +11,12 @@ from functools import cached_property
 
 import torch
 
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.hierarchical import HierarchicalLayout, hierarchical_phases
-from magi_attention.comm.layout import A2AVLayout
-from magi_attention.comm.reduce_ops import reduce_arrived
-from magi_attention.comm.transport import Transport
-from magi_attention.comm.wire import start_fetch, start_reduce
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, hierarchical_phases
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.collectives.reduce import reduce_arrived
+from magi_attention.comm.collectives.wire import start_fetch, start_reduce
+from magi_attention.comm.transport.base import Transport
 from magi_attention.common.group_spec import GroupSpec
 
 

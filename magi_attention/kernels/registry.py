@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.sdpa import SdpaBackend
-from magi_attention.kernels.sdpa_online import SdpaOnlineBackend
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.reference.sdpa import SdpaBackend
+from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
 from magi_attention.kernels.types import Backend, Problem
 
 _log = logging.getLogger("magi_attention.kernels")

@@ -11,7 +11,7 @@ import torch
 from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
 from magi_attention.errors import ContractError, RangeError
-from magi_attention.kernels.operands import memo
+from magi_attention.kernels.reference.operands import memo
 
 
 def table_from_tensors(

@@ -14,10 +14,10 @@ from magi_attention.api import (
     BSDispatchAlg,
     DispatchConfig,
     DistAttnConfig,
-    advice,
     magi_attn_flex_key,
 )
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.api import balance_hint as advice
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
 from magi_attention.meta.planner import build_plan
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 
 from magi_attention import api
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import UnknownKeyError
 from magi_attention.testing.spawn import run_processes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 
 from magi_attention import api
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.common.mask import Mask
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.testing.spawn import run_processes

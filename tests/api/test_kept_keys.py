@@ -15,7 +15,7 @@ from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr
 from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, RuntimeManager
 from magi_attention.common.held import held_bytes
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.ffa_plans import Kept, KeptList
+from magi_attention.kernels.ffa.plans import Kept, KeptList
 
 TOTAL = 4096
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from magi_attention import api
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import ContractError

@@ -20,7 +20,7 @@ from magi_attention.api import (
     make_varlen_key_for_new_mask_after_dispatch,
     undispatch,
 )
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.enum import AttnRole, AttnType
 from magi_attention.meta.collection.dispatch_meta import DispatchMeta
 from magi_attention.utils import flatten_nested_list, perm_idxs2unperm_idxs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from magi_attention import api
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, attend, make_plan
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
 from magi_attention.testing.spawn import run_processes
 

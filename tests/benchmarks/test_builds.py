@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import builds  # noqa: E402
 from masks import make_case  # noqa: E402
 
-from magi_attention.kernels import AttnOptions, SdpaOnlineBackend, ffa_bwd  # noqa: E402
-from magi_attention.kernels.backward_steps import Steps  # noqa: E402
+from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
+from magi_attention.kernels.ffa.schedule.steps import Steps  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from magi_attention.comm.streams import OrderedStream
+from magi_attention.comm.transport.streams import OrderedStream
 
 CONTROL_BYTES = 1024
 

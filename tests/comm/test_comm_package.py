@@ -7,8 +7,8 @@ import torch
 
 import magi_attention.comm as comm
 from magi_attention.comm import primitive
+from magi_attention.comm.collectives.work import GeneralWork, WorkWithPostProcessFn
 from magi_attention.comm.primitive import grpcoll
-from magi_attention.comm.work import GeneralWork, WorkWithPostProcessFn
 from magi_attention.errors import ContractError, UnsupportedError
 
 

@@ -4,8 +4,8 @@ import threading
 import pytest
 import torch
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.transport import SingleTransport, Transport, Work
+from magi_attention.comm.transport.base import SingleTransport, Transport, Work
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 from magi_attention.testing.waiting import DEADLINE_S
 

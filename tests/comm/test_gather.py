@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.gather import (
+from magi_attention.comm.collectives.gather import (
     all2all_v,
     all_gather_fwd_reduce_scatter_bwd,
     all_gather_fwd_scatter_bwd,
@@ -11,6 +10,7 @@ from magi_attention.comm.gather import (
     scatter_fwd_all_gather_bwd,
     scatter_v,
 )
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
 
 SIZES = [3, 0, 2, 1]

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError, PlanMismatchError
 
 X = torch.zeros(3, 2)

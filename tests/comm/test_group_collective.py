@@ -6,10 +6,10 @@ from comm_oracle import WORKED_EXAMPLE, cast_rows, contributions, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.layout import A2AVLayout
-from magi_attention.comm.transport import SingleTransport, as_bytes
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.transport.base import SingleTransport, as_bytes
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.errors import ContractError
 

@@ -6,9 +6,9 @@ from comm_oracle import cast_rows, contributions, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.hierarchical import HierarchicalLayout, split_hierarchical
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, split_hierarchical
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.errors import ContractError, UnsupportedError
 

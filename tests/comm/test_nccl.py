@@ -7,10 +7,10 @@ import torch.distributed as dist
 from comm_oracle import random_plan
 from test_fake_world import collectives
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.hierarchical import HierarchicalLayout, split_hierarchical
-from magi_attention.comm.torch_transport import as_transport
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, split_hierarchical
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.testing.spawn import run_processes
 
 NUM_GPUS = min(torch.cuda.device_count(), 4) // 2 * 2

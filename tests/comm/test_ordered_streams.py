@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_attention.comm import streams
-from magi_attention.comm.streams import OrderedStreams
+from magi_attention.comm.transport import streams
+from magi_attention.comm.transport.streams import OrderedStreams
 from magi_attention.native.stream_order import StreamOrder
 
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from magi_attention.comm.progress import Progress, describe, look
+from magi_attention.comm.transport.progress import Progress, describe, look
 from magi_attention.testing.waiting import wait_until
 
 OTHER = """
 import sys
-from magi_attention.comm.progress import Progress
+from magi_attention.comm.transport.progress import Progress
 p = Progress()
 before = p.begin("attention forward")
 p.count()

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from magi_attention.comm import symm_buffers
-from magi_attention.comm.symm_buffers import _GRAIN, SymmGroup, View, why_no_symm_buffers
+from magi_attention.comm.symm import buffers as symm_buffers
+from magi_attention.comm.symm.buffers import _GRAIN, SymmGroup, View, why_no_symm_buffers
 
 
 def sizes_made(wanted: list[int]) -> list[int]:

@@ -10,10 +10,11 @@ import torch
 from comm_oracle import random_plan
 from symm_simulator import SimulatedBoxes
 
-from magi_attention.comm import group_collective, symm_collective
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.collectives import group as group_collective
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.symm import collective as symm_collective
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.config import GrpCollConfig
 from magi_attention.errors import PlanMismatchError
 

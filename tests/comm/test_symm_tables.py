@@ -9,11 +9,11 @@ import pytest
 import torch
 from comm_oracle import WORKED_EXAMPLE, WorldPlan, cast_rows, contributions, random_plan
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_args import compare_ranks, counts_of_layout
-from magi_attention.comm.group_collective import group_reduce
-from magi_attention.comm.layout import A2AVLayout
-from magi_attention.comm.symm_tables import SIGNALS_PER_SENDER, SymmTables
+from magi_attention.comm.collectives.args import compare_ranks, counts_of_layout
+from magi_attention.comm.collectives.group import group_reduce
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.symm.tables import SIGNALS_PER_SENDER, SymmTables
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.group_spec import GroupSpec
 
 EMPTY = (-1, -1)

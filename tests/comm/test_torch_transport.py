@@ -12,10 +12,10 @@ import torch.distributed as dist
 from comm_oracle import WORKED_EXAMPLE, cast_rows, contributions, random_plan
 from test_fake_world import collectives
 
-from magi_attention.comm.gather import all_gather_fwd_reduce_scatter_bwd, scatter_v
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.torch_transport import TorchTransport, as_transport
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.collectives.gather import all_gather_fwd_reduce_scatter_bwd, scatter_v
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.torch import TorchTransport, as_transport
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 from magi_attention.testing.spawn import RankFailure, run_processes
 from magi_attention.testing.waiting import Flags

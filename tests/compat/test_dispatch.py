@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.enum import AttnRole, AttnType
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import dispatch_func, roll_func, roll_simple_func, undispatch_func

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from magi_attention import functional, init_dist_attn_runtime_mgr
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common import AttnRanges
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.compat import softmax

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from magi_attention.comm.fake import FakeTransport, FakeWorld
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.fake import FakeTransport, FakeWorld
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.config import (

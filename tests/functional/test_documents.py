@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, make_plan
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
 
 IGNORE = -100

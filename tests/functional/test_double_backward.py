@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.mask import Mask
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import UnsupportedError

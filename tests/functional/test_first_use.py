@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from magi_attention import api
-from magi_attention.comm import consistency
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.torch_transport import TorchTransport
+from magi_attention.comm.transport import consistency
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.comm.transport.torch import TorchTransport
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 from magi_attention.functional.runtime import AttnPolicy
 from magi_attention.testing.spawn import run_processes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from magi_attention.functional.fused import FusedAttention, _pace, _Shapes
-from magi_attention.kernels.ffa_remote import RemoteGrads
+from magi_attention.kernels.ffa.peer_kv import RemoteGrads
 from magi_attention.native.stream_order import StreamOrder
 
 

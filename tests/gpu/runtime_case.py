@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from magi_attention import api
-from magi_attention.comm.transport import DoneWork, Transport, TransportBase
+from magi_attention.comm.transport.base import DoneWork, Transport, TransportBase
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime

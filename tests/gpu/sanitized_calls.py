@@ -16,10 +16,10 @@ from backward_oracle import make_dout, options_of
 from forward_oracle import make_inputs
 from test_ffa_backward_deterministic import CASES
 
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.backward_steps import Steps, steps_of
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 
 DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))

@@ -26,7 +26,7 @@ def calls(rank: int, world: int) -> None:
     from test_native_group_collective import check_plans
     from test_one_launch_gpu import random_cases
 
-    from magi_attention.comm.torch_transport import as_transport
+    from magi_attention.comm.transport.torch import as_transport
 
     found = random_cases(rank, world, torch.bfloat16, range(CASES))
     found += random_cases(rank, world, torch.bfloat16, range(CASES // 2), True)

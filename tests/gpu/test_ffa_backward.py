@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import ffa_bwd, torch_ops
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.ffa_plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 

@@ -25,9 +25,9 @@ from test_ffa_backward import (  # noqa: F401
 )
 from test_ffa_backward_deterministic import CASES, assert_same_bits
 
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.backward_steps import Steps, steps_of
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes

@@ -31,9 +31,9 @@ from test_ffa_backward import (  # noqa: F401
 from test_ffa_backward_deterministic import CASES
 
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.backward_steps import Steps
-from magi_attention.kernels.ffa_remote import RemoteKeys
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.peer_kv import RemoteKeys
+from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing.spawn import run_processes

@@ -22,10 +22,10 @@ from test_ffa_backward import (  # noqa: F401
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.backward_steps import Steps
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 

@@ -21,10 +21,10 @@ from test_ffa_backward import (  # noqa: F401
     pytestmark,
 )
 
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.backward_steps import Steps
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.ffa_plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 

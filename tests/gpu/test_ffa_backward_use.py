@@ -12,7 +12,7 @@ from graph_capture import capture
 from test_ffa_backward import DEVICE, differentiate, explicit_backend_in_poisoned_memory, pytestmark  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-from magi_attention.comm.fake import FakeWorld
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard

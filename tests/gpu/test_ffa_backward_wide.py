@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward with steps of 80 queries, which head dims of 65 to 128 may take: the tests of the others once more.
 
-And that masks choose it: see ``magi_attention.kernels.backward_steps``.
+And that masks choose it: see ``magi_attention.kernels.ffa.schedule.steps``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from test_ffa_backward_split import (  # noqa: F401
     workspaces,
 )
 
-from magi_attention.kernels import ffa_bwd, unit_walks
-from magi_attention.kernels.backward_steps import Steps, steps_of
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
 from magi_attention.testing import masks
 
 

@@ -17,7 +17,7 @@ from test_ffa_backward_deterministic import (  # noqa: F401
 )
 from test_ffa_backward_wide import wide_steps, wide_where_possible  # noqa: F401
 
-from magi_attention.kernels import ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.testing.spawn import run_processes
 
 

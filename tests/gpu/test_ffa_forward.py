@@ -27,8 +27,8 @@ from forward_oracle import (
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import NoBackendError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import torch_ops
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import AttnOptions, Partial
 from magi_attention.testing import masks
 

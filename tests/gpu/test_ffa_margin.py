@@ -11,7 +11,7 @@ import torch
 from backward_oracle import make_dout, options_of
 from forward_oracle import make_inputs
 
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -11,7 +11,7 @@ import torch
 from forward_oracle import NEG_INF, Result, allowed_error_of_huge_logits, assert_right, dense, make_inputs
 from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend, options_of, pytestmark  # noqa: F401
 
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import Partial
 from magi_attention.testing import masks
 

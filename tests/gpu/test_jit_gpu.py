@@ -13,8 +13,9 @@ from forward_oracle import Inputs, Result, assert_right, make_inputs
 
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import Registry, SdpaBackend, torch_ops
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels import Registry, SdpaBackend
+from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import Grads
 from magi_attention.native import build, jit, loader, toolchain
 from magi_attention.native.ffa import FfaLibrary

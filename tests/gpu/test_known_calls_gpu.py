@@ -9,7 +9,7 @@ from forward_oracle import make_inputs
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import torch_ops
+from magi_attention.kernels.ffa import custom_ops as torch_ops
 from magi_attention.native import loader
 from magi_attention.testing import masks
 

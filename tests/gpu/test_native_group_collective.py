@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from src_rows import IS_SHARED, NEEDS_A_GPU, src_rows
 
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.layout import A2AVLayout
-from magi_attention.comm.symm_buffers import why_no_symm_buffers
-from magi_attention.comm.torch_transport import as_transport, attached
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.symm.buffers import why_no_symm_buffers
+from magi_attention.comm.transport.torch import as_transport, attached
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.testing.spawn import run_processes
 

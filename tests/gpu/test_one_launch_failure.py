@@ -15,9 +15,9 @@ import torch.distributed as dist
 from src_rows import GPUS, NEEDS_A_GPU, src_rows
 
 from magi_attention import api
-from magi_attention.comm.group_collective import group_cast
-from magi_attention.comm.symm_buffers import symm_group, why_no_symm_buffers
-from magi_attention.comm.torch_transport import TorchTransport
+from magi_attention.comm.collectives.group import group_cast
+from magi_attention.comm.symm.buffers import symm_group, why_no_symm_buffers
+from magi_attention.comm.transport.torch import TorchTransport
 from magi_attention.errors import PeerFailureError, PlanMismatchError
 from magi_attention.testing.spawn import run_processes
 

@@ -18,7 +18,8 @@ from src_rows import NEEDS_A_GPU, src_rows
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import backward_steps, ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.schedule import steps as backward_steps
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 

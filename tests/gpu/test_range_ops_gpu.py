@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.group_collective import group_cast, group_reduce
-from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.collectives.group import group_cast, group_reduce
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.kernels import range_fill_, range_gather, range_reduce
 from magi_attention.native.rows import ALL_ROWS, MAX_RANGES, RowList, row_kernels

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from runtime_case import Case, SilentTransport, excess, joined, run_rank
 
 from magi_attention import api
-from magi_attention.comm.fake import FakeWorld
-from magi_attention.comm.torch_transport import as_transport
-from magi_attention.comm.transport import SingleTransport, Transport
+from magi_attention.comm.transport.base import SingleTransport, Transport
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.errors import ContractError
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnRuntime

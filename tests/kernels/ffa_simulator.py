@@ -15,9 +15,10 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import Registry, SdpaBackend, torch_ops
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.ffa_plans import RangeTensors
+from magi_attention.kernels import Registry, SdpaBackend
+from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.loader import check, load

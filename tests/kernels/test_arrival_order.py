@@ -12,9 +12,9 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.fused import _SECTION_BYTES
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.ffa_plans import PlanShape
-from magi_attention.kernels.ffa_remote import TILE, RemoteMask
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import TILE, RemoteMask
+from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan

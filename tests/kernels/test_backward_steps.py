@@ -9,11 +9,13 @@ import pytest
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels import AttnOptions, backward_steps, hand_out
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.backward_steps import Steps, steps_of
-from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
-from magi_attention.kernels.split_tiles import Split
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.schedule import simulate as hand_out
+from magi_attention.kernels.ffa.schedule import steps as backward_steps
+from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 

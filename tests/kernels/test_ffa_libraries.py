@@ -15,9 +15,11 @@ from known_case import KNOWN, Case
 from magi_attention.common.mask import Mask
 from magi_attention.errors import BuildError, NoBackendError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend, ffa_libraries, registry, torch_ops
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.ffa_libraries import FfaLibraries
+from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend, registry
+from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import libraries as ffa_libraries
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.native import abi, build, jit, loader, toolchain
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.testing.libraries import planner_or_skip

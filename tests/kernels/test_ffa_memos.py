@@ -14,7 +14,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa_plans import RangeTensors
+from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.testing.libraries import planner_or_skip
 

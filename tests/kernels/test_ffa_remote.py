@@ -11,10 +11,10 @@ from ffa_simulator import backend, inputs
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.ffa_plans import PlanShape
-from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
-from magi_attention.kernels.unit_walks import UnitShape
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.plans import PlanShape
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed

@@ -120,7 +120,7 @@ def test_compiles_as_one_graph(compiler):
 
 
 def test_custom_op_registration_is_sound():
-    from magi_attention.kernels import torch_ops
+    from magi_attention.kernels.ffa import custom_ops as torch_ops
 
     case = make_case(7, 12, 10, np.array([[0, 12, 0, 10, 0]]))
     q, k, v = leaves(case)

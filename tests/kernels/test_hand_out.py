@@ -10,7 +10,7 @@ import pytest
 
 from magi_attention.common.slices import to_dense
 from magi_attention.errors import ContractError
-from magi_attention.kernels.hand_out import groups_of, starts_of, steps_of_tiles
+from magi_attention.kernels.ffa.schedule.simulate import groups_of, starts_of, steps_of_tiles
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices

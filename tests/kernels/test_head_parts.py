@@ -9,8 +9,9 @@ from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, head_parts
-from magi_attention.kernels.head_parts import head_parts_in_turns
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa.schedule import head_splits as head_parts
+from magi_attention.kernels.ffa.schedule.head_splits import head_parts_in_turns
 from magi_attention.testing.libraries import planner_or_skip
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]

@@ -15,8 +15,8 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa_plans import RangeTensors
-from magi_attention.kernels.host_ranges import HostRanges
+from magi_attention.kernels.ffa.host_ranges import HostRanges
+from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.tables import table_from_host_ranges
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip

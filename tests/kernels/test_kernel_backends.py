@@ -23,8 +23,8 @@ from magi_attention.common.slices import (
 )
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions, Backend, Grads, Partial, SdpaBackend, SdpaOnlineBackend
-from magi_attention.kernels.block_walk import block_walk
-from magi_attention.kernels.operands import row_delta
+from magi_attention.kernels.reference.block_iter import block_walk
+from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.testing.masks import random_slices
 
 SMALL_TILES = SdpaOnlineBackend(block_q=24, block_k=40)  # many tiles, none aligned with anything

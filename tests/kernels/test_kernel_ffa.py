@@ -17,8 +17,8 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import BuildError, ContractError, MagiError, UnsupportedError
 from magi_attention.kernels import AttnOptions, Backend, Partial, Problem, Registry, SdpaBackend
-from magi_attention.kernels.ffa import FfaBackend
-from magi_attention.kernels.ffa_operands import CudaRuntime
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.operands import CudaRuntime
 from magi_attention.native import jit
 from magi_attention.testing.libraries import planner_or_skip
 

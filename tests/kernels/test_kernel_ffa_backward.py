@@ -18,9 +18,11 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, backward_steps, ffa_bwd
-from magi_attention.kernels.backward_steps import Steps
-from magi_attention.kernels.ffa_plans import RangeTensors
+from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.ffa.schedule import steps as backward_steps
+from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from magi_attention.common.slices import CAUSAL, FULL, SliceTable, empty_slices, to_dense, trim
 from magi_attention.errors import ContractError
-from magi_attention.kernels.block_walk import TileMask, block_walk
-from magi_attention.kernels.sdpa import allowed_pairs
+from magi_attention.kernels.reference.block_iter import TileMask, block_walk
+from magi_attention.kernels.reference.sdpa import allowed_pairs
 from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
 from magi_attention.testing.masks import random_slices
 

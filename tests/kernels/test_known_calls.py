@@ -21,8 +21,9 @@ from magi_attention.common.mask import Mask
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional import flex_flash_attn as flex_module
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, known_calls
-from magi_attention.kernels.ffa_plans import PlanShape
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import launch_cache as known_calls
+from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native import abi
 

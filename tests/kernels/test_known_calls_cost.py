@@ -18,7 +18,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import known_calls
+from magi_attention.kernels.ffa import launch_cache as known_calls
 from magi_attention.testing.waiting import DEADLINE_S
 
 

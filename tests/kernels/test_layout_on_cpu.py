@@ -14,10 +14,10 @@ from turns_model import Schedule, schedule_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.backward_steps import steps_of
-from magi_attention.kernels.hand_out import NARROW, TILE, WIDE, fewest_whole
-from magi_attention.kernels.split_tiles import NONE
-from magi_attention.kernels.unit_walks import UnitShape, heads_per_section
+from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole
+from magi_attention.kernels.ffa.schedule.steps import steps_of
+from magi_attention.kernels.ffa.schedule.tile_splits import NONE
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, heads_per_section
 from magi_attention.native import abi
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from ffa_simulator import backend
 
-from magi_attention.comm.transport import SingleTransport
+from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.fused import FusedAttention, _layout
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
-from magi_attention.kernels.arrival_order import Pace
-from magi_attention.kernels.ffa_remote import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.stream_order import StreamOrder

@@ -12,10 +12,11 @@ from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, split_tiles
-from magi_attention.kernels.backward_steps import Steps, steps_of
-from magi_attention.kernels.hand_out import fewest_whole, tile_steps
-from magi_attention.kernels.split_tiles import NONE, HandedOut, Split, can_split, split_in_turns
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa.schedule import tile_splits as split_tiles
+from magi_attention.kernels.ffa.schedule.simulate import fewest_whole, tile_steps
+from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.tile_splits import NONE, HandedOut, Split, can_split, split_in_turns
 from magi_attention.testing.libraries import planner_or_skip
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]

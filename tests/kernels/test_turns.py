@@ -18,7 +18,7 @@ from turns_model import (
     units_of,
 )
 
-from magi_attention.kernels.unit_walks import MANY_RANKS
+from magi_attention.kernels.ffa.schedule.work_tiles import MANY_RANKS
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 

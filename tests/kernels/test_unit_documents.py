@@ -13,10 +13,13 @@ from test_unit_walks import in_plan_order, is_complete, misses, plan_of, units_o
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, ffa_bwd, unit_documents, unit_walks
-from magi_attention.kernels.backward_steps import Steps
-from magi_attention.kernels.hand_out import starts_of, walks_of_tiles
-from magi_attention.kernels.unit_walks import UnitShape, gain_by_document, with_units
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.schedule import by_document as unit_documents
+from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa.schedule.simulate import starts_of, walks_of_tiles
+from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, gain_by_document, with_units
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices

@@ -15,10 +15,12 @@ from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels import AttnOptions, backward_steps, unit_walks
-from magi_attention.kernels.arrival_order import Pace, backward_order, there_at
-from magi_attention.kernels.hand_out import WIDE, starts_of, walks_of_tiles
-from magi_attention.kernels.unit_walks import UnitShape, with_units
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
+from magi_attention.kernels.ffa.schedule import steps as backward_steps
+from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa.schedule.simulate import WIDE, starts_of, walks_of_tiles
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
 from magi_attention.native.abi import TRAVERSAL_BITS
 from magi_attention.native.abi import TRAVERSAL_WRAP as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed

@@ -16,8 +16,8 @@ from itertools import product
 
 import numpy as np
 
-from magi_attention.kernels.hand_out import TILE, fewest_whole
-from magi_attention.kernels.unit_walks import (
+from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole
+from magi_attention.kernels.ffa.schedule.work_tiles import (
     MANY_RANKS,
     UnitShape,
     heads_per_section,

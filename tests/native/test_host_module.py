@@ -17,7 +17,7 @@ import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.kernels.known_calls import TorchHooks
+from magi_attention.kernels.ffa.launch_cache import TorchHooks
 from magi_attention.native import abi, build, loader, toolchain
 from magi_attention.testing.waiting import DEADLINE_S
 

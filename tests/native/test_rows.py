@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from magi_attention.comm.layout import A2AVLayout
+from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.kernels.range_kernels import list_terms
+from magi_attention.kernels.rows.kernels import list_terms
 from magi_attention.native import abi, loader, rows
 from magi_attention.testing.waiting import DEADLINE_S
 

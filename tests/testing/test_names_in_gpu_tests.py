@@ -48,8 +48,8 @@ def test_names_are_there(path: Path) -> None:
 
 def test_what_is_not_there_is_found() -> None:
     source = """
-from magi_attention.kernels import ffa_bwd
-from magi_attention.kernels.ffa import FfaBackend
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
 def test(monkeypatch):
     monkeypatch.setattr(ffa_bwd, "steps_of", None)
     monkeypatch.setattr(ffa_bwd, "_begin", None)

@@ -109,7 +109,7 @@ inline int bwd_tiles_at_once(const magi_ffa_bwd_params& a, int num_ctas, int wor
 // the other would end alone; unless all of it is split. Where the caller asks for parts, of all
 // tiles or some, because they are uneven, it is one, so that the longest of all heads come first.
 // Lists of wide steps have the same rule, but for what is split, in
-// magi_attention/kernels/unit_walks.py.
+// magi_attention/kernels/ffa/schedule/work_tiles.py.
 template <typename C>
 int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms, int64_t at_once) {
   const int64_t tile_parts = bwd_tiles(a) * num_head_splits, work_tiles = tile_parts * a.heads_kv;

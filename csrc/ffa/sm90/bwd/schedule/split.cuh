@@ -12,7 +12,7 @@
 // where the heaviest come first, parts of light ones cost little.
 //
 // In deterministic order nothing is listed anew; there the caller says which tiles are split
-// (kernels/split_tiles.py), all their work tiles by query heads.
+// (kernels/ffa/schedule/tile_splits.py), all their work tiles by query heads.
 #pragma once
 
 #include "ffa/sm90/bwd/params.h"

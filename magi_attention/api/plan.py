@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API for new code: ``Mask -> make_plan -> plan.shard / gather / roll / positions -> attend``.
+
+``group`` is a torch process group, a ``Transport``, or None: the default group if torch.distributed is
+initialised, else this process alone. A plan for one rank needs no group.
+
+Under ``torch.compile(fullgraph=True)`` each of these calls is one custom op, as the published functions are. Where the
+plan is an argument of the model, it is compiled for one plan and then for any; where a module holds the plan, for each
+anew. Settings of the environment are those of the time when the model was compiled.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.compiler import is_compiling
+
+from magi_attention.api.compile_ops import compiled_attn
+from magi_attention.api.compile_rows import (
+    compiled_gather,
+    compiled_labels,
+    compiled_positions,
+    compiled_roll,
+    compiled_shard,
+)
+from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_in_group, facts_of_plan
+from magi_attention.api.policy import policy_from_flags
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.torch import as_transport
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.mask import Mask
+from magi_attention.config import DistAttnConfig, OverlapConfig
+from magi_attention.env.snapshot import RuntimeFlags
+from magi_attention.errors import ContractError
+from magi_attention.functional import documents
+from magi_attention.functional import layout as token_layout
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
+from magi_attention.kernels import default_registry
+from magi_attention.meta import plan as meta_plan
+from magi_attention.meta.explain import explain
+from magi_attention.meta.planner import build_plan, plan_for_partitions
+
+DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
+
+
+class Plan(meta_plan.Plan):
+    """A plan that can also move tensors. Still a pure value: what it caches is neither compared nor pickled."""
+
+    def shard(
+        self,
+        x: torch.Tensor,
+        group: Any = None,
+        pad_value: float = 0.0,
+        dim: int = 0,
+        is_partial_grad: bool = False,
+    ) -> torch.Tensor:
+        """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold.
+
+        Shard token ids, before the first parameter: then gradients of all parameters add up over the ranks
+        (``sum_gradients``, ``set_gradient_sum``). Of an ``x`` that parameters made, every rank gets the whole gradient,
+        so a sum over ranks counts these parameters once for each rank; with ``is_partial_grad`` it gets the share of
+        its own rows, which is to be summed as the other gradients are, and nothing is sent in the backward pass.
+        """
+        if is_compiling():
+            return compiled_shard(x, self._facts(group), pad_value, dim, is_partial_grad)
+        return token_layout.shard(x, self._layout(group), pad_value, dim, is_partial_grad=is_partial_grad)
+
+    def gather(self, x: torch.Tensor, group: Any = None, is_partial_grad: bool = False, dim: int = 0) -> torch.Tensor:
+        """The global tensor in natural order, ``total_tokens`` rows, on every rank."""
+        if is_compiling():
+            return compiled_gather(x, self._facts(group), self.total_tokens, is_partial_grad, dim)
+        return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
+
+    def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
+        """``torch.roll(padded global tensor, shift, dim)`` in local form. It knows no documents: for next-token labels
+        use ``labels``."""
+        if is_compiling():
+            return compiled_roll(x, self._facts(group), shift, dim)
+        return token_layout.roll(x, self._layout(group), shift, dim)
+
+    def labels(
+        self,
+        tokens: torch.Tensor,
+        depth: int = 1,
+        ignore_index: int = -100,
+        group: Any = None,
+        dim: int = 0,
+        cu_seqlens: Any = None,
+    ) -> torch.Tensor:
+        """Next-token labels: for every local token the token ``depth`` further in its own document.
+
+        ``tokens`` is local (``plan.shard(tokens)``), any integer dtype that holds ``ignore_index``, which stands where
+        there is no such token: at the last ``depth`` tokens of a document and at pads. The next token may live on
+        another rank, so this is collective over the group, as ``roll`` is. ``depth`` 2, 3, ... are the labels of
+        multi-token prediction. Documents are those of the mask; for a mask that does not know them (slices, trees),
+        or to use others, give ``cu_seqlens`` ``[0, n0, n0 + n1, ...]``, the same on all ranks.
+        """
+        if is_compiling():
+            return compiled_labels(tokens, self._facts(group), depth, ignore_index, dim, cu_seqlens)
+        return documents.labels(tokens, self._layout(group), depth, ignore_index, dim, cu_seqlens)
+
+    def positions(
+        self,
+        group: Any = None,
+        device: torch.device | str = "cpu",
+        per_document: bool = False,
+        cu_seqlens: Any = None,
+    ) -> torch.Tensor:
+        """int64 global position of every local row; pad rows get that of the last real token. No communication.
+
+        ``per_document`` counts from 0 in every document, as rotary embeddings of packed documents want it (the
+        ``position_ids`` of transformers); documents as of ``labels``. M-RoPE ids ``(3, T)`` are three equal rows for
+        text, ``positions(per_document=True).expand(3, -1)``; ids of one's own are sharded, ``shard(ids, dim=1)``.
+        ``group`` may also be a rank number, to ask on behalf of another rank.
+        """
+        if cu_seqlens is not None and not per_document:
+            raise ContractError("cu_seqlens= is given without per_document=True, to which alone it matters; give both.")
+        if is_compiling():
+            return self._compiled_positions(group, torch.device(device), per_document, cu_seqlens)
+        if isinstance(group, int):
+            ids = np.minimum(self.position_array(group), self.total_tokens - 1)
+            return torch.from_numpy(ids - self.document_bounds(group, cu_seqlens)[0] if per_document else ids).to(
+                device
+            )
+        layout = self._layout(group)
+        if per_document:
+            return documents.document_positions(layout, device, cu_seqlens)
+        return token_layout.positions(layout, device)
+
+    def with_mask(self, mask: Mask, overlap: OverlapConfig | None = None) -> Plan:
+        """The plan of another mask over the same dispatch, for models that mix masks. Its balance is that of
+        this plan's mask, and so are its documents where the new mask knows none."""
+        _check_square(mask, self.total_tokens)
+        return plan_for_partitions(
+            mask.slices,
+            self.total_tokens,
+            self.pad_size,
+            self.chunk_size,
+            self.partitions,
+            overlap=overlap or self.overlap,
+            uneven_shard=self.uneven_shard,
+            num_heads_q=self.num_heads_q,
+            num_heads_kv=self.num_heads_kv,
+            head_dim=self.head_dim,
+            cu_seqlens=self.cu_seqlens if mask.cu_seqlens is None else mask.cu_seqlens,
+            plan_type=Plan,
+        )
+
+    def explain(self, element_bytes: int = 2) -> dict:
+        """The plan in numbers; see ``magi_attention.meta.explain``."""
+        return explain(self, element_bytes)
+
+    # ---- inner parts --------------------------------------------------------------------------------
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_plan_facts"] = facts_of_plan(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.__dict__["_plan_facts"] = facts_of_plan(self)
+
+    def _facts(self, group: Any, policy: AttnPolicy | None = None) -> CompiledFacts:
+        """Traced; see ``handles``."""
+        return facts_in_group(self._plan_facts, group, self.cp_size > 1, policy)
+
+    def _compiled_positions(self, group: Any, device: torch.device, per_document: bool, cu_seqlens: Any):
+        if isinstance(group, int):
+            facts = NO_FACTS._replace(handle=self._plan_facts.handle, local_rows=self._plan_facts.rows[group])
+            return compiled_positions(facts, device, per_document, cu_seqlens, of_rank=group)
+        return compiled_positions(self._facts(group), device, per_document, cu_seqlens)
+
+    @cached_property
+    def _layouts(self) -> dict:
+        return {}
+
+    @cached_property
+    def _runtimes(self) -> dict:
+        return {}
+
+    def _layout(self, group: Any) -> token_layout.TokenLayout:
+        transport = SingleTransport() if group is None and self.cp_size == 1 else as_transport(group)
+        key = (transport.ranks, transport.rank, _identity(group))
+        if key not in self._layouts:
+            self._layouts[key] = token_layout.TokenLayout(self, transport)
+        return self._layouts[key]
+
+    def _runtime(self, group: Any, policy: AttnPolicy | None) -> AttnRuntime:
+        layout = self._layout(group)
+        policy = policy or policy_from_flags(RuntimeFlags.from_env())
+        key = (layout.transport, policy)
+        if key not in self._runtimes:
+            self._runtimes[key] = AttnRuntime(self, layout.transport, default_registry(), policy)
+        return self._runtimes[key]
+
+
+def _identity(group: Any) -> Any:
+    """What tells two groups over the same ranks apart; the default group is asked for anew each time."""
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.group.WORLD
+    return group
+
+
+def make_plan(
+    mask: Mask,
+    cp_size: int,
+    config: DistAttnConfig | None = None,
+    *,
+    num_heads_q: int = 1,
+    num_heads_kv: int = 1,
+    head_dim: int = 1,
+    check: bool | None = None,
+    balance: float | None = DEFAULT_BALANCE,
+) -> Plan:
+    """Plans ``mask`` over ``cp_size`` ranks: a pure function on the CPU, the same on every rank.
+
+    Head counts and head dim enter the predicted bytes and times only. ``check`` proves that slices are disjoint
+    (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
+    the mean where the chunk size is left open; None keeps the first choice. ``ContractError`` for a mask that is
+    not square or overlapping slices. A sequence shorter than ``cp_size`` is padded, as any other is.
+    """
+    if not isinstance(mask, Mask):
+        raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")
+    _check_square(mask, mask.total_q)
+    flags = RuntimeFlags.from_env()
+    if flags.sanity_check if check is None else check:
+        mask.check()
+    return build_plan(
+        mask.slices,
+        mask.total_q,
+        cp_size,
+        config=config,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        min_chunks_per_rank=flags.min_chunks_per_rank,
+        balance=balance,
+        cu_seqlens=mask.cu_seqlens,
+        plan_type=Plan,
+    )
+
+
+def _check_square(mask: Mask, total: int) -> None:
+    if mask.total_q != mask.total_k or mask.total_q != total:
+        raise ContractError(
+            f"The mask has {mask.total_q} queries and {mask.total_k} keys; distributed self-attention over "
+            f"{total} tokens needs as many of both."
+        )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    group: Any = None,
+    *,
+    sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+    policy: AttnPolicy | None = None,
+    trace: Trace | None = None,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention of this rank's tokens over the whole sequence under the plan's mask.
+
+    q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)`` hold this rank's ``T`` tokens (``plan.shard``). Returns
+    out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) or None)``.
+    ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it. ``softcap`` > 0 caps
+    logits; ``sink`` ``(S, Hq)`` holds extra logits, the same on all ranks. Differentiable in q, k, v and sink.
+    Collective over the group. Gradients of parameters are those of this rank's tokens: sum them over the group
+    (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
+    (dicts of rank, lane, stage, start, end).
+    """
+    if is_compiling():
+        if trace is not None:
+            raise ContractError("trace= collects nothing in a compiled model; leave it out, or call attend uncompiled.")
+        return compiled_attn(q, k, v, sink, plan._facts(group, policy), softmax_scale, softcap, return_max_logits)
+    runtime = plan._runtime(group, policy)
+    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

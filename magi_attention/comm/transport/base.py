@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the communication layer needs from a group of ranks, and the group of one rank.
+
+Everything above is written against ``Transport``: ``TorchTransport`` speaks through torch.distributed,
+``FakeTransport`` between threads of one process, ``SingleTransport`` is one rank and never communicates.
+
+Ranks in arguments are always group ranks, 0 .. size-1; ``ranks`` maps them to global ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from magi_attention.comm.transport.consistency import Judge, KnownUses, Record
+from magi_attention.comm.transport.progress import Progress
+from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
+
+DEFAULT_TIMEOUT_S = 600.0
+REDUCE_OPS = ("sum", "avg", "max", "min")
+
+
+@runtime_checkable
+class Work(Protocol):
+    """An operation under way. For CUDA tensors ``wait`` orders the current stream, the host runs on."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """A group of ranks that exchange tensors. Every rank calls every method, except ``guard``."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool = False,
+    ) -> Work:
+        """Sends ``input_splits[r]`` consecutive rows (dim 0) of ``input`` to each rank r, in order of r;
+        ``output`` receives ``output_splits[r]`` rows from each r. Same dtype and trailing dims everywhere."""
+        ...
+
+    def all_gather_object(self, obj: object) -> list:
+        """The objects of all ranks, in rank order; each is pickled. Blocks the host."""
+        ...
+
+    def all_gather_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Rows of all ranks, one after the other: (sum(sizes), ...); rank r gives ``sizes[r]`` rows."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduces in place over all ranks; ``op`` is one of sum, avg, max, min."""
+        ...
+
+    def reduce_scatter_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Sums the ``x`` of all ranks, (sum(sizes), ...), and keeps rows of this rank: (sizes[rank], ...)."""
+        ...
+
+    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Point-to-point batch: the n-th tensor sent to a rank fills the n-th tensor received from this one.
+        Every rank of the group calls it, with empty lists if it has nothing to move."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def guard(self, stage: str) -> AbstractContextManager[None]:
+        """An error inside is told to the other ranks, which then raise ``PeerFailureError`` instead of
+        waiting, and is raised again here."""
+        ...
+
+    def knows(self, use: str) -> bool:
+        """Has the group agreed on ``use``? The same answer on all ranks that do the same; costs next to nothing."""
+        ...
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        """Compares ``record`` over the ranks, and knows ``uses`` from then on; see ``consistency.py``. Collective.
+        ``PlanMismatchError`` on every rank if records differ."""
+        ...
+
+
+class DoneWork:
+    """An operation that had finished when it was returned."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class PostWork:
+    """``work``, followed once by ``post`` (a copy into place) at the first ``wait``."""
+
+    def __init__(self, work: Work, post: Callable[[], object]):
+        self._work = work
+        self._post: Callable[[], object] | None = post
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._post is not None:
+            post, self._post = self._post, None
+            post()
+
+    def is_completed(self) -> bool:
+        return self._post is None and self._work.is_completed()
+
+
+def check_reduce_op(op: str) -> None:
+    if op not in REDUCE_OPS:
+        raise ContractError(f"Reduce operation {op!r} is unknown; use one of {', '.join(REDUCE_OPS)}.")
+
+
+def check_all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    size: int,
+) -> None:
+    """Raises ``ContractError`` unless the split lists have ``size`` entries and cover the tensors."""
+    for name, x, splits in (("output", output, output_splits), ("input", input, input_splits)):
+        if len(splits) != size:
+            raise ContractError(f"{len(splits)} {name} splits for {size} ranks; give one row count per rank.")
+        if x.ndim == 0 or sum(splits) != x.shape[0] or any(n < 0 for n in splits):
+            raise ContractError(
+                f"The {name} splits {list(splits)} must be >= 0 and add up to the rows of a tensor of shape "
+                f"{tuple(x.shape)}."
+            )
+    if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
+        raise ContractError(
+            f"Input {tuple(input.shape)} {input.dtype} and output {tuple(output.shape)} {output.dtype} must "
+            "agree in dtype and in all dims but the first."
+        )
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as (rows, bytes per row), rows being dim 0; no copy."""
+    if x.numel() == 0:
+        row_bytes = math.prod(x.shape[1:]) * x.element_size()
+        return x.new_empty((x.shape[0], row_bytes), dtype=torch.uint8)
+    return x.reshape(x.shape[0], -1).view(torch.uint8)
+
+
+class TransportBase(ABC):
+    """What every transport does alike, built on ``all_to_all_v``."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+    @abstractmethod
+    def all_to_all_v(self, output, input, output_splits, input_splits, async_op=False) -> Work: ...
+
+    progress: Progress | None = None  # where this rank tells what it is at, if anybody could read it
+
+    @abstractmethod
+    def all_gather_object(self, obj: object) -> list: ...
+
+    @abstractmethod
+    def report_failure(self, exc: BaseException, stage: str) -> None: ...
+
+    def knows(self, use: str) -> bool:
+        return self.size == 1 or use in self._known_uses
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        records = self.all_gather_object(record)
+        if any(other != record for other in records):
+            raise PlanMismatchError(judge(records))
+        self._known_uses.add(uses)
+
+    @cached_property
+    def _known_uses(self) -> KnownUses:
+        return KnownUses()
+
+    def reduce_scatter_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """All parts travel by all-to-all-v and are added in rank order, so that the result has the same
+        bits on every run. 16-bit floats are added in float32."""
+        own = int(sizes[self.rank])
+        if len(sizes) != self.size or x.shape[0] != sum(sizes):
+            raise ContractError(
+                f"{len(sizes)} sizes of sum {sum(sizes)} for {self.size} ranks and {x.shape[0]} rows; give "
+                "one row count per rank that together cover dim 0."
+            )
+        if self.size == 1:
+            return x.clone()
+        parts = x.new_empty((self.size * own, *x.shape[1:]))
+        self.all_to_all_v(parts, x.contiguous(), [own] * self.size, list(sizes)).wait()
+        if x.dtype in (torch.bfloat16, torch.float16):
+            parts = parts.float()
+        total = parts[:own].clone()
+        for r in range(1, self.size):
+            total += parts[r * own : (r + 1) * own]
+        return total.to(x.dtype)
+
+    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Packs the tensors into bytes per peer and moves them by one all-to-all-v."""
+        for what, batch in (("send to", sends), ("receive from", recvs)):
+            for peer, _ in batch:
+                if not 0 <= peer < self.size:
+                    raise ContractError(f"Cannot {what} rank {peer} in a group of {self.size}; use group ranks.")
+        device = (sends or recvs)[0][1].device if sends or recvs else self.object_device()
+        out_bytes, in_bytes = [0] * self.size, [0] * self.size
+        for batch, count in ((sends, in_bytes), (recvs, out_bytes)):
+            for peer, x in batch:
+                count[peer] += x.numel() * x.element_size()
+        pieces = [
+            as_bytes(x.detach().reshape(-1).contiguous()).reshape(-1)
+            for r in range(self.size)
+            for peer, x in sends
+            if peer == r
+        ]
+        wire = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+        arrived = torch.empty(sum(out_bytes), dtype=torch.uint8, device=device)
+        self.all_to_all_v(arrived, wire, out_bytes, in_bytes).wait()
+        at = 0
+        for r in range(self.size):
+            for peer, x in recvs:
+                if peer == r and x.numel():
+                    num = x.numel() * x.element_size()
+                    # why clone: a byte view at an odd offset cannot be viewed as a wider dtype
+                    x.detach().copy_(arrived[at : at + num].clone().view(x.dtype).view(x.shape))
+                    at += num
+
+    def object_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def check_alive(self) -> None:
+        """Raises ``ContractError`` if the group was destroyed."""
+        return None
+
+    def guard(self, stage: str) -> AbstractContextManager[None]:
+        """See ``Transport.guard``. An error that every rank raises alike (``PlanMismatchError``) or that
+        tells of another rank (``PeerFailureError``) is not reported again."""
+        return _Guard(self, stage)
+
+
+class _Guard(AbstractContextManager[None]):
+    """A class, because a generator costs several times as much in every layer of a model."""
+
+    def __init__(self, transport: TransportBase, stage: str) -> None:
+        self._transport, self._stage = transport, stage
+
+    def __enter__(self) -> None:
+        self._transport.check_alive()
+        progress = self._transport.progress
+        if progress is not None:
+            self._before = progress.begin(self._stage)
+
+    def __exit__(self, kind: type | None, exc: BaseException | None, trace: object) -> None:
+        progress = self._transport.progress
+        if progress is not None:
+            progress.end(self._before)
+        if exc is None or isinstance(exc, (PeerFailureError, PlanMismatchError)):
+            return
+        if not getattr(exc, "_magi_reported", False):
+            self._transport.report_failure(exc, self._stage)
+            try:
+                exc._magi_reported = True  # type: ignore[attr-defined]
+            except AttributeError:  # why: exceptions with __slots__ only get reported once per guard
+                pass
+
+
+class SingleTransport(TransportBase):
+    """A group of one rank. Copies, never communicates; ``global_rank`` is only reported in ``ranks``."""
+
+    def __init__(self, global_rank: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S):
+        self.rank, self.size, self.ranks, self.timeout_s = 0, 1, (global_rank,), timeout_s
+
+    def all_to_all_v(self, output, input, output_splits, input_splits, async_op=False) -> Work:
+        check_all_to_all(output, input, output_splits, input_splits, 1)
+        output.detach().copy_(input.detach())
+        return DoneWork()
+
+    def all_gather_object(self, obj: object) -> list:
+        return [obj]
+
+    def all_gather_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        if list(sizes) != [x.shape[0]]:
+            raise ContractError(f"Sizes {list(sizes)} must be [{x.shape[0]}], the rows of the only rank.")
+        return x.detach().clone()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        check_reduce_op(op)
+        return DoneWork()
+
+    def barrier(self) -> None:
+        return None
+
+    def report_failure(self, exc: BaseException, stage: str) -> None:
+        return None

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Transport`` over a torch.distributed process group (gloo or NCCL).
+
+On CPU tensors a wait lasts at most ``timeout_s`` and ends early with ``PeerFailureError`` when another rank
+fails (see ``failure.py``). On CUDA tensors a wait orders the stream, the host runs on, and the time limit is
+the one of NCCL's own watchdog.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from magi_attention.comm.transport.base import (
+    DEFAULT_TIMEOUT_S,
+    DoneWork,
+    PostWork,
+    SingleTransport,
+    Transport,
+    TransportBase,
+    Work,
+    as_bytes,
+    check_all_to_all,
+    check_reduce_op,
+)
+from magi_attention.comm.transport.consistency import ConsistencyCheck, Judge, KnownUses, Record
+from magi_attention.comm.transport.failure import FailureBoard, describe_error
+from magi_attention.comm.transport.host_work import HostWork
+from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
+
+_log = logging.getLogger("magi_attention.comm")
+
+_WIRE_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    }
+)
+_SMALL_INTS = frozenset({torch.int16, torch.uint16})
+
+
+class TorchTransport(TransportBase):
+    """``group`` is a process group of which this process is a member; None is the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None):
+        group = dist.group.WORLD if group is None else group
+        check_group(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+        self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
+        self._check: ConsistencyCheck | None = attached(group)["check"] if self._board is not None else None
+        self._known = KnownUses() if self._check is None else self._check.known
+        self.progress = None if self._board is None else self._board.progress
+        # what looks for failures that no message of this transport shows, each a function that raises
+        self.watchers: list[Callable[[str], None]] = attached(group).setdefault("watchers", [])
+        self._backends: dict[str, str] = {}
+        self._a2a = dist.AllToAllOptions()
+        self._a2a.asyncOp = True
+
+    # -- group collectives --------------------------------------------------------------------------------
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool = False,
+    ) -> Work:
+        output, input = output.detach(), input.detach()
+        check_all_to_all(output, input, output_splits, input_splits, self.size)
+        if self.size == 1:
+            output.copy_(input)
+            return DoneWork()
+        if input.numel() == 0 and output.numel() == 0 and 0 in input.shape[1:]:
+            return DoneWork()
+        backend = self._begin(input.device)
+        send, place = self._stage(input.contiguous(), backend), self._stage(output, backend, is_output=True)
+        wire_in, wire_out = _wire_view(send), _wire_view(place)
+        # why not dist.all_to_all_single: it looks the group up again, which costs more than the operation
+        work = self.group.alltoall_base(wire_out, wire_in, list(output_splits), list(input_splits), self._a2a)
+        done = self._work(work, "all_to_all_v", send, keep=(wire_in, wire_out))
+        if place is not output:
+            done = PostWork(done, lambda: output.copy_(place))
+        if not async_op:
+            done.wait()
+        return done
+
+    def all_gather_v(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        x = x.detach()
+        if len(sizes) != self.size or x.shape[0] != sizes[self.rank]:
+            raise ContractError(
+                f"Sizes {list(sizes)} must have {self.size} entries, and entry {self.rank} must be "
+                f"{x.shape[0]}, the rows of this rank."
+            )
+        if self.size == 1:
+            return x.clone()
+        backend = self._begin(x.device)
+        most = max(sizes)
+        send = self._stage(x.contiguous(), backend)
+        if most != send.shape[0]:  # why padded: gloo gathers equal sizes only, one call beats `size` calls
+            padded = send.new_zeros((most, *send.shape[1:]))
+            padded[: send.shape[0]] = send
+            send = padded
+        gathered = send.new_empty((self.size * most, *send.shape[1:]))
+        if gathered.numel():
+            wire_in, wire_out = _wire_view(send), _wire_view(gathered)
+            # the same call under the name that newer torch prefers
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            work = gather(wire_out, wire_in, group=self.group, async_op=True)
+            self._work(work, "all_gather_v", send, keep=(wire_in, wire_out)).wait()
+        if any(n != most for n in sizes):
+            gathered = torch.cat([gathered[r * most : r * most + n] for r, n in enumerate(sizes)])
+        return gathered.to(x.device)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        check_reduce_op(op)
+        tensor = tensor.detach()
+        if self.size == 1 or tensor.numel() == 0:
+            return DoneWork()
+        backend = self._begin(tensor.device)
+        if op == "avg" and not tensor.is_floating_point():
+            raise ContractError(f"The average of {tensor.dtype} is not defined here; reduce a float tensor.")
+        buffer = self._stage(tensor, backend, is_output=True)
+        if buffer is not tensor:
+            buffer.copy_(tensor)
+        wire = buffer.int() if buffer.dtype in _SMALL_INTS else buffer
+        kind = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}.get(
+            op, dist.ReduceOp.MIN
+        )
+        work = dist.all_reduce(wire, kind, group=self.group, async_op=True)
+
+        def finish() -> None:
+            if op == "avg":
+                wire.div_(self.size)
+            if wire is not tensor:
+                tensor.copy_(wire)
+
+        done: Work = PostWork(self._work(work, "all_reduce", wire, keep=(wire,)), finish)
+        if not async_op:
+            done.wait()
+        return done
+
+    def all_gather_object(self, obj: object) -> list:
+        if self.size == 1:
+            return [obj]
+        device = self.object_device()
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
+        sizes = self.all_gather_v(torch.tensor([data.numel()], device=device), [1] * self.size).tolist()
+        parts = self.all_gather_v(data, sizes).cpu().split(sizes)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def send_recv(
+        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        pairs = [*sends, *recvs]
+        if self.size == 1 or not pairs or self._backend(pairs[0][1].device) != "nccl":
+            # why: a slice-wise wait on gloo's own p2p operations tears its connections down
+            return super().send_recv(sends, recvs)
+        self._begin(pairs[0][1].device)
+        own_in = [x for peer, x in sends if peer == self.rank]
+        own_out = [x for peer, x in recvs if peer == self.rank]
+        for place, x in zip(own_out, own_in):
+            place.detach().copy_(x.detach())
+        places = [(peer, x, x.detach().contiguous()) for peer, x in recvs if peer != self.rank and x.numel()]
+        ops = [
+            dist.P2POp(dist.isend, x.detach().contiguous(), self.ranks[peer], self.group)
+            for peer, x in sends
+            if peer != self.rank and x.numel()
+        ]
+        ops += [dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, _, buffer in places]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for _, place, buffer in places:
+            if buffer.data_ptr() != place.data_ptr():
+                place.detach().copy_(buffer)
+
+    def barrier(self) -> None:
+        """Blocks the host until all ranks are here."""
+        if self.size > 1:
+            token = torch.zeros(1, dtype=torch.int32, device=self.object_device())
+            # why not dist.barrier: on gloo it raises for ever after one failed operation
+            self.all_reduce(token)
+            token.item()
+
+    def meet(self, stage: str) -> None:
+        """Blocks the host until all ranks are here in ``stage``; speaks through the store, so no GPU has to answer.
+
+        Raises:
+            PeerFailureError: names ranks that did not come within ``timeout_s``, or that failed.
+        """
+        check_alive(self.group)
+        self._resume()
+        if self._board is not None:
+            self._ask_store(partial(self._board.meet, stage, self.timeout_s))
+
+    def knows(self, use: str) -> bool:
+        # after a failure all ranks meet first, and then compare anew
+        return self._board is None or (use in self._known and not self._board.is_down)
+
+    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
+        """Speaks through the store, so no GPU has to answer."""
+        for watch in self.watchers:
+            watch(stage)
+        self._resume()
+        if self._check is not None and uses[0] not in self._known:
+            self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
+
+    def about(self, rank: int, call: str) -> str:
+        """What is known of a rank that did not come to ``call``: sentences, each beginning with a space."""
+        return "" if self._board is None else self._board.about([rank], call)
+
+    def give_up(self, text: str) -> None:
+        """Tells all ranks that no message can pass any more, and why."""
+        if self._board is not None:
+            self._board.lost = text
+            self._board.report(text, "lost")
+
+    # -- devices ------------------------------------------------------------------------------------------
+    def object_device(self) -> torch.device:
+        backends = str(dist.get_backend(self.group))
+        if "gloo" in backends or "mpi" in backends:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _backend(self, device: torch.device) -> str:
+        if device.type not in self._backends:
+            try:
+                self._backends[device.type] = self.group._get_backend(device).name()
+            except RuntimeError as exc:
+                raise UnsupportedError(
+                    f"Backend {dist.get_backend(self.group)} of this process group cannot move {device.type} "
+                    "tensors; make the group with backend 'cpu:gloo,cuda:nccl'."
+                ) from exc
+            known = attached(self.group)
+            if device.type != "cpu" and self._backends[device.type] == "gloo" and not known.get("warned"):
+                known["warned"] = True
+                _log.warning("%s tensors travel through host memory because the group is gloo.", device.type)
+        return self._backends[device.type]
+
+    def _stage(self, x: torch.Tensor, backend: str, is_output: bool = False) -> torch.Tensor:
+        """``x`` itself if the backend can use its memory, else a buffer (with the content of an input)."""
+        if backend == "gloo" and x.device.type != "cpu":
+            return torch.empty(x.shape, dtype=x.dtype, device="cpu") if is_output else x.cpu()
+        return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    # -- waiting and failing ------------------------------------------------------------------------------
+    def _begin(self, device: torch.device) -> str:
+        check_alive(self.group)
+        backend = self._backend(device)
+        for watch in self.watchers:
+            watch("a collective")
+        self._resume()
+        if self.progress is not None:
+            self.progress.count()
+        return backend
+
+    def _resume(self) -> None:
+        if self._board is not None and self._board.is_down:
+            self._ask_store(partial(self._board.resume, self.timeout_s))
+
+    @staticmethod
+    def _ask_store(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, MagiError):
+                raise
+            raise PeerFailureError(f"The store of this process group is gone; make a new one. {exc}") from exc
+
+    def _work(self, work: dist.Work, what: str, x: torch.Tensor, keep: tuple) -> Work:
+        if x.device.type != "cpu" or self._board is None:
+            return work
+        return HostWork(work, what, self._board, self.timeout_s, keep)
+
+    def check_alive(self) -> None:
+        check_alive(self.group)
+
+    def report_failure(self, exc: BaseException, stage: str) -> None:
+        if self._board is not None and not is_destroyed(self.group):
+            self._board.report(describe_error(exc, stage))
+
+
+def as_transport(
+    group: dist.ProcessGroup | Transport | None = None, timeout_s: float | None = None
+) -> Transport:
+    """``group`` as a ``Transport``: one is returned as it is; a process group is wrapped; None is the default
+    group, or a single rank if torch.distributed is not initialised. A group of one rank never
+    communicates."""
+    if isinstance(group, (TransportBase, Transport)):  # the protocol last, because to ask it is slow
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return SingleTransport()
+    group = dist.group.WORLD if group is None else group
+    check_group(group)
+    check_alive(group)
+    if dist.get_world_size(group) == 1:
+        return SingleTransport(dist.get_process_group_ranks(group)[0])
+    return TorchTransport(group, timeout_s)
+
+
+def check_member(group: object) -> None:
+    """``ContractError`` for what ``dist.new_group`` returns where this process is no member of the new group."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ContractError(
+            f"This process (global rank {dist.get_rank()}) is not a member of the group: where dist.new_group made one "
+            "without it, it returned GroupMember.NON_GROUP_MEMBER, which was passed on. Only members may call; leave "
+            "the call out on other ranks, or pass a group that contains this one."
+        )
+
+
+def check_group(group: object) -> None:
+    """``ContractError`` unless ``group`` is a process group that contains this process."""
+    check_member(group)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ContractError(
+            f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
+            "Transport, or None."
+        )
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Was ``destroy_process_group`` called for it? Gloo would go on moving bytes, NCCL would not."""
+    return group not in dist.distributed_c10d._world.pg_group_ranks
+
+
+def check_alive(group: dist.ProcessGroup) -> None:
+    if is_destroyed(group):
+        raise ContractError(
+            "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
+            "with it. Make a group, and the key again for it; a plan goes on, with the new group."
+        )
+
+
+def attached(group: dist.ProcessGroup) -> dict:
+    """What this module remembers of a group. It lives in torch's own table of groups, because a group has no
+    attributes and this package keeps no process-wide state below its api layer."""
+    world = dist.distributed_c10d._world
+    table = world.__dict__.setdefault("_magi_attention", weakref.WeakKeyDictionary())
+    return table.setdefault(group, {})
+
+
+def _board_of(group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> FailureBoard:
+    known = attached(group)
+    if "board" not in known:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        ref = weakref.ref(group)
+
+        def position() -> int:
+            group = ref()
+            return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+        board = known["board"] = FailureBoard(store, rank, ranks, position)
+        known["check"] = ConsistencyCheck(board, rank)
+    return known["board"]
+
+
+def _wire_view(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in _WIRE_DTYPES else as_bytes(x)

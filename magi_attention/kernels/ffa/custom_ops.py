@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention call as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees two opaque nodes.
+
+``magi_attention::flex_fwd`` and ``magi_attention::flex_bwd`` take the mask as tensors, read it by value
+and run the backend that the registry selects. The gradient of ``lse`` and ``max_logits`` is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from magi_attention.common.floats import as_float
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.launch_cache import PreparedCall
+from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.registry import default_registry
+from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
+from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
+
+_MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
+_OPTIONS = (
+    "str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin, "
+    "bool return_max_logits, str prefer, bool needs_backward"
+)
+Maybe = torch.Tensor | None
+# What decides, besides the arguments, what a call comes to.
+WATCHED = (
+    "MAGI_ATTENTION_KERNEL_BACKEND",
+    "MAGI_ATTENTION_SDPA_BACKEND",
+    "MAGI_ATTENTION_FA4_BACKEND",
+    "MAGI_ATTENTION_SANITY_CHECK",
+    "MAGI_ATTENTION_FORCE_JIT_BUILD",
+)
+
+
+def select_backend(problem: Problem, prefer: str = "") -> Backend:
+    """The backend named ``prefer``, or with "" that of the environment; falls back unless it was explicit.
+
+    Raises:
+        NoBackendError: the user asked for a backend that cannot run the problem.
+    """
+    from magi_attention.env import general
+
+    if prefer:
+        return default_registry().select(problem, prefer, explicit=False)[0]
+    name = general.kernel_backend().value
+    return default_registry().select(problem, name, explicit=general.is_kernel_backend_explicit())[0]
+
+
+def _kernels() -> FfaBackend | None:
+    return next((b for b in default_registry().backends if isinstance(b, FfaBackend)), None)
+
+
+def has_kernels() -> bool:
+    """Is there a backend of CUDA kernels, and a torch that could launch them?"""
+    backend = _kernels()
+    return backend is not None and backend.has_runtime
+
+
+def prepared_flex_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor,
+    attn_type_map: Maybe, sink: Maybe, softmax_scale: float | None, softcap: float, sink_layout: str,
+    deterministic: bool, sm_margin: int, return_max_logits: bool, **_hints: Any,
+) -> PreparedCall | None:  # fmt: skip
+    """The launch that ``flex_fwd`` just made for these arguments of the public function; None if it made none."""
+    from magi_attention.env import general
+
+    backend = _kernels()
+    if backend is None or general.kernel_backend().value != backend.name or general.is_sanity_check_enable():
+        return None
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    options = options_of(scale, as_float(softcap, "softcap"), sink_layout, deterministic, sm_margin, return_max_logits)
+    return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
+
+
+def _mask(
+    k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe
+) -> SliceTable | RangeTensors:
+    """For the CUDA kernels: ranges on a GPU as they are, where nobody needs to look at them."""
+    from magi_attention.env import general
+
+    if indices is None and q_ranges.device == k.device and not general.is_sanity_check_enable():
+        return RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
+    return _slices(k, q_ranges, k_ranges, types, indices)
+
+
+def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:
+    from magi_attention.env import general
+
+    if indices is not None:
+        return table_from_indices(indices, k.shape[0])
+    slices = table_from_tensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
+    if general.is_sanity_check_enable():
+        check_disjoint(slices)
+    return slices
+
+
+@torch.library.custom_op(
+    "magi_attention::flex_fwd",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def flex_fwd(
+    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
+):  # fmt: skip
+    """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
+    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
+    if isinstance(backend, FfaBackend):
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
+        if needs_backward:
+            backend.slices_of(mask, q, k, options)  # starts to read the ranges, which the backward wants to know
+        out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
+    else:
+        got = backend.forward(q, k, v, _slices(k, q_ranges, k_ranges, attn_type_map, indices), options, sink)
+        out, lse, max_logits = got.out.to(q.dtype), got.lse, got.max_logits
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+
+
+@flex_fwd.register_fake
+def _(
+    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
+):  # fmt: skip
+    acc = accumulation_dtype(q.dtype)
+    tokens, heads = q.shape[0], q.shape[1]
+    return (
+        q.new_empty((tokens, heads, v.shape[2])),
+        q.new_empty((tokens, heads), dtype=acc),
+        q.new_empty((heads if return_max_logits else 0,), dtype=acc),
+    )
+
+
+@torch.library.custom_op(
+    "magi_attention::flex_bwd",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
+        "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def flex_bwd(
+    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
+):  # fmt: skip
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
+    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
+    if isinstance(backend, FfaBackend):
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
+        slices = backend.slices_of(mask, q, k, options)
+        got = backend.backward_final(dout, q, k, v, out, lse, mask if slices is None else slices, options, sink)
+    else:
+        slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
+        got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)
+    dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
+    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
+
+
+@flex_bwd.register_fake
+def _(
+    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
+    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
+):  # fmt: skip
+    dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, q_ranges, k_ranges, types, indices, sink, *options = inputs
+    out, lse, _ = output
+    ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, indices, sink)
+    ctx.options = options
+
+
+def _grad(ctx, dout, _dlse, _dmax_logits):
+    layout, scale, softcap, deterministic, sm_margin, _, prefer, _ = ctx.options
+    tensors = ctx.saved_tensors
+    dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
+    sink = tensors[-1]
+    return dq, dk, dv, None, None, None, None, None if sink is None else dsink, *[None] * 8
+
+
+flex_fwd.register_autograd(_grad, setup_context=_save)
+flex_bwd.register_autograd(refuse_double_backward)

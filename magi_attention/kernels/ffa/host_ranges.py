@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks given as range tensors on a GPU, read by the host without waiting for the GPU.
+
+The backward is faster where the host knows the mask, because the host makes a better schedule than the device. The
+first call of a mask starts a copy of its ranges to pinned memory and goes on with the schedule of the device. Later
+calls find the slice table, once the copy has arrived. No call waits for the copy.
+
+A copy stands for its tensors as long as they are the very same objects (weak references, so a new tensor in reused
+memory never matches), with the same version counters and the same storage. Edits that bypass torch are not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.ffa.operands import CudaRuntime
+from magi_attention.kernels.ffa.plans import RangeTensors, range_state
+from magi_attention.kernels.tables import table_from_host_ranges
+
+_MAX_ENTRIES = 1024
+
+
+@dataclass(eq=False)
+class _Copy:
+    refs: tuple[weakref.ref | None, ...]
+    state: tuple
+    ranges: tuple[torch.Tensor | None, ...]  # on the host, valid once the event is done
+    arrived: Any  # event; None once it is done
+    tables: dict[tuple[int, int], SliceTable]  # by (total_q, total_k)
+
+    def is_of(self, mask: RangeTensors) -> bool:
+        return all(ref is None or ref() is x for ref, x in zip(self.refs, mask)) and self.state == range_state(mask)
+
+
+class HostRanges:
+    """Slice tables of range tensors on a GPU. Those of a mask go when one of its tensors does."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, ...], _Copy] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def find(self, runtime: CudaRuntime, mask: RangeTensors, total_q: int, total_k: int) -> SliceTable | None:
+        """The slices of the mask, without those that the device planner leaves out; None while they are on their way.
+
+        The first call starts the copy, on the current stream. Never for inference tensors, which have no version
+        counter, and never while a CUDA graph is captured, because a replay follows the ranges as they are then.
+        """
+        if runtime.is_capturing() or any(x is not None and x.is_inference() for x in mask):
+            return None
+        key = tuple(map(id, mask))
+        copy = self._copies.get(key)
+        if copy is None or not copy.is_of(mask):
+            self._start(runtime, key, mask)
+            return None
+        if copy.arrived is not None:
+            if not copy.arrived.query():
+                return None
+            copy.arrived = None
+        table = copy.tables.get((total_q, total_k))
+        if table is None:
+            table = copy.tables[total_q, total_k] = table_from_host_ranges(*copy.ranges, total_q, total_k)
+        return table
+
+    def _start(self, runtime: CudaRuntime, key: tuple[int, ...], mask: RangeTensors) -> None:
+        copies = self._copies
+        state = range_state(mask)  # taken first: an edit during the copy must not be missed
+        on_host = tuple(None if x is None else runtime.to_host(x.detach()) for x in mask)
+        arrived = runtime.event()
+        arrived.record(runtime.stream_object())
+        if len(copies) >= _MAX_ENTRIES:
+            copies.clear()
+        refs = tuple(None if x is None else weakref.ref(x, lambda _: copies.pop(key, None)) for x in mask)
+        copies[key] = _Copy(refs, state, on_host, arrived, {})

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile plans of masks: of slice tables, kept with the table; of range tensors, made on their device and remembered.
+
+Each mask has two: one for the forward and, of the transposed mask, one for the backward. A remembered plan of range
+tensors is used again only for the very same tensor objects (weak references, so a new tensor in reused memory never
+matches), with the same version counters (so every in-place edit that torch knows of counts), the same storage and
+the same stream. Edits that bypass torch, by a foreign kernel that got the raw address, are not seen: pass new
+tensors then. While a CUDA graph is captured nothing is remembered and the planner becomes part of the graph, so that
+a replay follows the ranges as they are then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.ffa.libraries import FfaLibraries
+from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
+from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.native.ffa import FfaTile
+from magi_attention.native.tile_plan import TilePlan, plan_words
+
+DEVICE_PLAN_BYTES = 64 * 2**20
+_MAX_ENTRIES = 1024
+
+
+class RangeTensors(NamedTuple):
+    """A mask as tensors on the device of q: (N, 2), (N, 2) and (N,) or None for all FULL; integers."""
+
+    q_ranges: torch.Tensor
+    k_ranges: torch.Tensor
+    types: torch.Tensor | None
+
+
+class PlanShape(NamedTuple):
+    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; with ``units`` it
+    has the list of its units, which is made on the host."""
+
+    total_q: int
+    total_k: int
+    tile: FfaTile
+    is_transposed: bool = False
+    units: UnitShape | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.total_k if self.is_transposed else self.total_q
+
+
+@dataclass(eq=False)
+class KeptList:
+    """What backwards of one plan keep (``magi_ffa_bwd_params.list``); ``is_made`` once one has been launched."""
+
+    words: torch.Tensor
+    address: int
+    is_made: bool = False
+
+
+class StreamOrder:
+    """The streams behind which a tensor that was copied to a GPU is complete: the one of the copy, and those that wait
+    for it."""
+
+    def __init__(self, x: torch.Tensor, stream: int) -> None:
+        self._streams = {stream}
+        self._made = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+    def join(self, x: torch.Tensor, stream: int, capturing: bool) -> None:
+        """Work that the current stream gets from now on may read the tensor, which lives until that work is done.
+
+        While a CUDA graph is captured nothing is added to it: torch waits for the device before a capture begins.
+        """
+        if stream in self._streams or capturing or self._made is None:
+            return
+        current = torch.cuda.current_stream(x.device)
+        current.wait_event(self._made)
+        x.record_stream(current)
+        self._streams.add(stream)
+
+
+class Kept(NamedTuple):
+    """A plan, its address, and what backwards that follow it keep; None if it is for one call. ``order`` of a plan that
+    several streams may use."""
+
+    plan: torch.Tensor
+    address: int
+    lists: dict[tuple, KeptList] | None
+    order: StreamOrder | None = None
+
+    def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> KeptList | None:
+        """The list for calls of ``key``, to be held until the launch; None if none is kept.
+
+        The first call fills it and the others read it, in stream order: the stream is part of the key. While a CUDA
+        graph is captured none is made, because its memory would be the graph's.
+        """
+        if not num_bytes or self.lists is None:
+            return None
+        kept = self.lists.get(key)
+        if kept is None and not capturing:
+            words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
+            kept = self.lists[key] = KeptList(words, words.data_ptr())
+        return kept
+
+
+class _Entry(NamedTuple):
+    refs: tuple[weakref.ref | None, ...]
+    state: tuple
+    kept: Kept
+
+    def is_true(self, mask: RangeTensors) -> bool:
+        is_same = all(ref is None or ref() is x for ref, x in zip(self.refs, mask))  # the key tells a missing one
+        return is_same and self.state == range_state(mask)
+
+
+def range_state(mask: RangeTensors) -> tuple:
+    """Changes with every edit that torch knows of."""
+    return tuple((x._version, x.data_ptr(), x.shape) for x in mask if x is not None)
+
+
+class RangePlans:
+    """Makes and remembers plans. Those of range tensors go when a tensor of the mask does."""
+
+    def __init__(self, libraries: FfaLibraries, on_host: bool = False) -> None:
+        self._libraries = libraries
+        self._on_host = on_host
+        self._entries: dict[tuple, _Entry] = {}
+
+    def plan(
+        self, mask: SliceTable | RangeTensors, shape: PlanShape, device: torch.device, stream: int, capturing: bool
+    ) -> Kept:
+        """The plan, to be held until the launch."""
+        if isinstance(mask, SliceTable):
+            cache = mask.__dict__.setdefault("_ffa_plans", {})
+            key = (shape, device)
+            kept = cache.get(key)
+            if kept is None:
+                if capturing:
+                    raise ContractError(
+                        "The tile plan of this mask cannot be copied to the GPU while a CUDA graph is captured; run "
+                        "the call once before the capture."
+                    )
+                plan = table_plan(mask, shape, device)
+                kept = cache[key] = Kept(plan, plan.data_ptr(), {}, StreamOrder(plan, stream))
+            elif kept.order is not None:
+                kept.order.join(kept.plan, stream, capturing)
+            return kept
+        if not isinstance(mask, RangeTensors):
+            return mask.mask.plan(shape, device)
+        return self.get(mask, shape, stream, capturing)
+
+    def find(self, mask: RangeTensors, shape: PlanShape, stream: int) -> torch.Tensor | None:
+        """A remembered plan that is still true, or None."""
+        if any(x is not None and x.is_inference() for x in mask):
+            return None
+        entry = self._entries.get(_key(mask, shape, stream))
+        return entry.kept.plan if entry is not None and entry.is_true(mask) else None
+
+    def get(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> Kept:
+        """The plan, int32 on the device of the ranges; remembered unless in a graph or of an inference tensor."""
+        if capturing or any(x is not None and x.is_inference() for x in mask):
+            plan = self._produce(mask, shape, stream, capturing)
+            return Kept(plan, plan.data_ptr(), None)
+        key, entries = _key(mask, shape, stream), self._entries
+        entry = entries.get(key)
+        if entry is not None and entry.is_true(mask):
+            return entry.kept
+        # The state is taken first: an edit while the plan is being made must not be missed.
+        state = range_state(mask)
+        plan = self._produce(mask, shape, stream, capturing)
+        if len(entries) >= _MAX_ENTRIES:
+            entries.clear()
+        refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
+        kept = Kept(plan, plan.data_ptr(), {})
+        entries[key] = _Entry(refs, state, kept)
+        return kept
+
+    def _produce(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
+        num_slices = mask.q_ranges.shape[0]
+        num_tiles = -(-shape.rows // shape.tile.tokens)
+        # A slice adds at most one layer to a tile, which bounds the plan without looking at the ranges. The three parts
+        # of a transposed one follow one another, so they meet in two tiles at most.
+        layers = num_slices * (num_tiles + 2 if shape.is_transposed else num_tiles)
+        words = plan_words(shape.rows, shape.tile.tokens, layers)
+        is_small = num_slices and 4 * words <= DEVICE_PLAN_BYTES and shape.units is None
+        if is_small and (capturing or not self._on_host):
+            return self._on_device(mask, shape, words, stream)
+        if capturing:
+            raise UnsupportedError(
+                f"{num_slices} slices over {num_tiles} tiles cannot be planned inside a CUDA graph; give the mask as a "
+                "SliceTable (magi_attention.api.Mask), planned before the capture."
+            )
+        # By way of the host, which waits for the device, checks every range and needs no more memory than used.
+        return table_plan(table_from_tensors(*mask), shape, mask.q_ranges.device)
+
+    def _on_device(self, mask: RangeTensors, shape: PlanShape, words: int, stream: int) -> torch.Tensor:
+        num_slices, (rows, columns) = mask.q_ranges.shape[0], (shape.total_q, shape.total_k)
+        planner = self._libraries.at_hand  # every library has the same
+        # Held until everything is launched.
+        held = [None if x is None else x.to(torch.int32).contiguous() for x in mask]
+        at = [None if x is None else x.data_ptr() for x in held]
+        if shape.is_transposed:
+            parts = torch.empty(15 * num_slices, dtype=torch.int32, device=mask.q_ranges.device)
+            first = parts.data_ptr()
+            to = (first, first + 24 * num_slices, first + 48 * num_slices)  # (3n, 2), (3n, 2), (3n,) words of 4 bytes
+            planner.transpose_on_device(*at, num_slices, rows, columns, *to, stream)  # type: ignore[arg-type]
+            at, num_slices, rows, columns = [*to], 3 * num_slices, columns, rows
+        plan = torch.empty(words, dtype=torch.int32, device=mask.q_ranges.device)
+        planner.plan_on_device(
+            *at, num_slices, rows, columns, shape.tile, plan.data_ptr(), words, stream,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return plan
+
+
+def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple:
+    return (*map(id, mask), shape, stream)
+
+
+def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
+    """The plan of a slice table, int32 on ``device``, complete when the current stream gets there: the host does not
+    wait. ``ContractError`` if a slice reaches beyond the rows."""
+    total_q, total_k, tile, is_transposed, units = shape
+    plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
+    words = torch.from_numpy(plan.words.copy() if units is None else with_units(plan.words, units))
+    return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
