@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from src_rows import IS_SHARED, NEEDS_A_GPU, src_rows
+from places import IS_SHARED, NEEDS_A_GPU, places
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce
 from magi_attention.comm.collectives.layout import A2AVLayout
@@ -188,7 +188,7 @@ def main(rank: int, world: int) -> tuple[str | None, list[str], list[str], bool]
     return None, faults, [] if IS_SHARED else figures(t), is_used  # turns of milliseconds are no figures
 
 
-@pytest.mark.parametrize("world, backend", src_rows(2, 4, shared=(2, 3)))
+@pytest.mark.parametrize("world, backend", places(2, 4, shared=(2, 3)))
 def test_native_equals_all_to_all_v(world: int, backend: str) -> None:
     results = run_processes(world, main, timeout_s=90, backend=backend)
     if results[0][0] is not None:

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from src_rows import GPUS, NEEDS_A_GPU, src_rows
+from places import GPUS, NEEDS_A_GPU, places
 
 from magi_attention import api
 from magi_attention.comm.collectives.group import group_cast
@@ -148,7 +148,7 @@ def main(rank: int, world: int) -> str:
     os._exit(0)  # why: to destroy the old group would wait for the rank that is gone
 
 
-@pytest.mark.parametrize("world, backend", src_rows(*sorted({2, min(GPUS, 4)})))
+@pytest.mark.parametrize("world, backend", places(*sorted({2, min(GPUS, 4)})))
 def test_a_rank_that_ends(world: int, backend: str) -> None:
     results = run_processes(world, main, timeout_s=90, backend=backend)
     if results[0] is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from src_rows import NEEDS_A_GPU, src_rows
+from places import NEEDS_A_GPU, places
 
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
@@ -163,7 +163,7 @@ def random_cases(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("world, backend", src_rows(2, 4, shared=(2, 3)))
+@pytest.mark.parametrize("world, backend", places(2, 4, shared=(2, 3)))
 def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dtype) -> None:
     results = run_processes(world, random_cases, dtype, range(40), timeout_s=240, backend=backend)
     for seed, errors in results[0]:
@@ -171,7 +171,7 @@ def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dty
         assert max(errors) <= 2.0, f"seed {seed}: {errors}"
 
 
-@pytest.mark.parametrize("world, backend", src_rows(2, 4))
+@pytest.mark.parametrize("world, backend", places(2, 4))
 def test_whoever_comes_first_stores(world: int, backend: str) -> None:
     """As for long packs of documents; half of the seeds one document after the other."""
     results = run_processes(world, random_cases, torch.bfloat16, range(24), True, timeout_s=240, backend=backend)
@@ -223,7 +223,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("world, backend", src_rows(2, 4))
+@pytest.mark.parametrize("world, backend", places(2, 4))
 @pytest.mark.parametrize("mode", MODES)
 def test_results_are_the_same_under_load(mode: str, world: int, backend: str) -> None:
     for faults in run_processes(world, repeated, *MODES[mode], timeout_s=240, backend=backend):
@@ -266,7 +266,7 @@ def captured(rank: int, world: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("world, backend", src_rows(2, 4))
+@pytest.mark.parametrize("world, backend", places(2, 4))
 def test_captured_in_a_graph(world: int, backend: str) -> None:
     for faults in run_processes(world, captured, timeout_s=120, backend=backend):
         assert not faults, faults
@@ -299,7 +299,7 @@ def host_cost(rank: int, world: int) -> list[float]:
     return [b / LAYERS * 1e6 for b in best]
 
 
-@pytest.mark.parametrize("world, backend", src_rows(2, 4))
+@pytest.mark.parametrize("world, backend", places(2, 4))
 def test_host_cost_of_a_layer(world: int, backend: str) -> None:
     costs = run_processes(world, host_cost, timeout_s=120, backend=backend)
     text = ", ".join(f"{forward:.0f} + {backward:.0f} ({used:.0f})" for forward, backward, used in costs)
