@@ -3,7 +3,7 @@
 
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.functional.layout import TokenLayout, gather, positions, roll, shard
+from magi_attention.functional.layout import TokenLayout, gather, positions, shard
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
 from magi_attention.kernels.reference.correction import (
     correct_attn_lse,
@@ -28,6 +28,5 @@ __all__ = [
     "flex_flash_attn_func",
     "gather",
     "positions",
-    "roll",
     "shard",
 ]

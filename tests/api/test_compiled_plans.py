@@ -92,7 +92,7 @@ def test_on_one_rank():
 
 def on_two_ranks(rank: int, world: int) -> list[tuple[float, int]]:
     found = []
-    for degree, hide_tail in ((0, "1"), (1, "0"), (2, "1")):
+    for degree, hide_tail in ((0, "1"), (2, "1")):
         os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = hide_tail
         found.append(many_plans(rank, world, degree))
     return found
@@ -124,7 +124,7 @@ def two_ranks(rank: int, world: int) -> tuple[list[tuple[float, int]], list[floa
 def test_on_two_ranks():
     for found, of_groups in run_processes(2, two_ranks):
         assert all(worst < 1e-4 for worst, _ in found), found
-        assert [graphs for _, graphs in found[:2]] == [2, 2] and found[2][1] <= 5, found
+        assert found[0][1] == 2 and found[1][1] <= 5, found
         assert max(of_groups) < 1e-4, of_groups
 
 

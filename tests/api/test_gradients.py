@@ -123,11 +123,14 @@ def all_errors(rank: int, world: int, dp: int) -> dict[tuple[str, str], float]:
     return found | {("float32", w): errors(rank, world, dp, w, forms[0], torch.float32) for w in wrappers}
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
-def test_gradients_are_those_of_one_process(dp, cp) -> None:
-    for found in run_processes(dp * cp, all_errors, dp, timeout_s=300):
-        assert len(found) == 4 * (5 if dp > 1 else 4)
-        assert all(error < (1e-5 if kind[0] == "float32" else 1e-12) for kind, error in found.items()), found
+def check_errors(found: dict[tuple[str, str], float], dp: int) -> None:
+    assert len(found) == 4 * (5 if dp > 1 else 4)
+    assert all(error < (1e-5 if kind[0] == "float32" else 1e-12) for kind, error in found.items()), found
+
+
+def test_gradients_of_replicas_are_those_of_one_process() -> None:
+    for found in run_processes(4, all_errors, 2):
+        check_errors(found, 2)
 
 
 def missing_gradients(rank: int, world: int) -> list:
@@ -170,9 +173,15 @@ def missing_gradients(rank: int, world: int) -> list:
     return values
 
 
-def test_missing_gradients_and_wrong_calls() -> None:
-    first, second = run_processes(2, missing_gradients, timeout_s=300)
-    assert first == second
+def on_two_ranks(rank: int, world: int) -> tuple[dict, list]:
+    return all_errors(rank, world, 1), missing_gradients(rank, world)
+
+
+def test_on_two_ranks() -> None:
+    """Gradients without replicas, missing ones, and wrong calls."""
+    first, second = run_processes(2, on_two_ranks)
+    check_errors(first[0], 1), check_errors(second[0], 1)
+    assert first[1] == second[1]
 
 
 def test_a_process_alone_keeps_its_gradients() -> None:

@@ -39,7 +39,9 @@ def cuts(total: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("uneven", [False, True])
 def test_every_short_length(world, uneven) -> None:
-    for total in range(1, 21):
+    lengths = {1, world - 1, world, world + 1, 2 * world, 20, *random.Random(world + uneven).sample(range(2, 20), 4)}
+    print("lengths", lengths)
+    for total in sorted(lengths - {0}):
         seed = 100 * world + total
         cu = cuts(total, seed)
         mask = Mask.varlen(cu, causal=True)
@@ -92,5 +94,5 @@ def keys_of_few_tokens(rank: int, world: int) -> list[float]:
 
 
 def test_keys_of_few_tokens() -> None:
-    for errors in run_processes(4, keys_of_few_tokens, timeout_s=300):
-        assert len(errors) == 20 and max(errors) < 1e-12
+    for errors in run_processes(3, keys_of_few_tokens):
+        assert len(errors) == 16 and max(errors) < 1e-12

@@ -122,8 +122,8 @@ def differing(rank: int, world: int) -> dict[str, str]:
     return told
 
 
-def test_every_rank_is_told_of_every_difference() -> None:
-    all_told = run_processes(WORLD, differing)
+def check_differences(all_told: list[dict[str, str]]) -> None:
+    """Every rank is told of every difference."""
     assert all_told[0] == all_told[1] == all_told[2]
     for name, (_, *words) in DIFFERENCES.items():
         text = all_told[0][name]
@@ -186,10 +186,6 @@ def staying_in_step(rank: int, world: int) -> None:
         attention(plan_of(), group)
 
 
-def test_ranks_stay_in_step() -> None:
-    run_processes(WORLD, staying_in_step)
-
-
 def skipping(rank: int, world: int) -> list[str]:
     """Rank 1 leaves its backward out; the time limit is this package's, then the process group's."""
     store, texts = dist.distributed_c10d._get_default_store(), []
@@ -214,9 +210,21 @@ def attention_with_grad(plan, group) -> torch.Tensor:
     return api.attend(*(plan.shard(x, group).requires_grad_() for x in tensors()), plan, group)[0]
 
 
-def test_a_rank_that_skips_its_backward_is_named_as_that() -> None:
-    texts = run_processes(WORLD, skipping)
-    print(texts)
+def first_uses(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
+    told = differing(rank, world)
+    staying_in_step(rank, world)
+    return told, skipping(rank, world)
+
+
+def test_first_uses() -> None:
+    all_told, texts = zip(*run_processes(WORLD, first_uses))
+    print(all_told, texts)
+    check_differences(all_told)
+    check_skipped(texts)
+
+
+def check_skipped(texts: list[list[str]]) -> None:
+    """The rank that skips its backward is named as that."""
     for i in range(2):
         pair = [texts[0][i], texts[2][i]]
         # on a busy machine another rank may be late as well
