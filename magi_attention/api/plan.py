@@ -26,7 +26,7 @@ from magi_attention.api.compile_rows import (
     compiled_roll,
     compiled_shard,
 )
-from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_in_group, facts_of_plan
+from magi_attention.api.handles import NO_FACTS, CompiledFacts, PlanFacts, facts_in_group, facts_of_plan
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.torch import as_transport
@@ -155,6 +155,8 @@ class Plan(meta_plan.Plan):
         return explain(self, element_bytes)
 
     # ---- inner parts --------------------------------------------------------------------------------
+
+    _plan_facts: PlanFacts
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -36,6 +36,10 @@ class AttnMask:
     mask_flag_dim_idx = 0  # where a pair's flag is entry 0:
     masked_flag, unmasked_flag = 0, 1
 
+    _table: SliceTable
+    _total_q: int
+    _total_k: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError("AttnMask(...) makes no mask; call AttnMask.from_ranges or AttnMask.from_mask.")
 

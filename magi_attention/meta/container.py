@@ -95,7 +95,9 @@ class MultiKAttnSlice:
 class _Keys:
     """What chunks and buckets say about their slices' keys."""
 
-    attn_slices: list[AttnSlice]
+    @property
+    def attn_slices(self) -> list[AttnSlice]:
+        raise NotImplementedError(f"{type(self).__name__} does not say which slices it has; define attn_slices.")
 
     @property
     def q_ranges(self) -> AttnRanges:
