@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from magi_attention.env import registry
+from magi_attention.errors import ContractError
+
+_FILTER = f"{registry.PREFIX}TEST_"
 
 
 def switch_envvars(
@@ -88,7 +91,7 @@ def _matches(what: str, value: object) -> bool:
         value = value.get("name", value)
     if isinstance(value, enum.Enum):
         value = value.value
-    patterns = [p.strip() for p in registry.get(f"{registry.PREFIX}TEST_{what}").split(",") if p.strip()]
+    patterns = [p.strip() for p in registry.get(_FILTER + what).split(",") if p.strip()]
     return not patterns or any(fnmatch.fnmatchcase(str(value), pattern) for pattern in patterns)
 
 
@@ -105,9 +108,15 @@ def should_run_attn_config(name: str) -> bool:
 def should_run_test_case(**case: object) -> bool:
     """Do all filters ``MAGI_ATTENTION_TEST_<NAME>`` let the case through?
 
-    Keywords: world_size, attn_config, num_heads, head_dim, dtype, backend, overlap_config,
-    random_type_mapping; ``KeyError`` for others.
+    Keywords: world_size, attn_config, num_heads, head_dim, dtype, backend, overlap_config, random_type_mapping.
+
+    Raises:
+        ContractError: there is no filter for a keyword.
     """
+    known = [name.removeprefix(_FILTER).lower() for name in registry.VARIABLES if name.startswith(_FILTER)]
+    for name in case:
+        if name not in known:
+            raise ContractError(f"No variable filters test cases by {name!r}; use {', '.join(known)}.")
     return all([_matches(name.upper(), value) for name, value in case.items()])
 
 
