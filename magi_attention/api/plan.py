@@ -76,7 +76,8 @@ class Plan(meta_plan.Plan):
         return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
 
     def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
-        """``torch.roll(padded global tensor, shift, dim)`` in local form. It knows no documents: for next-token labels
+        """``torch.roll(padded global tensor, shift, dim)`` in local form. Pad rows take part in the wrap-around, and
+        documents do not matter: with shift -1 the last token of one gets the first of the next. For next-token labels
         use ``labels``."""
         if is_compiling():
             return compiled_roll(x, self._facts(group), shift, dim)
