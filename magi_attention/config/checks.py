@@ -16,6 +16,12 @@ def set_ints(config: object, *names: str, at_least: int) -> None:
         object.__setattr__(config, name, value)
 
 
+def is_instance(value: object, kind: type) -> bool:
+    """Is ``value`` of this class, also where another copy of the class's module made it (before or after a reload)?"""
+    name = kind.__module__, kind.__qualname__
+    return any((base.__module__, base.__qualname__) == name for base in type(value).__mro__)
+
+
 def check_fraction(owner: str, name: str, value: object) -> None:
     if not isinstance(value, Real) or not 0.0 <= value <= 1.0:
         raise ContractError(f"{owner}.{name} is {value!r}; give a number from 0 to 1.")

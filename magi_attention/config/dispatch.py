@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from magi_attention.common.enum import DispatchAlgType
-from magi_attention.config.checks import check_fraction, set_ints
+from magi_attention.config.checks import check_fraction, is_instance, set_ints
 from magi_attention.errors import ContractError
 
 
@@ -27,8 +27,8 @@ class DispatchAlg:
     _is_affinity_considered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if type(self) is DispatchAlg:
-            raise ContractError("DispatchAlg is only a base class; use for example MinHeapDispatchAlg().")
+        if not hasattr(self, "_type"):
+            raise ContractError(f"{type(self).__name__} is only a base class; use for example MinHeapDispatchAlg().")
 
     @property
     def type(self) -> DispatchAlgType:
@@ -193,7 +193,7 @@ class DispatchConfig:
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
             set_ints(self, "chunk_size", at_least=1)
-        if not isinstance(self.alg, DispatchAlg):
+        if not is_instance(self.alg, DispatchAlg):
             raise ContractError(f"DispatchConfig.alg is {self.alg!r}; give for example MinHeapDispatchAlg().")
         if self.uneven_shard and self.alg.is_equal_num_workloads:
             raise ContractError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+from magi_attention.config.checks import is_instance
 from magi_attention.config.dispatch import DispatchConfig
 from magi_attention.config.grpcoll import GrpCollConfig
 from magi_attention.config.overlap import OverlapConfig
@@ -41,7 +42,7 @@ class DistAttnConfig:
             "grpcoll_config": (grpcoll_config, GrpCollConfig),
         }
         for name, (value, cls) in parts.items():
-            if value is not None and not isinstance(value, cls):
+            if value is not None and not is_instance(value, cls):
                 raise ContractError(f"DistAttnConfig.{name} is {value!r}; give a {cls.__name__}.")
             object.__setattr__(self, name, cls() if value is None else value)
         if high_bandwith_domain_size is not None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.floats import as_float
-from magi_attention.config.checks import set_ints
+from magi_attention.config.checks import is_instance, set_ints
 from magi_attention.errors import ContractError
 
 
@@ -20,8 +20,8 @@ class OverlapAlg:
     _is_optimal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if type(self) is OverlapAlg:
-            raise ContractError("OverlapAlg is only a base class; use UniformOverlapAlg().")
+        if not hasattr(self, "_type"):
+            raise ContractError(f"{type(self).__name__} is only a base class; use UniformOverlapAlg().")
 
     @property
     def type(self) -> OverlapAlgType:
@@ -126,7 +126,7 @@ class OverlapConfig:
             object.__setattr__(self, name, value)
             if not value > 0:
                 raise ContractError(f"{owner}.{name} is {value!r}; give a number above 0.")
-        if not isinstance(self.alg, OverlapAlg):
+        if not is_instance(self.alg, OverlapAlg):
             raise ContractError(f"{owner}.alg is {self.alg!r}; give UniformOverlapAlg().")
         if self.mode == AttnOverlapMode.STATIC:
             if self.degree is None:

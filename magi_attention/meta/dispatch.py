@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.slices import K0, K1, areas
 from magi_attention.config import (
     DispatchConfig,
     LocalityDispatchAlg,
     MinHeapDispatchAlg,
     SequentialDispatchAlg,
-    SortedSequentialSelectAlg,
 )
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta.chunking import chunk_areas, sum_by
@@ -45,7 +46,7 @@ def solve_dispatch(
     """
     if cp_size == 1:
         return (tuple(range(num_chunks)),)
-    alg = config.alg
+    alg: Any = config.alg  # chosen by type and not by class: a reload of its module makes another class
     if not alg.is_partitions_returned:
         raise ContractError(
             f"{type(alg).__name__} computes a bound and no assignment; use MinHeapDispatchAlg to dispatch."
@@ -56,7 +57,7 @@ def solve_dispatch(
             "use MinHeapDispatchAlg, BSDispatchAlg or SequentialDispatchAlg."
         )
     work = chunk_areas(pieces, chunk_of, num_chunks).tolist()
-    if isinstance(alg, LocalityDispatchAlg):
+    if alg.type == DispatchAlgType.LOCALITY:
         return check_partitions(_by_locality(alg, pieces, chunk_of, work, cp_size, chunk_size), num_chunks, cp_size)
     affinities, sample_areas = _affinities(alg, pieces, chunk_of, slice_of, num_chunks)
     jobs = DispatchJob.from_job_list(work, affinities)
@@ -89,7 +90,7 @@ def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_si
 
 
 def _affinities(alg, pieces, chunk_of, slice_of, num_chunks):
-    if isinstance(alg, SortedSequentialSelectAlg):
+    if alg.type == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
         ids: list[list[int]] = [[] for _ in range(num_chunks)]
         for chunk, sample in zip(chunk_of.tolist(), slice_of.tolist()):
             ids[chunk].append(sample)

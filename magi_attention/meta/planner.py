@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from magi_attention.common.enum import AttnOverlapMode
+from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
-from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
+from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     chunk_areas,
@@ -228,7 +228,8 @@ def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[np.nd
     """Key ranges of every stage of one rank: runs of overlap chunks, in the algorithm's order."""
     chunk = overlap_chunk(remote.length, overlap)
     count = -(-remote.length // chunk)
-    if not isinstance(overlap.alg, UniformOverlapAlg) or overlap.alg.random_costs:
+    alg: Any = overlap.alg
+    if alg.type != OverlapAlgType.UNIFORM or alg.random_costs:
         zero = [OverlapStageCost(0.0, 0.0)] * (count + 1)
         parts = OverlapSolver(overlap.alg).solve(zero, degree)[0].partitions
     else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from magi_attention.common.enum import DispatchAlgType
 from magi_attention.config import (
     BatchToppHeapDispatchAlg,
     BSDispatchAlg,
@@ -84,27 +85,29 @@ class DispatchSolver:
         return DispatchSolution(value, buckets or [])
 
     def _run(self, work, k, jobs, sample_areas):
+        # By type and not by class: a reload of the module of the algorithms makes new classes.
         alg = self.alg
-        if isinstance(alg, MinHeapDispatchAlg):
+        kind_of_alg = getattr(alg, "type", None)
+        if kind_of_alg == DispatchAlgType.MIN_HEAP:
             return partition.min_heap(work, k)
-        if isinstance(alg, SequentialDispatchAlg):
+        if kind_of_alg == DispatchAlgType.SEQUENTIAL_SELECT:
             return partition.sequential(work, k)
-        if isinstance(alg, RandomSelectDispatchAlg):
+        if kind_of_alg == DispatchAlgType.RANDOM_SELECT:
             return partition.random_select(work, k, alg.seed)
-        if isinstance(alg, BSDispatchAlg):
+        if kind_of_alg == DispatchAlgType.BINARY_SEARCH:
             return partition.binary_search(work, k)
-        if isinstance(alg, BTPDispatchAlg):
+        if kind_of_alg == DispatchAlgType.BACKTRACKING_PRUNING:
             return partition.backtracking_pruning(work, k)
-        if isinstance(alg, LBDispatchAlg):
+        if kind_of_alg == DispatchAlgType.LOWER_BOUND:
             return partition.lower_bound(work, k)
-        if isinstance(alg, DPDispatchAlg):
+        if kind_of_alg == DispatchAlgType.DYNAMIC_PROGRAMMING:
             return partition.dynamic_programming(work, k)
-        if isinstance(alg, (ToppHeapDispatchAlg, BatchToppHeapDispatchAlg)):
+        if kind_of_alg in (DispatchAlgType.TOPP_HEAP, DispatchAlgType.BATCH_TOPP_HEAP):
             affinities = [self._affinity(job) for job in jobs]
             kind = type(affinities[0]) if affinities else IOUAffinity
             batch = getattr(alg, "num_of_select_chunk", 1)
             return partition.topp_heap(work, k, affinities, kind, alg.top_p, batch)
-        if isinstance(alg, SortedSequentialSelectAlg):
+        if kind_of_alg == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
             ids = [sorted(self._affinity(job, SampleIDAffinity).sample_id_cnt_dict) for job in jobs]
             if sample_areas is None:
                 raise ContractError("SortedSequentialSelectAlg needs DispatchData.sample_areas, one per sample.")

@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from magi_attention.common.enum import OverlapAlgType
 from magi_attention.config import GreedyOverlapAlg, OverlapAlg, OverlapConfig, UniformOverlapAlg
 from magi_attention.errors import ContractError, UnsupportedError
 
@@ -52,9 +53,10 @@ class OverlapSolver:
         With ``overlap_degree`` that degree alone is solved; otherwise degrees 1..``dynamic_max_degree`` (1..n if
         None or 0), and the cheapest by (cost rounded, degree) wins.
         """
-        if isinstance(self.alg, GreedyOverlapAlg):
+        kind = getattr(self.alg, "type", None)  # and not the class: a reload of its module makes another
+        if kind == OverlapAlgType.GREEDY:
             raise UnsupportedError("GreedyOverlapAlg is not implemented; use UniformOverlapAlg().")
-        if not isinstance(self.alg, UniformOverlapAlg):
+        if kind != OverlapAlgType.UNIFORM:
             raise UnsupportedError(f"{type(self.alg).__name__} is no overlap algorithm of this package.")
         if not stage_costs:
             raise ContractError("stage_costs is empty; entry 0 must be the host's cost.")
