@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a Markdown page: links, headings, fenced blocks. Lab books are no pages: they are a log."""
+"""What stands in a Markdown page: links, headings, fenced blocks. Entries of the log are no pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-OWN = sorted(path for path in (ROOT / "docs").rglob("*.md") if "notes" not in path.parts)
+LOG = ROOT / "docs" / "log"
+OWN = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent != LOG or path.name == "README.md")
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md")]
 PAGES = [README, *OWN, *OTHERS]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows straight into the buffers of other ranks, by bulk copies through the shared memory of a few
 // CTAs, see magi/box.h. Plain loads and stores were as fast alone, and slower beside attention:
-// docs/notes/one_launch.md.
+// docs/log/one_launch.md.
 
 #include "ffa/common/host.h"
 #include "comm/symm/signal.cuh"

@@ -53,7 +53,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t low, int step) {
 }
 
 // The same, added in 32 bits: for loops that 64 bits, or what came with them, made slower
-// (docs/notes/ffa_backward_turns.md).
+// (docs/log/ffa_backward_turns.md).
 __device__ __forceinline__ uint64_t operand_by_words(uint32_t low, int step) {
   return static_cast<uint64_t>(kOperandHigh) << 32 | static_cast<uint32_t>(low + step);
 }

@@ -29,7 +29,7 @@ from magi_attention.errors import ContractError
 from magi_attention.native import abi
 
 # CTAs of the put, and of the copy or the sum of what arrives. 12 send as fast as more, which get in each other's way;
-# a copy keeps up by 12, a sum by 28 (docs/notes/one_launch.md). Few transfers get a CTA each.
+# a copy keeps up by 12, a sum by 28 (docs/log/one_launch.md). Few transfers get a CTA each.
 _CTAS = {"cast": (12, 12), "reduce": (12, 28)}
 _CTAS_OF_FEW = {"cast": (16, 16), "reduce": (16, 32)}
 _FEW = 16

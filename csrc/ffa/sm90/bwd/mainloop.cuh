@@ -49,13 +49,13 @@ struct StepWorker {
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kOverlapDk = !C::kHasSoftcap && !C::kIsM80 && C::kStages > 1;
   // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
-  // in deterministic order (docs/notes/ffa_backward.md). Not measured for other head dims.
+  // in deterministic order (docs/log/ffa_backward.md). Not measured for other head dims.
   static constexpr bool kScoresFirst = C::kD == 128 && (!C::kSemaphored || C::kIsM80);
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind
   // dP it would keep ptxas from spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kHasSoftcap;
   // Narrow steps in deterministic order do without the next two: with both most masks took longer
-  // (docs/notes/ffa_backward_turns.md).
+  // (docs/log/ffa_backward_turns.md).
   static constexpr bool kByWords = C::kSemaphored && !C::kIsM80;
   static constexpr int kEarlyDeltas =
       C::kSemaphored ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps

@@ -124,7 +124,7 @@ int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms
 
 // In deterministic order, with one or two query heads in a work tile, an L2 group is twice that, as
 // long as all can walk one way: work tiles that begin together at the same blocks wait for each
-// other, and of as many heads there are half as many (docs/notes/ffa_backward_turns.md).
+// other, and of as many heads there are half as many (docs/log/ffa_backward_turns.md).
 template <typename C>
 int bwd_heads_per_l2_group(const magi_ffa_bwd_params& a, int num_head_splits, int sms) {
   if (bwd_tiles(a) * a.heads_kv == 0) return 1;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a backward takes steps of 64 queries or of 80, see ``docs/notes/ffa_backward_wide.md``.
+"""Whether a backward takes steps of 64 queries or of 80, see ``docs/log/ffa_backward_wide.md``.
 
 Steps of 80 are the faster ones for their size, but round to larger blocks. By how much more is counted; how much they
 gain depends on whether units are many, and on whether dq is summed in order.

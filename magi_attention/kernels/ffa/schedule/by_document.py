@@ -7,7 +7,7 @@ after the other, the longest first, and all walk backwards: under a causal mask 
 begin together are at the same blocks. The longest documents come first.
 
 Whether that is better is estimated from when units visit blocks: what was visited so long ago that more than what L2
-holds was read since then has to be read again (``docs/notes/ffa_backward_order.md``).
+holds was read since then has to be read again (``docs/log/ffa_backward_order.md``).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ that all of them, in steps of 64 (``head_parts.py``).
 
 To clear the sum of dq, and to round it at the end, takes as long whatever the mask. Where queries see few keys that is
 a good part of the time, and it is faster if whoever comes first to a block stores, and a sole visit writes what is
-rounded (``docs/notes/ffa_backward_first_stores.md``). And packed documents are mostly faster one after the other
-(``docs/notes/ffa_backward_order.md``).
+rounded (``docs/log/ffa_backward_first_stores.md``). And packed documents are mostly faster one after the other
+(``docs/log/ffa_backward_order.md``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles of keys are split by query heads in the backward, where dq is summed in order, see
-``docs/notes/ffa_backward_turns.md``.
+``docs/log/ffa_backward_turns.md``.
 
 Where units are some two for each multiprocessor, documents of different lengths leave some idle at the end. By default
 the kernels see to that themselves; in order the caller says which tiles, a run of them in the order of the plan, are

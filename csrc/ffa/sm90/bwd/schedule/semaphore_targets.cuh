@@ -14,7 +14,7 @@
 // who is expected before another, and late, is waited for by all that meet. Where a block is few
 // steps, because few query heads share keys, no simulation is near enough: there all walk
 // backwards, one behind the other, which costs hits in L2 where query heads are many
-// (docs/notes/ffa_backward_turns.md). With one query head to each kv head the start counts, too,
+// (docs/log/ffa_backward_turns.md). With one query head to each kv head the start counts, too,
 // when all wait one behind the other at the last block: L2 groups have twice as many heads
 // (bwd_heads_per_l2_group), and where there is only one and L2 keeps what work tiles walk, these
 // begin some blocks apart and come round (begin_apart).
