@@ -20,6 +20,9 @@ FAILING = """
 import os, sys
 rank = int(os.environ["RANK"])
 print("before", flush=True)
+if sys.argv[2:] == ["in-a-group"]:
+    import torch.distributed
+    torch.distributed.init_process_group("gloo")
 
 def step(loss):
     if rank == int(sys.argv[1]):
@@ -43,10 +46,14 @@ def unique(name: str) -> str:
     return f"{name}-{os.getpid()}"
 
 
-@pytest.mark.parametrize("shape", [("--ranks-per-node", "2"), ("--nodes", "2", "--ranks-per-node", "1")])
-def test_the_cause_of_a_crash_comes_in_a_few_lines(magi, failing, shape):
+ONE_NODE, TWO_NODES = ("--ranks-per-node", "2"), ("--nodes", "2", "--ranks-per-node", "1")
+
+
+# in a group torch puts "[rank1]: " before every line of a traceback
+@pytest.mark.parametrize(("shape", "group"), [(ONE_NODE, ()), (TWO_NODES, ()), (ONE_NODE, ("in-a-group",))])
+def test_the_cause_of_a_crash_comes_in_a_few_lines(magi, failing, shape, group):
     name = unique("cause")
-    done = magi("run", failing, *shape, "--name", name, "--", "1")
+    done = magi("run", failing, *shape, "--name", name, "--", "1", *group)
     assert done.returncode == 1
     on = "node 1" if "--nodes" in shape else "node 0"
     told = done.stderr[done.stderr.index(f"magi: run 001 of {name} failed") :].splitlines()
@@ -57,7 +64,8 @@ def test_the_cause_of_a_crash_comes_in_a_few_lines(magi, failing, shape):
     # torchrun's account is in the log and nowhere else
     assert not [words for words in TORCHRUNS if words in done.stdout + done.stderr]
     assert all(words in log.read_text() for words in ("ChildFailedError", "Root Cause", "exitcode  : 1"))
-    assert "[rank 1]: ValueError: the loss is NaN" in done.stdout and "[rank 0]: before" in done.stdout
+    prefix = "[rank 1]: [rank1]: " if group else "[rank 1]: "
+    assert f"{prefix}ValueError: the loss is NaN" in done.stdout and "[rank 0]: before" in done.stdout
     assert processes_of(name) == []
 
 
