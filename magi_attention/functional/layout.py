@@ -117,8 +117,8 @@ class TokenLayout:
             ensure_plan(self.plan, self.transport, x, stage)
             yield
 
-    def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str) -> None:
-        refuse_dtensor("the tensor", x)
+    def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
+        refuse_dtensor("the tensor", x, is_global)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ContractError(
                 f"{what} takes {rows} rows along dim {dim}, but the tensor has shape {tuple(x.shape)}; "
@@ -259,7 +259,8 @@ def shard(
     pad_value = as_number(pad_value, "pad_value")
     if pad_value % 1 != 0 and not (x.is_floating_point() or x.is_complex()):
         raise ContractError(f"pad_value is {pad_value} and the tensor has dtype {x.dtype}; give an integer.")
-    layout.check_rows(x, dim, plan.padded_tokens if is_padded else plan.total_tokens, "shard (dispatch)")
+    num_rows = plan.padded_tokens if is_padded else plan.total_tokens
+    layout.check_rows(x, dim, num_rows, "shard (dispatch)", is_global=True)
     rows = x.movedim(dim, 0)
     if plan.pad_size and not is_padded:
         rows = torch.cat([rows, rows.new_full((plan.pad_size, *rows.shape[1:]), pad_value)])
@@ -298,7 +299,7 @@ def gather(
 def sum_shards(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     """This rank's rows of the sum over ranks of global tensors without pads; the gradient of ``gather`` with
     ``is_partial_grad``."""
-    layout.check_rows(x, 0, layout.plan.total_tokens, "sum_shards")
+    layout.check_rows(x, 0, layout.plan.total_tokens, "sum_shards", is_global=True)
     rows = torch.cat([x, x.new_zeros((layout.plan.pad_size, *x.shape[1:]))]) if layout.plan.pad_size else x
     return _sum_rows(rows, layout)
 
