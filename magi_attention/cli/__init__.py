@@ -43,8 +43,8 @@ def command_run_or_launch(args: argparse.Namespace) -> int:
         return command_run(args)
     if given := example_options_given(args):
         raise UsageError(
-            f"{', '.join(given)} belongs to the built-in example, which runs without a script; give it to the "
-            "script behind --."
+            f"{', '.join(given)} {'belongs' if len(given) == 1 else 'belong'} to the built-in example, which runs "
+            "without a script; options of a script come behind --."
         )
     command = [args.script, *args.script_arguments] if args.script else args.script_arguments
     return launch.launch(args, command, os.path.basename(args.script or "run").removesuffix(".py"))
