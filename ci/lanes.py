@@ -45,6 +45,7 @@ LANES = {
         "style, layers, sizes, ci/matrix.json, workflows",
         (
             (PYTHON, "-m", "ruff", "check", "."),
+            (PYTHON, "ci/check_format.py"),
             (PYTHON, "ci/check_layers.py"),
             (PYTHON, "ci/check_sizes.py"),
             (PYTHON, "ci/matrix.py"),

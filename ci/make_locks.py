@@ -22,7 +22,7 @@ FOLDER = ROOT / "ci" / "lock"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 # lock -> what it must hold, as named in pyproject.toml
 LOCKS: dict[str, tuple[str, ...]] = {
-    "lint": ("pyyaml", "ruff"),
+    "lint": ("clang-format", "pyyaml", "ruff"),
     "test": (
         *("torch", "numpy", "rich", "tomli", "setuptools"),
         *("hypothesis", "matplotlib", "mypy", "ninja", "pybind11", "pytest", "pytest-xdist", "pyyaml"),

@@ -87,7 +87,8 @@ struct Request {
   bool has_sink;
 };
 
-// What is asked of torch, resolved once. See `TorchHooks` of magi_attention/kernels/ffa/launch_cache.py.
+// What is asked of torch, resolved once. See `TorchHooks` of
+// magi_attention/kernels/ffa/launch_cache.py.
 struct Torch {
   const dlpack::ExchangeApi* api;
   py::object tensor, parameter;  // types

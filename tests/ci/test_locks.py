@@ -98,10 +98,10 @@ def test_these_checks_can_fail():
     text = read("lint")
     project = {**PROJECT, "build-system": {"requires": ["ruff>=99"]}}  # later lists win
     assert lacks("lint", text, "3.12", project) == [f"ruff>=99, not {pins(text, '3.12')['ruff']}"]
-    assert lacks("lint", "", "3.12") == ["pyyaml, not None", "ruff, not None"]
+    assert lacks("lint", "", "3.12") == ["clang-format, not None", "pyyaml, not None", "ruff, not None"]
     with pytest.raises(AssertionError, match="an option"):
         entries("--index-url https://example.org\n")
-    with pytest.raises(SystemExit, match="names no pyyaml, ruff; add it"):
+    with pytest.raises(SystemExit, match="names no clang-format, pyyaml, ruff; add it"):
         empty = {"dependencies": [], "optional-dependencies": {}}
         make_locks.inputs("lint", {"project": empty, "build-system": {"requires": []}})
 

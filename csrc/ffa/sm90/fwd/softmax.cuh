@@ -33,7 +33,7 @@ struct SoftmaxState {
   float sum[2];        // of this thread's columns
   float factor[2];     // of the last change of the reference
   int limit[2];        // bits of the lowest score that asks for a new reference, as an integer; the
-                 // lowest of all integers if every score has to be looked at
+                       // lowest of all integers if every score has to be looked at
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
