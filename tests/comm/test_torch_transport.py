@@ -97,6 +97,19 @@ def message_of(action):
     return str(info.value)
 
 
+def failing_in_a_subgroup(rank):
+    """A sub-group tells group ranks from global ranks."""
+    pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
+    if rank in (1, 3):
+        pair = as_transport(pairs[1])
+        if rank == 3:
+            with pytest.raises(ValueError), pair.guard(""):
+                raise ValueError("bad mask")
+        else:
+            text = message_of(pair.barrier)
+            assert "rank 1 (global rank 3) failed: ValueError: bad mask" in text, text
+
+
 def failing_main(rank, size, folder):
     """Each kind of failure once, each followed by work on a fresh group. Groups whose time must not run out have the
     usual ten minutes, so that a failure that is noticed by nothing else exceeds the deadline of the test."""
@@ -137,16 +150,7 @@ def failing_main(rank, size, folder):
         assert re.search("After 2 s in all_reduce, .*rank 1.* did not arrive", text), text
     collectives(as_transport(dist.new_group()))
 
-    # a sub-group tells group ranks from global ranks
-    pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
-    if rank in (1, 3):
-        pair = as_transport(pairs[1])
-        if rank == 3:
-            with pytest.raises(ValueError), pair.guard(""):
-                raise ValueError("bad mask")
-        else:
-            text = message_of(pair.barrier)
-            assert "rank 1 (global rank 3) failed: ValueError: bad mask" in text, text
+    failing_in_a_subgroup(rank)
 
     # one rank is killed
     group = as_transport(dist.new_group())
