@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the README into docs/pictures: a mask by rank, and kernel speeds from a committed record.
+"""Draws the pictures of the pages into docs/pictures: a mask by rank, kernel speeds from a committed record, and the
+figures of docs/design (``make_design_pictures.py``).
 
     python docs/make_pictures.py [--out docs/pictures]
 
@@ -22,7 +23,9 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import make_design_pictures as design  # noqa: E402
 
 from magi_attention.api import Mask, Plan, make_plan  # noqa: E402
 from magi_attention.meta.cost import contiguous_areas  # noqa: E402
@@ -180,7 +183,8 @@ def descriptions() -> dict[str, str]:
     plan = readme_plan()
     drawn = plan.slices.array.tobytes() + repr((plan.padded_tokens, plan.chunk_size, plan.partitions)).encode()
     mask, record = (hashlib.sha256(data).hexdigest() for data in (drawn, RECORD.read_bytes()))
-    return {"mask_by_rank.png": f"slices and partitions {mask}", "kernel_speed.png": f"{RECORD.name} {record}"}
+    readme = {"mask_by_rank.png": f"slices and partitions {mask}", "kernel_speed.png": f"{RECORD.name} {record}"}
+    return {**readme, **design.descriptions()}
 
 
 def main() -> None:
@@ -191,6 +195,7 @@ def main() -> None:
     figures = {
         "mask_by_rank.png": mask_by_rank(readme_plan()),
         "kernel_speed.png": kernel_speed(json.loads(RECORD.read_text())),
+        **design.figures(),
     }
     for name, description in descriptions().items():
         save(figures[name], out / name, description)

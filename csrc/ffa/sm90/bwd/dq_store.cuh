@@ -47,7 +47,7 @@ __device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t numbe
 // What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have
 // got to the place in L2 where the next tile adds. Without a release some additions come before the
 // one that they should follow, and some are lost to the store of the first
-// (docs/log/ffa_backward_turns.md). Who waits needs no acquire: it reads nothing, its addition is
+// (docs/design/determinism.md). Who waits needs no acquire: it reads nothing, its addition is
 // made in L2, and is not asked for before the count has been seen.
 template <typename C>
 __device__ __forceinline__ void add_at_semaphore(const BwdKernelParams& p, const BwdSmem<C>& smem,
@@ -147,7 +147,7 @@ __device__ void store_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 
 // The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of
 // the shares. Where work tiles are listed, all of them have been added at the end, and nothing that
-// comes behind can overtake that (docs/log/ffa_backward_turns.md).
+// comes behind can overtake that (docs/design/determinism.md).
 template <typename C>
 __device__ __forceinline__ void store_fragments(const BwdKernelParams& p, const BwdSmem<C>& smem,
                                                 uint32_t& phase) {
