@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows straight into the buffers of other ranks, by bulk copies through the shared memory of a few
-// CTAs, see magi/box.h. Plain loads and stores were as fast alone, and slower beside attention:
+// CTAs, see magi/symm.h. Plain loads and stores were as fast alone, and slower beside attention:
 // docs/log/one_launch.md.
 
 #include "ffa/common/host.h"

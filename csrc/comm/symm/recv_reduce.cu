@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of rows that other ranks put into this rank's buffer, as they arrive, in the order of the
-// ranks, see magi/box.h.
+// ranks, see magi/symm.h.
 
 #include "ffa/common/host.h"
 #include "comm/symm/signal.cuh"

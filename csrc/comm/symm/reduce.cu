@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sum of rows that other ranks wrote into this rank's buffer, in the order of the ranks, see
-// magi/box.h.
+// magi/symm.h.
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows out of this rank's buffer to their src_rows in ordinary tensors, as they arrive, see
-// magi/box.h. By bulk copies, which take fewer CTAs than loads and stores.
+// magi/symm.h. By bulk copies, which take fewer CTAs than loads and stores.
 
 #include "ffa/common/host.h"
 #include "comm/symm/signal.cuh"

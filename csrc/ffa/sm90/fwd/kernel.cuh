@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[C::kDv / 2],
 
 // One consumer warpgroup at work on one work tile. While the scores of block n are multiplied and
 // exponentiated, the output of block n-1 is being accumulated. P is packed into two sets of
-// registers in semaphore target, so that packing never waits for the multiplication that reads the
+// registers in turn, so that packing never waits for the multiplication that reads the
 // other. The bookkeeping of the output stands behind the start of the next scores, where the tensor
 // cores hide it.
 template <typename C>
