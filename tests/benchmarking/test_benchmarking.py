@@ -23,6 +23,9 @@ def clock(monkeypatch):
     return fake
 
 
+UNTIDY = {"to_gc_collect": False}  # a collection takes a second where many tests have run
+
+
 def test_do_bench_counts_and_times(clock):
     calls = []
 
@@ -30,10 +33,10 @@ def test_do_bench_counts_and_times(clock):
         calls.append(None)
         clock.now += 0.001 * len(calls)
 
-    result = bm.do_bench(fn, warmup=2, rep=5, return_mem=False)
+    result = bm.do_bench(fn, warmup=2, rep=5, return_mem=False, **UNTIDY)
     assert len(calls) == 1 + 2 + 5 and result == {"flops": pytest.approx(6)}, "calls 4 to 8 count"
     calls.clear()
-    quantiles = bm.do_bench_flops(fn, warmup=0, rep=5, quantiles=[0.0, 0.5, 1.0])
+    quantiles = bm.do_bench_flops(fn, warmup=0, rep=5, quantiles=[0.0, 0.5, 1.0], **UNTIDY)
     assert quantiles == pytest.approx([2, 4, 6])
     modes = {"mean": 10 / 3, "median": 3, "min": 2, "max": 5}
     for mode, wanted in modes.items():
@@ -42,17 +45,17 @@ def test_do_bench_counts_and_times(clock):
         def uneven(steps=steps):
             clock.now += 0.001 * next(steps)
 
-        assert bm.do_bench_flops(uneven, warmup=0, rep=3, return_mode=mode) == pytest.approx(wanted)
+        assert bm.do_bench_flops(uneven, warmup=0, rep=3, return_mode=mode, **UNTIDY) == pytest.approx(wanted)
     for bad in ({"rep": 0}, {"warmup": -1}, {"return_mode": "mode"}, {"mem_record_mode": "x"}):
         with pytest.raises(ContractError):
-            bm.do_bench(fn, **{"warmup": 0, "rep": 1, **bad})
+            bm.do_bench(fn, **{"warmup": 0, "rep": 1, **UNTIDY, **bad})
 
 
 def test_gradients_are_dropped():
     x = torch.ones(2, requires_grad=True)
     seen = []
     x.grad = torch.ones(2)
-    bm.do_bench(lambda: seen.append(x.grad), warmup=1, rep=1, grad_to_none=[x])
+    bm.do_bench(lambda: seen.append(x.grad), warmup=1, rep=1, grad_to_none=[x], **UNTIDY)
     assert seen[0] is not None and seen[1:] == [None] * (len(seen) - 1)
 
 
@@ -64,7 +67,7 @@ def test_memory():
         hold.append(torch.ones(size // 4, device="cuda" if torch.cuda.is_available() else "cpu"))
         hold.clear()
 
-    peak = bm.do_bench_mem(fn, rep=2)
+    peak = bm.do_bench_mem(fn, rep=2, **UNTIDY)
     assert isinstance(peak, float)
     if sys.platform == "linux" or torch.cuda.is_available():
         # bytes and not KiB; how much else the process takes meanwhile is not ours to say

@@ -40,7 +40,7 @@ def block_causal(total: int, block: int) -> np.ndarray:
     return rows_of([[a, b, 0, b, 0] for a, b in zip(range(0, total, block), ends)])
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     seed=st.integers(0, 2**32 - 1), total_q=st.integers(1, 150), total_k=st.integers(1, 150), count=st.integers(1, 60),
     tile=st.sampled_from([1, 8, 16, 128]), only_full=st.booleans(),
