@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common import slices
 from magi_attention.common.enum import AttnMaskType
@@ -227,11 +228,12 @@ class AttnMask:
     def _rows(self) -> RowIntervals | None:
         return RowIntervals.of_slices(self._table.array, self._total_q, self._total_k)
 
-    def _highest_diagonals(self) -> np.ndarray:
+    def _highest_diagonals(self) -> NDArray[np.int64]:
         """Largest ``k - q`` of the allowed pairs of every slice."""
         array = slices.trim(self._table.array)
         _, high = slices.diagonal_bounds(array)
-        return np.minimum(high, array[:, K1] - 1 - array[:, Q0])
+        highest: NDArray[np.int64] = np.minimum(high, array[:, K1] - 1 - array[:, Q0])
+        return highest
 
     # ---- protocol of values -----------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from enum import Enum
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from magi_attention.errors import ContractError
 
 if TYPE_CHECKING:
     from typing import Self
+
+    import torch
 
 AttnSinkLayout = Literal["sh", "ssh", "shd"]
 GroupReduceOp = Literal["sum", "avg", "lse"]
@@ -37,7 +39,7 @@ class ValueEnum(Enum):
             raise ContractError(f"Unknown {cls.__name__} {value!r}; use one of {names}.") from None
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (_is_copy(type(other), type(self)) and self.value == other.value)  # type: ignore
+        return self is other or (_is_copy(type(other), type(self)) and self.value == cast(ValueEnum, other).value)
 
     # The name, as for every Enum: equal in all copies.
     __hash__ = Enum.__hash__
@@ -62,7 +64,7 @@ class AttnMaskType(ValueEnum):
     @classmethod
     def of(cls, value: Any) -> AttnMaskType:
         """As ``ValueEnum.of``, and from an integer form, NumPy's integers included."""
-        return cls.from_int_type(value) if isinstance(value, Integral) else super().of(value)
+        return cls.from_int_type(int(value)) if isinstance(value, Integral) else super().of(value)
 
     def to_int_type(self) -> int:
         return _INT_OF_TYPE[self]
@@ -143,7 +145,7 @@ class MagiAttentionPrecision(ValueEnum):
     FP32 = "fp32"
     FP64 = "fp64"
 
-    def to_torch_dtype(self):
+    def to_torch_dtype(self) -> torch.dtype:
         import torch
 
         return {

@@ -28,11 +28,12 @@ def as_float(value: Any, name: str, if_learnable: str = "") -> float:
 
 def as_number(value: Any, name: str) -> int | float | bool:
     """``value`` in the Python type that it has, so that large integers stay exact; errors as of ``as_float``."""
-    if type(value) in (int, float, bool):
+    if type(value) is int or type(value) is float or type(value) is bool:
         return value
     _check_constant(value, name)
     if getattr(value, "dtype", None) is not None and getattr(value, "ndim", 1) == 0:
-        return value.item()
+        item: int | float | bool = value.item()
+        return item
     return as_float(value, name)
 
 

@@ -31,7 +31,7 @@ def held_bytes(root: object, modules: tuple[str, ...]) -> int:
     return total
 
 
-def _attributes(x: Any) -> list:
+def _attributes(x: Any) -> list[Any]:
     names = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
     slots = [getattr(x, name) for name in names if hasattr(x, name)]
     return [*vars(x).values(), *slots] if hasattr(x, "__dict__") else slots

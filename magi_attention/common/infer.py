@@ -8,14 +8,23 @@ least ``sk - 1``, is unlimited. With more queries than keys the first ``sq - sk`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.integers import as_int, as_int_array, as_window
 from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, cut_k, trim
 from magi_attention.errors import ContractError
 
+if TYPE_CHECKING:
+    import torch
 
-def as_cu_seqlens(value, name: str = "cu_seqlens") -> np.ndarray:
+CuSeqlens: TypeAlias = "Sequence[int] | NDArray[np.integer] | torch.Tensor"
+
+
+def as_cu_seqlens(value: object, name: str = "cu_seqlens") -> NDArray[np.int64]:
     """Cumulative lengths as int64 ``(n + 1,)`` from a list, array or tensor (CPU or CUDA).
 
     ``ContractError`` unless they are integers in one dimension that start at 0 and never decrease.
@@ -35,7 +44,7 @@ def as_cu_seqlens(value, name: str = "cu_seqlens") -> np.ndarray:
     return cu
 
 
-def documents(cu_seqlens, total: int) -> tuple[int, ...]:
+def documents(cu_seqlens: CuSeqlens, total: int) -> tuple[int, ...]:
     """``cu_seqlens`` of one packed sequence of ``total`` tokens, without empty documents.
 
     ``ContractError`` if they are no cumulative lengths or end elsewhere.
@@ -78,7 +87,7 @@ def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) 
     return merged[np.argsort(owner, kind="stable")]
 
 
-def _band(q0: np.ndarray, q1: np.ndarray, k1: np.ndarray, left, right) -> np.ndarray:
+def _band(q0: np.ndarray, q1: np.ndarray, k1: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Imaginary bi-causal slice whose real keys are cut out of it: the window before clipping."""
     start = k1 - (q1 - q0) - left
     return np.stack([q0, q1, start, k1 + right, np.full_like(q0, BICAUSAL)], axis=1)

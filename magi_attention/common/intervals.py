@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.integers import as_pairs
 from magi_attention.errors import ContractError
 
 
-def as_intervals(ranges: Iterable) -> np.ndarray:
+def as_intervals(ranges: Iterable[Iterable[int]]) -> NDArray[np.int64]:
     """``(n, 2)`` int64 from an array or any iterable of pairs."""
     return as_pairs(ranges, "The ranges")
 
 
-def merge_intervals(ranges: np.ndarray) -> np.ndarray:
+def merge_intervals(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Union of all intervals; overlapping or touching ones are joined and empty ones dropped."""
     ranges = ranges[ranges[:, 1] > ranges[:, 0]]
     if (ranges[1:, 0] > ranges[:-1, 1]).all():
@@ -33,12 +34,13 @@ def merge_intervals(ranges: np.ndarray) -> np.ndarray:
     return np.stack([ranges[starts, 0], reach[ends]], axis=1)
 
 
-def ramps(first: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+def ramps(first: NDArray[np.int64] | int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """``first[i]`` and the numbers that follow it, ``counts[i]`` of them, one ramp behind the other."""
-    return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    numbers: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return numbers
 
 
-def intersect_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def intersect_intervals(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     """Points in both unions."""
     a, b = merge_intervals(a), merge_intervals(b)
     if not len(a) or not len(b):
@@ -52,7 +54,7 @@ def intersect_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.stack([np.maximum(a[ia, 0], b[ib, 0]), np.minimum(a[ia, 1], b[ib, 1])], axis=1)
 
 
-def subtract_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def subtract_intervals(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     """Points in the union of ``a`` and not in the union of ``b``."""
     a, b = merge_intervals(a), merge_intervals(b)
     if not len(a) or not len(b):
@@ -65,12 +67,12 @@ def subtract_intervals(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return intersect_intervals(a, gaps)
 
 
-def total_length(ranges: np.ndarray) -> int:
+def total_length(ranges: NDArray[np.int64]) -> int:
     """Sum of lengths (points counted once per interval that holds them)."""
     return int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
-def split_at(ranges: np.ndarray, points: np.ndarray) -> np.ndarray:
+def split_at(ranges: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.int64]:
     """The same points as merged ``ranges``, cut wherever one of ``points`` lies strictly inside."""
     ranges = merge_intervals(ranges)
     if not len(ranges):
@@ -93,13 +95,13 @@ class Packing:
 
     __slots__ = ("ranges", "offsets", "length")
 
-    def __init__(self, ranges: np.ndarray) -> None:
+    def __init__(self, ranges: NDArray[np.int64]) -> None:
         self.ranges = merge_intervals(ranges)
         lengths = self.ranges[:, 1] - self.ranges[:, 0]
         self.offsets = np.cumsum(lengths) - lengths
         self.length = int(lengths.sum())
 
-    def localize(self, ranges: np.ndarray) -> np.ndarray:
+    def localize(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
         """Offsets of ``ranges`` in the buffer; each non-empty one must lie inside one interval."""
         if not len(ranges):
             return ranges.copy()
@@ -113,9 +115,10 @@ class Packing:
                 f"Range [{start}, {end}) is not inside one interval of {self.ranges.tolist()[:8]}; "
                 "cut it at the interval bounds first."
             )
-        return ranges + (self.offsets[index] - self.ranges[index, 0])[:, None]
+        local: NDArray[np.int64] = ranges + (self.offsets[index] - self.ranges[index, 0])[:, None]
+        return local
 
-    def globalize(self, packed: np.ndarray) -> np.ndarray:
+    def globalize(self, packed: NDArray[np.int64]) -> NDArray[np.int64]:
         """Merged global intervals behind merged buffer offsets; inverse of ``localize`` on sets."""
         cut = split_at(packed, self.offsets)
         if not len(cut):
@@ -123,7 +126,8 @@ class Packing:
         index = np.searchsorted(self.offsets, cut[:, 0], side="right") - 1
         return merge_intervals(cut + (self.ranges[index, 0] - self.offsets[index])[:, None])
 
-    def positions(self) -> np.ndarray:
+    def positions(self) -> NDArray[np.int64]:
         """Global coordinate of every row of the buffer, int64 ``(length,)``."""
         lengths = self.ranges[:, 1] - self.ranges[:, 0]
-        return np.arange(self.length) + np.repeat(self.ranges[:, 0] - self.offsets, lengths)
+        positions: NDArray[np.int64] = np.arange(self.length) + np.repeat(self.ranges[:, 0] - self.offsets, lengths)
+        return positions

@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common import infer
+from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.integers import as_int, as_int_array, as_window
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
+    MaskTypes,
     SliceTable,
     check_countable,
     empty_slices,
@@ -21,6 +25,9 @@ from magi_attention.common.slices import (
     to_dense,
 )
 from magi_attention.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,8 @@ class Mask:
     @classmethod
     def varlen(
         cls,
-        cu_seqlens,
-        cu_seqlens_k=None,
+        cu_seqlens: CuSeqlens,
+        cu_seqlens_k: CuSeqlens | None = None,
         *,
         causal: bool = False,
         window: tuple[int, int] = (-1, -1),
@@ -100,7 +107,7 @@ class Mask:
         cu_k = cu_q if cu_seqlens_k is None else infer.as_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
         array = infer.varlen_slices(cu_q, cu_k, causal, window, global_prefix)
         name = "varlen window" if as_window(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
-        documents = cu_q if np.array_equal(cu_q, cu_k) else None
+        documents = _unchecked(cu_q) if np.array_equal(cu_q, cu_k) else None
         return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name, documents)
 
     @classmethod
@@ -111,7 +118,7 @@ class Mask:
         return replace(mask, name="sliding window")
 
     @classmethod
-    def block_causal(cls, cu_seqlens, block: int) -> Mask:
+    def block_causal(cls, cu_seqlens: CuSeqlens | int, block: int) -> Mask:
         """Every document is cut into blocks; a block sees its document up to its own end (video frames).
 
         ``cu_seqlens`` may also be one total length.
@@ -128,7 +135,7 @@ class Mask:
         return cls._from_rows(rows, "block causal", int(cu[-1]), cu)
 
     @classmethod
-    def prefix_lm(cls, cu_seqlens, prefix: int | Sequence[int]) -> Mask:
+    def prefix_lm(cls, cu_seqlens: CuSeqlens | int, prefix: int | Sequence[int]) -> Mask:
         """In every document the first ``prefix`` tokens see each other; the rest is causal.
 
         ``cu_seqlens`` may be one total length; ``prefix`` one length for all documents or one for each.
@@ -152,7 +159,7 @@ class Mask:
         return cls._from_rows(rows, "prefix lm", int(cu[-1]), cu)
 
     @classmethod
-    def shared_question(cls, cu_seqlens) -> Mask:
+    def shared_question(cls, cu_seqlens: CuSeqlens) -> Mask:
         """Document 0 is a question: documents 0 and 1 form one causal block, every later document is
         causal on itself and sees the whole question.
 
@@ -194,12 +201,12 @@ class Mask:
     @classmethod
     def from_slices(
         cls,
-        q_ranges: Iterable[Sequence[int]],
-        k_ranges: Iterable[Sequence[int]],
-        types=FULL,
+        q_ranges: Iterable[Iterable[int]],
+        k_ranges: Iterable[Iterable[int]],
+        types: MaskTypes = FULL,
         total_q: int | None = None,
         total_k: int | None = None,
-        cu_seqlens=None,
+        cu_seqlens: CuSeqlens | None = None,
     ) -> Mask:
         """From half-open ranges and types (names, codes or enums; one for all or one each).
 
@@ -210,14 +217,18 @@ class Mask:
         ends = table.array[:, [1, 3]].max(axis=0).tolist() if len(table) else [0, 0]
         total_q = ends[0] if total_q is None else total_q
         total_k = max(total_q, ends[1]) if total_k is None else total_k
-        return cls(table, total_q, total_k, cu_seqlens=cu_seqlens)
+        return cls(table, total_q, total_k, cu_seqlens=_unchecked(cu_seqlens))
 
     @classmethod
-    def from_dense(cls, mask, cu_seqlens=None) -> Mask:
+    def from_dense(
+        cls, mask: np.ndarray | torch.Tensor | Sequence[Sequence[bool]], cu_seqlens: CuSeqlens | None = None
+    ) -> Mask:
         """Exact slices of a boolean matrix (array or tensor), True where attention is allowed; ``cu_seqlens`` as of
         ``from_slices``."""
         array = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
-        return cls(SliceTable(infer.dense_slices(array)), *array.shape, "dense", cu_seqlens)
+        table = SliceTable(infer.dense_slices(array))
+        total_q, total_k = array.shape
+        return cls(table, total_q, total_k, "dense", _unchecked(cu_seqlens))
 
     @classmethod
     def batched(cls, masks: Sequence[Mask]) -> Mask:
@@ -241,9 +252,11 @@ class Mask:
         return cls(SliceTable(array), total, total_k, name, (0, total) if total == total_k else None)
 
     @classmethod
-    def _from_rows(cls, rows, name: str, total: int, cu_seqlens: np.ndarray | None = None) -> Mask:
+    def _from_rows(
+        cls, rows: Sequence[Sequence[int]], name: str, total: int, cu_seqlens: CuSeqlens | None = None
+    ) -> Mask:
         array = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        return cls(SliceTable(array), total, total, name, cu_seqlens)
+        return cls(SliceTable(array), total, total, name, _unchecked(cu_seqlens))
 
     # ---- reading ----------------------------------------------------------------------------------
 
@@ -269,7 +282,12 @@ class Mask:
         return self
 
 
-def _as_documents(cu_seqlens) -> np.ndarray:
+def _unchecked(cu_seqlens: CuSeqlens | None) -> tuple[int, ...] | None:
+    """For the type checker only: ``__post_init__`` checks any form of them and makes the tuple."""
+    return cast("tuple[int, ...] | None", cu_seqlens)
+
+
+def _as_documents(cu_seqlens: CuSeqlens | int) -> NDArray[np.int64]:
     """Cumulative lengths as of ``as_cu_seqlens``, or one total length."""
     is_total = np.isscalar(cu_seqlens) or getattr(cu_seqlens, "ndim", None) == 0
     return infer.as_cu_seqlens([0, as_int(cu_seqlens, "total")] if is_total else cu_seqlens)

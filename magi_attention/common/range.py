@@ -168,7 +168,7 @@ class AttnRange:
     def __repr__(self) -> str:
         return f"[{self._start}, {self._end})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[AttnRange], tuple[int, int]]:
         return AttnRange, (self._start, self._end)
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
 from magi_attention.common.intervals import intersect_intervals, merge_intervals, subtract_intervals
 from magi_attention.common.range import AttnRange, NaiveRange, RangeType
 from magi_attention.errors import ContractError, RangeError
+
+if TYPE_CHECKING:
+    import torch
 
 NaiveRanges: TypeAlias = Sequence[NaiveRange]
 
@@ -100,7 +103,7 @@ class AttnRanges:
         return self._ranges.pop(idx)
 
     @staticmethod
-    def _item(value: AttnRange | Sequence[int], check: bool) -> AttnRange:
+    def _item(value: RangeType, check: bool) -> AttnRange:
         attn_range = value if isinstance(value, AttnRange) else AttnRange.from_range(value)
         if check:
             attn_range.check_valid()
@@ -114,7 +117,8 @@ class AttnRanges:
 
     def sort(self) -> AttnRanges:
         """Ordered by start, then end."""
-        return AttnRanges.from_ranges(sorted(self._ranges, key=AttnRange.to_naive_range))
+        ordered = sorted(self._ranges, key=AttnRange.to_naive_range)
+        return AttnRanges.from_ranges(ordered)
 
     def merge(self) -> AttnRanges:
         """The least list that covers the same: sorted, none empty, none overlapping or touching."""
@@ -274,7 +278,7 @@ class AttnRanges:
 
     # ---- conversion -------------------------------------------------------------------------------
 
-    def to_tensor(self, device="cpu"):
+    def to_tensor(self, device: torch.device | str | int = "cpu") -> torch.Tensor:
         """int32 tensor ``(n, 2)``."""
         import torch
 
@@ -338,14 +342,20 @@ class AttnRanges:
     @overload
     def __getitem__(self, idx: slice) -> AttnRanges: ...
 
-    def __getitem__(self, idx):
+    def __getitem__(self, idx: int | slice) -> AttnRange | AttnRanges:
         if isinstance(idx, slice):
             out = AttnRanges()
             out._ranges = self._ranges[idx]
             return out
         return self._ranges[idx]
 
-    def __setitem__(self, idx, value) -> None:
+    @overload
+    def __setitem__(self, idx: int, value: RangeType) -> None: ...
+
+    @overload
+    def __setitem__(self, idx: slice, value: Iterable[RangeType]) -> None: ...
+
+    def __setitem__(self, idx: int | slice, value: Any) -> None:
         if isinstance(idx, slice):
             items = [self._item(r, False) for r in value]
             check_slice_assignment(idx, len(items), len(self))
@@ -365,10 +375,10 @@ class AttnRanges:
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self._ranges))}]" if self._ranges else "[[,)]"
 
-    def __getstate__(self):
+    def __getstate__(self) -> list[tuple[int, int]]:
         return self.to_naive_ranges()
 
-    def __setstate__(self, state) -> None:
+    def __setstate__(self, state: list[tuple[int, int]]) -> None:
         self._ranges = [AttnRange(*pair) for pair in state]
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -150,7 +150,7 @@ class AttnRectangles:
     @overload
     def __getitem__(self, idx: slice) -> AttnRectangles: ...
 
-    def __getitem__(self, idx):
+    def __getitem__(self, idx: int | slice) -> AttnRectangle | AttnRectangles:
         return self._of(self._rects[idx]) if isinstance(idx, slice) else self._rects[idx]
 
     @overload
@@ -159,7 +159,7 @@ class AttnRectangles:
     @overload
     def __setitem__(self, idx: slice, value: AttnRectangles | Iterable[AttnRectangle]) -> None: ...
 
-    def __setitem__(self, idx, value) -> None:
+    def __setitem__(self, idx: int | slice, value: Any) -> None:
         items = list(value) if isinstance(idx, slice) else [value]
         if any(not isinstance(item, AttnRectangle) for item in items):
             raise ContractError(f"{value!r} is no rectangle; assign AttnRectangle objects.")

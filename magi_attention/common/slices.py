@@ -23,12 +23,19 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import cached_property
 from numbers import Integral
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.errors import ContractError, RangeError
+
+if TYPE_CHECKING:
+    import torch
+
+MaskTypes: TypeAlias = Iterable[int | str | AttnMaskType] | int | str | AttnMaskType  # one for all slices, or one each
 
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 Q0, Q1, K0, K1, TYPE = range(5)
@@ -83,7 +90,9 @@ def trim(slices: np.ndarray) -> np.ndarray:
     return out[keep]
 
 
-def cut_q(slices: np.ndarray, start, end) -> tuple[np.ndarray, np.ndarray]:
+def cut_q(
+    slices: np.ndarray, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
 
     ``start`` and ``end`` are global rows, scalars or one per slice.
@@ -100,7 +109,9 @@ def cut_q(slices: np.ndarray, start, end) -> tuple[np.ndarray, np.ndarray]:
     return out[keep], keep
 
 
-def cut_k(slices: np.ndarray, start, end) -> tuple[np.ndarray, np.ndarray]:
+def cut_k(
+    slices: np.ndarray, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
+) -> tuple[np.ndarray, np.ndarray]:
     """Keys ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
 
     ``start`` and ``end`` are global keys, scalars or one per slice. One slice gives up to three disjoint
@@ -214,7 +225,8 @@ def first_overlap(slices: np.ndarray) -> tuple[int, int] | None:
         d1 = np.minimum(np.minimum(high[j], high[i]), k1 - 1 - q0)
         hit = np.flatnonzero((q1 > q0) & (k1 > k0) & (d0 <= d1))
         if len(hit):
-            return tuple(sorted((int(order[i]), int(order[i + 1 + hit[0]]))))
+            first, second = sorted((int(order[i]), int(order[i + 1 + hit[0]])))
+            return first, second
     return None
 
 
@@ -254,9 +266,9 @@ class SliceTable:
     @classmethod
     def from_ranges(
         cls,
-        q_ranges: Iterable[Sequence[int]],
-        k_ranges: Iterable[Sequence[int]],
-        types: Iterable[int | str | AttnMaskType] | int | str | AttnMaskType = FULL,
+        q_ranges: Iterable[Iterable[int]],
+        k_ranges: Iterable[Iterable[int]],
+        types: MaskTypes = FULL,
     ) -> SliceTable:
         """From pairs of half-open ranges and one type, or one type per slice."""
         q, k = as_pairs(q_ranges, "q_ranges"), as_pairs(k_ranges, "k_ranges")
@@ -288,7 +300,7 @@ class SliceTable:
     def __repr__(self) -> str:
         return f"SliceTable({len(self)} slices, area {self.area})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[SliceTable], tuple[np.ndarray]]:
         return SliceTable, (np.array(self.array),)
 
     @cached_property
@@ -301,10 +313,10 @@ class SliceTable:
         return int(areas(self.array).sum())
 
     @cached_property
-    def _tensors(self) -> dict:
+    def _tensors(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return {}
 
-    def tensors(self, device="cpu"):
+    def tensors(self, device: torch.device | str | int = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``(q_ranges (N,2), k_ranges (N,2), types (N,))`` as int32 torch tensors, made once per device."""
         import torch
 
@@ -329,8 +341,8 @@ def type_code(value: int | str | AttnMaskType) -> int:
     return AttnMaskType.of(value).to_int_type()
 
 
-def type_codes(types: Iterable[int | str | AttnMaskType] | int | str | AttnMaskType, count: int) -> list[int]:
+def type_codes(types: MaskTypes, count: int) -> list[int]:
     """Integer codes of ``count`` slices from one type for all of them or from one each (the number is not checked)."""
-    if isinstance(types, (Integral, str, Enum)):
+    if isinstance(types, (int, Integral, str, Enum)):
         return [type_code(types)] * count
     return [type_code(t) for t in types]

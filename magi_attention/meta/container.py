@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +29,7 @@ class AttnSlice:
     _area: int | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_row(cls, row, slice_id: int | None = None) -> AttnSlice:
+    def from_row(cls, row: Iterable[int], slice_id: int | None = None) -> AttnSlice:
         q0, q1, k0, k1, kind = (int(x) for x in row)
         return cls(slice_id, AttnMaskType.from_int_type(kind), AttnRange(q0, q1), AttnRange(k0, k1))
 
@@ -62,6 +63,12 @@ def _type_of_slice(mask_type: object) -> AttnMaskType:
         return AttnMaskType.of(mask_type)
     except ContractError as error:
         raise ContractError(f"Only supported mask types have an area. {error}") from None
+
+
+def _given(attn_range: AttnRange | None, name: str) -> AttnRange:
+    if attn_range is None:
+        raise ContractError(f"A slice lacks {name}; give it.")
+    return attn_range
 
 
 @dataclass
@@ -101,11 +108,11 @@ class _Keys:
 
     @property
     def q_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.q_range for s in self.attn_slices])
+        return AttnRanges.from_ranges([_given(s.q_range, "q_range") for s in self.attn_slices])
 
     @property
     def k_ranges(self) -> AttnRanges:
-        return AttnRanges.from_ranges([s.k_range for s in self.attn_slices])
+        return AttnRanges.from_ranges([_given(s.k_range, "k_range") for s in self.attn_slices])
 
     @property
     def area(self) -> int:

@@ -9,6 +9,7 @@ machine's rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -17,6 +18,16 @@ from magi_attention.meta.plan import Plan
 # A machine for pictures when none is given: 60% of a 989 TFLOP/s GPU, 300 GB/s per link, bf16.
 _DEFAULT_FLOPS = 0.6 * 989e12
 _DEFAULT_BYTES_PER_S = 300e9
+
+
+class Bar(TypedDict):
+    """What one lane of a rank does from ``start`` to ``end``, in seconds; see ``timeline``."""
+
+    rank: int
+    lane: str
+    stage: int
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def contiguous_areas(plan: Plan) -> np.ndarray:
     return np.array([int(part.sum()) for part in chunks], dtype=np.int64)
 
 
-def timeline(plan: Plan, model: CostModel | None = None) -> list[dict]:
+def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
     """Bars of the forward pass: dicts of ``rank, lane ("compute" or "comm"), stage, start, end`` in seconds.
 
     Stage -1 is the host. Fetches follow one another on a link of their own; a stage starts when its rows are
@@ -92,5 +103,5 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[dict]:
     return bars
 
 
-def _bar(rank: int, lane: str, stage: int, start: float, end: float) -> dict:
+def _bar(rank: int, lane: str, stage: int, start: float, end: float) -> Bar:
     return {"rank": rank, "lane": lane, "stage": stage, "start": start, "end": end}

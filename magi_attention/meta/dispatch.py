@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.slices import K0, K1, areas
 from magi_attention.config import (
+    DispatchAlg,
     DispatchConfig,
     LocalityDispatchAlg,
     MinHeapDispatchAlg,
@@ -19,6 +20,7 @@ from magi_attention.config import (
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta.chunking import chunk_areas, sum_by
 from magi_attention.meta.solver.dispatch_solver import (
+    BaseDispatchAffinity,
     DispatchData,
     DispatchJob,
     DispatchSolver,
@@ -46,7 +48,7 @@ def solve_dispatch(
     """
     if cp_size == 1:
         return (tuple(range(num_chunks)),)
-    alg: Any = config.alg  # chosen by type and not by class: a reload of its module makes another class
+    alg = config.alg  # chosen by type and not by class: a reload of its module makes another class
     if not alg.is_partitions_returned:
         raise ContractError(
             f"{type(alg).__name__} computes a bound and no assignment; use MinHeapDispatchAlg to dispatch."
@@ -58,14 +60,25 @@ def solve_dispatch(
         )
     work = chunk_areas(pieces, chunk_of, num_chunks).tolist()
     if alg.type == DispatchAlgType.LOCALITY:
-        return check_partitions(_by_locality(alg, pieces, chunk_of, work, cp_size, chunk_size), num_chunks, cp_size)
+        return check_partitions(
+            _by_locality(cast(LocalityDispatchAlg, alg), pieces, chunk_of, work, cp_size, chunk_size),
+            num_chunks,
+            cp_size,
+        )
     affinities, sample_areas = _affinities(alg, pieces, chunk_of, slice_of, num_chunks)
     jobs = DispatchJob.from_job_list(work, affinities)
     solution = DispatchSolver(alg).solve(DispatchData(jobs, cp_size, sample_areas))
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
 
 
-def _by_locality(alg: LocalityDispatchAlg, pieces, chunk_of, work: list[int], cp_size: int, chunk_size: int):
+def _by_locality(
+    alg: LocalityDispatchAlg,
+    pieces: np.ndarray,
+    chunk_of: np.ndarray,
+    work: list[int],
+    cp_size: int,
+    chunk_size: int,
+) -> list[list[int]]:
     """The better of two starts: the best balance, and the fewest rows."""
     masks = key_masks(pieces, chunk_of, len(work), chunk_size)
     jobs = DispatchData(DispatchJob.from_job_list(work, None), cp_size, None)
@@ -89,7 +102,9 @@ def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_si
     return tuple(tuple(sorted(int(c) for c in part)) for part in partitions)
 
 
-def _affinities(alg, pieces, chunk_of, slice_of, num_chunks):
+def _affinities(
+    alg: DispatchAlg, pieces: np.ndarray, chunk_of: np.ndarray, slice_of: np.ndarray, num_chunks: int
+) -> tuple[Sequence[BaseDispatchAffinity] | None, list[int] | None]:
     if alg.type == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
         ids: list[list[int]] = [[] for _ in range(num_chunks)]
         for chunk, sample in zip(chunk_of.tolist(), slice_of.tolist()):

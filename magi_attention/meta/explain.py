@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from magi_attention.meta import cost
 from magi_attention.meta.plan import Plan
 
 
-def explain(plan: Plan, element_bytes: int = 2) -> dict:
+def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     """Plain numbers and lists, ready for JSON.
 
     Keys: ``tokens, padded_tokens, cp_size, chunk_size, num_chunks, degree, area, areas`` (per rank),

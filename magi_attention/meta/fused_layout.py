@@ -17,13 +17,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
 from magi_attention.meta.plan import Plan, cut_by_windows
 from magi_attention.meta.stretches import Stretches
+
+_Rows = TypeVar("_Rows", int, NDArray[np.int64])
 
 TILE = 128
 MAX_GROUPS = 6  # of MAGI_SYMM_SIGNALS_PER_RANK: with 3 a causal forward waits longer, more than 5 win nothing
@@ -141,7 +145,7 @@ class FusedLayout:
         return RankFusedLayout(
             rank, self.world, host.length, base, TILE * len(buffer.owners), self._slices(rank, host, base),
             buffer.arrivals, buffer.owners, transfers, signals, self._target_rows(rank), src_rows,
-            (src_rows >= 0).any(axis=1).astype(np.int32),
+            np.logical_or.reduce(src_rows >= 0, axis=1).astype(np.int32),
             TILE * max(len(b.owners) for b in self.buffers), int(self.grad_starts[:, -1].max()),
             self._signal_rows(rank),
         )  # fmt: skip
@@ -244,19 +248,22 @@ class FusedLayout:
         counts = np.bincount(owners, minlength=self.world)
         number = np.empty(len(owners), dtype=np.int64)
         number[order] = ramps(np.zeros_like(counts), counts)
-        return (self.grad_starts[owners, rank] + TILE * number).astype(np.int32)
+        first: NDArray[np.int64] = self.grad_starts[owners, rank] + TILE * number
+        return first.astype(np.int32)
 
     @cached_property
     def _sent_rows(self) -> np.ndarray:
         """(groups, W): rows that an owner has sent when a group is complete, to all ranks."""
-        return np.cumsum(sum(buffer.signal_rows for buffer in self.buffers), axis=0)
+        sent: NDArray[np.int64] = np.cumsum(sum(buffer.signal_rows for buffer in self.buffers), axis=0)
+        return sent
 
     def _signal_rows(self, rank: int) -> np.ndarray:
         buffer = self.buffers[rank]
         used = buffer.signals >= 0
         rows = np.zeros((2, buffer.num_signals), dtype=np.int64)
         rows[:, buffer.signals[used]] = buffer.signal_rows[used], self._sent_rows[used]
-        return np.maximum.accumulate(np.maximum(np.cumsum(rows[0]), rows[1]))
+        late: NDArray[np.int64] = np.maximum.accumulate(np.maximum(np.cumsum(rows[0]), rows[1]))
+        return late
 
 
 def group_of_tile(num_tiles: int) -> np.ndarray:
@@ -273,7 +280,7 @@ def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:
     return np.roll(cut, -int(np.searchsorted(cut[:, 0], pivot)), axis=0)
 
 
-def padded(rows):
+def padded(rows: _Rows) -> _Rows:
     """Rounded up to whole tiles; an int or an array."""
     return -(-rows // TILE) * TILE
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from magi_attention.common.enum import AttnMaskType, AttnRole, AttnType
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.slices import SliceTable
+from magi_attention.common.slices import MaskTypes, SliceTable
 from magi_attention.config import DispatchConfig, OverlapConfig
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.chunking import chunk_bounds, split_by_chunk
@@ -27,7 +27,7 @@ from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import plan_for_partitions
 
 
-def slice_table(q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type) -> SliceTable:
+def slice_table(q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type: MaskTypes) -> SliceTable:
     """From the published triple; one type is used for all slices."""
     return SliceTable.from_ranges(q_ranges.to_naive_ranges(), k_ranges.to_naive_ranges(), attn_mask_type)
 
@@ -48,7 +48,7 @@ def check_source_flags(is_same_source: bool, is_q_permutable: bool, is_k_permuta
 def make_global_bucket_from_qk_ranges(
     q_ranges: AttnRanges,
     k_ranges: AttnRanges,
-    attn_mask_type,
+    attn_mask_type: MaskTypes,
     num_chunks: int,
     chunk_size: int,
     chunk_actual_sizes: list[int] | None = None,
@@ -68,7 +68,11 @@ def make_global_bucket_from_qk_ranges(
 
 
 def make_bucket_per_rank_from_qk_ranges(
-    q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type, dispatch_meta: DispatchMeta, sort: bool = True
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type: MaskTypes,
+    dispatch_meta: DispatchMeta,
+    sort: bool = True,
 ) -> list[AttnBucket]:
     """One bucket per rank of ``dispatch_meta``."""
     bucket = make_global_bucket_from_qk_ranges(
@@ -112,7 +116,7 @@ def dispatch_metas(plan: Plan, rank: int) -> tuple[DispatchMeta, DispatchMeta]:
 def make_dispatch_meta_from_qk_ranges(
     q_ranges: AttnRanges,
     k_ranges: AttnRanges,
-    attn_mask_type,
+    attn_mask_type: MaskTypes,
     total_seqlen_q: int,
     total_seqlen_k: int,
     chunk_size: int,
@@ -148,7 +152,7 @@ def padding_of(slices: SliceTable, total: int) -> int:
     if len(slices):
         q0, q1, k0, k1, _ = slices.array[-1].tolist()
         if q1 == total and (k0, k1) == (0, 0) and q0 > 0:
-            return q1 - q0
+            return int(q1 - q0)
     return 0
 
 
@@ -219,7 +223,7 @@ class DistAttnSolver:
         self,
         q_ranges: AttnRanges,
         k_ranges: AttnRanges,
-        attn_mask_type,
+        attn_mask_type: MaskTypes,
         dispatch_meta_q: DispatchMeta,
         dispatch_meta_k: DispatchMeta,
     ) -> None:

@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.common.infer import documents
+from magi_attention.common.infer import CuSeqlens, documents
 from magi_attention.common.intervals import (
     Packing,
     merge_intervals,
@@ -132,10 +133,10 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ class Plan:
         return len(self.stage_ranges[0])
 
     @cached_property
-    def rank_of_chunk(self) -> np.ndarray:
+    def rank_of_chunk(self) -> NDArray[np.int64]:
         owner = np.empty(self.num_chunks, dtype=np.int64)
         for rank, chunks in enumerate(self.partitions):
             owner[list(chunks)] = rank
@@ -192,7 +193,7 @@ class Plan:
         """Global position of every local row, int64, pad rows beyond ``total_tokens`` included."""
         return Packing(self.host_ranges(rank)).positions()
 
-    def document_bounds(self, rank: int, cu_seqlens: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    def document_bounds(self, rank: int, cu_seqlens: CuSeqlens | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Global positions at which the document of every local row begins and ends, two int64 arrays; pad rows count
         to the last document.
 
@@ -245,7 +246,7 @@ class Plan:
             for s in range(self.num_stages)
         )
 
-    def owner_of(self, positions: np.ndarray) -> np.ndarray:
+    def owner_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rank that owns each global position."""
         return self.rank_of_chunk[positions // self.chunk_size]
 
@@ -312,19 +313,20 @@ class Plan:
         return RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
 
 
-def _update(digest, arrays: Sequence[np.ndarray]) -> None:
+def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> None:
     """Adds the lengths and then the content of int64 arrays."""
     digest.update(np.array([len(array) for array in arrays], dtype=np.int64).tobytes())
     if arrays:
         digest.update(np.concatenate(arrays).tobytes())
 
 
-def _covered(cut: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+def _covered(cut: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
     """For ranges cut at all bounds of merged ``ranges``: which of them lie inside."""
     if not len(ranges):
         return np.zeros(len(cut), dtype=bool)
     index = np.searchsorted(ranges[:, 0], cut[:, 0], side="right") - 1
-    return (index >= 0) & (cut[:, 0] < ranges[np.maximum(index, 0), 1])
+    is_inside: NDArray[np.bool_] = (index >= 0) & (cut[:, 0] < ranges[np.maximum(index, 0), 1])
+    return is_inside
 
 
 def cut_by_windows(slices: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

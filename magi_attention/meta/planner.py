@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
-from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
+from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     chunk_areas,
@@ -98,7 +98,9 @@ def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: 
     return _Choice(chunk, pad, (pieces, chunk_of, bounds), partitions, imbalance)
 
 
-def _refine(choice: _Choice, slices, total: int, cp_size: int, config: DispatchConfig, balance: float) -> _Choice:
+def _refine(
+    choice: _Choice, slices: SliceTable, total: int, cp_size: int, config: DispatchConfig, balance: float
+) -> _Choice:
     """Halves the chunk while that helps; short chunks cost locality, so not further than needed."""
     best = choice
     while best.imbalance > balance and choice.chunk // 2 >= MIN_REFINED_CHUNK:
@@ -175,7 +177,13 @@ def _check_ends(slices: SliceTable, total: int) -> None:
         )
 
 
-def _finish(plan_type, slices: SliceTable, overlap: OverlapConfig, cut, **sizes) -> Plan:
+def _finish(
+    plan_type: type[Plan],
+    slices: SliceTable,
+    overlap: OverlapConfig,
+    cut: tuple[np.ndarray, np.ndarray, np.ndarray],
+    **sizes: Any,
+) -> Plan:
     """Stage ranges of every rank, at one degree common to all."""
     pieces, chunk_of, bounds = cut
     partitions = sizes["partitions"]
@@ -185,6 +193,8 @@ def _finish(plan_type, slices: SliceTable, overlap: OverlapConfig, cut, **sizes)
     by_rank = [pieces[owner[chunk_of] == rank] for rank in range(len(partitions))]
     hosts = [Packing(bounds[list(chunks)]) for chunks in partitions]
     remotes = [Packing(remote_ranges(mine, host.ranges)) for mine, host in zip(by_rank, hosts)]
+    degree: int
+    stage_ranges: tuple[tuple[np.ndarray, ...], ...]
     if len(partitions) == 1:
         degree, stage_ranges = 0, ((),)
     elif overlap.no_overlap:
@@ -200,8 +210,11 @@ def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
     return max(overlap.min_chunk_size, -(-remote_rows // overlap.max_num_chunks))
 
 
-def _common_degree(overlap: OverlapConfig, by_rank, hosts, remotes) -> int:
+def _common_degree(
+    overlap: OverlapConfig, by_rank: Sequence[np.ndarray], hosts: Sequence[Packing], remotes: Sequence[Packing]
+) -> int:
     if overlap.mode == AttnOverlapMode.STATIC:
+        assert overlap.degree is not None, "OverlapConfig asks STATIC for a degree"
         return overlap.degree
     solver = OverlapSolver(overlap.alg)
     degrees = []
@@ -228,8 +241,9 @@ def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[np.nd
     """Key ranges of every stage of one rank: runs of overlap chunks, in the algorithm's order."""
     chunk = overlap_chunk(remote.length, overlap)
     count = -(-remote.length // chunk)
-    alg: Any = overlap.alg
-    if alg.type != OverlapAlgType.UNIFORM or alg.random_costs:
+    alg = overlap.alg
+    parts: Sequence[Sequence[int]]
+    if alg.type != OverlapAlgType.UNIFORM or cast(UniformOverlapAlg, alg).random_costs:
         zero = [OverlapStageCost(0.0, 0.0)] * (count + 1)
         parts = OverlapSolver(overlap.alg).solve(zero, degree)[0].partitions
     else:

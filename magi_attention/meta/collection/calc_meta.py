@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import Q0, SliceTable, areas
 from magi_attention.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -43,12 +46,12 @@ class AttnArg:
             array[:, 4].tolist(),
         )
 
-    def to_ffa_args(self, is_bwd: bool = False) -> dict:
+    def to_ffa_args(self, is_bwd: bool = False) -> dict[str, torch.Tensor | bool]:
         """Keyword arguments of ``flex_flash_attn_func``: int32 tensors on the current GPU, else on the CPU."""
         import torch
 
         q, k, kinds = self.slices.tensors("cuda" if torch.cuda.is_available() else "cpu")
-        args = {"q_ranges": q, "k_ranges": k, "attn_type_map": kinds}
+        args: dict[str, torch.Tensor | bool] = {"q_ranges": q, "k_ranges": k, "attn_type_map": kinds}
         if not is_bwd:
             args["disable_fwd_atomic_reduction"] = _are_disjoint(self.slices.array[:, Q0 : Q0 + 2])
         return args

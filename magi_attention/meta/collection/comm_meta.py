@@ -29,7 +29,7 @@ class GroupCollectiveArg:
     packed_times: int = 1
 
     @classmethod
-    def from_spec(cls, spec: GroupSpec, group: Any = None, **kwargs) -> GroupCollectiveArg:
+    def from_spec(cls, spec: GroupSpec, group: Any = None, **kwargs: Any) -> GroupCollectiveArg:
         return cls(
             list(spec.input_splits),
             list(spec.output_splits),
@@ -51,7 +51,7 @@ class GroupCollectiveArg:
             self.src_index_list * self.packed_times,
         )
 
-    def to_group_cast_args(self) -> dict:
+    def to_group_cast_args(self) -> dict[str, Any]:
         """Keyword arguments of ``group_cast``."""
         n = self.packed_times
         return {
@@ -62,7 +62,7 @@ class GroupCollectiveArg:
             "group": self.group,
         }
 
-    def to_group_reduce_args(self) -> dict:
+    def to_group_reduce_args(self) -> dict[str, Any]:
         """Keyword arguments of ``group_reduce``: the same with both sides exchanged."""
         n = self.packed_times
         return {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from magi_attention.common.intervals import merge_intervals
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_bounds
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -54,7 +58,7 @@ class DispatchMeta:
         return [AttnRanges.from_ranges(merge_intervals(bounds[list(p)]).tolist()) for p in self.partitions]
 
     @property
-    def position_ids(self):
+    def position_ids(self) -> torch.Tensor:
         """int64 tensor of this rank's positions; on the current GPU if there is one, else on the CPU."""
         import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.config import (
@@ -84,7 +85,9 @@ class DispatchSolver:
         value, buckets = self._run([job.workload for job in jobs], k, jobs, dispatch_data.sample_areas)
         return DispatchSolution(value, buckets or [])
 
-    def _run(self, work, k, jobs, sample_areas):
+    def _run(
+        self, work: Sequence[float], k: int, jobs: Sequence[DispatchJob], sample_areas: Sequence[int] | None
+    ) -> partition.Result:
         # By type and not by class: a reload of the module of the algorithms makes new classes.
         alg = self.alg
         kind_of_alg = getattr(alg, "type", None)
@@ -93,7 +96,7 @@ class DispatchSolver:
         if kind_of_alg == DispatchAlgType.SEQUENTIAL_SELECT:
             return partition.sequential(work, k)
         if kind_of_alg == DispatchAlgType.RANDOM_SELECT:
-            return partition.random_select(work, k, alg.seed)
+            return partition.random_select(work, k, cast(RandomSelectDispatchAlg, alg).seed)
         if kind_of_alg == DispatchAlgType.BINARY_SEARCH:
             return partition.binary_search(work, k)
         if kind_of_alg == DispatchAlgType.BACKTRACKING_PRUNING:
@@ -106,21 +109,31 @@ class DispatchSolver:
             affinities = [self._affinity(job) for job in jobs]
             kind = type(affinities[0]) if affinities else IOUAffinity
             batch = getattr(alg, "num_of_select_chunk", 1)
-            return partition.topp_heap(work, k, affinities, kind, alg.top_p, batch)
+            top_p = cast("ToppHeapDispatchAlg | BatchToppHeapDispatchAlg", alg).top_p
+            return partition.topp_heap(work, k, affinities, kind, top_p, batch)
         if kind_of_alg == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
-            ids = [sorted(self._affinity(job, SampleIDAffinity).sample_id_cnt_dict) for job in jobs]
+            ids = [self._sample_ids(job) for job in jobs]
             if sample_areas is None:
                 raise ContractError("SortedSequentialSelectAlg needs DispatchData.sample_areas, one per sample.")
-            return partition.sorted_sequential(work, k, ids, sample_areas, alg.allocation_ratio)
+            ratio = cast(SortedSequentialSelectAlg, alg).allocation_ratio
+            return partition.sorted_sequential(work, k, ids, sample_areas, ratio)
         raise UnsupportedError(f"{type(alg).__name__} is no dispatch algorithm of this package.")
 
-    def _affinity(self, job: DispatchJob, kind: type = BaseDispatchAffinity):
-        if not isinstance(job.affinity, kind):
-            raise ContractError(
-                f"{type(self.alg).__name__} needs a {kind.__name__} as affinity of every job (job {job.job_id} has "
-                f"{type(job.affinity).__name__}); pass DispatchJob.from_job_list(workloads, affinities)."
-            )
+    def _affinity(self, job: DispatchJob) -> BaseDispatchAffinity:
+        if not isinstance(job.affinity, BaseDispatchAffinity):
+            raise self._wrong_affinity(job, BaseDispatchAffinity.__name__)
         return job.affinity
+
+    def _sample_ids(self, job: DispatchJob) -> list[int]:
+        if not isinstance(job.affinity, SampleIDAffinity):
+            raise self._wrong_affinity(job, SampleIDAffinity.__name__)
+        return sorted(job.affinity.sample_id_cnt_dict)
+
+    def _wrong_affinity(self, job: DispatchJob, wanted: str) -> ContractError:
+        return ContractError(
+            f"{type(self.alg).__name__} needs a {wanted} as affinity of every job (job {job.job_id} has "
+            f"{type(job.affinity).__name__}); pass DispatchJob.from_job_list(workloads, affinities)."
+        )
 
 
 __all__ = [

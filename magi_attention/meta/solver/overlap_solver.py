@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from magi_attention.common.enum import OverlapAlgType
 from magi_attention.config import GreedyOverlapAlg, OverlapAlg, OverlapConfig, UniformOverlapAlg
@@ -71,11 +72,11 @@ class OverlapSolver:
         remote = list(range(1, n))
         if getattr(self.alg, "random_costs", False):
             # A private generator with a fixed seed: ranks must shuffle alike, and the caller's is left alone.
-            seed = self.alg.random_seed
+            seed = cast(UniformOverlapAlg, self.alg).random_seed
             random.Random(DEFAULT_SEED if seed is None else seed).shuffle(remote)
         return [0, *remote]
 
-    def _uniform(self, costs, order: list[int], degree: int) -> OverlapSolution:
+    def _uniform(self, costs: Sequence[OverlapStageCost], order: list[int], degree: int) -> OverlapSolution:
         stages = uniform_stages(len(order), degree)
         partitions = [[order[i] for i in range(start, stop)] for start, stop in stages]
         return OverlapSolution(degree, overall_cost(costs, partitions), partitions)

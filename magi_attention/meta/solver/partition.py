@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from magi_attention.errors import ContractError
+from magi_attention.meta.solver.affinity import BaseDispatchAffinity
 
 Result = tuple[float, list[list[int]] | None]
 
@@ -20,17 +21,17 @@ _log = logging.getLogger("magi_attention.meta")
 MAX_SEARCH_STEPS = 20_000  # per limit, about 0.1 s; exact search is exponential in the number of chunks
 
 
-def lower_bound(work: Sequence[int], k: int) -> Result:
+def lower_bound(work: Sequence[float], k: int) -> Result:
     """The mean load: no assignment can beat it."""
     return sum(work) / k, None
 
 
-def dynamic_programming(work: Sequence[int], k: int) -> Result:
+def dynamic_programming(work: Sequence[float], k: int) -> Result:
     """Exact value over all subsets, O(k 3^n); for up to about 14 workloads."""
     n = len(work)
     if n > 16:
         raise ContractError(f"Dynamic programming over {n} workloads would take 3**{n} steps; use binary search.")
-    load = [0] * (1 << n)
+    load: list[float] = [0] * (1 << n)
     for subset in range(1, 1 << n):
         low = subset & -subset
         load[subset] = load[subset ^ low] + work[low.bit_length() - 1]
@@ -48,7 +49,7 @@ def dynamic_programming(work: Sequence[int], k: int) -> Result:
     return best[-1], None
 
 
-def binary_search(work: Sequence[int], k: int, sizes: int | None = None) -> Result:
+def binary_search(work: Sequence[float], k: int, sizes: int | None = None) -> Result:
     """Smallest limit for which backtracking finds an assignment; starts from the greedy one.
 
     ``sizes`` forces that many workloads into every bucket. The problem is NP-hard: a limit whose search exceeds
@@ -58,7 +59,8 @@ def binary_search(work: Sequence[int], k: int, sizes: int | None = None) -> Resu
     value, best = min_heap(work, k)
     assert best is not None
     floor = low = max(max(work, default=0), -(-sum(work) // k))
-    high, gave_up = int(value) - 1, False
+    high: float = int(value) - 1
+    gave_up = False
     while low <= high:
         limit = (low + high) // 2
         try:
@@ -87,7 +89,7 @@ class SearchBudgetError(Exception):
     """Inner signal: the search over one limit took too many steps."""
 
 
-def _fill_empty(work: Sequence[int], buckets: list[list[int]]) -> None:
+def _fill_empty(work: Sequence[float], buckets: list[list[int]]) -> None:
     """Gives empty buckets the lightest workload of the fullest one; the heaviest load cannot grow."""
     for bucket in buckets:
         fullest = max(buckets, key=len)
@@ -97,14 +99,17 @@ def _fill_empty(work: Sequence[int], buckets: list[list[int]]) -> None:
             bucket.append(item)
 
 
-def _fits(work, order, k, limit, sizes) -> list[list[int]] | None:
+def _fits(
+    work: Sequence[float], order: Sequence[int], k: int, limit: float, sizes: int | None
+) -> list[list[int]] | None:
     """Depth-first search for an assignment with no load above ``limit``; heaviest workloads first.
 
     Buckets of equal load (and count) are alike, and a state that failed once is not searched again.
     """
-    loads, counts = [0] * k, [0] * k
+    loads: list[float] = [0] * k
+    counts = [0] * k
     trail: list[tuple[int, Iterator[int]]] = []  # bucket chosen at each depth and the ones still to try
-    failed: set[tuple] = set()
+    failed: set[tuple[object, ...]] = set()
     room = len(order) if sizes is None else sizes
     slack, smallest = k * limit - sum(work), work[order[-1]] if order else 0
     steps, descend = 0, True
@@ -137,7 +142,9 @@ def _fits(work, order, k, limit, sizes) -> list[list[int]] | None:
     return buckets
 
 
-def _choices(loads, counts, item, limit, room, sizes) -> list[int]:
+def _choices(
+    loads: Sequence[float], counts: Sequence[int], item: float, limit: float, room: int, sizes: int | None
+) -> list[int]:
     seen, out = set(), []
     for bucket in sorted(range(len(loads)), key=lambda b: (loads[b], b)):
         alike = (loads[bucket], counts[bucket] if sizes is not None else 0)
@@ -147,19 +154,19 @@ def _choices(loads, counts, item, limit, room, sizes) -> list[int]:
     return out
 
 
-def backtracking_pruning(work: Sequence[int], k: int) -> Result:
+def backtracking_pruning(work: Sequence[float], k: int) -> Result:
     """Exact under equal counts: n must be a multiple of k."""
     return binary_search(work, k, sizes=_equal_count(len(work), k))
 
 
-def min_heap(work: Sequence[int], k: int, spare_empty: bool = True) -> Result:
+def min_heap(work: Sequence[float], k: int, spare_empty: bool = True) -> Result:
     """Longest first: each workload to the least loaded bucket with room (at most ceil(n / k)).
 
     Equal workloads go by higher index first, equal loads to the lower bucket. No bucket stays empty while
     n >= k: the last workloads are kept for buckets that have none.
     """
     n, cap = len(work), -(-len(work) // k)
-    heap = [(0, bucket) for bucket in range(k)]
+    heap: list[tuple[float, int]] = [(0, bucket) for bucket in range(k)]
     buckets: list[list[int]] = [[] for _ in range(k)]
     empty = k
     for placed, item in enumerate(sorted(range(n), key=lambda i: (-work[i], -i))):
@@ -178,10 +185,10 @@ def min_heap(work: Sequence[int], k: int, spare_empty: bool = True) -> Result:
 
 
 def topp_heap(
-    work: Sequence[int],
+    work: Sequence[float],
     k: int,
-    affinities: Sequence,
-    make_affinity: Callable[[], object],
+    affinities: Sequence[BaseDispatchAffinity],
+    make_affinity: Callable[[], BaseDispatchAffinity],
     top_p: float,
     batch: int = 1,
 ) -> Result:
@@ -189,7 +196,8 @@ def topp_heap(
     whose accumulated affinity is closest. The candidates are renewed after ``batch`` workloads."""
     n, cap = len(work), _equal_count(len(work), k)
     width = max(1, -(-int(round(k * top_p * 1e9)) // 10**9))
-    loads, buckets = [0] * k, [[] for _ in range(k)]
+    loads: list[float] = [0] * k
+    buckets: list[list[int]] = [[] for _ in range(k)]
     held = [make_affinity() for _ in range(k)]
     candidates: list[int] = []
     for placed, item in enumerate(sorted(range(n), key=lambda i: (-work[i], -i))):
@@ -205,7 +213,7 @@ def topp_heap(
     return _heaviest(work, buckets), buckets
 
 
-def random_select(work: Sequence[int], k: int, seed: int) -> Result:
+def random_select(work: Sequence[float], k: int, seed: int) -> Result:
     """A permutation drawn from a private generator with a fixed seed, cut into equal blocks."""
     size = _equal_count(len(work), k)
     order = list(range(len(work)))
@@ -214,7 +222,7 @@ def random_select(work: Sequence[int], k: int, seed: int) -> Result:
     return _heaviest(work, buckets), buckets
 
 
-def sequential(work: Sequence[int], k: int) -> Result:
+def sequential(work: Sequence[float], k: int) -> Result:
     """Contiguous blocks; the first ``n % k`` buckets hold one more."""
     size, extra = divmod(len(work), k)
     buckets, start = [], 0
@@ -226,7 +234,7 @@ def sequential(work: Sequence[int], k: int) -> Result:
 
 
 def sorted_sequential(
-    work: Sequence[int],
+    work: Sequence[float],
     k: int,
     sample_ids: Sequence[Sequence[int]],
     sample_areas: Sequence[int],
@@ -235,7 +243,8 @@ def sorted_sequential(
     """Samples by area, largest first; a sample's free workloads, last to first, fill the least loaded
     bucket, moving on after ``ceil(ratio * count)`` of them (ratio < 1) or when it is full."""
     n, cap = len(work), _equal_count(len(work), k)
-    loads, buckets = [0] * k, [[] for _ in range(k)]
+    loads: list[float] = [0] * k
+    buckets: list[list[int]] = [[] for _ in range(k)]
     free = [True] * n
     members: dict[int, list[int]] = {}
     for item, ids in enumerate(sample_ids):
@@ -259,7 +268,7 @@ def sorted_sequential(
     return _heaviest(work, buckets), buckets
 
 
-def _least_loaded(loads: list[int], buckets: list[list[int]], cap: int) -> int:
+def _least_loaded(loads: list[float], buckets: list[list[int]], cap: int) -> int:
     return min((b for b in range(len(loads)) if len(buckets[b]) < cap), key=lambda b: (loads[b], b))
 
 
@@ -272,5 +281,5 @@ def _equal_count(n: int, k: int) -> int:
     return n // k
 
 
-def _heaviest(work: Sequence[int], buckets: list[list[int]]) -> int:
+def _heaviest(work: Sequence[float], buckets: list[list[int]]) -> float:
     return max((sum(work[i] for i in bucket) for bucket in buckets), default=0)
