@@ -12,9 +12,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from masks import Case
 
+from magi_attention.common.slices import K0, K1, Q0, Q1, diagonal_bounds
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.registry import default_registry
 
@@ -123,6 +125,74 @@ def _flash_attention(fixed: Callable, varlen: Callable) -> Make:
     return make
 
 
+def key_endpoints(slices: np.ndarray, total_q: int, first_key: np.ndarray | None = None) -> np.ndarray:
+    """Disjoint slices (N, 5) as what ``cudnn.flex_attention`` takes: int32 (1, nfunc, total_q), nfunc odd.
+
+    Row q sees the keys [0, F0), [F1, F2), [F3, F4) and so on, F being its column. Endpoints never decrease, and those
+    that a row does not need repeat the one before. ``first_key`` (total_q,) is the key that counts as 0 in each row,
+    no key of the row being below it; by default key 0 in all.
+    """
+    # The keys of each row of each slice are one interval.
+    heights = slices[:, Q1] - slices[:, Q0]
+    of = np.repeat(np.arange(len(slices)), heights)
+    rows = np.arange(len(of)) - np.repeat(np.cumsum(heights) - heights, heights) + slices[of, Q0]
+    low, high = diagonal_bounds(slices)
+    starts, ends = np.maximum(slices[of, K0], rows + low[of]), np.minimum(slices[of, K1], rows + high[of] + 1)
+
+    # Sort by row and key, and join intervals that touch.
+    order = np.lexsort((starts, rows))
+    order = order[starts[order] < ends[order]]
+    rows, starts, ends = rows[order], starts[order], ends[order]
+    is_first = np.ones(len(rows), dtype=bool)
+    is_first[1:] = (rows[1:] != rows[:-1]) | (starts[1:] != ends[:-1])
+    is_last = np.append(is_first[1:], True)[: len(rows)]
+    rows, starts, ends = rows[is_first], starts[is_first], ends[is_last]
+    if first_key is not None:
+        starts, ends = starts - first_key[rows], ends - first_key[rows]
+
+    # Interval 0 starts at key 0, so it is empty in rows that see other keys only.
+    head = np.searchsorted(rows, rows)
+    place = np.arange(len(rows)) - head + (starts[head] > 0)
+    count = int(place.max(initial=0)) + 1
+    endpoints = np.zeros((2 * count, total_q), dtype=np.int32)
+    endpoints[2 * place, rows], endpoints[2 * place + 1, rows] = starts, ends
+    return np.ascontiguousarray(np.maximum.accumulate(endpoints)[1:])[None]
+
+
+def _cudnn_flex(is_thd: bool) -> Make:
+    """``cudnn.flex_attention``. It takes masks with documents in two forms: ``is_thd``, as sequences of their own with
+    ``cu_seqlens``, or as one sequence (BSHD). Other masks have the second form only."""
+
+    def make(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+        from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+        dims = (q.shape[2], v.shape[2])
+        if is_thd and not case.is_varlen:
+            raise Unfit("The mask has no documents, so BSHD is its only form.")
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise Unfit(f"cudnn.flex_attention takes float16 and bfloat16, not {q.dtype}.")
+        if dims not in ((192, 128), (256, 256)) and any(d % 8 or not 8 <= d <= 128 for d in dims):
+            raise Unfit(f"cudnn.flex_attention has no kernels for head dims {dims} of q and v.")
+        slices, documents, first_key = case.mask.slices.array, {}, None
+        if is_thd:
+            cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=q.device)
+            longest = max(case.documents)
+            documents = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            first_key = np.repeat(case.cu_seqlens[:-1], case.documents)
+        endpoints = torch.from_numpy(key_endpoints(slices, case.seqlen, first_key)).to(q.device)
+        tensors = (q, k, v) if is_thd else (q[None], k[None], v[None])
+        has_backward = any(x.requires_grad for x in tensors)
+        try:
+            plan = create_mask_plan(endpoints, *tensors, build_backward=has_backward, **documents)
+        except NotImplementedError as refusal:  # what it says of GPUs that it has no kernels for
+            raise Unfit(str(refusal)) from refusal
+        if is_thd:
+            return lambda: flex_attn_func(q, k, v, mask_plan=plan)
+        return lambda: flex_attn_func(*tensors, mask_plan=plan).squeeze(0)
+
+    return make
+
+
 def _has(module: str) -> bool:
     try:
         return find_spec(module) is not None
@@ -131,7 +201,7 @@ def _has(module: str) -> bool:
 
 
 # Distributions whose versions say which public kernels were timed.
-_DISTRIBUTIONS = ("flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl")
+_DISTRIBUTIONS = ("flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
 
 
 def installed_peers() -> dict[str, str]:
@@ -148,7 +218,8 @@ def installed_peers() -> dict[str, str]:
 def available(no_peers: bool = False) -> dict[str, Make]:
     """Implementations by name, ours first. Nothing of a peer is imported unless it is there.
 
-    FlashAttention-4 comes with ``pip install --pre "flash-attn-4[cu13]"``.
+    FlashAttention-4 comes with ``pip install --pre "flash-attn-4[cu13]"``, cudnn.flex_attention with
+    ``pip install nvidia-cudnn-frontend``. The latter has two names, one for each form of documents.
     """
     found: dict[str, Make] = {"magi": _ours, "magi_host": _ours_host}
     if no_peers:
@@ -163,4 +234,7 @@ def available(no_peers: bool = False) -> dict[str, Make]:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
         found["fa4"] = _flash_attention(flash_attn_func, flash_attn_varlen_func)
+    if _has("cudnn.flex_attention"):
+        found["cudnn_flex"] = _cudnn_flex(is_thd=False)
+        found["cudnn_flex_thd"] = _cudnn_flex(is_thd=True)
     return found
