@@ -84,7 +84,7 @@ class AttnMask:
         return cls._of(table, total_q, ends[1] if total_seqlen_k is None else total_seqlen_k)
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor | np.ndarray | Sequence[Sequence[int]]) -> AttnMask:
+    def from_mask(cls, mask: torch.Tensor | NDArray[np.generic] | Sequence[Sequence[int]]) -> AttnMask:
         """From a matrix ``(total_q, total_k)`` of zeros and ones; the slices found reproduce it exactly.
 
         Where the keys of every row are one interval these are the published ones: FULL and CAUSAL, rows
@@ -151,7 +151,7 @@ class AttnMask:
         return torch.from_numpy(self.mask_flag_array).unsqueeze(-1)
 
     @property
-    def mask_flag_array(self) -> np.ndarray:
+    def mask_flag_array(self) -> NDArray[np.int32]:
         """Matrix ``(total_q, total_k)`` of zeros and ones, int32."""
         return slices.to_dense(self._table.array, self._total_q, self._total_k).astype(np.int32)
 
@@ -188,7 +188,7 @@ class AttnMask:
         """Number of allowed pairs in the window; ``ContractError`` if it leaves the mask."""
         return int(slices.areas(self._cut(q_range, k_range)).sum())
 
-    def _cut(self, q_range: AttnRange, k_range: AttnRange) -> np.ndarray:
+    def _cut(self, q_range: AttnRange, k_range: AttnRange) -> NDArray[np.int64]:
         (q0, q1), (k0, k1) = q_range, k_range
         for name, start, end, total in (("q", q0, q1, self._total_q), ("k", k0, k1, self._total_k)):
             if start < 0 or end > total:

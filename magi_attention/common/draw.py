@@ -9,9 +9,10 @@ from magi_attention.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 
-def draw_matrix(matrix: np.ndarray, save_path: str | None = None, title: str = "") -> None:
+def draw_matrix(matrix: NDArray[np.bool_], save_path: str | None = None, title: str = "") -> None:
     """Draws ``(rows, columns)`` to ``save_path``, or on the screen if None.
 
     Raises:

@@ -58,7 +58,7 @@ def documents(cu_seqlens: CuSeqlens, total: int) -> tuple[int, ...]:
     return tuple(np.unique(cu).tolist())
 
 
-def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) -> np.ndarray:
+def window_slices(segments: NDArray[np.int64], left: int, right: int, prefix: int = 0) -> NDArray[np.int64]:
     """Disjoint slices of a sliding window on every segment ``(q0, q1, k0, k1)``.
 
     ``prefix`` keys at the start of every segment are seen by each row as far as its right side reaches,
@@ -87,19 +87,25 @@ def window_slices(segments: np.ndarray, left: int, right: int, prefix: int = 0) 
     return merged[np.argsort(owner, kind="stable")]
 
 
-def _band(q0: np.ndarray, q1: np.ndarray, k1: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def _band(
+    q0: NDArray[np.int64],
+    q1: NDArray[np.int64],
+    k1: NDArray[np.int64],
+    left: NDArray[np.int64],
+    right: NDArray[np.int64],
+) -> NDArray[np.int64]:
     """Imaginary bi-causal slice whose real keys are cut out of it: the window before clipping."""
     start = k1 - (q1 - q0) - left
     return np.stack([q0, q1, start, k1 + right, np.full_like(q0, BICAUSAL)], axis=1)
 
 
 def varlen_slices(
-    cu_q: np.ndarray,
-    cu_k: np.ndarray,
+    cu_q: NDArray[np.int64],
+    cu_k: NDArray[np.int64],
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     prefix: int = 0,
-) -> np.ndarray:
+) -> NDArray[np.int64]:
     """One block per sample, full, causal or windowed; samples never see each other."""
     if len(cu_q) != len(cu_k):
         raise ContractError(
@@ -120,7 +126,7 @@ def varlen_slices(
     return np.concatenate([segments, kind], axis=1)
 
 
-def dense_slices(mask: np.ndarray) -> np.ndarray:
+def dense_slices(mask: NDArray[np.generic]) -> NDArray[np.int64]:
     """Exact disjoint slices of a boolean mask: every run of a row joins the diagonal it continues."""
     mask = np.asarray(mask)
     if mask.ndim != 2:

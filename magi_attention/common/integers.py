@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.errors import ContractError
 
@@ -30,7 +31,7 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def as_int_array(value: Any, name: str) -> np.ndarray:
+def as_int_array(value: Any, name: str) -> NDArray[np.int64]:
     """``value`` (nested sequences, array or tensor on any device) as an int64 array of its shape.
 
     What has no element counts as integers. ``ContractError`` for elements that are not integers (floats, bools),
@@ -57,7 +58,7 @@ def as_int_array(value: Any, name: str) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
-def as_pairs(ranges: Any, name: str) -> np.ndarray:
+def as_pairs(ranges: Any, name: str) -> NDArray[np.int64]:
     """``(n, 2)`` int64 from an array, a tensor or any iterable of pairs; ``ContractError`` for anything else."""
     is_array = hasattr(ranges, "dtype")
     array = as_int_array(ranges if is_array else [tuple(pair) for pair in ranges], name)
@@ -95,7 +96,7 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def _kind(array: np.ndarray, has_bools: bool) -> str:
+def _kind(array: NDArray[np.generic], has_bools: bool) -> str:
     if has_bools or array.dtype == np.bool_:
         return "bools"
     if np.issubdtype(array.dtype, np.floating):

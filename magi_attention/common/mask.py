@@ -221,7 +221,7 @@ class Mask:
 
     @classmethod
     def from_dense(
-        cls, mask: np.ndarray | torch.Tensor | Sequence[Sequence[bool]], cu_seqlens: CuSeqlens | None = None
+        cls, mask: NDArray[np.generic] | torch.Tensor | Sequence[Sequence[bool]], cu_seqlens: CuSeqlens | None = None
     ) -> Mask:
         """Exact slices of a boolean matrix (array or tensor), True where attention is allowed; ``cu_seqlens`` as of
         ``from_slices``."""
@@ -265,7 +265,7 @@ class Mask:
         """Number of allowed (query, key) pairs; exact for disjoint slices."""
         return self.slices.area
 
-    def to_dense(self) -> np.ndarray:
+    def to_dense(self) -> NDArray[np.bool_]:
         """Boolean ``(total_q, total_k)``, True where attention is allowed."""
         return to_dense(self.slices.array, self.total_q, self.total_k)
 

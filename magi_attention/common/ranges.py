@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.intervals import intersect_intervals, merge_intervals, subtract_intervals
 from magi_attention.common.range import AttnRange, NaiveRange, RangeType
@@ -77,11 +78,11 @@ class AttnRanges:
         return AttnRanges.from_ranges(pairwise(cu_seqlens))
 
     @staticmethod
-    def from_array(array: np.ndarray) -> AttnRanges:
+    def from_array(array: NDArray[np.integer]) -> AttnRanges:
         """From integers of shape ``(n, 2)``."""
         return AttnRanges.from_ranges(array.reshape(-1, 2).tolist())
 
-    def to_array(self) -> np.ndarray:
+    def to_array(self) -> NDArray[np.int64]:
         """int64 ``(n, 2)``, a copy."""
         flat = [bound for r in self._ranges for bound in r]
         return np.array(flat, dtype=np.int64).reshape(-1, 2)

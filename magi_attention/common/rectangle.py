@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
@@ -208,7 +209,7 @@ class AttnRectangle:
         (q0, q1), (k0, k1), (low, high) = self._bounds()
         return low == k0 - q0 and high == k1 - q1
 
-    def to_slices(self) -> np.ndarray:
+    def to_slices(self) -> NDArray[np.int64]:
         """At most three disjoint AttnSlices with the same pairs, int64 ``(n, 5)``, rows ascending."""
         self._bounds()
         rect = self.get_valid_or_none()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
@@ -93,7 +94,7 @@ class AttnRectangles:
         """Sum of the areas."""
         return sum(rect.area() for rect in self._rects)
 
-    def to_slices(self) -> np.ndarray:
+    def to_slices(self) -> NDArray[np.int64]:
         """AttnSlices of all rectangles, int64 ``(n, 5)``."""
         parts = [rect.to_slices() for rect in self._rects]
         return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])

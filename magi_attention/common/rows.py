@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.slices import CAUSAL, FULL, row_bounds
 
@@ -18,12 +19,12 @@ from magi_attention.common.slices import CAUSAL, FULL, row_bounds
 class RowIntervals:
     """Made by ``of_slices`` or ``of_dense``, which give None where the keys of some row are not one interval."""
 
-    starts: np.ndarray
-    ends: np.ndarray
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
     total_k: int
 
     @classmethod
-    def of_slices(cls, slices: np.ndarray, total_q: int, total_k: int) -> RowIntervals | None:
+    def of_slices(cls, slices: NDArray[np.int64], total_q: int, total_k: int) -> RowIntervals | None:
         """Of disjoint slices, int64 ``(n, 5)``."""
         starts, ends = np.full(total_q, total_k, dtype=np.int64), np.zeros(total_q, dtype=np.int64)
         counts = np.zeros(total_q, dtype=np.int64)
@@ -38,7 +39,7 @@ class RowIntervals:
         return cls(starts, ends, total_k) if (counts == ends - starts).all() else None
 
     @classmethod
-    def of_dense(cls, mask: np.ndarray) -> RowIntervals | None:
+    def of_dense(cls, mask: NDArray[np.bool_]) -> RowIntervals | None:
         """Of a boolean matrix ``(total_q, total_k)``."""
         total_q, total_k = mask.shape
         counts = mask.sum(axis=1, dtype=np.int64)
@@ -48,7 +49,7 @@ class RowIntervals:
             ends = np.where(counts > 0, total_k - mask[:, ::-1].argmax(axis=1), 0)
         return cls(starts, ends, total_k) if (counts == ends - starts).all() else None
 
-    def to_slices(self) -> np.ndarray:
+    def to_slices(self) -> NDArray[np.int64]:
         """The published reading: FULL and CAUSAL slices from the top, int64 ``(n, 5)``, every row in one of them.
 
         Equal rows in succession are FULL. Rows that gain a key at the end are CAUSAL, together with the row
@@ -112,18 +113,18 @@ class RowIntervals:
         reaches_end = seeing[-1] == len(lengths) - 1
         return bool(is_fine.all() and reaches_end) and self._tiles_keys(starts[is_first], ends[is_last])
 
-    def _document_rows(self) -> np.ndarray:
+    def _document_rows(self) -> NDArray[np.int64]:
         """First rows of runs with one start."""
         is_first = np.ones(len(self.starts), dtype=bool)
         is_first[1:] = self.starts[1:] != self.starts[:-1]
         return np.flatnonzero(is_first)
 
-    def _tiles_keys(self, starts: np.ndarray, ends: np.ndarray) -> bool:
+    def _tiles_keys(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
         """Do these intervals follow one another from 0 to ``total_k``?"""
         return [0, *ends.tolist()] == [*starts.tolist(), self.total_k]
 
 
-def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+def _runs(values: NDArray[np.int64]) -> list[tuple[int, int]]:
     """``(first, last)`` of every run of equal values."""
     cuts = np.flatnonzero(values[1:] != values[:-1]) + 1
     firsts = [0, *cuts.tolist()] if len(values) else []

@@ -19,11 +19,11 @@ All functions are vectorised over slices, take and return plain arrays and never
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,24 +45,32 @@ MOST_PAIRS = 1 << 62  # of one mask; below it twice their number, which areas() 
 MOST_POSITION = (1 << 31) - 1  # that kernels take
 
 
-def empty_slices() -> np.ndarray:
+def empty_slices() -> NDArray[np.int64]:
     return np.zeros((0, 5), dtype=np.int64)
 
 
-def areas(slices: np.ndarray, dtype: type = np.int64) -> np.ndarray:
+@overload
+def areas(slices: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+
+@overload
+def areas(slices: NDArray[np.int64], dtype: type[np.float64]) -> NDArray[np.float64]: ...
+
+
+def areas(slices: NDArray[np.int64], dtype: type[np.int64] | type[np.float64] = np.int64) -> NDArray[Any]:
     """Number of allowed pairs of each slice, ``(N,)``; in float64 about right where int64 would overflow."""
     sq = slices[:, Q1] - slices[:, Q0]
     sk = slices[:, K1] - slices[:, K0]
     rows = np.minimum(sq, sk)
     trapezoid = (2 * sk - rows + 1).astype(dtype, copy=False) * rows // 2
-    height = sq.astype(dtype, copy=False)
+    height: NDArray[Any] = sq.astype(dtype, copy=False)
     band = np.where(sk >= sq, height * (sk - sq + 1), 0)
     kind = slices[:, TYPE]
     out = np.where(kind == FULL, height * sk, np.where(kind == BICAUSAL, band, trapezoid))
     return np.where((sq > 0) & (sk > 0), out, 0)
 
 
-def check_countable(slices: np.ndarray, total_q: int, total_k: int) -> None:
+def check_countable(slices: NDArray[np.int64], total_q: int, total_k: int) -> None:
     """``ContractError`` if the tokens of a mask, or its allowed pairs, are more than int64 arithmetic can count.
 
     Causal attention may have up to 3,037,000,499 tokens, full attention 2,147,483,647.
@@ -79,7 +87,7 @@ def check_countable(slices: np.ndarray, total_q: int, total_k: int) -> None:
         )
 
 
-def trim(slices: np.ndarray) -> np.ndarray:
+def trim(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Drops rows that see nothing and slices without pairs; afterwards non-FULL slices have sq <= sk."""
     out = slices.copy()
     excess = np.maximum((out[:, Q1] - out[:, Q0]) - (out[:, K1] - out[:, K0]), 0)
@@ -91,8 +99,8 @@ def trim(slices: np.ndarray) -> np.ndarray:
 
 
 def cut_q(
-    slices: np.ndarray, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
-) -> tuple[np.ndarray, np.ndarray]:
+    slices: NDArray[np.int64], start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
 
     ``start`` and ``end`` are global rows, scalars or one per slice.
@@ -110,8 +118,8 @@ def cut_q(
 
 
 def cut_k(
-    slices: np.ndarray, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
-) -> tuple[np.ndarray, np.ndarray]:
+    slices: NDArray[np.int64], start: NDArray[np.int64] | int, end: NDArray[np.int64] | int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Keys ``[start, end)`` of each trimmed slice; returns ``(pieces, parent index)``.
 
     ``start`` and ``end`` are global keys, scalars or one per slice. One slice gives up to three disjoint
@@ -154,7 +162,7 @@ def cut_k(
     return pieces, parent
 
 
-def merge(slices: np.ndarray) -> np.ndarray:
+def merge(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Joins pieces that touch in k (same q range) or in q (same diagonal), keeping the pair set."""
     before = -1
     while before != len(slices):
@@ -163,7 +171,7 @@ def merge(slices: np.ndarray) -> np.ndarray:
     return slices
 
 
-def _merge_keys(slices: np.ndarray) -> np.ndarray:
+def _merge_keys(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     order = np.lexsort((slices[:, K0], slices[:, Q1], slices[:, Q0]))
     rows = slices[order].tolist()
     out: list[list[int]] = []
@@ -183,7 +191,7 @@ def _merge_keys(slices: np.ndarray) -> np.ndarray:
     return np.array(out, dtype=np.int64).reshape(-1, 5)
 
 
-def _merge_rows(slices: np.ndarray) -> np.ndarray:
+def _merge_rows(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     # Sorting by the invariants of each type brings the pieces of one diagonal side by side.
     kind = slices[:, TYPE]
     right = np.where(kind & 1, slices[:, K1] - slices[:, Q1], slices[:, K1])
@@ -203,14 +211,14 @@ def _merge_rows(slices: np.ndarray) -> np.ndarray:
     return np.array(out, dtype=np.int64).reshape(-1, 5)
 
 
-def diagonal_bounds(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def diagonal_bounds(slices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Closed bounds of ``d = k - q`` per slice; unbounded sides are +-2**60."""
     low = np.where(slices[:, TYPE] & 2, slices[:, K0] - slices[:, Q0], -_UNBOUNDED)
     high = np.where(slices[:, TYPE] & 1, slices[:, K1] - slices[:, Q1], _UNBOUNDED)
     return low, high
 
 
-def first_overlap(slices: np.ndarray) -> tuple[int, int] | None:
+def first_overlap(slices: NDArray[np.int64]) -> tuple[int, int] | None:
     """Indices of two slices that share an allowed pair, or None. Exact; O(N log N) plus candidates."""
     order = np.argsort(slices[:, Q0], kind="stable")
     s = slices[order]
@@ -230,7 +238,7 @@ def first_overlap(slices: np.ndarray) -> tuple[int, int] | None:
     return None
 
 
-def row_bounds(row: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def row_bounds(row: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Half-open allowed key range of every row of one slice: two int64 arrays of length sq."""
     q0, q1, k0, k1, kind = (int(x) for x in row)
     i = np.arange(q1 - q0, dtype=np.int64)
@@ -240,7 +248,7 @@ def row_bounds(row: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return start, np.maximum(end, start)
 
 
-def to_dense(slices: np.ndarray, total_q: int, total_k: int) -> np.ndarray:
+def to_dense(slices: NDArray[np.int64], total_q: int, total_k: int) -> NDArray[np.bool_]:
     """Boolean mask ``(total_q, total_k)``, True where attention is allowed; the ground truth of tests."""
     mask = np.zeros((total_q, total_k), dtype=bool)
     columns = np.arange(total_k)
@@ -258,7 +266,7 @@ class SliceTable:
 
     __slots__ = ("array", "__dict__")
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: NDArray[np.integer]) -> None:
         array = np.ascontiguousarray(as_int_array(array, "The slices")).reshape(-1, 5).copy()
         array.setflags(write=False)
         self.array = array
@@ -300,7 +308,7 @@ class SliceTable:
     def __repr__(self) -> str:
         return f"SliceTable({len(self)} slices, area {self.area})"
 
-    def __reduce__(self) -> tuple[type[SliceTable], tuple[np.ndarray]]:
+    def __reduce__(self) -> tuple[type[SliceTable], tuple[NDArray[np.int64]]]:
         return SliceTable, (np.array(self.array),)
 
     @cached_property

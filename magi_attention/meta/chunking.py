@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import ramps
@@ -40,13 +41,15 @@ def resolve_chunk_size(total: int, cp_size: int, requested: int | None, min_chun
     return min(auto, requested) if requested else auto
 
 
-def chunk_bounds(padded_total: int, chunk_size: int) -> np.ndarray:
+def chunk_bounds(padded_total: int, chunk_size: int) -> NDArray[np.int64]:
     """``(num_chunks, 2)`` half-open token ranges; only the last may be short (uneven shard)."""
     starts = np.arange(0, padded_total, chunk_size, dtype=np.int64)
     return np.stack([starts, np.minimum(starts + chunk_size, padded_total)], axis=1)
 
 
-def split_by_chunk(slices: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split_by_chunk(
+    slices: NDArray[np.int64], bounds: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cuts slices at chunk bounds.
 
     Returns ``(pieces, chunk of each piece, index of its slice in q order)``, pieces in chunk order. Rows that
@@ -66,13 +69,13 @@ def split_by_chunk(slices: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, 
     return pieces[order], chunk_of[order], slice_of[order]
 
 
-def sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+def sum_by(index: NDArray[np.int64], values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Exact int64 sums of ``values`` per index (bincount would go through float64)."""
     out = np.zeros(size, dtype=np.int64)
     np.add.at(out, index, values)
     return out
 
 
-def chunk_areas(pieces: np.ndarray, chunk_of: np.ndarray, num_chunks: int) -> np.ndarray:
+def chunk_areas(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int) -> NDArray[np.int64]:
     """Allowed pairs per chunk, int64 ``(num_chunks,)``."""
     return sum_by(chunk_of, areas(pieces), num_chunks)

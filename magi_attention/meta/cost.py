@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.meta.plan import Plan
 
@@ -62,13 +63,13 @@ def ring_rows(plan: Plan) -> int:
     return plan.padded_tokens * (plan.cp_size - 1)
 
 
-def stage_rows(plan: Plan) -> np.ndarray:
+def stage_rows(plan: Plan) -> NDArray[np.int64]:
     """Rows received per rank and stage, int64 ``(cp_size, num_stages)``."""
     rows = [[int((r[:, 1] - r[:, 0]).sum()) for r in stages] for stages in plan.stage_ranges]
     return np.array(rows, dtype=np.int64).reshape(plan.cp_size, plan.num_stages)
 
 
-def contiguous_areas(plan: Plan) -> np.ndarray:
+def contiguous_areas(plan: Plan) -> NDArray[np.int64]:
     """Areas per rank if the sequence were simply cut into ``cp_size`` equal runs of chunks: no balancing."""
     chunks = np.array_split(plan.chunk_areas, plan.cp_size)
     return np.array([int(part.sum()) for part in chunks], dtype=np.int64)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.slices import K0, K1, areas
@@ -33,9 +34,9 @@ Partitions = tuple[tuple[int, ...], ...]
 
 
 def solve_dispatch(
-    pieces: np.ndarray,
-    chunk_of: np.ndarray,
-    slice_of: np.ndarray,
+    pieces: NDArray[np.int64],
+    chunk_of: NDArray[np.int64],
+    slice_of: NDArray[np.int64],
     num_chunks: int,
     cp_size: int,
     config: DispatchConfig,
@@ -73,8 +74,8 @@ def solve_dispatch(
 
 def _by_locality(
     alg: LocalityDispatchAlg,
-    pieces: np.ndarray,
-    chunk_of: np.ndarray,
+    pieces: NDArray[np.int64],
+    chunk_of: NDArray[np.int64],
     work: list[int],
     cp_size: int,
     chunk_size: int,
@@ -103,7 +104,11 @@ def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_si
 
 
 def _affinities(
-    alg: DispatchAlg, pieces: np.ndarray, chunk_of: np.ndarray, slice_of: np.ndarray, num_chunks: int
+    alg: DispatchAlg,
+    pieces: NDArray[np.int64],
+    chunk_of: NDArray[np.int64],
+    slice_of: NDArray[np.int64],
+    num_chunks: int,
 ) -> tuple[Sequence[BaseDispatchAffinity] | None, list[int] | None]:
     if alg.type == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
         ids: list[list[int]] = [[] for _ in range(num_chunks)]

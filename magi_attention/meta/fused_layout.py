@@ -55,16 +55,16 @@ class RankFusedLayout:
     base: int
     rows: int
     slices: SliceTable
-    arrivals: np.ndarray
-    owners: np.ndarray
-    transfers: np.ndarray
-    signals: np.ndarray
-    target_rows: np.ndarray
-    src_rows: np.ndarray
-    senders: np.ndarray
+    arrivals: NDArray[np.int32]
+    owners: NDArray[np.int32]
+    transfers: NDArray[np.int32]
+    signals: NDArray[np.int32]
+    target_rows: NDArray[np.int32]
+    src_rows: NDArray[np.int32]
+    senders: NDArray[np.int32]
     buffer_rows: int
     grad_rows: int
-    signal_rows: np.ndarray
+    signal_rows: NDArray[np.int64]
 
     @property
     def rank_of_signal(self) -> dict[int, int]:
@@ -72,7 +72,7 @@ class RankFusedLayout:
         return dict(zip(self.arrivals.tolist(), self.owners.tolist()))
 
     @cached_property
-    def summed_tiles(self) -> np.ndarray:
+    def summed_tiles(self) -> NDArray[np.int32]:
         """(S,) int32: the tiles of local rows to which other ranks add."""
         rows = padded(self.local_rows)
         is_added = np.zeros(rows, dtype=bool)
@@ -80,14 +80,14 @@ class RankFusedLayout:
         return np.flatnonzero(is_added.reshape(-1, TILE).any(axis=1)).astype(np.int32)
 
     @cached_property
-    def summed(self) -> np.ndarray:
+    def summed(self) -> NDArray[np.int32]:
         """(local tiles,) int32: which of ``summed_tiles`` a tile is, -1 for none."""
         numbers = np.full(padded(self.local_rows) // TILE, -1, dtype=np.int32)
         numbers[self.summed_tiles] = np.arange(len(self.summed_tiles))
         return numbers
 
     @cached_property
-    def summed_src_rows(self) -> np.ndarray:
+    def summed_src_rows(self) -> NDArray[np.int32]:
         """(W, 128 S) int32: ``src_rows`` of the rows of ``summed_tiles``; behind the last row -1."""
         src_rows = np.pad(self.src_rows, ((0, 0), (0, padded(self.local_rows) - self.local_rows)), constant_values=-1)
         return src_rows.reshape(self.world, -1, TILE)[:, self.summed_tiles].reshape(self.world, -1)
@@ -105,10 +105,10 @@ class _RankBuffer:
     none."""
 
     stretches: Stretches
-    owners: np.ndarray
-    arrivals: np.ndarray
-    signals: np.ndarray
-    signal_rows: np.ndarray
+    owners: NDArray[np.int32]
+    arrivals: NDArray[np.int32]
+    signals: NDArray[np.int64]
+    signal_rows: NDArray[np.int64]
 
     @property
     def num_signals(self) -> int:
@@ -127,7 +127,7 @@ class FusedLayout:
         return [self._buffer(rank) for rank in range(self.world)]
 
     @cached_property
-    def grad_starts(self) -> np.ndarray:
+    def grad_starts(self) -> NDArray[np.int64]:
         """``[s, r]``: first row of what rank r adds, in the buffer of gradients of rank s; the last column is its
         size."""
         tiles = np.array(
@@ -172,7 +172,7 @@ class FusedLayout:
         both = Stretches(*map(np.concatenate, zip(data, zeros)))
         return self._with_signals(rank, both.of(np.argsort(both.at)), np.repeat(owner[first], padded(run_rows) // TILE))
 
-    def _with_signals(self, rank: int, stretches: Stretches, owners: np.ndarray) -> _RankBuffer:
+    def _with_signals(self, rank: int, stretches: Stretches, owners: NDArray[np.int64]) -> _RankBuffer:
         """Slots are numbered group by group, in each by how far their owner is before ``rank``."""
         groups, world = group_of_tile(len(owners)), self.world
         used, arrivals = np.unique(groups * world + (rank - owners) % world, return_inverse=True)
@@ -204,7 +204,7 @@ class FusedLayout:
         source[data] = host.localize(rows)[:, 0]
         return mine._replace(source=source).joined()
 
-    def _transfers(self, rank: int, sent: list[Stretches]) -> tuple[np.ndarray, np.ndarray]:
+    def _transfers(self, rank: int, sent: list[Stretches]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Readers of a group are served evenly: no two ranks that have much for one of them get into each other's way
         while links to others are idle."""
         signals, found = [], []
@@ -232,7 +232,7 @@ class FusedLayout:
             np.stack([*signal, np.zeros_like(signal_key)], axis=1)[by_key].astype(np.int32),
         )
 
-    def _src_rows(self, rank: int, sent: list[Stretches], local_rows: int) -> np.ndarray:
+    def _src_rows(self, rank: int, sent: list[Stretches], local_rows: int) -> NDArray[np.int32]:
         src_rows = np.full((self.world, local_rows), -1, dtype=np.int32)
         for reader, mine in enumerate(sent):
             data = mine.of(np.flatnonzero(mine.source >= 0))
@@ -241,7 +241,7 @@ class FusedLayout:
             src_rows[reader, ramps(data.source, data.rows)] = ramps(first, data.rows)
         return src_rows
 
-    def _target_rows(self, rank: int) -> np.ndarray:
+    def _target_rows(self, rank: int) -> NDArray[np.int32]:
         """First row of each tile in its owner's buffer of gradients; tiles of an owner follow one another there."""
         owners = self.buffers[rank].owners
         order = np.argsort(owners, kind="stable")
@@ -252,12 +252,12 @@ class FusedLayout:
         return first.astype(np.int32)
 
     @cached_property
-    def _sent_rows(self) -> np.ndarray:
+    def _sent_rows(self) -> NDArray[np.int64]:
         """(groups, W): rows that an owner has sent when a group is complete, to all ranks."""
         sent: NDArray[np.int64] = np.cumsum(sum(buffer.signal_rows for buffer in self.buffers), axis=0)
         return sent
 
-    def _signal_rows(self, rank: int) -> np.ndarray:
+    def _signal_rows(self, rank: int) -> NDArray[np.int64]:
         buffer = self.buffers[rank]
         used = buffer.signals >= 0
         rows = np.zeros((2, buffer.num_signals), dtype=np.int64)
@@ -266,13 +266,13 @@ class FusedLayout:
         return late
 
 
-def group_of_tile(num_tiles: int) -> np.ndarray:
+def group_of_tile(num_tiles: int) -> NDArray[np.int64]:
     """(num_tiles,): the last tiles are in group 0, which is sent first."""
     groups = int(np.clip(num_tiles // _GROUP_TILES, 1, MAX_GROUPS))
     return groups - 1 - np.arange(num_tiles) * groups // max(num_tiles, 1)
 
 
-def _rotated(cut: np.ndarray, own: np.ndarray) -> np.ndarray:
+def _rotated(cut: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.int64]:
     """Ranges in the order of the sequence, but those from the longest of ``own`` on come first."""
     if not len(own):
         return cut

@@ -42,7 +42,7 @@ class StagePlan:
     """
 
     slices: SliceTable
-    recv_ranges: np.ndarray
+    recv_ranges: NDArray[np.int64]
     cast: GroupSpec
 
     @property
@@ -59,7 +59,7 @@ class RankPlan:
     """What one rank does. ``host`` slices have local query rows and local key rows."""
 
     rank: int
-    host_ranges: np.ndarray
+    host_ranges: NDArray[np.int64]
     host: SliceTable
     stages: tuple[StagePlan, ...]
 
@@ -98,7 +98,7 @@ class Plan:
     cp_size: int
     partitions: tuple[tuple[int, ...], ...]
     degree: int
-    stage_ranges: tuple[tuple[np.ndarray, ...], ...]
+    stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
     overlap: OverlapConfig
     uneven_shard: bool = False
     num_heads_q: int = 1
@@ -152,7 +152,7 @@ class Plan:
         return self.total_tokens + self.pad_size
 
     @cached_property
-    def chunk_ranges(self) -> np.ndarray:
+    def chunk_ranges(self) -> NDArray[np.int64]:
         """``(num_chunks, 2)`` token ranges."""
         return chunk_bounds(self.padded_tokens, self.chunk_size)
 
@@ -172,7 +172,7 @@ class Plan:
         return owner
 
     @cached_property
-    def local_start_of_chunk(self) -> np.ndarray:
+    def local_start_of_chunk(self) -> NDArray[np.int64]:
         """First local row of every chunk on the rank that owns it."""
         start = np.empty(self.num_chunks, dtype=np.int64)
         for chunks in self.partitions:
@@ -185,15 +185,17 @@ class Plan:
         """Tokens per rank, pad included."""
         return tuple(total_length(self.chunk_ranges[list(chunks)]) for chunks in self.partitions)
 
-    def host_ranges(self, rank: int) -> np.ndarray:
+    def host_ranges(self, rank: int) -> NDArray[np.int64]:
         """Merged token ranges of a rank."""
         return merge_intervals(self.chunk_ranges[list(self.partitions[rank])])
 
-    def position_array(self, rank: int) -> np.ndarray:
+    def position_array(self, rank: int) -> NDArray[np.int64]:
         """Global position of every local row, int64, pad rows beyond ``total_tokens`` included."""
         return Packing(self.host_ranges(rank)).positions()
 
-    def document_bounds(self, rank: int, cu_seqlens: CuSeqlens | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def document_bounds(
+        self, rank: int, cu_seqlens: CuSeqlens | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Global positions at which the document of every local row begins and ends, two int64 arrays; pad rows count
         to the last document.
 
@@ -213,17 +215,17 @@ class Plan:
     # ---- areas --------------------------------------------------------------------------------------
 
     @cached_property
-    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
+    def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         pieces, chunk_of, _ = split_by_chunk(self.slices.array, self.chunk_ranges)
         return pieces, chunk_of
 
     @cached_property
-    def chunk_areas(self) -> np.ndarray:
+    def chunk_areas(self) -> NDArray[np.int64]:
         """Allowed pairs per chunk."""
         return chunk_areas(*self._pieces, self.num_chunks)
 
     @cached_property
-    def areas(self) -> np.ndarray:
+    def areas(self) -> NDArray[np.int64]:
         """Allowed pairs per rank."""
         return sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size)
 
@@ -235,7 +237,7 @@ class Plan:
     # ---- communication ------------------------------------------------------------------------------
 
     @cached_property
-    def _split_points(self) -> tuple[np.ndarray, ...]:
+    def _split_points(self) -> tuple[NDArray[np.int64], ...]:
         """Per stage, every coordinate at which some rank's request starts or ends, or ownership changes.
 
         Cutting all ranges there makes sender and receiver agree on the splits without talking.
@@ -250,7 +252,7 @@ class Plan:
         """Rank that owns each global position."""
         return self.rank_of_chunk[positions // self.chunk_size]
 
-    def comm_matrix(self, stage: int | None = None) -> np.ndarray:
+    def comm_matrix(self, stage: int | None = None) -> NDArray[np.int64]:
         """Rows (tokens of K and V) that rank i sends to rank j, int64 ``(cp, cp)``; all stages by default."""
         matrix = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
         for s in range(self.num_stages) if stage is None else [stage]:
@@ -294,7 +296,7 @@ class Plan:
     def _ranks(self) -> dict[int, RankPlan]:
         return {}
 
-    def slices_of(self, rank: int) -> np.ndarray:
+    def slices_of(self, rank: int) -> NDArray[np.int64]:
         """The slices whose queries ``rank`` holds, ``(N, 5)`` in global coordinates."""
         pieces, chunk_of = self._pieces
         return merge(pieces[self.rank_of_chunk[chunk_of] == rank])
@@ -329,7 +331,9 @@ def _covered(cut: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bo
     return is_inside
 
 
-def cut_by_windows(slices: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cut_by_windows(
+    slices: NDArray[np.int64], windows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Every slice cut by every merged window that its keys meet: ``(pieces, window index)``."""
     low = np.searchsorted(windows[:, 1], slices[:, K0], side="right")
     high = np.searchsorted(windows[:, 0], slices[:, K1], side="left")
@@ -339,7 +343,7 @@ def cut_by_windows(slices: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray,
     return pieces, window[parent]
 
 
-def local_slices(slices: np.ndarray, q_pack: Packing, k_pack: Packing) -> np.ndarray:
+def local_slices(slices: NDArray[np.int64], q_pack: Packing, k_pack: Packing) -> NDArray[np.int64]:
     """The pairs of ``slices`` whose key is in ``k_pack``, in packed coordinates, merged.
 
     Pieces that are far apart globally but neighbours in the buffer become one.
@@ -353,12 +357,12 @@ def local_slices(slices: np.ndarray, q_pack: Packing, k_pack: Packing) -> np.nda
     return merge(out)
 
 
-def remote_ranges(slices: np.ndarray, host_ranges: np.ndarray) -> np.ndarray:
+def remote_ranges(slices: NDArray[np.int64], host_ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Keys that the slices read and the host does not hold."""
     return subtract_intervals(slices[:, [K0, K1]], host_ranges)
 
 
-def remote_areas(slices: np.ndarray, remote: Packing, chunk: int) -> np.ndarray:
+def remote_areas(slices: NDArray[np.int64], remote: Packing, chunk: int) -> NDArray[np.int64]:
     """Allowed pairs per overlap chunk, i.e. per ``chunk`` consecutive rows of the packed remote keys."""
     starts = np.arange(0, max(remote.length, 1), chunk)
     cut = split_at(np.array([[0, remote.length]]), np.concatenate([starts, remote.offsets]))

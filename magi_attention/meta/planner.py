@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.integers import as_int
@@ -82,7 +83,7 @@ def build_plan(
 class _Choice(NamedTuple):
     chunk: int
     pad: int
-    cut: tuple[np.ndarray, np.ndarray, np.ndarray]  # pieces, chunk of each, chunk bounds
+    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # pieces, chunk of each, chunk bounds
     partitions: tuple[tuple[int, ...], ...]
     imbalance: float  # heaviest rank over the mean
 
@@ -181,7 +182,7 @@ def _finish(
     plan_type: type[Plan],
     slices: SliceTable,
     overlap: OverlapConfig,
-    cut: tuple[np.ndarray, np.ndarray, np.ndarray],
+    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     **sizes: Any,
 ) -> Plan:
     """Stage ranges of every rank, at one degree common to all."""
@@ -194,7 +195,7 @@ def _finish(
     hosts = [Packing(bounds[list(chunks)]) for chunks in partitions]
     remotes = [Packing(remote_ranges(mine, host.ranges)) for mine, host in zip(by_rank, hosts)]
     degree: int
-    stage_ranges: tuple[tuple[np.ndarray, ...], ...]
+    stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
     if len(partitions) == 1:
         degree, stage_ranges = 0, ((),)
     elif overlap.no_overlap:
@@ -211,7 +212,7 @@ def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
 
 
 def _common_degree(
-    overlap: OverlapConfig, by_rank: Sequence[np.ndarray], hosts: Sequence[Packing], remotes: Sequence[Packing]
+    overlap: OverlapConfig, by_rank: Sequence[NDArray[np.int64]], hosts: Sequence[Packing], remotes: Sequence[Packing]
 ) -> int:
     if overlap.mode == AttnOverlapMode.STATIC:
         assert overlap.degree is not None, "OverlapConfig asks STATIC for a degree"
@@ -225,7 +226,9 @@ def _common_degree(
     return max(degrees)
 
 
-def stage_costs(overlap: OverlapConfig, mine: np.ndarray, host: Packing, remote: Packing) -> list[OverlapStageCost]:
+def stage_costs(
+    overlap: OverlapConfig, mine: NDArray[np.int64], host: Packing, remote: Packing
+) -> list[OverlapStageCost]:
     """Predicted cost of the host (entry 0) and of every overlap chunk of one rank."""
     chunk = overlap_chunk(remote.length, overlap)
     remote_area = remote_areas(mine, remote, chunk) if remote.length else np.zeros(0, dtype=np.int64)
@@ -237,7 +240,7 @@ def stage_costs(overlap: OverlapConfig, mine: np.ndarray, host: Packing, remote:
     return costs
 
 
-def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[np.ndarray, ...]:
+def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[NDArray[np.int64], ...]:
     """Key ranges of every stage of one rank: runs of overlap chunks, in the algorithm's order."""
     chunk = overlap_chunk(remote.length, overlap)
     count = -(-remote.length // chunk)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.intervals import ramps
 
@@ -13,12 +14,12 @@ from magi_attention.common.intervals import ramps
 class Stretches(NamedTuple):
     """(N,) each, int64: whose rows, the first in the source, -1 for zeros, the first in the buffer, and how many."""
 
-    owner: np.ndarray
-    source: np.ndarray
-    at: np.ndarray
-    rows: np.ndarray
+    owner: NDArray[np.int64]
+    source: NDArray[np.int64]
+    at: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
-    def of(self, which: np.ndarray) -> Stretches:
+    def of(self, which: NDArray[np.int64]) -> Stretches:
         return Stretches(*(x[which] for x in self))
 
     def joined(self) -> Stretches:
@@ -29,7 +30,7 @@ class Stretches(NamedTuple):
         rows = np.add.reduceat(self.rows, first) if len(first) else self.rows
         return Stretches(self.owner[first], self.source[first], self.at[first], rows)
 
-    def cut_at(self, points: np.ndarray) -> Stretches:
+    def cut_at(self, points: NDArray[np.int64]) -> Stretches:
         """Cut at these rows of the buffer, ascending."""
         low = np.searchsorted(points, self.at, side="right")
         counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
@@ -46,7 +47,7 @@ class Stretches(NamedTuple):
         begin, end = self.at[which] + most * number, (self.at + self.rows)[which]
         return self.of(which)._part(begin, np.where(self.source[which] < 0, end, np.minimum(begin + most, end)))
 
-    def _part(self, begin: np.ndarray, end: np.ndarray) -> Stretches:
+    def _part(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> Stretches:
         source = np.where(self.source < 0, -1, self.source + begin - self.at)
         return Stretches(self.owner, source, begin, end - begin)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import Q0, SliceTable, areas
@@ -106,6 +107,6 @@ class CalcMeta:
         return AttnArg.from_slices(SliceTable(np.concatenate(parts)))
 
 
-def _are_disjoint(ranges: np.ndarray) -> bool:
+def _are_disjoint(ranges: NDArray[np.int64]) -> bool:
     ordered = ranges[np.argsort(ranges[:, 0], kind="stable")]
     return bool((ordered[1:, 0] >= ordered[:-1, 1]).all())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.intervals import as_intervals, intersect_intervals, merge_intervals, total_length
 from magi_attention.common.range import AttnRange, RangeType
@@ -50,7 +51,7 @@ class BaseDispatchAffinity(ABC):
 class IOUAffinity(BaseDispatchAffinity):
     """Key ranges; closest means most shared keys."""
 
-    def __init__(self, k_ranges: Iterable[RangeType] | np.ndarray = ()) -> None:
+    def __init__(self, k_ranges: Iterable[RangeType] | NDArray[np.int64] = ()) -> None:
         self._merged = merge_intervals(as_intervals(k_ranges))
 
     @classmethod

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from magi_attention.common.slices import K0, K1
 from magi_attention.errors import UnsupportedError
@@ -28,7 +29,7 @@ _SHARE_OF_MAX = 0.7  # how much the rank that fetches most counts, against the m
 _SEED = 1
 
 
-def key_masks(pieces: np.ndarray, chunk_of: np.ndarray, num_chunks: int, chunk_size: int) -> list[int]:
+def key_masks(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int, chunk_size: int) -> list[int]:
     """For every chunk, the chunks whose keys its queries read, as bits of an integer."""
     masks = [0] * num_chunks
     ends = zip(chunk_of.tolist(), (pieces[:, K0] // chunk_size).tolist(), ((pieces[:, K1] - 1) // chunk_size).tolist())
@@ -80,7 +81,7 @@ class _State:
 
 
 @lru_cache(maxsize=16)
-def _proposals(sizes: tuple[int, ...], steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _proposals(sizes: tuple[int, ...], steps: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """(steps, 4) int32, rank, place, other rank and place there of the chunks to be swapped; and (steps,) thresholds.
     They do not depend on what is swapped, so masks of one training run share them."""
     draw, world = random.Random(_SEED), len(sizes)
@@ -114,7 +115,9 @@ def improve(
         return _improve_here(_State(parts, areas, masks, chunk_cost), proposals, thresholds)
 
 
-def _improve_here(state: _State, proposals: np.ndarray, thresholds: np.ndarray) -> tuple[float, list[list[int]]]:
+def _improve_here(
+    state: _State, proposals: NDArray[np.int32], thresholds: NDArray[np.float64]
+) -> tuple[float, list[list[int]]]:
     best = (state.energy, [list(part) for part in state.parts])
     for (r, i, s, j), threshold in zip(proposals.tolist(), thresholds.tolist()):
         if state.try_swap(r, i, s, j, state.energy + threshold) and state.energy < best[0] - 1e-12:
