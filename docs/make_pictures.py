@@ -40,7 +40,6 @@ STYLES = {
     "magi": ("#6f9fdc", "ours: flex_flash_attn_func (mask on the GPU)"),
     "fa4": ("#e08e36", "FlashAttention-4"),
     "cudnn_flex": ("#59a869", "cudnn.flex_attention"),
-    "fa3": ("#b9a3c9", "FlashAttention-3 (an earlier run)"),
 }
 TITLES = {
     "full": "full",
