@@ -14,11 +14,13 @@ after one that was not.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from magi_attention.comm.collectives.wire import dense_strides
+from magi_attention.common.slices import SliceTable
 from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
@@ -53,7 +55,7 @@ def dist_attn(
         if precision is not None:
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
         call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace)
-    out, lse, max_logits = _DistAttn.apply(q, k, v, sink, call)
+    out, lse, max_logits = _apply(q, k, v, sink, call)
     if out.dtype != out_dtype:  # asked here, because every layer passes by and to() unpacks longer to find out
         out = out.to(out_dtype)
     return out, lse, max_logits if return_max_logits else None
@@ -70,7 +72,9 @@ class _Forward(NamedTuple):
 
 class _DistAttn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, call: AttnCall):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttnCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         got = run_forward(call, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, got.out, got.lse, *got.tail)
         ctx.call = call
@@ -79,7 +83,7 @@ class _DistAttn(torch.autograd.Function):
         return got.out, got.lse, got.max_logits
 
     @staticmethod
-    def backward(ctx, dout, _dlse, _dmax):
+    def backward(ctx: Any, dout: torch.Tensor | None, _dlse: object, _dmax: object) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return _backward(ctx, dout)
         with torch.no_grad():
@@ -87,14 +91,19 @@ class _DistAttn(torch.autograd.Function):
         return once_differentiable(grads, (dout, *ctx.saved_tensors[:4]))
 
 
-def _backward(ctx, dout) -> tuple[torch.Tensor | None, ...]:
+_apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = _DistAttn.apply
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, sink, out, lse, *tail = ctx.saved_tensors
     if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
         dout = torch.zeros_like(out)
     return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
 
 
-def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:
+def run_forward(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> _Forward:
     """The forward pass of one call, without autograd."""
     runtime = call.runtime
     with runtime.transport.guard("attention forward"):
@@ -108,13 +117,16 @@ def run_forward(call: AttnCall, q, k, v, sink) -> _Forward:
     return got
 
 
-def run_backward(call: AttnCall, dout, q, k, v, sink, out, lse, tail=()) -> tuple[torch.Tensor | None, ...]:
+def run_backward(
+    call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, tail: tuple[torch.Tensor, ...] = (),
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
     with runtime.transport.guard("attention backward"):
         if prepared.fused is not None:
-            grads = prepared.fused.backward(prepared.backend, dout, q, k, v, out, lse, options, sink)
+            grads = prepared.fused.attention.backward(prepared.fused.backend, dout, q, k, v, out, lse, options, sink)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.is_local and prepared.final is not None:
@@ -136,16 +148,20 @@ def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
         runtime.transport.all_reduce(dsink, runtime.policy.dsink_reduce).wait()
 
 
-def _forward_fused(call: AttnCall, q, k, v, sink) -> _Forward:
+def _forward_fused(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> _Forward:
     """One kernel over local keys and those that arrive while it runs."""
     prepared, start = call.prepared, time.perf_counter()
     assert prepared.fused is not None
-    got = _Forward(*prepared.fused.forward(prepared.backend, q, k, v, prepared.forward_alone, sink))
+    got = _Forward(*prepared.fused.attention.forward(prepared.fused.backend, q, k, v, prepared.forward_alone, sink))
     call.record("compute", HOST, start)
     return got
 
 
-def _forward_blocking(call: AttnCall, q, k, v, sink) -> _Forward:
+def _forward_blocking(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> _Forward:
     """One kernel over all keys, which are fetched first unless all are here."""
     runtime, prepared, slices = call.runtime, call.prepared, call.runtime.part.host
     if not runtime.is_local:
@@ -163,10 +179,14 @@ def _forward_blocking(call: AttnCall, q, k, v, sink) -> _Forward:
     return got
 
 
-def _forward_staged(call: AttnCall, q, k, v, sink) -> _Forward:
+def _forward_staged(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> _Forward:
     runtime, prepared = call.runtime, call.prepared
     stages = runtime.part.stages
-    fetches, launched, tail = {}, {}, ()
+    fetches: dict[int, Handle[list[torch.Tensor]]] = {}
+    launched: dict[int, float] = {}
+    tail: tuple[torch.Tensor, ...] = ()
     waiting = list(range(len(stages)))
 
     def fetch_next() -> None:
@@ -202,14 +222,20 @@ class _Backward:
     there; so only what is added to is cleared.
     """
 
-    def __init__(self, call: AttnCall, dout, q, k, v, sink, out, lse) -> None:
+    def __init__(
+        self, call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
         self.call, self.runtime = call, call.runtime
         self.dout, self.q, self.k, self.v, self.sink, self.out, self.lse = dout, q, k, v, sink, out, lse
         self.dtype = accumulation_dtype(q.dtype)
         self.dq: torch.Tensor | None = None
         self.delta: torch.Tensor | None = None
 
-    def _attend(self, k, v, slices, stage: int, options, sink=None, into=None) -> Grads:
+    def _attend(
+        self, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, stage: int, options: AttnOptions,
+        sink: torch.Tensor | None = None, into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Grads:  # fmt: skip
         """Adds to dq, and to (dk, dv) of ``into`` where given; dsink is that of these keys alone."""
         start = time.perf_counter()
         init = None
@@ -227,7 +253,7 @@ class _Backward:
         self.call.record("compute", stage, start)
         return grads
 
-    def _zeros(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    def _zeros(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of these keys, cleared by one kernel."""
         split = k.numel()
         both = torch.zeros(split + v.numel(), dtype=self.dtype, device=k.device)
@@ -251,7 +277,9 @@ class _Backward:
         if tail:
             order = [order[-1], *order[:-1]]
         waiting = order[1:] if tail else list(order)
-        fetches, launched, returns = {}, {}, []
+        fetches: dict[int, Handle[list[torch.Tensor]]] = {}
+        launched: dict[int, float] = {}
+        returns: list[Handle[None]] = []
 
         def fetch_next() -> None:
             if waiting:
@@ -263,11 +291,12 @@ class _Backward:
         host = None if tail else self._host(is_alone=not order)
         own = self._zeros(self.k, self.v) if host is None else (host.dk, host.dv)
         for s in order:
-            k_stage, v_stage = tail or (None, None)
             if s in fetches:
                 k_stage, v_stage = fetches.pop(s).wait()
                 self.call.record("comm", s, launched[s])
                 fetch_next()
+            else:
+                k_stage, v_stage = tail
             dk, dv = self._remote(s, k_stage, v_stage, is_alone=not (fetches or returns))
             returns.append(self._return_rows(s, dk, dv, *own))
         if host is None:
@@ -278,11 +307,13 @@ class _Backward:
         assert self.dq is not None
         return Grads(self.dq, host.dk, host.dv, host.dsink)
 
-    def _host(self, is_alone: bool, into=None) -> Grads:
+    def _host(self, is_alone: bool, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> Grads:
         options = self._options(is_alone)
         return self._attend(self.k, self.v, self.runtime.part.host, HOST, options, self.sink, into)
 
-    def _remote(self, s: int, k_stage, v_stage, is_alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _remote(
+        self, s: int, k_stage: torch.Tensor, v_stage: torch.Tensor, is_alone: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         stage = self.runtime.part.stages[s]
         if not len(stage.slices):
             return self._zeros(k_stage, v_stage)
@@ -293,6 +324,8 @@ class _Backward:
         prepared = self.call.prepared
         return prepared.backward_alone if is_alone else prepared.backward
 
-    def _return_rows(self, s: int, dk_stage, dv_stage, dk, dv) -> Handle:
+    def _return_rows(
+        self, s: int, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> Handle[None]:
         wire = dk_stage.dtype if self.runtime.policy.high_precision_reduce else self.k.dtype
         return self.runtime.comms[s].give_back(dk_stage, dv_stage, dk, dv, wire)

@@ -92,7 +92,7 @@ def judge(records: Sequence[Record]) -> str:
     else:
         shown, what = differing, f"call attention with different {' and '.join(differing)}"
         remedy = "Call it with the same heads, dtype, scale and settings (environment) on every rank."
-    holders: dict[tuple, list[int]] = {}
+    holders: dict[tuple[str, ...], list[int]] = {}
     for rank, record in enumerate(records):
         holders.setdefault(tuple(record.get(label, "none") for label in shown), []).append(rank)
     listed = [

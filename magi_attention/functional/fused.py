@@ -10,13 +10,14 @@ results are the same bits on every run, all but dq, which is summed in no fixed 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from magi_attention.comm.symm.buffers import SymmGroup, symm_group
-from magi_attention.kernels import Grads
+from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
 from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
@@ -54,9 +55,12 @@ class FusedAttention:
         self._transport = transport
         self._wire = torch.float32 if high_precision_reduce else None
         self.part = FusedLayout(plan).part(transport.rank)
-        self._launches: dict[tuple, _Launches] = {}  # by what of q, k and v they depend on
+        self._launches: dict[tuple[object, ...], _Launches] = {}  # by what of q, k and v they depend on
 
-    def forward(self, backend, q, k, v, options, sink):
+    def forward(
+        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
+        sink: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """``(out in q's dtype, lse, max_logits)``."""
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
@@ -68,7 +72,10 @@ class FusedAttention:
             launches.group.exit_early(event)
             raise
 
-    def backward(self, backend, dout, q, k, v, out, lse, options, sink) -> Grads:
+    def backward(
+        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+    ) -> Grads:  # fmt: skip
         """dq, dk, dv in the inputs' dtype."""
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
@@ -83,7 +90,9 @@ class FusedAttention:
             raise
         return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
 
-    def _of(self, q, k, v) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
+    def _of(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
         """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
         key = _layout(q, k, v)
         found = self._launches.get(key)
@@ -100,6 +109,13 @@ class FusedAttention:
         return found, k, v
 
 
+class PreparedFused(NamedTuple):
+    """``attention`` and the backend that runs it."""
+
+    attention: FusedAttention
+    backend: FfaBackend
+
+
 class _Launches:
     """Prepared launches for one layout of k and v, over the buffers as they are now."""
 
@@ -114,7 +130,7 @@ class _Launches:
         v_at, dv_at = start + part.buffer_rows * row_k * size, start + part.grad_rows * row_k * wire_size
         self._held = {name: torch.from_numpy(getattr(part, name)).to(shapes.device).contiguous() for name in _TABLES}
         at = {name: x.data_ptr() for name, x in self._held.items()}
-        put_args = {
+        put_args: dict[str, Any] = {
             "num_tensors": 2, "num_transfers": len(part.transfers), "num_ctas": PUT_CTAS, "transfers": at["transfers"],
             "signals": at["signals"], "source_stride": [n * size for n in shapes.strides],
             "data_at": [start, v_at], "row_bytes": [row_k * size, row_v * size],
@@ -157,7 +173,7 @@ def _pace(part: RankFusedLayout, shapes: _Shapes) -> Pace:
     )  # fmt: skip
 
 
-def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
     """What of them launches depend on, but for the addresses."""
     return k.device, k.dtype, q.shape[1], k.shape, k.stride(), v.shape, v.stride()
 

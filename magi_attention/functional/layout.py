@@ -7,7 +7,7 @@ order, pad rows included; *global* tensors have the unpadded ``total_tokens``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,14 +128,14 @@ class TokenLayout:
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layout: TokenLayout):
+    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         ctx.layout = layout
         return x.index_select(0, layout.index("local", x.device))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # the gradient may be differentiated
-            return _Gather.apply(grad, ctx.layout, False), None
+            return _apply_gather(grad, ctx.layout, False), None
         return _gather_rows(grad, ctx.layout), None
 
 
@@ -147,15 +147,15 @@ def _gather_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layout: TokenLayout, is_partial_grad: bool):
+    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout, is_partial_grad: bool) -> torch.Tensor:
         ctx.layout, ctx.is_partial_grad = layout, is_partial_grad
         return _gather_rows(x, layout)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layout: TokenLayout = ctx.layout
         if torch.is_grad_enabled():
-            return (_SumRows if ctx.is_partial_grad else _Shard).apply(grad, layout), None, None
+            return (_apply_sum_rows if ctx.is_partial_grad else _apply_shard)(grad, layout), None, None
         if not ctx.is_partial_grad:
             return grad.index_select(0, layout.index("local", grad.device)), None, None
         return _sum_rows(grad, layout), None, None
@@ -165,13 +165,13 @@ class _SumRows(torch.autograd.Function):
     """The adjoint of ``_Gather`` with partial gradients: every rank's tensor reaches every rank's result."""
 
     @staticmethod
-    def forward(ctx, x, layout: TokenLayout):
+    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         ctx.layout = layout
         return _sum_rows(x, layout)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _Gather.apply(grad, ctx.layout, True), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _apply_gather(grad, ctx.layout, True), None
 
 
 def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -182,14 +182,14 @@ def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 
 class _Roll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layout: TokenLayout, shift: int, simple: bool):
+    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> torch.Tensor:
         ctx.layout, ctx.shift, ctx.simple = layout, shift, simple
         return _roll(x, layout, shift, simple)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _Roll.apply(grad, ctx.layout, -ctx.shift, ctx.simple), None, None, None
+            return _apply_roll(grad, ctx.layout, -ctx.shift, ctx.simple), None, None, None
         return _roll(grad.contiguous(), ctx.layout, -ctx.shift, ctx.simple), None, None, None
 
 
@@ -237,6 +237,13 @@ def _roll_by_pieces(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.T
     return out
 
 
+# With the types that torch does not give to ``apply``.
+_apply_shard: Callable[..., torch.Tensor] = _Shard.apply
+_apply_gather: Callable[..., torch.Tensor] = _Gather.apply
+_apply_sum_rows: Callable[..., torch.Tensor] = _SumRows.apply
+_apply_roll: Callable[..., torch.Tensor] = _Roll.apply
+
+
 def _runs(rows: np.ndarray) -> list[np.ndarray]:
     return [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(run)]
 
@@ -266,7 +273,7 @@ def shard(
         rows = torch.cat([rows, rows.new_full((plan.pad_size, *rows.shape[1:]), pad_value)])
     if is_partial_grad:
         return rows.index_select(0, layout.index("local", rows.device)).movedim(0, dim)
-    return _Shard.apply(rows, layout).movedim(0, dim)
+    return _apply_shard(rows, layout).movedim(0, dim)
 
 
 def place(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -290,7 +297,7 @@ def gather(
     ``is_partial_grad`` it differs per rank and is summed over ranks, in rank order and in its own dtype.
     """
     layout.check_rows(x, dim, layout.num_local, "gather (undispatch)")
-    rows = _Gather.apply(x.movedim(dim, 0), layout, is_partial_grad)
+    rows = _apply_gather(x.movedim(dim, 0), layout, is_partial_grad)
     if layout.plan.pad_size and not keep_pad:
         rows = rows.narrow(0, 0, layout.plan.total_tokens)
     return rows.movedim(0, dim)
@@ -311,7 +318,7 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     the last token of one gets the first of the next. ``labels`` of ``functional.documents`` stops at their ends.
     """
     layout.check_rows(x, dim, layout.num_local, "roll")
-    return _Roll.apply(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)
+    return _apply_roll(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)
 
 
 def positions(layout: TokenLayout, device: torch.device | str) -> torch.Tensor:

@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 
@@ -16,10 +17,11 @@ from magi_attention.common.floats import as_float
 from magi_attention.common.integers import as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
-from magi_attention.functional.fused import FusedAttention
+from magi_attention.functional.fused import FusedAttention, PreparedFused
 from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import FinalBackend, as_scale, options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
@@ -27,7 +29,7 @@ _log = logging.getLogger("magi_attention.functional")
 _MAX_PREPARED = 256
 DSINK_REDUCES = ("none", "sum", "avg")
 STAGE_MODES = ("staged", "fused", "auto")
-Trace = list  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
+Trace = list[dict[str, Any]]  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Prepared:
     use: str
     backend: Backend
     final: FinalBackend | None
-    fused: FusedAttention | None
+    fused: PreparedFused | None
     forward: AttnOptions
     forward_alone: AttnOptions
     backward: AttnOptions
@@ -128,7 +130,7 @@ class AttnRuntime:
         self._fused: tuple[FusedAttention | None] | None = None  # once decided
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
         self.is_local = all(comm.is_idle for comm in self.comms)  # on every rank alike
-        self._prepared: dict[tuple, Prepared] = {}
+        self._prepared: dict[tuple[object, ...], Prepared] = {}
 
     def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
         plan = self.plan
@@ -198,7 +200,10 @@ class AttnRuntime:
             self._prepared[key] = prepared
         return AttnCall(self, prepared, trace)
 
-    def _prepare(self, q, k, v, sink, needs_backward: bool, scale: float, softcap: float, with_max: bool) -> Prepared:
+    def _prepare(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, needs_backward: bool,
+        scale: float, softcap: float, with_max: bool,
+    ) -> Prepared:  # fmt: skip
         policy = self.policy
         forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
         options = [
@@ -209,9 +214,13 @@ class AttnRuntime:
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
         final = backend if isinstance(backend, FinalBackend) else None
         use = self._use(q, k, v, sink, with_max)
-        return Prepared(use, backend, final, self._fused_attention(backend, q), *options)
+        attention = self._fused_attention(backend, q)
+        fused = None if attention is None else PreparedFused(attention, cast(FfaBackend, backend))
+        return Prepared(use, backend, final, fused, *options)
 
-    def _use(self, q, k, v, sink, with_max: bool) -> str:
+    def _use(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool
+    ) -> str:
         """What may not differ between ranks in all calls alike."""
         sinks = None if sink is None else sink.shape[0]
         return repr((self.plan.fingerprint, *self._shapes(q, k, v), sinks, with_max, self._settings))
@@ -223,10 +232,13 @@ class AttnRuntime:
         return words if self._hierarchy is None else f"{words}, hierarchical"
 
     @staticmethod
-    def _shapes(q, k, v) -> tuple[str, ...]:
+    def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
         return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), str(q.dtype).removeprefix("torch."))
 
-    def _agree(self, q, k, v, sink, scale: float, softcap: float, with_max: bool) -> None:
+    def _agree(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
+        scale: float, softcap: float, with_max: bool,
+    ) -> None:  # fmt: skip
         """At the first use of the plan with such tensors: do all ranks do the same? Before anything travels or memory
         is shared."""
         use = self._use(q, k, v, sink, with_max)
@@ -276,7 +288,7 @@ class AttnRuntime:
         _log.info("Attention runs stage by stage over the process group: %s", reason)
         return None
 
-    def _check_inputs(self, q, k, v, sink) -> None:
+    def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         rows = self.part.num_tokens
         for name, x in (("q", q), ("k", k), ("v", v), ("sink", sink)):
             refuse_dtensor(name, x)
@@ -314,7 +326,7 @@ class AttnRuntime:
                 "every rank."
             )
 
-    def _compare_ranks(self, q, k, v) -> None:
+    def _compare_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Compares plans and shapes over the group, so that a mismatch is an error instead of a hang."""
         mine = (self.plan.fingerprint, tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:]), str(q.dtype))
         everyone = self.transport.all_gather_object(mine)

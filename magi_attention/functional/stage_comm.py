@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,14 +20,16 @@ from magi_attention.comm.collectives.wire import start_fetch, start_reduce
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.group_spec import GroupSpec
 
+T = TypeVar("T")
 
-class Handle:
+
+class Handle(Generic[T]):
     """An exchange under way; ``wait`` finishes it once and returns its result."""
 
-    def __init__(self, finish: Callable[[], object]) -> None:
+    def __init__(self, finish: Callable[[], T]) -> None:
         self._finish = finish
 
-    def wait(self):
+    def wait(self) -> T:
         return self._finish()
 
 
@@ -58,7 +61,7 @@ class StageComm:
         return A2AVLayout.from_spec(self._spec)
 
     @cached_property
-    def _levels(self) -> dict:
+    def _levels(self) -> dict[str, Any]:
         """Arguments of ``group_cast`` and ``group_reduce`` with a hierarchy."""
         inter, intra = self._hierarchy  # type: ignore[misc]
         phases = hierarchical_phases(self._specs, inter.size, intra.size, self._spec.rank)
@@ -72,7 +75,7 @@ class StageComm:
     def _ranks(self) -> tuple[list[list[int]], list[int]]:
         return [list(ranks) for ranks in self._spec.dst_indices], list(self._spec.src_index)
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
+    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order, any strides."""
         if self.is_idle:
             empty = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
@@ -89,7 +92,7 @@ class StageComm:
 
     def give_back(
         self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
-    ) -> Handle:
+    ) -> Handle[None]:
         """Starts the group reduce of the stage's gradients; ``wait()`` adds what arrived to ``dk``, ``dv`` in
         place, in rank order. ``wire`` is the dtype on the wire."""
         if self.is_idle:
@@ -104,7 +107,7 @@ class StageComm:
 
         return Handle(wait)
 
-    def _fetch_by_levels(self, k: torch.Tensor, v: torch.Tensor) -> Handle:
+    def _fetch_by_levels(self, k: torch.Tensor, v: torch.Tensor) -> Handle[list[torch.Tensor]]:
         stage = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
         (held, received), (destinations, sources) = self._splits, self._ranks
         work = group_cast(
@@ -114,7 +117,7 @@ class StageComm:
 
     def _give_back_by_levels(
         self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
-    ) -> Handle:
+    ) -> Handle[None]:
         (held, received), (destinations, sources) = self._splits, self._ranks
         work = group_reduce(
             [dk_stage, dv_stage],

@@ -6,8 +6,8 @@ A gradient penalty that is left out in silence would train another model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,10 +27,15 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Gives its first ``count`` tensors on. The others are what these depend on: why the results need a gradient."""
 
     @staticmethod
-    def forward(ctx, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors[:count]
 
-    backward = staticmethod(refuse_double_backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: object) -> NoReturn:
+        refuse_double_backward()
+
+
+_apply: Callable[..., tuple[torch.Tensor, ...]] = _OnceDifferentiable.apply
 
 
 def once_differentiable(
@@ -42,7 +47,7 @@ def once_differentiable(
     is linear in the output, and then the gradients pass for constants, too.
     """
     given = [x for x in grads if x is not None]
-    results = iter(_OnceDifferentiable.apply(len(given), *given, *(x for x in inputs if x is not None)))
+    results = iter(_apply(len(given), *given, *(x for x in inputs if x is not None)))
     return tuple(None if x is None else next(results) for x in grads)
 
 

@@ -13,7 +13,7 @@ from ffa_simulator import backend
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.fused import FusedAttention, _layout
+from magi_attention.functional.fused import FusedAttention, PreparedFused, _layout
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
 from magi_attention.kernels.ffa.arrival import Pace
@@ -53,7 +53,7 @@ def layer_in_one_launch(monkeypatch):
     one.part, one._launches, one._wire, one._transport = None, {}, None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
-    prepared = Prepared("", ffa, ffa, one, *[AttnOptions(0.25)] * 4)
+    prepared = Prepared("", ffa, ffa, PreparedFused(one, ffa), *[AttnOptions(0.25)] * 4)
 
     def prepare(q, k, v, *rest) -> Prepared:
         one._launches[_layout(q, k, v)] = launches

@@ -92,5 +92,5 @@ def _with_first_order(words: np.ndarray, slack: np.ndarray, seconds: np.ndarray,
     is_early = np.zeros(len(slack), dtype=bool)
     is_early[early] = True
     first = np.concatenate([early, order[~is_early[order]]]).astype(np.int32)
-    abi.TilePlanHeader.from_buffer(words).words_first_order = len(words)
+    abi.TilePlanHeader.from_buffer(words.data).words_first_order = len(words)
     return np.concatenate([words, first, np.zeros(-len(first) % 4, dtype=np.int32)])

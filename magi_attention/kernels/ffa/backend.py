@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from magi_attention.common.slices import SliceTable
@@ -78,7 +79,7 @@ class FfaBackend:
     ) -> None:
         self._libraries = FfaLibraries.find() if library is None else FfaLibraries(library)
         self._runtime = runtime
-        self._prepared: dict[tuple, _Prepared] = {}
+        self._prepared: dict[tuple[object, ...], _Prepared] = {}
         self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
         self._range_plans = RangePlans(self._libraries, host_planning)
         self._backward = BackwardCalls(self._libraries, self._range_plans)
@@ -293,7 +294,10 @@ class FfaBackend:
             work_at,
         )  # fmt: skip
 
-    def _run(self, q, k, v, mask, options, sink, into: Partial | None, out_dtype: torch.dtype | None) -> Final:
+    def _run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: SliceTable | RangeTensors, options: AttnOptions,
+        sink: torch.Tensor | None, into: Partial | None, out_dtype: torch.dtype | None,
+    ) -> Final:  # fmt: skip
         runtime, index = self.runtime, q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
@@ -309,13 +313,19 @@ class FfaBackend:
         plan = self._range_plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
         return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, None)
 
-    def _call(self, q, k, v, options, sink, into, out_dtype, total_k: int) -> _Prepared:
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+        into: Partial | None, out_dtype: torch.dtype | None, total_k: int,
+    ) -> _Prepared:  # fmt: skip
         """What calls with these operands share; ``total_k`` keys, those of other ranks included."""
         key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
         call = self._prepared.get(key)
         return self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k) if call is None else call
 
-    def _launch(self, call, addresses, sink, into, plan_at, index, stream, capturing, beside) -> Final:
+    def _launch(
+        self, call: _Prepared, addresses: tuple[int, int, int], sink: torch.Tensor | None, into: Partial | None,
+        plan_at: int, index: int, stream: int, capturing: bool, beside: tuple[bytes, bytes | None, int] | None,
+    ) -> Final:  # fmt: skip
         if into is None:
             out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
             max_logits = minus_inf(call.out_like) if call.options.return_max_logits else None
@@ -348,7 +358,10 @@ class FfaBackend:
             self._workspaces[index, stream] = work
         return work
 
-    def _prepare(self, key, q, k, v, options, sink, into, out_dtype, total_k) -> _Prepared:
+    def _prepare(
+        self, key: tuple[object, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
+        sink: torch.Tensor | None, into: Partial | None, out_dtype: torch.dtype | None, total_k: int,
+    ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         check_shapes(q, k, v)
         tokens, heads, dim = q.shape
@@ -377,7 +390,10 @@ class FfaBackend:
         remember(self._prepared, key, prepared)
         return prepared
 
-    def _run_empty(self, q, k, v, options, sink, into, out_dtype, call: _Prepared) -> Final:
+    def _run_empty(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+        into: Partial | None, out_dtype: torch.dtype | None, call: _Prepared,
+    ) -> Final:  # fmt: skip
         """No query rows: nothing to do. No key rows: one key that nobody sees, so that a sink still counts."""
         if 0 not in call.out_like.shape:
             k, v = (q.new_zeros((1, *x.shape[1:])) for x in (k, v))
@@ -388,7 +404,10 @@ class FfaBackend:
         return out, lse, minus_inf(q) if options.return_max_logits else None
 
 
-def _key(q, k, v, options, sink, into, out_dtype) -> tuple:
+def _key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+    into: Partial | None, out_dtype: torch.dtype | None,
+) -> tuple[object, ...]:
     return (
         q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(), v.shape,
         v.stride(), v.dtype, v.get_device(), id(options),
@@ -396,12 +415,12 @@ def _key(q, k, v, options, sink, into, out_dtype) -> tuple:
     )  # fmt: skip
 
 
-def _remote_key(q, options, sink) -> tuple:
+def _remote_key(q: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None) -> tuple[object, ...]:
     """What a call depends on where k and v are known by their ``RemoteKeys``."""
     return q.shape, q.stride(), q.dtype, id(options), None if sink is None else (sink.shape, sink.get_device())
 
 
-_NO_SLICES = SliceTable([]).array
+_NO_SLICES = SliceTable(np.zeros((0, 5), dtype=np.int64)).array
 
 
 def _check_init(init: Partial, q: torch.Tensor, v: torch.Tensor) -> None:

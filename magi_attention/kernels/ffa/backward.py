@@ -11,7 +11,7 @@ follow are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -88,7 +88,7 @@ class BackwardCalls:
     def __init__(self, libraries: FfaLibraries, plans: RangePlans) -> None:
         self._libraries = libraries
         self._plans = plans
-        self._prepared: dict[tuple, _Prepared] = {}
+        self._prepared: dict[tuple[object, ...], _Prepared] = {}
         # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
         self._in_turns: dict[int, StreamOrder] = {}  # device -> its kernels in turns
 
@@ -134,7 +134,7 @@ class BackwardCalls:
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
-            grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, call.options.sink_layout)
+            grads.dsink = sink_bwd_from_delta(sink.detach(), x.lse, cast(torch.Tensor, delta), call.options.sink_layout)
         if keeps_delta:
             grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
@@ -175,11 +175,12 @@ class BackwardCalls:
         self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
-            dsink = sink_bwd_from_delta(sink.detach(), x.lse, delta, options.sink_layout)
+            dsink = sink_bwd_from_delta(sink.detach(), x.lse, cast(torch.Tensor, delta), options.sink_layout)
         return RemoteGrads(dq, dk, dv, dsink, *sums, work)
 
     def _launch(
-        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime, index: int, stream: int, capturing
+        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime: CudaRuntime, index: int,
+        stream: int, capturing: bool,
     ) -> None:
         """Kernels in turns follow the last ones in turns of the device."""
         if call.options.deterministic:
@@ -194,7 +195,10 @@ class BackwardCalls:
         if status:
             call.library.check(status, "Attention backward")
 
-    def _call(self, runtime, x: Operands, mask, options: AttnOptions, is_accumulating: bool, grad_dtype) -> _Prepared:
+    def _call(
+        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
+        is_accumulating: bool, grad_dtype: torch.dtype,
+    ) -> _Prepared:  # fmt: skip
         """What calls with these operands share."""
         remote = mask if isinstance(mask, RemoteKeys) else None
         steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(x.q.get_device()))
@@ -205,8 +209,8 @@ class BackwardCalls:
         return call
 
     def _prepare(
-        self, key: tuple, x: Operands, options, is_accumulating: bool, grad_dtype, steps: Steps,
-        remote: RemoteKeys | None, runtime: CudaRuntime,
+        self, key: tuple[object, ...], x: Operands, options: AttnOptions, is_accumulating: bool,
+        grad_dtype: torch.dtype, steps: Steps, remote: RemoteKeys | None, runtime: CudaRuntime,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         _check(x)
@@ -257,8 +261,10 @@ class BackwardCalls:
 def _start(library: FfaLibrary, params: bytes, beside: _Beside | None) -> int:
     """The launches; with keys that arrive, after this rank's own are on their way."""
     if beside is None:
-        return library.backward_raw(params)
-    return library.backward_remote_raw(params, *beside)
+        status: int = library.backward_raw(params)
+    else:
+        status = library.backward_remote_raw(params, *beside)
+    return status
 
 
 def _with_sums(
@@ -279,7 +285,7 @@ def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
 def _key(
     x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, steps: Steps,
     remote: RemoteKeys | None,
-) -> tuple:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
         id(options), is_fresh, grad_dtype, steps,
@@ -287,7 +293,7 @@ def _key(
     )  # fmt: skip
 
 
-def _remote_key(x: Operands, options: AttnOptions) -> tuple:
+def _remote_key(x: Operands, options: AttnOptions) -> tuple[object, ...]:
     """What a call depends on where k and v are known by their ``RemoteKeys``."""
     q, dout, out, lse = x.q, x.dout, x.out, x.lse
     of_out = None if out is None else (out.shape, out.stride(), out.dtype)
@@ -328,8 +334,9 @@ def _plain(x: Operands) -> Operands:
         out = None
     lse = x.lse.detach().to(torch.float32).contiguous()
     delta = None if delta is None else delta.detach().to(torch.float32).contiguous()
-    tensors = (dout.detach().to(x.q.dtype), x.q.detach(), x.k.detach(), x.v.detach())
-    return Operands(*map(dense, tensors), None if out is None else dense(out.detach()), lse, delta)
+    q, k, v = dense(x.q.detach()), dense(x.k.detach()), dense(x.v.detach())
+    dout = dense(dout.detach().to(x.q.dtype))
+    return Operands(dout, q, k, v, None if out is None else dense(out.detach()), lse, delta)
 
 
 def _dense_buffer(buffer: torch.Tensor) -> torch.Tensor:
@@ -358,4 +365,5 @@ def _run_empty(call: _Prepared, x: Operands, sink: torch.Tensor | None, into: Gr
         dsink = sink_bwd_from_delta(sink.detach(), x.lse.float(), delta, call.options.sink_layout)
     if into is not None:
         return _add_dsink(dsink, into)
-    return Grads(*(torch.zeros_like(like, memory_format=torch.contiguous_format) for like in call.grads_like), dsink)
+    dq, dk, dv = (torch.zeros_like(like, memory_format=torch.contiguous_format) for like in call.grads_like)
+    return Grads(dq, dk, dv, dsink)

@@ -83,7 +83,8 @@ def _mask(
     """For the CUDA kernels: ranges on a GPU as they are, where nobody needs to look at them."""
     from magi_attention.env import general
 
-    if indices is None and q_ranges.device == k.device and not general.is_sanity_check_enable():
+    is_checked = general.is_sanity_check_enable()
+    if indices is None and q_ranges is not None and q_ranges.device == k.device and not is_checked:
         return RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
     return _slices(k, q_ranges, k_ranges, types, indices)
 
@@ -105,9 +106,11 @@ def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, ind
     schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def flex_fwd(
-    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
-    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
-):  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe,
+    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    return_max_logits: bool, prefer: str, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
@@ -124,9 +127,11 @@ def flex_fwd(
 
 @flex_fwd.register_fake
 def _(
-    q, k, v, q_ranges, k_ranges, attn_type_map, indices, sink,
-    sink_layout, softmax_scale, softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward,
-):  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe,
+    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    return_max_logits: bool, prefer: str, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     acc = accumulation_dtype(q.dtype)
     tokens, heads = q.shape[0], q.shape[1]
     return (
@@ -146,9 +151,11 @@ def _(
     ),
 )
 def flex_bwd(
-    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
-    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
-):  # fmt: skip
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    q_ranges: Maybe, k_ranges: Maybe,
+    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
@@ -165,21 +172,23 @@ def flex_bwd(
 
 @flex_bwd.register_fake
 def _(
-    dout, q, k, v, out, lse, q_ranges, k_ranges, attn_type_map, indices, sink,
-    sink_layout, softmax_scale, softcap, deterministic, sm_margin, prefer,
-):  # fmt: skip
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    q_ranges: Maybe, k_ranges: Maybe,
+    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, q_ranges, k_ranges, types, indices, sink, *options = inputs
     out, lse, _ = output
     ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, indices, sink)
     ctx.options = options
 
 
-def _grad(ctx, dout, _dlse, _dmax_logits):
+def _grad(ctx: Any, dout: torch.Tensor, _dlse: object, _dmax_logits: object) -> tuple[torch.Tensor | None, ...]:
     layout, scale, softcap, deterministic, sm_margin, _, prefer, _ = ctx.options
     tensors = ctx.saved_tensors
     dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)

@@ -27,9 +27,9 @@ _MAX_ENTRIES = 1024
 
 @dataclass(eq=False)
 class _Copy:
-    refs: tuple[weakref.ref | None, ...]
-    state: tuple
-    ranges: tuple[torch.Tensor | None, ...]  # on the host, valid once the event is done
+    refs: tuple[weakref.ref[torch.Tensor] | None, ...]
+    state: tuple[object, ...]
+    ranges: RangeTensors  # on the host, valid once the event is done
     arrived: Any  # event; None once it is done
     tables: dict[tuple[int, int], SliceTable]  # by (total_q, total_k)
 
@@ -71,7 +71,9 @@ class HostRanges:
     def _start(self, runtime: CudaRuntime, key: tuple[int, ...], mask: RangeTensors) -> None:
         copies = self._copies
         state = range_state(mask)  # taken first: an edit during the copy must not be missed
-        on_host = tuple(None if x is None else runtime.to_host(x.detach()) for x in mask)
+        q_ranges, k_ranges = runtime.to_host(mask.q_ranges.detach()), runtime.to_host(mask.k_ranges.detach())
+        types = None if mask.types is None else runtime.to_host(mask.types.detach())
+        on_host = RangeTensors(q_ranges, k_ranges, types)
         arrived = runtime.event()
         arrived.record(runtime.stream_object())
         if len(copies) >= _MAX_ENTRIES:

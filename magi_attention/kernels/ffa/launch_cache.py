@@ -55,7 +55,7 @@ class TorchHooks(NamedTuple):
     empty_like: Callable[..., torch.Tensor]
     is_grad_enabled: Callable[[], bool]
     answers: tuple[tuple[Callable[[], object], object], ...]  # (function, the small constant that it must return)
-    entries: tuple[tuple[dict, str, object], ...]  # (dictionary, key, what it must hold)
+    entries: tuple[tuple[dict[str, Any], str, object], ...]  # (dictionary, key, what it must hold)
 
     @classmethod
     def find(cls) -> TorchHooks:

@@ -31,7 +31,7 @@ class FfaLibraries:
         self._ahead = ahead
         self._why = why
         self._compiled: FfaLibrary | None = None  # the last one
-        self._refusals: dict[tuple, str | None] = {}
+        self._refusals: dict[tuple[object, ...], str | None] = {}
 
     @classmethod
     def find(cls) -> FfaLibraries:

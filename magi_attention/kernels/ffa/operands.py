@@ -57,7 +57,7 @@ class CudaRuntime:
         return torch.cuda.current_stream()
 
 
-def remember(memo: dict[tuple, Any], key: tuple, prepared: Any) -> None:
+def remember(memo: dict[tuple[object, ...], Any], key: tuple[object, ...], prepared: Any) -> None:
     """Keeps a prepared call, unless the user wants the kernel library to be looked up for each call."""
     if env.is_no_build_cache():
         return

@@ -40,7 +40,7 @@ class RemoteMask:
         self.num_summed = num_summed
         self.rows = TILE * len(arrivals)
         self.total_k = base + self.rows
-        self._plans: dict[tuple, Kept] = {}
+        self._plans: dict[tuple[object, ...], Kept] = {}
 
     @property
     def num_signals(self) -> int:
@@ -61,7 +61,7 @@ class RemoteMask:
         words = TilePlan.of_table(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups).words.copy()
         plan = TilePlan(words)
         unseen = np.concatenate([[0], np.cumsum(~_seen(self.slices.array, self.local_keys))])
-        abi.TilePlanHeader.from_buffer(words).has_unseen = int(unseen[-1] > 0)
+        abi.TilePlanHeader.from_buffer(words.data).has_unseen = int(unseen[-1] > 0)
         records = plan.records  # views of words
         low = np.clip(records[:, 0] - (TILE - 1), 0, self.local_keys)
         high = np.clip(records[:, 1], 0, self.local_keys)
@@ -90,7 +90,7 @@ class RemoteKeys:
     def __init__(self, mask: RemoteMask, params: bytes, put: bytes | None = None) -> None:
         self.mask, self.params, self.put = mask, params, put
         self.forward_params = params + bytes(abi.FFA_REMOTE_TAIL.size)  # nothing is summed
-        self.known: dict[tuple, Any] = {}
+        self.known: dict[tuple[object, ...], Any] = {}
 
 
 class RemoteGrads(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -88,10 +88,10 @@ class Kept(NamedTuple):
 
     plan: torch.Tensor
     address: int
-    lists: dict[tuple, KeptList] | None
+    lists: dict[tuple[object, ...], KeptList] | None
     order: StreamOrder | None = None
 
-    def list_of(self, key: tuple, num_bytes: int, capturing: bool) -> KeptList | None:
+    def list_of(self, key: tuple[object, ...], num_bytes: int, capturing: bool) -> KeptList | None:
         """The list for calls of ``key``, to be held until the launch; None if none is kept.
 
         The first call fills it and the others read it, in stream order: the stream is part of the key. While a CUDA
@@ -106,9 +106,22 @@ class Kept(NamedTuple):
         return kept
 
 
+class PlannedMask(Protocol):
+    """A mask that keeps its plans itself."""
+
+    def plan(self, shape: PlanShape, device: torch.device) -> Kept: ...
+
+
+class PlannedKeys(Protocol):
+    """Keys whose mask keeps its plans itself: ``RemoteKeys``."""
+
+    @property
+    def mask(self) -> PlannedMask: ...
+
+
 class _Entry(NamedTuple):
-    refs: tuple[weakref.ref | None, ...]
-    state: tuple
+    refs: tuple[weakref.ref[torch.Tensor] | None, ...]
+    state: tuple[object, ...]
     kept: Kept
 
     def is_true(self, mask: RangeTensors) -> bool:
@@ -116,7 +129,7 @@ class _Entry(NamedTuple):
         return is_same and self.state == range_state(mask)
 
 
-def range_state(mask: RangeTensors) -> tuple:
+def range_state(mask: RangeTensors) -> tuple[object, ...]:
     """Changes with every edit that torch knows of."""
     return tuple((x._version, x.data_ptr(), x.shape) for x in mask if x is not None)
 
@@ -127,14 +140,15 @@ class RangePlans:
     def __init__(self, libraries: FfaLibraries, on_host: bool = False) -> None:
         self._libraries = libraries
         self._on_host = on_host
-        self._entries: dict[tuple, _Entry] = {}
+        self._entries: dict[tuple[object, ...], _Entry] = {}
 
     def plan(
-        self, mask: SliceTable | RangeTensors, shape: PlanShape, device: torch.device, stream: int, capturing: bool
+        self, mask: SliceTable | RangeTensors | PlannedKeys, shape: PlanShape, device: torch.device, stream: int,
+        capturing: bool,
     ) -> Kept:
         """The plan, to be held until the launch."""
         if isinstance(mask, SliceTable):
-            cache = mask.__dict__.setdefault("_ffa_plans", {})
+            cache: dict[tuple[PlanShape, torch.device], Kept] = mask.__dict__.setdefault("_ffa_plans", {})
             key = (shape, device)
             kept = cache.get(key)
             if kept is None:
@@ -200,22 +214,23 @@ class RangePlans:
         num_slices, (rows, columns) = mask.q_ranges.shape[0], (shape.total_q, shape.total_k)
         planner = self._libraries.at_hand  # every library has the same
         # Held until everything is launched.
-        held = [None if x is None else x.to(torch.int32).contiguous() for x in mask]
-        at = [None if x is None else x.data_ptr() for x in held]
+        q, k = mask.q_ranges.to(torch.int32).contiguous(), mask.k_ranges.to(torch.int32).contiguous()
+        types = None if mask.types is None else mask.types.to(torch.int32).contiguous()
+        at: tuple[int, int, int | None] = q.data_ptr(), k.data_ptr(), None if types is None else types.data_ptr()
         if shape.is_transposed:
             parts = torch.empty(15 * num_slices, dtype=torch.int32, device=mask.q_ranges.device)
             first = parts.data_ptr()
             to = (first, first + 24 * num_slices, first + 48 * num_slices)  # (3n, 2), (3n, 2), (3n,) words of 4 bytes
-            planner.transpose_on_device(*at, num_slices, rows, columns, *to, stream)  # type: ignore[arg-type]
-            at, num_slices, rows, columns = [*to], 3 * num_slices, columns, rows
+            planner.transpose_on_device(*at, num_slices, rows, columns, *to, stream)
+            at, num_slices, rows, columns = to, 3 * num_slices, columns, rows
         plan = torch.empty(words, dtype=torch.int32, device=mask.q_ranges.device)
         planner.plan_on_device(
-            *at, num_slices, rows, columns, shape.tile, plan.data_ptr(), words, stream,  # type: ignore[arg-type]
+            *at, num_slices, rows, columns, shape.tile, plan.data_ptr(), words, stream,
         )  # fmt: skip
         return plan
 
 
-def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple:
+def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple[object, ...]:
     return (*map(id, mask), shape, stream)
 
 

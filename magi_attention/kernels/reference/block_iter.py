@@ -137,9 +137,8 @@ class TileMask:
                 continue
             # Half-integers keep 0 * inf away: sign(margin) says which side of the diagonal a pair is on.
             diagonal = self._box(self._diagonal, slice(q0, q1), slice(k0, k1))
-            margin = (k1 - q1 + 0.5) - diagonal if kind & CAUSAL else None
-            if kind & INVCAUSAL:
-                above = diagonal - (k0 - q0 - 0.5)
-                margin = above if margin is None else torch.minimum(margin, above)
+            margin = (k1 - q1 + 0.5) - diagonal if kind & CAUSAL else diagonal - (k0 - q0 - 0.5)
+            if kind & CAUSAL and kind & INVCAUSAL:
+                margin = torch.minimum(margin, diagonal - (k0 - q0 - 0.5))
             torch.maximum(box, margin.mul_(float("inf")), out=box)
         return out

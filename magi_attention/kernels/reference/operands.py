@@ -33,7 +33,7 @@ def reference_why_not(problem: Problem) -> str | None:
 
 def memo(slices: SliceTable, key: Hashable, make: Callable[[], T]) -> T:
     """``make()``, kept with the slice table itself, so that it lives as long as the mask does."""
-    cache = slices.__dict__.setdefault("_kernel_memo", {})
+    cache: dict[Hashable, T] = slices.__dict__.setdefault("_kernel_memo", {})
     if key not in cache:
         cache[key] = make()
     return cache[key]

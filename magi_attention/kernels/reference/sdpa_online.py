@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from magi_attention.common.slices import SliceTable
@@ -151,9 +152,9 @@ class _Tiles:
         """(Hk, G * rows, D): the rows of all query heads of a kv head side by side, one matmul for all."""
         return x_HGTD[:, :, q0:q1].reshape(self.heads, self.group * (q1 - q0), x_HGTD.shape[3])
 
-    def apply_mask(self, s: torch.Tensor, tile: KeyTile, rows: int) -> None:
+    def apply_mask(self, s: torch.Tensor, tile: KeyTile, pieces: np.ndarray, rows: int) -> None:
         keys = tile.k1 - tile.k0
-        ceiling = self.mask.ceiling(tile.pieces, rows, keys)
+        ceiling = self.mask.ceiling(pieces, rows, keys)
         if self.transposed:
             view, ceiling = s.view(self.heads, keys, self.group, rows), ceiling[:, None]
         else:
@@ -175,15 +176,18 @@ class _Forward(_Tiles):
 
     def block(self, q0: int, q1: int, tiles: tuple[KeyTile, ...], result: Partial) -> None:
         q_HRD = self.rows(self.q_HGTD, q0, q1)
-        m = mass = acc = None
+        m_old: torch.Tensor | None = None
+        m: torch.Tensor
+        mass: torch.Tensor
+        acc: torch.Tensor
         for tile in tiles:
             s = self.buffer(0, *q_HRD.shape[:2], tile.k1 - tile.k0)
             torch.bmm(q_HRD, self.k_HTD[:, tile.k0 : tile.k1].transpose(1, 2), out=s)
             if self.cap_base2 is not None:
                 s.tanh_().mul_(self.cap_base2)
             if tile.pieces is not None:
-                self.apply_mask(s, tile, q1 - q0)
-            m_old, m = m, s.amax(-1, keepdim=True)
+                self.apply_mask(s, tile, tile.pieces, q1 - q0)
+            m = s.amax(-1, keepdim=True)
             if tile.pieces is not None:
                 # A row may be empty in this tile: a finite maximum makes its weights exp2(-inf) = 0.
                 m.clamp_(min=torch.finfo(m.dtype).min)
@@ -197,6 +201,7 @@ class _Forward(_Tiles):
                 decay = m_old.sub_(m).exp2_()
                 mass.mul_(decay).add_(p.sum(-1, keepdim=True))
                 acc.mul_(decay).baddbmm_(p, v_HKD)
+            m_old = m
         self._store(q0, q1, m, mass, acc, result)
 
     def _store(
@@ -260,7 +265,7 @@ class _Backward(_Tiles):
                 slope = torch.mul(s.tanh_(), s, out=self.buffer(2, *shape)).neg_().add_(1.0)
                 s.mul_(self.cap_base2).add_(minus_lse)
             if tile.pieces is not None:
-                self.apply_mask(s, tile, q1 - q0)
+                self.apply_mask(s, tile, tile.pieces, q1 - q0)
             p = s.exp2_()
             self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p, do_HRD)
             ds = self.buffer(1, *shape)

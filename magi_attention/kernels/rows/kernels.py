@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,10 @@ def reduce(
     return _merge(kernels, (y, rows), (output_lse, x_lse), terms, acc_reduce)
 
 
-def _merge(kernels: RowKernels, pair, lse_pair, terms: Terms, acc_reduce: bool) -> bool:
+def _merge(
+    kernels: RowKernels, pair: tuple[torch.Tensor, torch.Tensor], lse_pair: tuple[torch.Tensor, torch.Tensor],
+    terms: Terms, acc_reduce: bool,
+) -> bool:  # fmt: skip
     (y, rows), (y_lse, x_lse) = pair, lse_pair
     if y.dim() < 3 or not (x_lse.dim() == y_lse.dim() == 2 and y.shape[:2] == y_lse.shape):
         return False
@@ -138,7 +142,7 @@ class _TermsMemo:
     """Lists of terms by the two range tensors they were made from; gone when one of these is."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple, tuple[tuple, tuple, Terms]] = {}
+        self._entries: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...], Terms]] = {}
 
     def terms(self, sources: torch.Tensor, targets: torch.Tensor, device: torch.device) -> Terms:
         pair = (sources, targets)

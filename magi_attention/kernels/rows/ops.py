@@ -153,7 +153,7 @@ def range_reduce(
     if input.is_cuda and reduce_dtype == torch.float32 and is_plain:
         lse = (input_lse, output_lse) if reduce_op == "lse" else ()
         if range_kernels.reduce(input, output, sources, targets, dim % input.dim(), reduce_op, acc_reduce, *lse):
-            return (_edited(output), _edited(output_lse)) if lse else _edited(output)
+            return (_edited(output), _edited(output_lse)) if lse and output_lse is not None else _edited(output)
     sources, targets = sources.to(input.device), targets.to(input.device)
     source_rows, target_rows = _rows_of(sources, total_size), _rows_of(targets, total_size)
     plan = _Scatter(target_rows, deterministic)

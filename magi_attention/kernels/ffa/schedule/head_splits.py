@@ -34,7 +34,7 @@ def head_parts_in_turns(
     (total_q, heads, dim), (total_k, heads_kv, dim_v) = q_shape, v_shape
     if max(dim, dim_v) > _MOST_DIM or not total_k or not heads_kv or heads % (2 * heads_kv):
         return 0
-    kept = slices.__dict__.setdefault("_head_parts", {})
+    kept: dict[tuple[int, ...], int] = slices.__dict__.setdefault("_head_parts", {})
     key = (total_q, total_k, heads, heads_kv, processors)
     if key not in kept:
         kept[key] = _head_parts(slices, *key)

@@ -39,7 +39,7 @@ class TileSteps(NamedTuple):
 
 def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     """Kept with the slices, which never change."""
-    kept = slices.__dict__.setdefault("_tile_steps", {})
+    kept: dict[tuple[int, int], TileSteps] = slices.__dict__.setdefault("_tile_steps", {})
     key = (total_q, total_k)
     if key not in kept:
         # Held for the launch that follows, whose plan it mostly is.
@@ -63,7 +63,8 @@ def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
     low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
     before = np.concatenate([[0], np.cumsum(-(-high // queries) - low // queries)])
     begin, segments = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
-    return before[begin + segments] - before[begin]
+    steps: np.ndarray = before[begin + segments] - before[begin]
+    return steps
 
 
 class TileWalks(NamedTuple):
@@ -71,14 +72,15 @@ class TileWalks(NamedTuple):
     whether these are in one segment; there are ``blocks``."""
 
     first: np.ndarray
-    count: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     is_single: np.ndarray
     blocks: int
 
     @property
     def is_aligned(self) -> np.ndarray:
         """(num_tiles,) whether that is all from the first to the last of all blocks."""
-        return self.is_single & (self.first + self.count == self.blocks)
+        aligned: np.ndarray = self.is_single & (self.first + self.count == self.blocks)
+        return aligned
 
 
 def walks_of_tiles(plan: TilePlan) -> TileWalks:

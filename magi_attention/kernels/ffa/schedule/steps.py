@@ -102,11 +102,14 @@ def steps_of(
 
     Of range tensors on a GPU nothing is known, so there steps are narrow.
     """
-    is_remote = isinstance(mask, RemoteKeys)
-    slices, keys = (mask.mask.slices, mask.mask.total_k) if is_remote else (mask, v_shape[0])
+    slices: SliceTable | RangeTensors
+    if isinstance(mask, RemoteKeys):
+        is_remote, slices, keys = True, mask.mask.slices, mask.mask.total_k
+    else:
+        is_remote, slices, keys = False, mask, v_shape[0]
     if not isinstance(slices, SliceTable):
         return Steps(NARROW, 0)
-    kept = slices.__dict__.setdefault("_steps", {})
+    kept: dict[tuple[object, ...], Steps] = slices.__dict__.setdefault("_steps", {})
     key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), processors)
     found = kept.get(key)
     if found is None:
@@ -119,7 +122,10 @@ def steps_of(
     return found
 
 
-def _choose(q_shape, v_shape, slices: SliceTable, keys: int, is_remote: bool, options, processors) -> Steps:
+def _choose(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], slices: SliceTable, keys: int, is_remote: bool,
+    options: AttnOptions, processors: int,
+) -> Steps:  # fmt: skip
     units = -(-keys // TILE) * v_shape[1]
     has_wide = not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128  # there is a kernel
 
@@ -233,7 +239,8 @@ def _shape_of(case: _Case) -> UnitShape:
 
 def _gain_by_document(case: _Case, heads: int | None = None) -> float:
     """See ``unit_walks.gain_by_document``. Kept with the slices, which never change."""
-    shape, kept = _shape_of(case), case.slices.__dict__.setdefault("_gains_by_document", {})
+    shape = _shape_of(case)
+    kept: dict[tuple[object, ...], float] = case.slices.__dict__.setdefault("_gains_by_document", {})
     key = (case.q_shape[0], case.keys, shape, heads)
     if key not in kept:
         plan = TilePlan.of_table(case.slices, case.q_shape[0], case.keys, TILE, 2, is_transposed=True, is_kept=True)

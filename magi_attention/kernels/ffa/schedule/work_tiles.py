@@ -75,7 +75,7 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
             units = _in_periods(tiles, shape, there_at)
     rows = np.column_stack([units[:, 0], units[:, 1] << abi.TRAVERSAL_BITS | units[:, 2]]).astype(np.int32).ravel()
     made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
-    header = abi.TilePlanHeader.from_buffer(made)
+    header = abi.TilePlanHeader.from_buffer(made.data)
     header.words_work_tiles = len(words)
     if shape.by_document:
         made[header.words_order :][: header.num_tiles] = document_order(tiles)
