@@ -266,7 +266,7 @@ def kernels_alone(bench: Bench, peer: Peer, tensors: Sequence[torch.Tensor]) -> 
 def times_of(
     bench: Bench, step: Step, area: int, alone: dict[str, float] | None, is_mean: bool
 ) -> dict[str, dict[str, float | None]]:
-    """Of each direction: times in ms, rates in TFLOP/s per GPU; what cannot be told is None.
+    """For each direction: times in ms, rates in TFLOP/s per GPU; what cannot be told is None.
 
     ``is_mean`` takes the mean over ranks: of ranks that do not wait for each other.
     """

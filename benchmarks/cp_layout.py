@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of one rank, pad rows included."""
+        """The rows of one rank, pad rows included."""
         return self.total // self.parts
 
     @cached_property

@@ -203,7 +203,7 @@ def with_both(times: Milliseconds) -> Milliseconds:
 
 
 def over_ranks(times: Milliseconds, device: torch.device, is_mean: bool = False) -> Milliseconds:
-    """Of each iteration the largest over ranks, or the mean."""
+    """For each iteration, the largest over ranks, or the mean."""
     names = sorted(times)
     table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(table, op=dist.ReduceOp.SUM if is_mean else dist.ReduceOp.MAX)

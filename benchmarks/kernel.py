@@ -232,7 +232,7 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
 
 
 def commit() -> str | None:
-    """Of this checkout; or of what the installed libraries were built from; None if neither is known."""
+    """The commit of this checkout; or of what the installed libraries were built from; None if neither is known."""
     if found := output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]):
         return found
     library = find(PLANNER)

@@ -55,7 +55,7 @@ def draw_mask(total: int, longest: int, seed: int) -> Mask:
 
 
 def ways(options: argparse.Namespace) -> dict[str, Callable[[], tuple[Callable[[Mask], object], Callable]]]:
-    """Of each way of calling, what is made of a mask once a step, and the call of a layer with it."""
+    """For each way of calling: what is made of a mask once a step, and the call of a layer with it."""
     device = torch.device(options.device)
 
     def on_gpu(mask: Mask):

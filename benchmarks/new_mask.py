@@ -82,7 +82,7 @@ class Clock:
 
 
 def _units(steps) -> UnitShape | None:
-    """Of which a plan has a list, see ``BackwardCalls``; that the library lists them itself is left out."""
+    """The shape of the units that a plan lists, see ``BackwardCalls``; lists of the library itself are left out."""
     has_list = steps.has_list(in_turns=False, lists_itself=False)
     return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if has_list else None
 

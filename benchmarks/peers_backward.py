@@ -41,7 +41,7 @@ class OurGradients:
 
     @property
     def workspace_bytes(self) -> int | None:
-        """Of the prepared backward call, so there must have been one; None if it cannot be told."""
+        """For the prepared backward call, so there must have been one; None if it cannot be told."""
         # The options were made for this object, so they tell its calls from all others.
         prepared = getattr(getattr(self._backend, "_backward", None), "_prepared", {}).values()
         return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
@@ -71,7 +71,7 @@ def by_autograd(make: Make, is_both: bool) -> MakeGrads:
 
 
 def gradient_makers(makers: Mapping[str, Make], is_both: bool) -> dict[str, MakeGrads]:
-    """Of each forward in ``makers`` the gradients. ``"magi"`` is the public function; ``"magi_host"`` the kernels with
+    """The gradients of each forward in ``makers``. ``"magi"`` is the public function; ``"magi_host"`` the kernels with
     the mask known on the host, and ``"magi_det"`` these with ``deterministic``."""
     grads: dict[str, MakeGrads] = {}
     for name, make in makers.items():

@@ -147,7 +147,7 @@ class Run:
         return ("tflops", "TFLOP/s") if is_attention else ("bandwidth", "GB/s")
 
     def speeds(self, cell: Cell) -> dict[str, float]:
-        """Of every implementation that could run the cell."""
+        """The speed of every implementation that could run the cell."""
         found = self.results.get(cell, {})
         return {name: row["speed"] for name, row in found.items() if row["speed"] > 0 and not row.get("reason")}
 

@@ -39,7 +39,7 @@ DONE = WORK / "done.json"  # what the last success was of
 NEEDS_S = 600  # seconds that two cores take with everything to be made
 TAG = "magi_attention-ci"
 PACKAGES = ("torch", "numpy", "rich")  # what of NVIDIA's image the stand-in has, too
-# Of what an image is made or what is tried in it; any change in them is looked at anew.
+# What an image is made of, and what is tried in it; a change in any of them calls for a new image.
 INPUTS = (
     *("docker/", "ci/image", "ci/matrix", "ci/constraints.txt", "pyproject.toml", "examples/llama/", "wheels/build.py"),
     *("magi_attention/cli/", "magi_attention/doctor/", "magi_attention/launch/", "magi_attention/native/"),

@@ -31,7 +31,7 @@ command = ["examples/llama/train.py", "--out", "/tmp/nodes", "--steps", "2", "--
 container = {{ image = "{image}", gpus = "none", network = "host" }}
 rendezvous = {{ port = {port} }}
 """
-# Of the CPU suite, what shows that package, torch, gloo and what the image has of tools work together in there.
+# The parts of the CPU suite that show that package, torch, gloo and the tools of the image work together in there.
 TESTS = ("api", "benchmarks", "cli", "comm", "doctor", "functional", "launch", "multinode")
 BROKEN = "MAGI_ATTENTION_PRECISION=nonsense"  # a value that the doctor calls an error
 

@@ -51,7 +51,7 @@ TITLES = {
 }
 
 
-# Of each part of the picture's mask: what it is called, and where that is written, in units of 1,024 tokens.
+# For each part of the picture's mask: what it is called, and where that is written, in units of 1,024 tokens.
 LABELS = (
     ("causal document", 3.9, 2.6, "left"),
     ("a short one", 7.8, 6.9, "left"),

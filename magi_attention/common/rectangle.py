@@ -118,7 +118,7 @@ class AttnRectangle:
         return True
 
     def _bounds(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Of q, k and d; ``RangeError`` if one is invalid."""
+        """The bounds of q, k and d; ``RangeError`` if one is invalid."""
         return self.q_range.to_naive_range(), self.k_range.to_naive_range(), self.d_range.to_naive_range()
 
     def get_valid_or_none(self) -> AttnRectangle | None:

@@ -25,7 +25,7 @@ class RowIntervals:
 
     @classmethod
     def of_slices(cls, slices: NDArray[np.int64], total_q: int, total_k: int) -> RowIntervals | None:
-        """Of disjoint slices, int64 ``(n, 5)``."""
+        """The rows of disjoint slices, int64 ``(n, 5)``."""
         starts, ends = np.full(total_q, total_k, dtype=np.int64), np.zeros(total_q, dtype=np.int64)
         counts = np.zeros(total_q, dtype=np.int64)
         for row in slices:
@@ -40,7 +40,7 @@ class RowIntervals:
 
     @classmethod
     def of_dense(cls, mask: NDArray[np.bool_]) -> RowIntervals | None:
-        """Of a boolean matrix ``(total_q, total_k)``."""
+        """The rows of a boolean matrix ``(total_q, total_k)``."""
         total_q, total_k = mask.shape
         counts = mask.sum(axis=1, dtype=np.int64)
         starts, ends = np.zeros(total_q, dtype=np.int64), np.zeros(total_q, dtype=np.int64)

@@ -67,7 +67,7 @@ def record_of(plan: Plan) -> Record:
 
 
 def settings_in_words(policy: object) -> str:
-    """Of a dataclass: the fields that are not as by default."""
+    """The fields of a dataclass that differ from their defaults."""
     changed = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields(policy) if getattr(policy, f.name) != f.default]  # type: ignore[arg-type]
     return ", ".join(changed) or "defaults"
 

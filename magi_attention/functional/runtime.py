@@ -227,7 +227,7 @@ class AttnRuntime:
 
     @cached_property
     def _settings(self) -> str:
-        """Of the policy, what decides which messages are sent in which form."""
+        """The fields of the policy that decide which messages are sent in which form."""
         words = settings_in_words(replace(self.policy, fwd_sm_margin=0, bwd_sm_margin=0))
         return words if self._hierarchy is None else f"{words}, hierarchical"
 

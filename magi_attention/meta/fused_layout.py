@@ -123,7 +123,7 @@ class FusedLayout:
 
     @cached_property
     def buffers(self) -> list[_RankBuffer]:
-        """Of all ranks."""
+        """The buffers of all ranks."""
         return [self._buffer(rank) for rank in range(self.world)]
 
     @cached_property

@@ -314,7 +314,7 @@ FFA_FUNCTIONS: Functions = {
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     ),
 }
-# Of rows.h: in the library of the attention kernels, in those that are built ahead. Structs are packed by their parts.
+# From rows.h: in the attention library, in those that are built ahead. Structs are packed by their parts.
 RAW = -1  # in place of a dtype
 ROWS_ALL, ROWS_INT32, RANGES_INT32, RANGES_INT64 = range(4)
 ROW_PARTS = 4
@@ -330,7 +330,7 @@ ROW_FUNCTIONS: Functions = {
     name: (c_int32, (ctypes.c_char_p,))
     for name in ("magi_row_copy", "magi_row_fill", "magi_row_reduce", "magi_row_merge")
 }
-# Of comm.h.
+# From comm.h.
 COMM_FUNCTIONS: Functions = {
     "magi_comm_versions": (None, (I32_PTR, I32_PTR)),
     "magi_comm_unique_id_bytes": (c_int32, ()),

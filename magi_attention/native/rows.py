@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor, y: torch.Tensor) -> Part | None:
-        """Of rows from ``x`` to ``y``; None for dtypes or layouts that no kernel takes."""
+        """The part that moves rows from ``x`` to ``y``; None for dtypes or layouts that no kernel takes."""
         in_stride, out_stride, elements = row_stride(x), row_stride(y), math.prod(y.shape[1:])
         if in_stride is None or out_stride is None:
             return None

@@ -51,7 +51,7 @@ def test_packs_are_full_repeatable_and_follow_the_distribution():
     assert {sum(pack) for pack in packs} == {32768}
     lengths = np.array([length for pack in packs for length in pack])
     assert lengths.min() >= 1 and lengths.max() == 32768 // cp_layout.LONGEST_SHARE
-    # Of the documents that no cut made: 201 to 500 tokens are the most frequent, 0.284 of all that are drawn.
+    # Among the documents that no cut made, 201 to 500 tokens are the most frequent, 0.284 of all that are drawn.
     whole = lengths[np.isin(lengths, [(low + high) // 2 for low, high, _ in cp_layout._DOCUMENTS[1:9]])]
     assert np.mean(whole == 350) == pytest.approx(3_794_735 / 13_084_907, abs=0.06)
     assert all(sum(pack) == 7 for pack in cp_layout.draw_packs(7, 5, 0))

@@ -281,7 +281,7 @@ void release(const magi_symm_buffer* buffer, int rank, int world, uint32_t timeo
   magi::release_put_buffer_alone(*buffer, rank, world, timeout_ms, failed_peer);
 }
 
-// Of all ranks, as they wait for each other, by a thread of each.
+// Runs all ranks, which wait for each other, by a thread of each.
 void rank_barrier(const magi_symm_reduce_params* all, const int32_t* const* senders, int world) {
   cpu::threads.x = 1;
   std::vector<std::thread> ranks;

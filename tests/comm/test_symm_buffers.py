@@ -16,7 +16,7 @@ from magi_attention.comm.symm.buffers import _GRAIN, SymmGroup, View, why_no_sym
 
 
 def sizes_made(wanted: list[int]) -> list[int]:
-    """Of the buffers that a group makes for uses of so many bytes, one after the other."""
+    """The sizes of the buffers that a group makes for uses of so many bytes, one after the other."""
     group, made = object.__new__(SymmGroup), []
     group._buffers = {}
     group._make = lambda name, data_bytes: made.append(data_bytes) or SimpleNamespace(data_bytes=data_bytes)

@@ -32,7 +32,7 @@ def tables_of(plan: WorldPlan) -> tuple[list[A2AVLayout], list[SymmTables]]:
 
 
 def put_buffer(tables, which: str) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
-    """Of each rank's buffer: which (rank, row) lies in each of its rows, and by which signal it came."""
+    """For each rank's buffer: which (rank, row) lies in each of its rows, and by which signal it came."""
     size = getattr(tables[0], f"{which}_rows")
     assert all(getattr(t, f"{which}_rows") == size for t in tables), "all ranks make buffers of one size"
     buffers, signals = [[EMPTY] * size for _ in tables], [[-1] * size for _ in tables]

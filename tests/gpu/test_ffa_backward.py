@@ -199,7 +199,7 @@ def test_more_work_than_fits_at_once():
 @each_dtype
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_stages_add_up_in_float32(dtype, with_sink):
-    """Of the same rows and other keys, into buffers that hold something; delta is given, as dist_attn does."""
+    """The same rows and other keys, into buffers that hold something; delta is given, as dist_attn does."""
     ffa, tq, tk = FfaBackend(), 300, 400
     for seed, dims in enumerate([(64, 64), (128, 128), (192, 128), (80, 80)]):
         heads = [(4, 2), (8, 1), (5, 1)][seed % 3]

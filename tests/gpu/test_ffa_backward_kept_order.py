@@ -75,7 +75,7 @@ class Calls:
 
     @property
     def is_made(self) -> list[tuple[bool, bool]]:
-        """Of each launch, whether it had a list and was told that it is made."""
+        """For each launch, whether it had a list and was told that it is made."""
         return [(bool(p.work_list), bool(p.work_list_is_made)) for p in self.launches]
 
 

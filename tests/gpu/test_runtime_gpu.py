@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0"),
 ]
-# Of forward and backward of a layer with one stage: replayed from a graph, and launched anew. The latter as one of the
+# For forward and backward of a layer with one stage: replayed from a graph, and launched anew. The latter as one of the
 # layers of a model, whose backward pass is handed to autograd's thread once; alone, with that, it took 800 us.
 GRAPH_LIMIT_US, HOST_LIMIT_US = 200.0, 800.0
 LAYERS = 10

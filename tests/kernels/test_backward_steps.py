@@ -231,8 +231,8 @@ def test_one_document_after_the_other():
 
 
 def test_in_turns_documents_of_few_heads():
-    """Of one or two query heads in a unit sections are larger, so less of them stays in L2; and causal documents wait
-    for each other less one after the other: if units are few, with two query heads, or with head dim 256."""
+    """With one or two query heads in a unit, sections are larger, so less of them stays in L2; and causal documents
+    wait for each other less one after the other: if units are few, with two query heads, or with head dim 256."""
     short, long = causal_documents(512, 8192), causal_documents(2048, 8192)
 
     def is_by_document(mask: Mask, heads: tuple[int, int], dim: int = 128) -> bool:

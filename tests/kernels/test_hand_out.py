@@ -24,7 +24,7 @@ def planner():
 @pytest.mark.parametrize("queries", (64, 80))
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_are_blocks_of_queries_that_a_tile_visits(seed, queries):
-    """Of each layer those from the first pair to the last, by the intervals of its tokens; so no block with a pair in
+    """For each layer, those from the first pair to the last, by the intervals of its tokens; so no block with a pair in
     it is left out, and of one slice none is visited without."""
     rng = np.random.default_rng(seed)
     total = int(rng.integers(1, 700))

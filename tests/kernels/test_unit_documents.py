@@ -49,7 +49,7 @@ def backwards(plan: TilePlan, units: np.ndarray) -> np.ndarray:
 
 
 def estimate(plan: TilePlan, units: np.ndarray) -> float:
-    """Of what is missed."""
+    """The share of what is missed."""
     tiles, units = walks_of_tiles(plan), backwards(plan, units)
     return unit_documents.missed(tiles, units, starts_of(tiles.count[units[:, 0]] + 0.1, 132), 132, KEPT)
 

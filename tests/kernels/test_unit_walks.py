@@ -63,7 +63,7 @@ def blocks_of(plan: TilePlan, tile: int, walk: int) -> list[int]:
 
 
 def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
-    """Of the blocks that are visited, how many are not among the last ``kept`` ones; steps take turns in time."""
+    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take turns in time."""
     waiting = iter(units.tolist())
     at_work = [(0.0, place, iter(()), 0) for place in range(places)]
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -131,7 +131,7 @@ def test_many_periods_win_most():
 
 @pytest.mark.parametrize("heads_kv, group, is_worth_it", ((1, 8, True), (8, 8, True), (2, 64, True), (8, 1, False)))
 def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_it):
-    """Of one query head many more blocks stay in the cache than of 64, which a tile takes one after the other."""
+    """With one query head many more blocks stay in the cache than of 64, which a tile takes one after the other."""
     total = 128 * 128
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     shape = UnitShape(heads_kv, group, 40, 40)

@@ -97,8 +97,8 @@ class Schedule:
 def schedule_of(
     tokens: int, heads_kv: int, group: int, dim: int, ctas: int = 132, may_be_twice: bool = True
 ) -> Schedule:
-    """Of as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in turns, and what
-    depends on the head dim."""
+    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in turns,
+    and what depends on the head dim."""
     tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
     fragments = [n for n in range(1, group + 1) if group % n == 0]
     parts = next((n for n in fragments if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
@@ -115,7 +115,7 @@ def schedule_of(
 
 
 def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:
-    """Of each tile of keys, in the order in which tiles are taken up."""
+    """For each tile of keys, in the order in which tiles are taken up."""
     plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile, 2)
     found = []
     for number in plan.order:

@@ -96,7 +96,7 @@ extern "C" int way_of(int flags, int late) {
   return static_cast<int>(magi::ordered_traversal(flags, late != 0));
 }
 
-// Of BwdRowParams what flags depend on, for a plan without words_work_tiles.
+// What flags depend on in BwdRowParams, for a plan without words_work_tiles.
 struct Sizes {
   int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_split, heads_per_l2_group,
       work_tiles_per_tile, wave, num_ctas, target_tables, dim_blocks, first_writer;
@@ -133,7 +133,7 @@ extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contrib
   return flags;
 }
 
-// Of BwdRowParams what items depend on.
+// What items depend on in BwdRowParams.
 struct ItemSizes {
   int32_t heads_q, heads_kv, heads_per_l2_group, dim_blocks;
 };

@@ -21,7 +21,7 @@ def rows_of(slices) -> np.ndarray:
 
 
 def meetings(rows: np.ndarray, tile: int) -> int:
-    """Of slices with tiles of that many rows."""
+    """How often a slice meets a tile of that many rows."""
     some = rows[rows[:, 1] > rows[:, 0]]
     return int(((some[:, 1] - 1) // tile - some[:, 0] // tile + 1).sum())
 

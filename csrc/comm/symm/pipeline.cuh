@@ -18,8 +18,8 @@ struct Chunk {
   char* to;
   int64_t stride;
   int32_t rows, bytes;  // no rows: there are no more chunks
-  // Of a put: the signal, with what the table says of it; whether a transfer ends here, and whether
-  // it is zeros, which are not loaded.
+  // For a put: the signal, with what the table says of it; whether a transfer ends here, and
+  // whether it is zeros, which are not loaded.
   int32_t own_signal, ends_transfer, are_zeros;
   int4 signal;
 };

@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t low_bits(int n) {
   return r - 1;
 }
 
-// Of the columns 8j + 2q + {0, 1} that a thread holds, how many lie below `limit` (clamped to the
+// How many of the columns 8j + 2q + {0, 1} that a thread holds lie below `limit` (clamped to the
 // block).
 template <int kBlockN>
 __device__ __forceinline__ int columns_below(int limit, int q) {

@@ -88,7 +88,7 @@ def _reduce_by_kernel(
             addresses += (at + offset, y.data_ptr())
         prepared.run(addresses)
         return True
-    # Of all rows: one that saw nothing becomes 0, whatever it held.
+    # All rows are written: one that saw nothing becomes 0, whatever it held.
     terms = arrived.layout.terms(outputs[0].device, of_all_rows=True)
     last = len(outputs) - 1
     for i, (y, x) in enumerate(zip(outputs, arrived.columns)):
@@ -119,7 +119,7 @@ def _prepare_sum(
     parts = [Part.of(x, y) for x, y in zip(arrived.columns, outputs)]
     if kernels is None or any(part is None or not part.elements for part in parts):
         return None
-    # Of a buffer with no rows or one, torch may say any stride.
+    # A buffer with no rows or one may have any stride.
     wanted = [part._replace(in_stride=pack.width * size) for part in parts if part is not None]
     # Without the prior content every row is written; with it only those that something is added to.
     terms = layout.terms(outputs[0].device, of_all_rows=not acc_reduce)

@@ -122,7 +122,7 @@ def _prepare_move(
         part = None if part is None else part.as_copy(x.element_size())
         if part is None or not part.elements:
             return None
-        # Of a buffer with no rows or one, torch may say any stride.
+        # A buffer with no rows or one may have any stride.
         stride = {"out_stride" if is_packing else "in_stride": pack.width * size}
         parts.append(part._replace(**stride))
     listed = ALL_ROWS if rows.start is not None else rows.listed(buffer.device)

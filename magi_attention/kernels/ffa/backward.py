@@ -277,7 +277,7 @@ def _with_sums(
 
 
 def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
-    """Of q, k, v, out (0 for none) and dout."""
+    """The addresses of q, k, v, out (0 for none) and dout."""
     out_at = 0 if x.out is None else x.out.data_ptr()
     return x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr()
 

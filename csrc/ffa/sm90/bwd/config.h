@@ -108,9 +108,9 @@ struct BwdConfig {
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 
-// Of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head, each in the
-// order in which an accumulator lies in the registers of a warpgroup, so that whole lines are
-// added.
+// The layout of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head,
+// each in the order in which an accumulator lies in the registers of a warpgroup, so that whole
+// lines are added.
 constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;    // tiles, see bwd/schedule/semaphore_targets.cuh
 constexpr int kMaxTimed = 1024;  // tiles
@@ -129,8 +129,8 @@ constexpr int kMaxPartials =
     2048;  // more than there are work tiles whose parts leave dk and dv in the workspace
 constexpr int kMaxWorkList = 512;  // tiles of kv heads
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
-// Of them, where work tiles are listed: how many are split, how many rows the list has; places that
-// the last kernel has taken (in deterministic order, too), and whether their order is known
+// Among these, where work tiles are listed: how many are split, how many rows the list has; places
+// that the last kernel has taken (in deterministic order, too), and whether their order is known
 // (bwd/rows/completion.cuh).
 constexpr int kSplitWord = 2, kNumWorkTilesWord = 3, kPlaceWord = 4, kOrderedWord = 5;
 // Whether work tiles are listed; whether they were from the start, and with them the order of the

@@ -76,7 +76,7 @@ struct StepWorker {
 
   __device__ __forceinline__ PipelineState state() const { return PipelineState{flags >> 2 & 3}; }
   __device__ __forceinline__ void next_work() { flags += 4; }
-  // Of the columns of dk, dv and dq; read where it is needed, for want of registers.
+  // The pass over columns of dk, dv and dq; read where it is needed, for want of registers.
   __device__ __forceinline__ int pass() const {
     return C::kPasses > 1 ? BwdHeadSplit<C>::of_word(
                                 uniform(lds_int(smem.work_tile(state().work_stage()) + 12)))

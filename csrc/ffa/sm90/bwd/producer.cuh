@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
     load_tile_3d(to + d * rows * 128, map, bar, d * 64, first, head, policy);
 }
 
-// Of a work tile. Read again and again rather than kept: the feeding lanes have few registers.
+// For a work tile. Read again and again rather than kept: the feeding lanes have few registers.
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t work_tile) {
   const int word = lds_int(work_tile + 12);

@@ -43,7 +43,7 @@ struct BwdSplit {
   }  // of one part of all
 };
 
-// Of the last round, where work tiles are not listed.
+// For the last round, where work tiles are not listed.
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
@@ -266,7 +266,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   return w;
 }
 
-// Of the workspace, and of what the caller may keep, 0 where there is nothing: a list of work
+// Parts of the workspace, and of what the caller may keep, 0 where there is nothing: a list of work
 // tiles, or what order is made of.
 struct BwdBytes {
   int64_t workspace, list;

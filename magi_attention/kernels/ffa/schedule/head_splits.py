@@ -18,8 +18,8 @@ from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole, sta
 _MOST_DIM = 128  # head dims above it take two passes over the same tiles
 _UNIT_STEPS = 3  # what it takes to begin and end a unit, in steps
 _MOST_UNITS = 3  # for each multiprocessor, from which on the last ones are short enough
-# Of the time as it is, what halves must not exceed; measured, as is that of the even share, on 48 masks of 4,096 tokens
-# and 64 heads on 8.
+# Halves must take no more than this share of the time as it is; measured, as is that of the even share, on 48 masks
+# of 4,096 tokens and 64 heads on 8.
 _GAIN = 0.9
 
 

@@ -50,7 +50,7 @@ def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
 
 
 def sole_share(plan: TilePlan, queries: int) -> float:
-    """Of all blocks of so many queries, which part one segment of one tile of a transposed plan visits, and no more."""
+    """Which part of all blocks of so many queries one segment of one tile of a transposed plan visits, and no more."""
     blocks = -(-plan.header.total_k // queries)
     low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
     first, end = low // queries, np.where(high > low, -(-high // queries), low // queries)
@@ -68,7 +68,7 @@ def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
 
 
 class TileWalks(NamedTuple):
-    """Of each tile of a transposed plan, (num_tiles,), the first block of 80 queries that it sees and how many, and
+    """For each tile of a transposed plan, (num_tiles,): the first block of 80 queries that it sees and how many, and
     whether these are in one segment; there are ``blocks``."""
 
     first: np.ndarray

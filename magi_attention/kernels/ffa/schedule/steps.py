@@ -169,7 +169,7 @@ class _Case(NamedTuple):
 
     @property
     def sole_share(self) -> float:
-        """Of the blocks of 64 queries."""
+        """The share for blocks of 64 queries."""
         return tile_steps(self.slices, self.q_shape[0], self.keys).sole[NARROW]
 
     @property

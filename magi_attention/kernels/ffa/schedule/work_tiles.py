@@ -145,8 +145,8 @@ def _wants_periods(tiles: TileWalks, shape: UnitShape) -> bool:
 
 
 def _share_out_of_step(units: np.ndarray, tiles: TileWalks, shape: UnitShape) -> float:
-    """Of the work of the second and third section, by its distance from the clock; of the first where there are no
-    others."""
+    """The share of the work of the second and third section, by its distance from the clock; that of the first where
+    there are no others."""
     size, kept = len(tiles.first) * heads_per_section(len(tiles.first), shape), IN_L2 / shape.group
     some = units[: 3 * size]
     starts = starts_of(tiles.count[some[:, 0]] + UNIT, shape.places)

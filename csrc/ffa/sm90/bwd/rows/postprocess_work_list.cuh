@@ -11,7 +11,7 @@
 
 namespace magi {
 
-// Of a multiprocessor; what a thread holds of 80 queries does not fit into a third of the
+// For a multiprocessor; what a thread holds of 80 queries does not fit into a third of the
 // registers.
 constexpr int postprocess_work_list_ctas(int queries) { return queries == kBlockM64 ? 4 : 2; }
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ float chunk_delta(uint4 out, uint4 dout) {
   return sum;
 }
 
-// Of the eight lanes that have a row.
+// Over the eight lanes that have a row.
 __device__ __forceinline__ float sum_of_lanes(float sum) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);

@@ -14,7 +14,7 @@
 
 namespace magi {
 
-// Of a CTA, of which there is one on a multiprocessor. Each group takes a block of a head at a
+// For a CTA; there is one on a multiprocessor. Each group takes a block of a head at a
 // time; of wide ones there is room for two.
 constexpr int prepare_groups(int queries) { return queries == kBlockM64 ? 3 : 2; }
 constexpr int kPreprocessStages = 2;
@@ -42,7 +42,7 @@ struct BwdPreprocessParams {
   CUtensorMap out_map, do_map;  // boxes of 64 columns, a block of queries
 };
 
-// Of a group: what it has in shared memory, and the blocks of heads that it takes one after the
+// A group: what it has in shared memory, and the blocks of heads that it takes one after the
 // other: a share of those that are needed at once; and then, in some CTAs, of the others. Which
 // block the next one is is looked up one ahead.
 template <int kBlockM>

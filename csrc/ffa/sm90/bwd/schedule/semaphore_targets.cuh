@@ -19,7 +19,7 @@
 // (bwd_heads_per_l2_group), and where there is only one and L2 keeps what work tiles walk, these
 // begin some blocks apart and come round (begin_apart).
 //
-// Of uneven tiles some may be split by query heads (bwd/schedule/split.cuh): each part is a work
+// Some uneven tiles may be split by query heads (bwd/schedule/split.cuh): each part is a work
 // tile with a start of its own, and goes through its blocks as much faster. There are semaphore
 // targets for each kind of part then, and a whole work tile has all of its head's.
 //
