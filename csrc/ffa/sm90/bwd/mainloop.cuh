@@ -69,7 +69,7 @@ struct StepWorker {
   const BwdSmem<C>& smem;
   Ring<C::kStages> ring;
   static constexpr uint32_t kDsSlot = 1;  // of this step
-  // Of the step before: the multiplication for dK is under way; or, in wide steps, its share of dq
+  // In the step before: the multiplication for dK is under way; or, in wide steps, its share of dq
   // has not been announced.
   static constexpr uint32_t kUnfinished = 2;
   uint32_t flags = 0;  // and from bit 2 on the number of work tiles so far

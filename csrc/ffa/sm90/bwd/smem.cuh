@@ -71,7 +71,7 @@ struct BwdSmem {
   // to know (of one bit more than the segment's stage on, the head).
   __device__ uint32_t step(uint32_t s) const { return base + C::kStepsAt + 16 * s; }
 
-  // Of a step whose dq is added in order: number of its part of dq_accum, kLastFragments in the
+  // For a step whose dq is added in order: number of its part of dq_accum, kLastFragments in the
   // last of a work tile, kDirectFragments.
   __device__ uint32_t dq_queue(uint32_t s) const { return base + C::kDqQueueAt + 4 * s; }
   __device__ uint32_t work_semaphore(uint32_t s) const {
@@ -87,7 +87,7 @@ struct BwdSmem {
   // In order, in its place: kDirectStoreBit, or 0, of the block at hand; of the lane that copies Q.
   __device__ uint32_t direct() const { return base + C::kPreparedAt; }
   __device__ uint32_t dq() const { return base + C::kDqAt; }
-  // Of a share of dq, see kDqFragments; where two lanes add, each has its own that says dq is
+  // For a share of dq, see kDqFragments; where two lanes add, each has its own that says dq is
   // there.
   __device__ uint32_t dq_full(uint32_t fragment) const {
     return bar(12 + 5 * C::kStages + C::kDqQueueStages + 2 * fragment);
@@ -95,8 +95,8 @@ struct BwdSmem {
   __device__ uint32_t dq_empty(uint32_t fragment) const {
     return bar(13 + 5 * C::kStages + C::kDqQueueStages + 2 * fragment);
   }
-  // Of wide steps: dS has been read by both warpgroups. And where there are two shares, which block
-  // of dq_accum one is for, and whether it is the last of the work tile.
+  // For wide steps: dS has been read by both warpgroups. And where there are two shares, which
+  // block of dq_accum one is for, and whether it is the last of the work tile.
   __device__ uint32_t ds_empty() const {
     return bar(12 + 5 * C::kStages + C::kDqQueueStages + 2 * C::kFullBarriers);
   }

@@ -33,7 +33,7 @@ struct NBlockIter {
                                                           << 16;
   }
 
-  // Of the record at hand.
+  // The stage of the record at hand.
   __device__ __forceinline__ uint32_t segment_stage() const { return ~state >> 2 & 1; }
 
   __device__ __forceinline__ uint32_t work_stage() const { return state & 1; }

@@ -98,7 +98,8 @@ struct RowGroup {
   }
   __device__ __forceinline__ uint32_t stage() const { return round % kPreprocessStages; }
   __device__ __forceinline__ uint32_t phase() const { return round / kPreprocessStages & 1; }
-  // Of the stage: its rows are there; they have been used. And how many blocks' have been.
+  // Two barriers of the stage: its rows are there; they have been used. A count of blocks that are
+  // used.
   __device__ __forceinline__ uint32_t full() const { return bars + 16 * stage(); }
   __device__ __forceinline__ uint32_t empty() const { return full() + 8; }
   __device__ __forceinline__ uint32_t used_count() const { return counts; }

@@ -131,7 +131,8 @@ __device__ inline void find_cuts(const BwdRowParams& p, const SortedTiles& sorte
 struct WorkList {
   int from, count, ahead = 0;
   int cuts = 0, first = 0, second = 0;  // tiles that are cut, and which of the sorted those are
-  // Of side l, in lane l: its place among rows, where its tile is cut, its time. Two sides a tile.
+  // Lane l holds for side l its place among rows, where its tile is cut, its time. Two sides a
+  // tile.
   int place = -1, cut = 0, time = 0;
 
   __device__ WorkList(const BwdRowParams& p, int wanted, int from_, int count_,

@@ -55,13 +55,13 @@ __device__ __forceinline__ bool has_few_heads(const P& p) {
 // The flags of a plan with so many segments that are bands, and others.
 template <typename P>
 __device__ __forceinline__ int flags_of(const P& p, int bands, int others, bool contributes_twice) {
-  // Of one head blocks have an expected time. And waves are of whole tiles.
+  // Blocks of one head have an expected time. Waves are of whole tiles.
   const bool by_head =
       bands > others && (p.first_writer || p.heads_per_split > 1) && p.splits_per_split_tile == 1;
   if (contributes_twice) return by_head ? kByHead : 0;
   const int flags =
       (by_head ? kByHead : 0) | (!by_head && p.num_tiles <= kMaxTimed ? kTimed : kInWaves);
-  // Of plans in order only those have work tiles whose tiles are ordered by document.
+  // Among plans in order, only those with tiles ordered by document have work tiles.
   const bool is_one_way = !p.first_writer && !by_head && has_few_heads(p);
   if (has_work_tiles(p.plan) || is_one_way)
     return flags | kAllDescending | (is_one_way && begin_apart(p, flags, bands) ? kApart : 0);
