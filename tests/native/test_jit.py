@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -107,11 +108,23 @@ def test_processes_that_want_one_kernel_compile_it_once(tree):
     assert loader.load("ffa_sm90", Path(results[0][0].strip())).magi_abi_version() == abi.ABI_VERSION
 
 
-def test_a_killed_compilation_leaves_no_library(tree, base, tmp_path):
+@pytest.fixture
+def sleepers(tmp_path):
+    """A file to which processes that sleep write their numbers. Ninja gives each a group of its own, so that the end of
+    the caller's group leaves them; here they end with the test."""
+    file = tmp_path / "sleepers"
+    file.touch()
+    yield file
+    for number in file.read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
+
+
+def test_a_killed_compilation_leaves_no_library(tree, base, tmp_path, sleepers):
     need(toolchain.require_ninja)
     # Half of each output is there when the process dies.
     writes = 'for last; do if [ "$before" = -o ]; then echo half > "$last"; touch "$0.began"; fi; before=$last; done'
-    home = fake_nvcc(tmp_path / "cuda", f"{writes}\nsleep 3600")
+    home = fake_nvcc(tmp_path / "cuda", f"{writes}\necho $$ >> {sleepers}\nexec sleep 3600")
     process = start(tree, CUDA_HOME=str(home))
     began = home / "bin" / "nvcc.began"
     wait_until(lambda: began.exists() or process.poll() is not None, "the compiler has begun")
