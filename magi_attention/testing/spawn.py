@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -14,6 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 from magi_attention.testing.waiting import DEADLINE_S
+
+_PRELOADED = ["torch", "torch.distributed", "magi_attention.api", "magi_attention.testing.spawn"]
 
 
 class RankFailure(RuntimeError):
@@ -27,6 +30,7 @@ def run_processes(
     timeout_s: float = DEADLINE_S,
     grace_s: float = 60.0,
     backend: str = "gloo",
+    fresh: bool = False,
 ) -> list:
     """``fn(rank, world_size, *args)`` in ``world_size`` processes that share a default process group.
 
@@ -35,11 +39,17 @@ def run_processes(
     is not done after ``timeout_s``, all are killed and ``RankFailure`` shows what every rank reported. After the
     first failure the others have ``grace_s``. A rank that ends by ``os._exit(0)`` on purpose counts as finished
     with result None. With an NCCL ``backend`` each rank takes the GPU of its number.
+
+    On Linux without a CUDA device the ranks are forks of a process that has imported torch once and called nothing.
+    With ``fresh`` each rank is an interpreter of its own, whose hashes of strings, too, differ from the others'.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn") if fresh or not _can_fork(backend) else _fork_server()
+    environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="magi_spawn_") as folder:
         procs = [
-            context.Process(target=_rank_main, args=(r, world_size, folder, timeout_s, backend, fn, args), daemon=True)
+            context.Process(
+                target=_rank_main, args=(r, world_size, folder, timeout_s, backend, environment, fn, args), daemon=True
+            )
             for r in range(world_size)
         ]
         try:
@@ -59,6 +69,35 @@ def run_processes(
                 if proc.pid is not None:
                     proc.join()
         return _collect(folder, procs, late, f"{timeout_s:g} s, or {grace_s:g} s after a failure")
+
+
+def _can_fork(backend: str) -> bool:
+    import torch
+
+    return sys.platform == "linux" and "nccl" not in backend and not torch.cuda.is_available()
+
+
+def _fork_server() -> Any:
+    """The context whose processes are forks of one server; the server ends with this process."""
+    from multiprocessing import forkserver
+
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    before = dict(os.environ)
+    try:
+        # why: a process with threads must not be forked, and the server must import what this process would
+        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        forkserver.ensure_running()
+    finally:
+        _set_environment(before)
+    return context
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def _collect(folder: str, procs: list, late: list[int], limits: str) -> list:
@@ -82,8 +121,16 @@ def _collect(folder: str, procs: list, late: list[int], limits: str) -> list:
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, timeout_s: float, backend: str, fn: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    backend: str,
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple,
 ) -> None:
+    _set_environment(environment)  # a fork has that of the server
     import torch
     import torch.distributed as dist
 
