@@ -24,10 +24,10 @@ def held_bytes(root: object, modules: tuple[str, ...]) -> int:
             todo += [y for y in x.values() if type(y) not in _PLAIN]
         elif isinstance(x, (list, tuple)):
             todo += [y for y in x if type(y) not in _PLAIN]
-        elif type(getattr(x, "nbytes", None)) is int:
-            total += x.nbytes
         elif type(x).__module__.startswith(modules):
             todo += _attributes(x)
+        elif type(getattr(x, "nbytes", None)) is int:
+            total += x.nbytes
     return total
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from enum import Enum
-from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.integers import as_int_array, as_pairs
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.errors import ContractError, RangeError
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ _UNBOUNDED = np.int64(1) << 60
 MOST_TOKENS = 1 << 60  # positions stay below it, so that sums of two are int64
 MOST_PAIRS = 1 << 62  # of one mask; below it twice their number, which areas() computes, is int64
 MOST_POSITION = (1 << 31) - 1  # that kernels take
+_AREA: Kind[None, int] = Kind("allowed pairs")
+_DIGEST: Kind[None, bytes] = Kind("digest")
+_TENSORS: Kind[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = Kind("ranges and types")
 
 
 def empty_slices() -> NDArray[np.int64]:
@@ -261,15 +264,18 @@ def to_dense(slices: NDArray[np.int64], total_q: int, total_k: int) -> NDArray[n
 class SliceTable:
     """Immutable, hashable list of AttnSlices: what plans hold and kernels consume.
 
-    ``array`` is int64 ``(N, 5)`` and read-only. Equality and hash are by value, order included.
+    ``array`` is int64 ``(N, 5)`` and read-only. Equality and hash are by value, order included. ``cache`` holds what
+    was made from it, for this one object: a copy begins with an empty one.
     """
 
-    __slots__ = ("array", "__dict__")
+    __slots__ = ("__weakref__", "array", "cache")
 
     def __init__(self, array: NDArray[np.integer]) -> None:
         array = np.ascontiguousarray(as_int_array(array, "The slices")).reshape(-1, 5).copy()
         array.setflags(write=False)
         self.array = array
+        self.cache = PlanCache()
+        self.cache.count("slices", array)
 
     @classmethod
     def from_ranges(
@@ -311,37 +317,38 @@ class SliceTable:
     def __reduce__(self) -> tuple[type[SliceTable], tuple[NDArray[np.int64]]]:
         return SliceTable, (np.array(self.array),)
 
-    @cached_property
+    @property
     def digest(self) -> bytes:
-        return hashlib.blake2b(self.array.tobytes(), digest_size=16).digest()
+        return self.cache.get(_DIGEST, None, self._digest)
 
-    @cached_property
+    @property
     def area(self) -> int:
         """Number of allowed (q, k) pairs; exact when the slices are disjoint."""
-        return int(areas(self.array).sum())
-
-    @cached_property
-    def _tensors(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return {}
+        return self.cache.get(_AREA, None, self._area)
 
     def tensors(self, device: torch.device | str | int = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``(q_ranges (N,2), k_ranges (N,2), types (N,))`` as int32 torch tensors, made once per device."""
         import torch
 
         device = torch.device(device)
-        if device not in self._tensors:
-            if self.array.size and self.array.max() > MOST_POSITION:
-                raise ContractError(
-                    f"Slices reach position {self.array.max():,}, and kernels take positions up to {MOST_POSITION:,}; "
-                    "spread the sequence over more ranks."
-                )
-            packed = torch.from_numpy(self.array.astype(np.int32)).to(device)
-            self._tensors[device] = (
-                packed[:, 0:2].contiguous(),
-                packed[:, 2:4].contiguous(),
-                packed[:, 4].contiguous(),
+        return self.cache.get(_TENSORS, device, lambda: self._tensors(device))
+
+    def _digest(self) -> bytes:
+        return hashlib.blake2b(self.array.tobytes(), digest_size=16).digest()
+
+    def _area(self) -> int:
+        return int(areas(self.array).sum())
+
+    def _tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        import torch
+
+        if self.array.size and self.array.max() > MOST_POSITION:
+            raise ContractError(
+                f"Slices reach position {self.array.max():,}, and kernels take positions up to {MOST_POSITION:,}; "
+                "spread the sequence over more ranks."
             )
-        return self._tensors[device]
+        packed = torch.from_numpy(self.array.astype(np.int32)).to(device)
+        return packed[:, 0:2].contiguous(), packed[:, 2:4].contiguous(), packed[:, 4].contiguous()
 
 
 def type_code(value: int | str | AttnMaskType) -> int:

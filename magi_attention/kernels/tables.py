@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from magi_attention.common.integers import as_int_array, as_pairs
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
 from magi_attention.errors import ContractError, RangeError
-from magi_attention.kernels.reference.operands import memo
+
+_OVERLAP: Kind[None, tuple[int, int] | None] = Kind("two slices that overlap")
 
 
 def table_from_tensors(
@@ -119,7 +121,7 @@ def check_disjoint(slices: SliceTable) -> None:
         hit = first_overlap(trim(slices.array))
         return None if hit is None else (int(live[hit[0]]), int(live[hit[1]]))
 
-    hit = memo(slices, "overlap", find)
+    hit = slices.cache.get(_OVERLAP, None, find)
     if hit is not None:
         a, b = (slices.array[i].tolist() for i in hit)
         raise ContractError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
@@ -76,16 +77,13 @@ class TilePlan:
         Its slices are cut anew first where that saves time. With ``is_kept`` the table holds the plan for whoever asks
         next, who takes it away unless that is wanted again. Errors as of ``build``.
         """
-        kept = slices.__dict__.setdefault("_host_plans", {})
         key = (total_q, total_k, tile_tokens, num_groups, is_transposed)
-        plan = kept.pop(key, None)
+        plan = slices.cache.pop(_HOST_PLANS, key)
         if plan is None:
             rows = transposed(slices, total_q, total_k) if is_transposed else _int32_rows(slices, total_q, total_k)
             sizes = (total_k, total_q) if is_transposed else (total_q, total_k)
             plan = cls.build(strips(rows, tile_tokens), *sizes, tile_tokens, num_groups)
-        if is_kept:
-            kept[key] = plan
-        return plan
+        return slices.cache.get(_HOST_PLANS, key, lambda: plan) if is_kept else plan
 
     def check(self, slices: SliceTable | np.ndarray) -> None:
         """Walks the plan against the slices; ``ContractError`` names the first pair or field that is wrong."""
@@ -124,6 +122,9 @@ class TilePlan:
         tokens = self.header.tile_tokens
         pairs = self.records[:, abi.SEGMENT_WORDS :][:, : 2 * tokens]
         return pairs.reshape(len(pairs), tokens, 2)
+
+
+_HOST_PLANS: Kind[tuple[int, int, int, int, bool], TilePlan] = Kind("tile plan, on the host", lambda plan: [plan.words])
 
 
 def transposed(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
 from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, RuntimeManager
 from magi_attention.common.held import held_bytes
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.ffa.plans import Kept, KeptList
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, KeptList
 
 TOTAL = 4096
 
@@ -45,8 +46,9 @@ def new_mask(group: dist.ProcessGroup, seed: int):
     manager = dist_attn_runtime_dict_mgr.get(key)
     # What a GPU backend keeps with the slices.
     plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
-    kept = Kept(plan, 0, {("key",): KeptList(units, 0)})
-    manager.dist_attn_runtime.part.host.__dict__["_ffa_plans"] = {"forward": kept}
+    lists = PlanCache()
+    lists.get(WORK_LISTS, ("key",), lambda: KeptList(units, 0))
+    manager.dist_attn_runtime.part.host.cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, lists))
     return key, weakref.ref(manager)
 
 
@@ -84,7 +86,7 @@ def test_held_keys_work_when_they_are_no_longer_kept(group, limit_of):
     for seed in range(1, 10):
         new_mask(group, seed)
     assert first not in dist_attn_runtime_dict_mgr.keys(group) and manager() is not None
-    manager().dist_attn_runtime.part.host.__dict__.pop("_ffa_plans")
+    manager().dist_attn_runtime.part.host.cache.clear()
     q = torch.randn(TOTAL, 1, 8)
     assert calc_attn(q, q, q, first)[0].shape == q.shape
 
@@ -112,9 +114,9 @@ class _Tables:
 def test_bytes_are_counted_once_and_only_of_ours():
     x, y = torch.zeros(10), np.zeros(7)
     table = SliceTable(np.array([[0, 3, 0, 3, 1]]))
-    table.__dict__["_plans"] = {("a", 1): (x, 5), "b": [x, y, {"c": "text"}]}
+    table.cache.get(Kind("plans"), None, lambda: {("a", 1): (x, 5), "b": [x, y, {"c": "text"}]})
     modules = ("magi_attention.common",)
     assert held_bytes([table, table], modules) == 40 + 56 + table.array.nbytes
     assert held_bytes([table, x], ("elsewhere",)) == 40
-    table.__dict__["_itself"] = table
+    table.cache.get(Kind("itself"), None, lambda: table)
     assert held_bytes(table, modules) == 40 + 56 + table.array.nbytes

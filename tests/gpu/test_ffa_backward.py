@@ -17,6 +17,7 @@ from forward_oracle import Inputs, make_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_bwd
@@ -322,7 +323,7 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch, is_float):
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     tile = ffa.library.backward_tile(64, 64)
     wrong = table_plan(masks.causal(328), PlanShape(328, 328, tile, is_transposed=True), x.q.device)
-    monkeypatch.setattr(RangePlans, "plan", lambda *_: Kept(wrong, wrong.data_ptr(), {}))
+    monkeypatch.setattr(RangePlans, "plan", lambda *_: Kept(wrong, wrong.data_ptr(), PlanCache()))
     run = ffa.backward if is_float else ffa.backward_final
     got = run(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
     for name in ("dq", "dk", "dv"):

@@ -23,9 +23,10 @@ from test_ffa_backward import (  # noqa: F401
 )
 from test_ffa_backward_deterministic import CASES, assert_same_bits
 
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
@@ -92,7 +93,7 @@ def test_made_by_the_first_call(name, way, monkeypatch):
     want = truth(calls.x, calls.dout)
     first = calls()
     assert_grads(calls.x, first, want, (name, way))
-    ((kept,),) = (k.lists.values() for k in calls.x.slices.__dict__["_ffa_plans"].values() if k.lists)
+    ((kept,),) = (k.lists.values(WORK_LISTS) for k in calls.x.slices.cache.values(DEVICE_PLANS) if k.lists)
     made = kept.words.clone()
     for n in range(4):
         again = calls()
@@ -143,7 +144,7 @@ def test_a_plan_of_other_shapes_gives_nan(way, monkeypatch):
     calls = make_calls("causal", way, monkeypatch)
     shape = PlanShape(328, 328, calls.ffa.library.backward_tile(128, 128), is_transposed=True)
     wrong = table_plan(masks.causal(328), shape, calls.x.q.device)
-    kept = Kept(wrong, wrong.data_ptr(), {})
+    kept = Kept(wrong, wrong.data_ptr(), PlanCache())
     monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
     for _ in range(3):
         got = calls()

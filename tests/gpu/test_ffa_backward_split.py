@@ -21,9 +21,10 @@ from test_ffa_backward import (  # noqa: F401
     pytestmark,
 )
 
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
@@ -180,8 +181,8 @@ def test_lists_are_kept_with_the_plan(name):
 
     want = run()
     assert_grads(x, want, truth(x, dout), name)
-    (lists,) = (kept.lists for kept in x.slices.__dict__["_ffa_plans"].values() if kept.lists)
-    (units,) = lists.values()
+    (lists,) = (kept.lists for kept in x.slices.cache.values(DEVICE_PLANS) if kept.lists)
+    (units,) = lists.values(WORK_LISTS)
     kept = units.words
     assert units.is_made and kept[:4].view(torch.int32).item() == 1, "made"
     before = kept.clone()
@@ -210,7 +211,7 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     shape = PlanShape(328, 328, ffa.library.backward_tile(128, 128), is_transposed=True)
     wrong = table_plan(masks.causal(328), shape, x.q.device)
-    kept = Kept(wrong, wrong.data_ptr(), {})
+    kept = Kept(wrong, wrong.data_ptr(), PlanCache())
     monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
     for _ in range(2):
         got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
@@ -252,7 +253,7 @@ def test_even_tiles_are_listed_head_by_head():
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
     assert_grads(x, got, truth(x, dout))
-    ((kept,),) = (k.lists.values() for k in x.slices.__dict__["_ffa_plans"].values() if k.lists)
+    ((kept,),) = (k.lists.values(WORK_LISTS) for k in x.slices.cache.values(DEVICE_PLANS) if k.lists)
     words = kept.words.view(torch.int32).cpu()
     units = words[UNITS_WORD].item()
     tiles, heads = words[32 : 32 + 4 * units].view(units, 4)[:, :2].T  # behind the header

@@ -14,7 +14,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, RangeTensors
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -32,7 +32,7 @@ def test_plan_of_a_table_is_made_once_and_lives_with_it():
         ffa.forward_final(q, k, v, slices, options)
     ffa.forward(q, k, v, slices, options)
     assert len({p.plan for p in simulator.calls}) == 1
-    (kept,) = slices.__dict__["_ffa_plans"].values()
+    (kept,) = slices.cache.values(DEVICE_PLANS)
     assert kept[1] == simulator.calls[0].plan, "held, so that its address is nobody else's"
     died = weakref.ref(kept[0])
     other = SliceTable(Mask.full(32).slices.array)

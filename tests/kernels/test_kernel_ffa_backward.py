@@ -20,7 +20,7 @@ from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, RangeTensors
 from magi_attention.kernels.ffa.schedule import steps as backward_steps
 from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.native import abi
@@ -226,7 +226,7 @@ def test_plans_are_kept_and_follow_every_edit():
         ffa.backward(*case.tensors, table, case.options)
         ffa.forward(case.q, case.k, case.v, table, case.options)
     assert len({p.plan for p in simulator.backward_calls}) == len({p.plan for p in simulator.calls}) == 1
-    assert len(table.__dict__["_ffa_plans"]) == 2 and simulator.transposed == 0
+    assert len(table.cache.values(DEVICE_PLANS)) == 2 and simulator.transposed == 0
     mask = tensors(case.slices)
     for _ in range(3):
         ffa.backward_final(*case.tensors, mask, case.options)
@@ -278,8 +278,8 @@ def test_lists_of_units_are_kept_with_the_plan():
         ffa.runtime.capturing = False
         assert listed(mask, sm_margin=4) and not is_made(), "captured calls have not run"
     assert listed(table) != listed(ranges)
-    (kept,) = (kept for kept in table.__dict__["_ffa_plans"].values() if kept.lists)
-    died = [weakref.ref(units) for units in kept.lists.values()]
+    (kept,) = (kept for kept in table.cache.values(DEVICE_PLANS) if kept.lists)
+    died = [weakref.ref(units) for units in kept.lists.values(WORK_LISTS)]
     del kept, table
     gc.collect()
     assert len(died) == 5 and not any(ref() for ref in died)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
@@ -61,6 +63,9 @@ class KeptList:
     is_made: bool = False
 
 
+WORK_LISTS: Kind[tuple[object, ...], KeptList] = Kind("work list of backwards", lambda kept: [kept.words])
+
+
 class StreamOrder:
     """The streams behind which a tensor that was copied to a GPU is complete: the one of the copy, and those that wait
     for it."""
@@ -88,7 +93,7 @@ class Kept(NamedTuple):
 
     plan: torch.Tensor
     address: int
-    lists: dict[tuple[object, ...], KeptList] | None
+    lists: PlanCache | None
     order: StreamOrder | None = None
 
     def list_of(self, key: tuple[object, ...], num_bytes: int, capturing: bool) -> KeptList | None:
@@ -99,11 +104,17 @@ class Kept(NamedTuple):
         """
         if not num_bytes or self.lists is None:
             return None
-        kept = self.lists.get(key)
+        kept = self.lists.find(WORK_LISTS, key)
         if kept is None and not capturing:
-            words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
-            kept = self.lists[key] = KeptList(words, words.data_ptr())
+            kept = self.lists.get(WORK_LISTS, key, partial(self._new_list, num_bytes))
         return kept
+
+    def _new_list(self, num_bytes: int) -> KeptList:
+        words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
+        return KeptList(words, words.data_ptr())
+
+
+DEVICE_PLANS: Kind[tuple[PlanShape, torch.device], Kept] = Kind("tile plan, where kernels read it")
 
 
 class PlannedMask(Protocol):
@@ -148,18 +159,15 @@ class RangePlans:
     ) -> Kept:
         """The plan, to be held until the launch."""
         if isinstance(mask, SliceTable):
-            cache: dict[tuple[PlanShape, torch.device], Kept] = mask.__dict__.setdefault("_ffa_plans", {})
-            key = (shape, device)
-            kept = cache.get(key)
+            kept = mask.cache.find(DEVICE_PLANS, (shape, device))
             if kept is None:
                 if capturing:
                     raise ContractError(
                         "The tile plan of this mask cannot be copied to the GPU while a CUDA graph is captured; run "
                         "the call once before the capture."
                     )
-                plan = table_plan(mask, shape, device)
-                kept = cache[key] = Kept(plan, plan.data_ptr(), {}, StreamOrder(plan, stream))
-            elif kept.order is not None:
+                kept = mask.cache.get(DEVICE_PLANS, (shape, device), partial(_of_table, mask, shape, device, stream))
+            if kept.order is not None:
                 kept.order.join(kept.plan, stream, capturing)
             return kept
         if not isinstance(mask, RangeTensors):
@@ -188,7 +196,7 @@ class RangePlans:
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
         refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
-        kept = Kept(plan, plan.data_ptr(), {})
+        kept = Kept(plan, plan.data_ptr(), PlanCache())
         entries[key] = _Entry(refs, state, kept)
         return kept
 
@@ -232,6 +240,12 @@ class RangePlans:
 
 def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple[object, ...]:
     return (*map(id, mask), shape, stream)
+
+
+def _of_table(slices: SliceTable, shape: PlanShape, device: torch.device, stream: int) -> Kept:
+    plan, lists = table_plan(slices, shape, device), PlanCache()
+    slices.cache.include(lists)
+    return Kept(plan, plan.data_ptr(), lists, StreamOrder(plan, stream))
 
 
 def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from magi_attention.common.intervals import ramps
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
@@ -29,7 +30,6 @@ from magi_attention.common.slices import (
     merge,
     trim,
 )
-from magi_attention.kernels.reference.operands import memo
 from magi_attention.kernels.reference.sdpa import allowed_pairs
 
 _MANY_PIECES = 16  # above this many per tile, one vectorised pass is cheaper than a loop over pieces
@@ -52,9 +52,12 @@ class QueryBlock(NamedTuple):
     tiles: tuple[KeyTile, ...]
 
 
+_WALKS: Kind[tuple[int, int], tuple[QueryBlock, ...]] = Kind("query blocks")
+
+
 def block_walk(slices: SliceTable, block_q: int, block_k: int) -> tuple[QueryBlock, ...]:
     """All query blocks of ``slices`` in ascending order; made once per slice table and block sizes."""
-    return memo(slices, ("walk", block_q, block_k), lambda: _walk(slices.array, block_q, block_k))
+    return slices.cache.get(_WALKS, (block_q, block_k), lambda: _walk(slices.array, block_q, block_k))
 
 
 def _spread(start: np.ndarray, end: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:

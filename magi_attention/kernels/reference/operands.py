@@ -7,18 +7,17 @@ tokens, head dim), both contiguous and in the accumulation dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TypeVar
-
 import numpy as np
 import torch
 
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, trim
 from magi_attention.errors import ContractError
 from magi_attention.kernels.reference.correction import correct_attn_out_lse, correct_attn_out_lse_with_sink
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype
 
-T = TypeVar("T")
+_ENDS: Kind[None, tuple[int, int]] = Kind("ends of the slices")
+_UNSEEN: Kind[tuple[int, int], tuple[np.ndarray | None, np.ndarray | None]] = Kind("rows without a pair")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -31,14 +30,6 @@ def reference_why_not(problem: Problem) -> str | None:
     return None
 
 
-def memo(slices: SliceTable, key: Hashable, make: Callable[[], T]) -> T:
-    """``make()``, kept with the slice table itself, so that it lives as long as the mask does."""
-    cache: dict[Hashable, T] = slices.__dict__.setdefault("_kernel_memo", {})
-    if key not in cache:
-        cache[key] = make()
-    return cache[key]
-
-
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable) -> None:
     """Raises ``ContractError`` if shapes do not fit or a slice reaches beyond the rows of q or k."""
     ok = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
@@ -47,7 +38,7 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Sl
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; give (tokens, heads, "
             "head dim) each, equal tokens and heads of k and v, and query heads a multiple of kv heads."
         )
-    ends = memo(slices, "ends", lambda: _ends(slices))
+    ends = slices.cache.get(_ENDS, None, lambda: _ends(slices))
     for name, end, have in (("q", ends[0], q.shape[0]), ("k", ends[1], k.shape[0])):
         if end > have:
             raise ContractError(
@@ -80,7 +71,7 @@ def unseen_rows(
             found.append(rows if len(rows) else None)
         return found[0], found[1]
 
-    return memo(slices, ("unseen", total_q, total_k), find)
+    return slices.cache.get(_UNSEEN, (total_q, total_k), find)
 
 
 def heads_first(x_THD: torch.Tensor, num_kv_heads: int, blank: np.ndarray | None = None) -> torch.Tensor:

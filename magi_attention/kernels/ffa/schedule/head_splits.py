@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole, starts_of, tile_steps
 
@@ -21,6 +22,7 @@ _MOST_UNITS = 3  # for each multiprocessor, from which on the last ones are shor
 # Halves must take no more than this share of the time as it is; measured, as is that of the even share, on 48 masks
 # of 4,096 tokens and 64 heads on 8.
 _GAIN = 0.9
+_HEAD_PARTS: Kind[tuple[int, int, int, int, int], int] = Kind("head parts")
 
 
 def head_parts_in_turns(
@@ -34,11 +36,8 @@ def head_parts_in_turns(
     (total_q, heads, dim), (total_k, heads_kv, dim_v) = q_shape, v_shape
     if max(dim, dim_v) > _MOST_DIM or not total_k or not heads_kv or heads % (2 * heads_kv):
         return 0
-    kept: dict[tuple[int, ...], int] = slices.__dict__.setdefault("_head_parts", {})
     key = (total_q, total_k, heads, heads_kv, processors)
-    if key not in kept:
-        kept[key] = _head_parts(slices, *key)
-    return kept[key]
+    return slices.cache.get(_HEAD_PARTS, key, lambda: _head_parts(slices, *key))
 
 
 def _head_parts(slices: SliceTable, total_q: int, total_k: int, heads: int, heads_kv: int, processors: int) -> int:

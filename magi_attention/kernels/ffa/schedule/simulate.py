@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.native.loader import check, load
 from magi_attention.native.tile_plan import TilePlan
@@ -37,16 +38,19 @@ class TileSteps(NamedTuple):
     sole: dict[int, float]
 
 
+_TILE_STEPS: Kind[tuple[int, int], TileSteps] = Kind("steps of tiles")
+
+
 def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     """Kept with the slices, which never change."""
-    kept: dict[tuple[int, int], TileSteps] = slices.__dict__.setdefault("_tile_steps", {})
-    key = (total_q, total_k)
-    if key not in kept:
-        # Held for the launch that follows, whose plan it mostly is.
-        plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
-        steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
-        kept[key] = TileSteps(*steps, plan.order.copy(), {n: sole_share(plan, n) for n in (NARROW, WIDE)})
-    return kept[key]
+    return slices.cache.get(_TILE_STEPS, (total_q, total_k), lambda: _tile_steps(slices, total_q, total_k))
+
+
+def _tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
+    # Held for the launch that follows, whose plan it mostly is.
+    plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
+    steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
+    return TileSteps(*steps, plan.order.copy(), {n: sole_share(plan, n) for n in (NARROW, WIDE)})
 
 
 def sole_share(plan: TilePlan, queries: int) -> float:

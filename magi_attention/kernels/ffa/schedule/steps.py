@@ -13,9 +13,11 @@ rounded (``docs/log/ffa_backward_first_stores.md``). And packed documents are mo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.ffa.plans import RangeTensors
@@ -93,6 +95,10 @@ class Steps(NamedTuple):
         return self.block_m == WIDE and not lists_itself
 
 
+_STEPS: Kind[tuple[object, ...], Steps] = Kind("steps of a backward")
+_GAINS: Kind[tuple[object, ...], float] = Kind("gain of one document after the other")
+
+
 def steps_of(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], mask: SliceTable | RangeTensors | RemoteKeys,
     options: AttnOptions, processors: int,
@@ -109,17 +115,16 @@ def steps_of(
         is_remote, slices, keys = False, mask, v_shape[0]
     if not isinstance(slices, SliceTable):
         return Steps(NARROW, 0)
-    kept: dict[tuple[object, ...], Steps] = slices.__dict__.setdefault("_steps", {})
     key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), processors)
-    found = kept.get(key)
-    if found is None:
+    kept = slices.cache.find(_STEPS, key)
+    if kept is None:
         found = _choose(q_shape, v_shape, slices, keys, is_remote, options, processors)
         is_counted = options.deterministic or found.first_writer
         if is_counted and not (is_remote or options.softcap or found.split != NONE or not slices.area):
             share = tile_steps(slices, q_shape[0], keys).sole[found.block_m]
             found = found._replace(direct_dq_store=share >= _LEAST_SOLE)
-        kept[key] = found
-    return found
+        kept = slices.cache.get(_STEPS, key, partial(Steps, *found))
+    return kept
 
 
 def _choose(
@@ -240,9 +245,9 @@ def _shape_of(case: _Case) -> UnitShape:
 def _gain_by_document(case: _Case, heads: int | None = None) -> float:
     """See ``unit_walks.gain_by_document``. Kept with the slices, which never change."""
     shape = _shape_of(case)
-    kept: dict[tuple[object, ...], float] = case.slices.__dict__.setdefault("_gains_by_document", {})
-    key = (case.q_shape[0], case.keys, shape, heads)
-    if key not in kept:
+
+    def estimate() -> float:
         plan = TilePlan.of_table(case.slices, case.q_shape[0], case.keys, TILE, 2, is_transposed=True, is_kept=True)
-        kept[key] = gain_by_document(plan, shape, heads)
-    return kept[key]
+        return gain_by_document(plan, shape, heads)
+
+    return case.slices.cache.get(_GAINS, (case.q_shape[0], case.keys, shape, heads), estimate)
