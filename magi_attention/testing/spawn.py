@@ -16,7 +16,9 @@ from typing import Any
 
 from magi_attention.testing.waiting import DEADLINE_S
 
+# What the server of forks imports: always, and where this process has done so, as tests need it in most ranks then.
 _PRELOADED = ["torch", "torch.distributed", "magi_attention.api", "magi_attention.testing.spawn"]
+_PRELOADED_IF_IMPORTED = ["torch._dynamo.backends.debugging", "torch.distributed.fsdp", "pytest"]
 
 
 class RankFailure(RuntimeError):
@@ -82,7 +84,7 @@ def _fork_server() -> Any:
     from multiprocessing import forkserver
 
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules)])
     before = dict(os.environ)
     try:
         # why: a process with threads must not be forked, and the server must import what this process would
