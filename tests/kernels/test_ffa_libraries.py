@@ -201,7 +201,26 @@ def test_a_compilation_that_fails_names_backend_kernel_and_remedy(monkeypatch):
         ffa.forward_final(*inputs(32, 32, dims=(24, 24)), SLICES, OPTIONS)
 
 
-@pytest.mark.slow
+LAUNCH_SOURCE = """
+#include "ffa/sm90/peer_kv.h"
+namespace magi { struct bf16; struct fp16; }
+template <int D, int DV> __global__ void kernel(float* x) { x[threadIdx.x] *= D + DV; }
+#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                                         \\
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params, const magi_ffa_remote*) {    \\
+    kernel<D, DV><<<1, 32>>>((float*)params->out);                                                       \\
+    return MAGI_OK;                                                                                      \\
+  }                                                                                                      \\
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params*, int64_t*) { return MAGI_OK; }
+"""
+
+
+def sources_without_kernels(csrc: Path) -> Path:
+    """A copy of the sources with the real dispatcher and a kernel that is compiled at once; no row kernels."""
+    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("inst", "range_ops"))
+    (csrc / "ffa" / "sm90" / "fwd" / "launch.cuh").write_text(LAUNCH_SOURCE)
+    return csrc
+
+
 def test_a_part_of_the_manifest_with_the_real_compiler(tmp_path, monkeypatch, caplog):
     for require in (toolchain.require_nvcc, toolchain.require_ninja):
         try:
@@ -210,7 +229,8 @@ def test_a_part_of_the_manifest_with_the_real_compiler(tmp_path, monkeypatch, ca
             pytest.skip(str(error))
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path / "base"))
     jit._load_variant.cache_clear()
-    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("inst"))
+    csrc = sources_without_kernels(tmp_path / "csrc")
+    monkeypatch.setattr(toolchain, "find_csrc", lambda: csrc)
     build.build_all("ffa", variants=["fwd_bf16_d128_dv128"], lib=tmp_path / "lib", csrc=csrc)
     ahead = FfaLibrary(loader.load("ffa_sm90", tmp_path / "lib"))
     held = [(d, dv) for d in (8, 64, 128, 136) for dv in (64, 128, 256) if ahead.has("fwd", abi.BF16, d, dv)]
