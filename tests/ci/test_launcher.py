@@ -60,11 +60,15 @@ def test_a_foreign_venv_is_left_alone(tmp_path):
 def test_pip_failure_is_a_sentence_and_the_half_made_venv_goes(tmp_path):
     root = copy_of_the_launcher(tmp_path)
     (root / "ci" / "constraints.txt").write_text("this is no requirement ~~\n")
-    for _ in range(2):  # the second start finds what the first left behind
-        done = start("version", root=root, MAGI_PYTHON="", PIP_NO_INDEX="1")
-        assert done.returncode == 1 and "pip could not install" in done.stderr
-        assert not (root / ".venv" / "magi-ready.json").exists()
-    assert "half-made" in done.stderr
+    done = start("version", root=root, MAGI_PYTHON="", PIP_NO_INDEX="1")
+    assert done.returncode == 1 and "pip could not install" in done.stderr
+    assert not (root / ".venv" / "magi-ready.json").exists() and (root / ".venv" / "bin").exists()
+    # The second start finds what the first left behind. Its Python has a venv module that does not work.
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "venv.py").write_text("raise SystemExit('there is no ensurepip')")
+    done = start("version", root=root, MAGI_PYTHON="", PYTHONPATH=str(tmp_path / "broken"))
+    assert done.returncode == 1 and "half-made" in done.stderr and not (root / ".venv" / "bin").exists()
+    assert "there is no ensurepip" in done.stderr and "Python's venv module did not work" in done.stderr
 
 
 def test_readme_names_commands_that_exist():
