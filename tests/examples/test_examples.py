@@ -14,6 +14,7 @@ import pytest
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = {"03_context_parallel": ["2"]}  # ranks, each of which imports torch
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
@@ -31,7 +32,7 @@ def test_there_are_examples():
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
     assert len(path.read_text().splitlines()) <= 150
-    done = run(str(path))
+    done = run(str(path), *ARGUMENTS.get(path.stem, []))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
 
