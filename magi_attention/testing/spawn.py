@@ -11,7 +11,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from magi_attention.testing.waiting import DEADLINE_S
@@ -136,6 +135,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    # why: gloo fails or hangs in a rank that is still connecting to a group when another ends or leaves that group;
+    # with this torch lets nobody have a new group before all have it
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     path = os.path.join(folder, f"result{rank}")
@@ -143,9 +145,6 @@ def _rank_main(
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        # why: gloo fails on a rank that is still connecting when another, which had nothing to do, has gone
-        store.set(f"joined{rank}", "1")
-        store.wait([f"joined{r}" for r in range(world_size)], timedelta(seconds=timeout_s))
         _write(path, (True, fn(rank, world_size, *args)))
         dist.destroy_process_group()
     except BaseException:
