@@ -14,7 +14,6 @@ from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnRole
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.common.held import held_bytes
 from magi_attention.common.intervals import Packing, as_intervals
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
@@ -32,13 +31,6 @@ from magi_attention.meta.plan import Plan
 
 _WEIGHED = 2  # keys
 _LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
-_WITH_TABLES = (  # modules whose objects hold tables of one mask; what masks share is in others
-    *("magi_attention.meta", "magi_attention.common", "magi_attention.functional", "magi_attention.api.manager"),
-    "magi_attention.api.plan",
-    *("magi_attention.kernels.ffa.plans", "magi_attention.kernels.ffa.peer_kv"),
-    "magi_attention.kernels.ffa.schedule.simulate",
-    *("magi_attention.comm.collectives.layout", "magi_attention.comm.symm.tables", "magi_attention.native.rows"),
-)
 
 
 class RuntimeManager:
@@ -68,6 +60,11 @@ class RuntimeManager:
             hierarchy = (as_transport(cp_mesh.get_group(0)), as_transport(cp_mesh.get_group(1)))
         policy = policy_from_flags(flags)
         self.dist_attn_runtime = AttnRuntime(plan, self.transport, default_registry(), policy, hierarchy)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that were made for the key, on the host and on GPUs."""
+        return self.plan.nbytes
 
     # ---- moving rows --------------------------------------------------------------------------------
 
@@ -281,7 +278,7 @@ class DistAttnRuntimeDict(OrderedDict):
         managers = list(self.values())
         self._bytes = {id(manager): self._bytes.get(id(manager), 0) for manager in managers}
         for manager in managers[-_WEIGHED:]:
-            self._bytes[id(manager)] = held_bytes(manager, _WITH_TABLES)
+            self._bytes[id(manager)] = manager.nbytes
 
     def get_most_recent_key(self):
         return next(reversed(self)) if len(self) else None

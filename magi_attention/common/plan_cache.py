@@ -85,7 +85,7 @@ class PlanCache:
         return len(self._tables)
 
     def count(self, name: str, *arrays: object) -> None:
-        """Counts arrays and tensors that the owner itself holds as long as it lives. A name counts once."""
+        """Counts arrays and tensors that the owner itself holds as long as it lives, in place of those of the name."""
         size = _size_of(arrays)
         with self._lock:
             self._counted[name] = size
@@ -156,17 +156,35 @@ _MISSING: Any = object()
 
 
 def _size_of(value: object) -> Bytes:
+    """Bytes of all arrays and tensors in a value, each counted once."""
+    host = device = 0
+    for x in {id(x): x for x in _arrays(value)}.values():
+        if is_on_host(x):
+            host += int(x.nbytes)
+        else:
+            device += int(x.nbytes)
+    return Bytes(host, device)
+
+
+def _arrays(value: object) -> Iterator[Any]:
     if isinstance(value, dict):
-        return _size_of(tuple(value.values()))
+        value = tuple(value.values())
     if isinstance(value, (list, tuple)):
-        sizes = [_size_of(x) for x in value]
-        return Bytes(sum(size.host for size in sizes), sum(size.device for size in sizes))
-    if not hasattr(value, "dtype") or not hasattr(value, "nbytes"):
-        return Bytes()
+        for part in value:
+            yield from _arrays(part)
+    elif hasattr(value, "dtype") and hasattr(value, "nbytes"):
+        yield value
+
+
+def is_on_host(array: object) -> bool:
+    """Whether an array or a tensor is in the memory of the host."""
     # The device of an array of NumPy is a string, that of a tensor has a type.
-    is_on_host = getattr(getattr(value, "device", None), "type", "cpu") == "cpu"
-    size = int(value.nbytes)
-    return Bytes(host=size) if is_on_host else Bytes(device=size)
+    return getattr(getattr(array, "device", None), "type", "cpu") == "cpu"
 
 
-__all__ = ["Bytes", "Kind", "PlanCache"]
+def on_gpu(table: object) -> list[object]:
+    """``arrays`` of a kind whose tensors share the memory of counted arrays on the host, and are copies on a GPU."""
+    return [x for x in _arrays(table) if not is_on_host(x)]
+
+
+__all__ = ["Bytes", "Kind", "PlanCache", "is_on_host", "on_gpu"]

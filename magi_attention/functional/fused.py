@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from magi_attention.comm.symm.buffers import SymmGroup, symm_group
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
@@ -55,7 +56,9 @@ class FusedAttention:
         self._transport = transport
         self._wire = torch.float32 if high_precision_reduce else None
         self.part = FusedLayout(plan).part(transport.rank)
-        self._launches: dict[tuple[object, ...], _Launches] = {}  # by what of q, k and v they depend on
+        self.cache = PlanCache()
+        self.cache.count("part", self.part.arrays)
+        self.cache.include(self.part.slices.cache)
 
     def forward(
         self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
@@ -92,20 +95,23 @@ class FusedAttention:
 
     def _of(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[_Launches, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Launches, torch.Tensor, torch.Tensor]:
         """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
         key = _layout(q, k, v)
-        found = self._launches.get(key)
+        found = self.cache.find(LAUNCHES, key)
         if found is None or (k.data_ptr() | v.data_ptr()) & 15:
             k, v = _rows(k), _rows(v)
             key = _layout(q, k, v)
-            found = self._launches.get(key)
+            found = self.cache.find(LAUNCHES, key)
         if found is None or not found.is_current():
             strides = (k.stride(0), v.stride(0))
             shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
             group = symm_group(self._transport, k.device) if found is None else found.group
             wire = k.dtype if self._wire is None else self._wire
-            found = self._launches[key] = _Launches(self.part, shapes, wire, group)
+            made = Launches(self.part, shapes, wire, group)
+            self.cache.include(made.cache)
+            self.cache.pop(LAUNCHES, key)
+            found = self.cache.get(LAUNCHES, key, lambda: made)
         return found, k, v
 
 
@@ -116,7 +122,7 @@ class PreparedFused(NamedTuple):
     backend: FfaBackend
 
 
-class _Launches:
+class Launches:
     """Prepared launches for one layout of k and v, over the buffers as they are now."""
 
     def __init__(self, part: RankFusedLayout, shapes: _Shapes, wire: torch.dtype, group: SymmGroup) -> None:
@@ -152,6 +158,9 @@ class _Launches:
             dk_targets=self._targets[0].data_ptr(), dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
         )  # fmt: skip
         self.forward, self.backward = (RemoteKeys(mask, params, x.params) for x in (put, put_again))
+        self.cache = PlanCache()
+        self.cache.count("tables", self._held, self._targets)
+        self.cache.include(mask.cache)
 
     def check(self, stage: str) -> None:
         """Raises ``PeerFailureError`` if a kernel waited in vain for another rank."""
@@ -161,6 +170,9 @@ class _Launches:
     def is_current(self) -> bool:
         """Are the buffers still those for which this was prepared?"""
         return self.group.holds(self.keys) and self.group.holds(self.grads)
+
+
+LAUNCHES: Kind[tuple[object, ...], Launches] = Kind("launches, by what of q, k and v they depend on")
 
 
 def _pace(part: RankFusedLayout, shapes: _Shapes) -> Pace:

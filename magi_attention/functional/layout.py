@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.floats import as_number
 from magi_attention.common.integers import as_int
+from magi_attention.common.plan_cache import Kind, PlanCache, on_gpu
 from magi_attention.errors import ContractError
 from magi_attention.functional.first_use import ensure_plan
 from magi_attention.functional.inputs import refuse_dtensor
@@ -35,6 +35,12 @@ class RollRoute:
     recv_counts: tuple[int, ...]
 
 
+_INDICES: Kind[tuple[str, torch.device], torch.Tensor] = Kind("positions of tokens")
+_DOCUMENTS: Kind[torch.device, tuple[torch.Tensor, torch.Tensor]] = Kind("bounds of documents")
+_ROUTES: Kind[int, RollRoute] = Kind("route of a roll", lambda route: [route.send_rows, route.recv_rows])
+_ROUTE_ROWS: Kind[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = Kind("rows of a roll", on_gpu)
+
+
 class TokenLayout:
     """Where the tokens of ``plan`` live, as seen by ``transport.rank``; index tensors are made once."""
 
@@ -48,11 +54,9 @@ class TokenLayout:
         self.transport = transport
         self.rank = transport.rank
         self.num_local = plan.shard_sizes[transport.rank]
-        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._routes: dict[int, RollRoute] = {}
-        self._route_tensors: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self.cache = PlanCache()
+        plan.cache.include(self.cache)
 
-    @cached_property
     def _dispatched(self) -> np.ndarray:
         """Global position of every row of all shards put one after another."""
         return np.concatenate([self.plan.position_array(r) for r in range(self.plan.cp_size)])
@@ -60,54 +64,57 @@ class TokenLayout:
     def index(self, name: str, device: torch.device) -> torch.Tensor:
         """Index tensor ``name`` on ``device``: ``local`` (positions of this shard), ``dispatched``, or
         ``natural`` (place of every token among the shards put one after another)."""
-        key = (name, torch.device(device))
-        if key not in self._tensors:
+
+        def make() -> torch.Tensor:
             if name == "local":
                 array = self.plan.position_array(self.rank)
             elif name == "dispatched":
-                array = self._dispatched
+                array = self._dispatched()
             else:
-                array = np.argsort(self._dispatched, kind="stable")
-            self._tensors[key] = torch.from_numpy(np.ascontiguousarray(array)).to(device)
-        return self._tensors[key]
+                array = np.argsort(self._dispatched(), kind="stable")
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return self.cache.get(_INDICES, (name, torch.device(device)), make)
 
     def document_bounds(self, cu_seqlens: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """``plan.document_bounds`` of this rank on ``device``; tensors of the plan's own documents are made once."""
         if cu_seqlens is not None:
             starts, ends = self.plan.document_bounds(self.rank, cu_seqlens)
             return torch.from_numpy(starts).to(device), torch.from_numpy(ends).to(device)
-        keys = [(name, torch.device(device)) for name in ("document starts", "document ends")]
-        if keys[0] not in self._tensors:
-            found = self.plan.document_bounds(self.rank)
-            self._tensors.update((key, torch.from_numpy(bound).to(device)) for key, bound in zip(keys, found))
-        return self._tensors[keys[0]], self._tensors[keys[1]]
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            starts, ends = self.plan.document_bounds(self.rank)
+            return torch.from_numpy(starts).to(device), torch.from_numpy(ends).to(device)
+
+        return self.cache.get(_DOCUMENTS, torch.device(device), make)
 
     def roll_route(self, shift: int) -> RollRoute:
         """Who sends which rows to whom for ``out[t] = x[(t - shift) mod padded_tokens]``."""
         shift %= self.plan.padded_tokens
-        if shift not in self._routes:
-            plan, me = self.plan, self.rank
-            send, recv = [], None
-            for rank in range(plan.cp_size):
-                source = (plan.position_array(rank) - shift) % plan.padded_tokens
-                chunk = source // plan.chunk_size
-                owner = plan.rank_of_chunk[chunk]
-                row = plan.local_start_of_chunk[chunk] + source % plan.chunk_size
-                send.append(row[owner == me])
-                if rank == me:
-                    recv = (np.argsort(owner, kind="stable"), np.bincount(owner, minlength=plan.cp_size))
-            assert recv is not None
-            self._routes[shift] = RollRoute(
-                np.concatenate(send), tuple(map(len, send)), recv[0], tuple(recv[1].tolist())
-            )
-        return self._routes[shift]
+        return self.cache.get(_ROUTES, shift, lambda: self._roll_route(shift))
 
-    def on_device(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Rows of a route of this layout as a tensor, kept with it."""
-        key = (id(rows), device)  # the route, which is kept, holds them
-        if key not in self._route_tensors:
-            self._route_tensors[key] = torch.from_numpy(rows).to(device)
-        return self._route_tensors[key]
+    def _roll_route(self, shift: int) -> RollRoute:
+        plan, me = self.plan, self.rank
+        send, recv = [], None
+        for rank in range(plan.cp_size):
+            source = (plan.position_array(rank) - shift) % plan.padded_tokens
+            chunk = source // plan.chunk_size
+            owner = plan.rank_of_chunk[chunk]
+            row = plan.local_start_of_chunk[chunk] + source % plan.chunk_size
+            send.append(row[owner == me])
+            if rank == me:
+                recv = (np.argsort(owner, kind="stable"), np.bincount(owner, minlength=plan.cp_size))
+        assert recv is not None
+        return RollRoute(np.concatenate(send), tuple(map(len, send)), recv[0], tuple(recv[1].tolist()))
+
+    def route_rows(self, shift: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """``send_rows`` and ``recv_rows`` of ``roll_route`` on ``device``."""
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            route = self.roll_route(shift)
+            return torch.from_numpy(route.send_rows).to(device), torch.from_numpy(route.recv_rows).to(device)
+
+        return self.cache.get(_ROUTE_ROWS, (shift % self.plan.padded_tokens, device), make)
 
     @contextmanager
     def exchange(self, x: torch.Tensor, stage: str) -> Iterator[None]:
@@ -199,12 +206,12 @@ def _roll(x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> tor
 
 
 def _roll_rows(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
-    route = layout.roll_route(shift)
-    sent = x.index_select(0, layout.on_device(route.send_rows, x.device))
+    route, (send_rows, recv_rows) = layout.roll_route(shift), layout.route_rows(shift, x.device)
+    sent = x.index_select(0, send_rows)
     got = torch.empty_like(sent) if len(sent) == layout.num_local else x.new_empty((layout.num_local, *x.shape[1:]))
     layout.transport.all_to_all_v(got, sent, route.recv_counts, route.send_counts).wait()
     out = torch.empty_like(got)
-    out[layout.on_device(route.recv_rows, x.device)] = got
+    out[recv_rows] = got
     return out
 
 

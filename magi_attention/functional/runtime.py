@@ -15,6 +15,7 @@ from magi_attention.comm.symm.buffers import why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.floats import as_float
 from magi_attention.common.integers import as_int
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused
@@ -102,7 +103,7 @@ class AttnCall:
 
 
 class AttnRuntime:
-    """Runs attention for ``transport.rank`` of ``plan``. What calls add to it are memos.
+    """Runs attention for ``transport.rank`` of ``plan``. What calls add to it are memos; tables are in ``cache``.
 
     With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node.
     """
@@ -131,6 +132,9 @@ class AttnRuntime:
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
         self.is_local = all(comm.is_idle for comm in self.comms)  # on every rank alike
         self._prepared: dict[tuple[object, ...], Prepared] = {}
+        self.cache = PlanCache()
+        self.cache.include(*(comm.cache for comm in self.comms))
+        plan.cache.include(self.cache)
 
     def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
         plan = self.plan
@@ -279,7 +283,9 @@ class AttnRuntime:
         reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
         reason = reason or why_no_symm_buffers(self.transport, by_wish=was_asked_for)
         if reason is None:
-            return FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce)
+            fused = FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce)
+            self.cache.include(fused.cache)
+            return fused
         if was_asked_for:
             raise UnsupportedError(
                 f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to go stage by stage over the "

@@ -19,6 +19,7 @@ from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.collectives.wire import start_fetch, start_reduce
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.plan_cache import PlanCache
 
 T = TypeVar("T")
 
@@ -53,19 +54,24 @@ class StageComm:
     ) -> None:
         self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
         self._spec, self._specs, self._hierarchy = spec, specs, hierarchy
+        self.cache = PlanCache()
 
     # Rows are listed when the stage first travels: attention in one launch never asks.
 
     @cached_property
     def _direct(self) -> A2AVLayout:
-        return A2AVLayout.from_spec(self._spec)
+        layout = A2AVLayout.from_spec(self._spec)
+        self.cache.include(layout.cache)
+        return layout
 
     @cached_property
     def _levels(self) -> dict[str, Any]:
         """Arguments of ``group_cast`` and ``group_reduce`` with a hierarchy."""
         inter, intra = self._hierarchy  # type: ignore[misc]
         phases = hierarchical_phases(self._specs, inter.size, intra.size, self._spec.rank)
-        return {"layout": HierarchicalLayout(phases), "inter_group": inter, "intra_group": intra}
+        layout = HierarchicalLayout(phases)
+        self.cache.include(layout.cache)
+        return {"layout": layout, "inter_group": inter, "intra_group": intra}
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:

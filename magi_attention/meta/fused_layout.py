@@ -15,9 +15,9 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,13 @@ class RankFusedLayout:
         """(W, 128 S) int32: ``src_rows`` of the rows of ``summed_tiles``; behind the last row -1."""
         src_rows = np.pad(self.src_rows, ((0, 0), (0, padded(self.local_rows) - self.local_rows)), constant_values=-1)
         return src_rows.reshape(self.world, -1, TILE)[:, self.summed_tiles].reshape(self.world, -1)
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """All arrays but the slices."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        derived = (self.summed_tiles, self.summed, self.summed_src_rows)
+        return [*(x for x in values if isinstance(x, np.ndarray)), *derived]
 
     @property
     def total_keys(self) -> int:

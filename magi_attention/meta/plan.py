@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,13 @@ from magi_attention.common.intervals import (
     subtract_intervals,
     total_length,
 )
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, areas, cut_k, merge
 from magi_attention.config import OverlapConfig
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk, sum_by
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,7 @@ class RankPlan:
     host_ranges: NDArray[np.int64]
     host: SliceTable
     stages: tuple[StagePlan, ...]
+    cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
 
     @property
     def num_tokens(self) -> int:
@@ -71,14 +75,22 @@ class RankPlan:
     def area(self) -> int:
         return self.host.area + sum(stage.area for stage in self.stages)
 
-    @cached_property
+    @property
     def joined(self) -> SliceTable:
         """All slices over local keys followed by every stage's buffer: the one-kernel form."""
+        return self.cache.get(_JOINED, None, self._join)
+
+    def _join(self) -> SliceTable:
         parts, offset = [self.host.array], self.num_tokens
         for stage in self.stages:
             parts.append(stage.slices.array + np.array([0, 0, offset, offset, 0]))
             offset += stage.recv_rows
-        return SliceTable(merge(np.concatenate(parts)))
+        table = SliceTable(merge(np.concatenate(parts)))
+        self.cache.include(table.cache)
+        return table
+
+
+_JOINED: Kind[None, SliceTable] = Kind("slices of all stages")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +101,8 @@ class Plan:
     chunk ids of rank r, ascending. ``stage_ranges[r][s]`` are the key ranges that rank r receives in stage s.
     ``degree`` 0 means that the one stage is fetched before a single kernel call. ``cu_seqlens`` are the mask's: where
     documents begin and end, for labels and positions; None where the mask does not know.
+
+    ``cache`` counts the arrays of the plan, and includes the caches of its slice tables and of what runs it.
     """
 
     slices: SliceTable
@@ -105,13 +119,17 @@ class Plan:
     num_heads_kv: int = 1
     head_dim: int = 1
     cu_seqlens: tuple[int, ...] | None = None
+    cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
+
+    def __post_init__(self) -> None:
+        self.cache.include(self.slices.cache)
+        self.cache.count("stages", self.stage_ranges)
 
     # ---- identity -----------------------------------------------------------------------------------
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Hex digests of ``mask``, ``documents``, ``dispatch`` and ``stages``, to tell in which of them two plans
-        differ."""
+        """Hex digests of ``mask``, ``documents``, ``dispatch`` and ``stages``: where do two plans differ?"""
         mask, documents, dispatch, stages = found = [hashlib.blake2b(digest_size=16) for _ in range(4)]
         mask.update(repr(self.total_tokens).encode() + self.slices.array.tobytes())
         documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
@@ -134,10 +152,11 @@ class Plan:
         return hash(self.fingerprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, cache=PlanCache())
+        self.__post_init__()
 
     def __repr__(self) -> str:
         return (
@@ -148,13 +167,18 @@ class Plan:
     # ---- sizes --------------------------------------------------------------------------------------
 
     @property
+    def nbytes(self) -> int:
+        """Bytes, on the host and on GPUs, of the plan's arrays and of all tables that were made from it."""
+        return self.cache.nbytes
+
+    @property
     def padded_tokens(self) -> int:
         return self.total_tokens + self.pad_size
 
     @cached_property
     def chunk_ranges(self) -> NDArray[np.int64]:
         """``(num_chunks, 2)`` token ranges."""
-        return chunk_bounds(self.padded_tokens, self.chunk_size)
+        return self._counted("chunk ranges", chunk_bounds(self.padded_tokens, self.chunk_size))
 
     @property
     def num_chunks(self) -> int:
@@ -169,7 +193,7 @@ class Plan:
         owner = np.empty(self.num_chunks, dtype=np.int64)
         for rank, chunks in enumerate(self.partitions):
             owner[list(chunks)] = rank
-        return owner
+        return self._counted("rank of chunk", owner)
 
     @cached_property
     def local_start_of_chunk(self) -> NDArray[np.int64]:
@@ -178,7 +202,7 @@ class Plan:
         for chunks in self.partitions:
             lengths = np.diff(self.chunk_ranges[list(chunks)], axis=1)[:, 0]
             start[list(chunks)] = np.cumsum(lengths) - lengths
-        return start
+        return self._counted("local start of chunk", start)
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
@@ -217,17 +241,17 @@ class Plan:
     @cached_property
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         pieces, chunk_of, _ = split_by_chunk(self.slices.array, self.chunk_ranges)
-        return pieces, chunk_of
+        return self._counted("pieces", (pieces, chunk_of))
 
     @cached_property
     def chunk_areas(self) -> NDArray[np.int64]:
         """Allowed pairs per chunk."""
-        return chunk_areas(*self._pieces, self.num_chunks)
+        return self._counted("areas of chunks", chunk_areas(*self._pieces, self.num_chunks))
 
     @cached_property
     def areas(self) -> NDArray[np.int64]:
         """Allowed pairs per rank."""
-        return sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size)
+        return self._counted("areas of ranks", sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size))
 
     @property
     def imbalance(self) -> float:
@@ -243,10 +267,8 @@ class Plan:
         Cutting all ranges there makes sender and receiver agree on the splits without talking.
         """
         hosts = [self.host_ranges(rank).reshape(-1) for rank in range(self.cp_size)]
-        return tuple(
-            np.unique(np.concatenate([*hosts, *(stages[s].reshape(-1) for stages in self.stage_ranges)]))
-            for s in range(self.num_stages)
-        )
+        edges = ([*hosts, *(stages[s].reshape(-1) for stages in self.stage_ranges)] for s in range(self.num_stages))
+        return self._counted("split points", tuple(np.unique(np.concatenate(found)) for found in edges))
 
     def owner_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rank that owns each global position."""
@@ -305,14 +327,18 @@ class Plan:
         mine = self.slices_of(rank)
         host = Packing(self.host_ranges(rank))
         stages = tuple(
-            StagePlan(
-                SliceTable(local_slices(mine, host, Packing(self.stage_ranges[rank][s]))),
-                self.stage_ranges[rank][s],
-                self.cast_spec(rank, s),
-            )
-            for s in range(self.num_stages)
+            StagePlan(SliceTable(local_slices(mine, host, Packing(ranges))), ranges, self.cast_spec(rank, s))
+            for s, ranges in enumerate(self.stage_ranges[rank])
         )
-        return RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
+        part = RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
+        self.cache.count(f"rank {rank}", part.host_ranges)
+        self.cache.include(part.cache, part.host.cache, *(stage.slices.cache for stage in stages))
+        return part
+
+    def _counted(self, name: str, arrays: T) -> T:
+        """``arrays``, which the plan is about to hold."""
+        self.cache.count(name, arrays)
+        return arrays
 
 
 def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> None:

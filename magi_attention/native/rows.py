@@ -84,7 +84,7 @@ class Terms:
 
     def __init__(self, rows: torch.Tensor | None, begin: torch.Tensor, sources: torch.Tensor) -> None:
         self.count = begin.shape[0] - 1
-        self._held = (rows, begin, sources)
+        self.tensors = (rows, begin, sources)
         self.addresses = (0 if rows is None else rows.data_ptr(), begin.data_ptr(), sources.data_ptr())
 
 

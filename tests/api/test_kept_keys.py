@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
-from magi_attention.api.manager import _WITH_TABLES, DistAttnRuntimeDict, RuntimeManager
-from magi_attention.common.held import held_bytes
-from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.common.slices import SliceTable
+from magi_attention.api.manager import DistAttnRuntimeDict
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, KeptList
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+from bytes_oracle import reached_bytes  # noqa: E402
 
 TOTAL = 4096
 
@@ -46,9 +50,10 @@ def new_mask(group: dist.ProcessGroup, seed: int):
     manager = dist_attn_runtime_dict_mgr.get(key)
     # What a GPU backend keeps with the slices.
     plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
-    lists = PlanCache()
+    lists, cache = PlanCache(), manager.dist_attn_runtime.part.host.cache
     lists.get(WORK_LISTS, ("key",), lambda: KeptList(units, 0))
-    manager.dist_attn_runtime.part.host.cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, lists))
+    cache.include(lists)
+    cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, lists))
     return key, weakref.ref(manager)
 
 
@@ -69,7 +74,11 @@ def test_tables_of_old_keys_go(group, limit_of):
     # Each has 401,000 bytes in plans, and positions: nine are 4 MiB, and one more is not weighed yet.
     kept = len(dist_attn_runtime_dict_mgr.keys(group))
     assert 8 <= kept <= 11 and [m() is not None for m in managers] == [False] * (30 - kept) + [True] * kept
-    assert held_bytes([m() for m in managers[-kept:-1]], _WITH_TABLES) <= 4 * 2**20
+    assert sum(m().nbytes for m in managers[-kept:-1]) <= 4 * 2**20
+    for manager in managers[-kept:]:
+        runtime = manager().dist_attn_runtime
+        assert manager().nbytes == reached_bytes(manager()) > 401_000
+        assert runtime.part.host.cache.nbytes >= 401_000 and runtime.plan is manager().plan
 
 
 @pytest.mark.parametrize("mib, kept", ((0, 12), (512, 12), (1, 4)))
@@ -94,29 +103,11 @@ def test_held_keys_work_when_they_are_no_longer_kept(group, limit_of):
 def test_use_counts_and_the_newest_stays():
     kept = DistAttnRuntimeDict(100, max_bytes=1500)
     for name in "abcdef":
-        kept[name] = _Tables(300)
+        kept[name] = SimpleNamespace(nbytes=300)
         kept.get("a")
     assert list(kept) == ["b", "c", "d", "e", "f", "a"]  # the last one is not weighed yet
-    kept["big"] = _Tables(5000)
+    kept["big"] = SimpleNamespace(nbytes=5000)
     assert list(kept) == ["c", "d", "e", "f", "a", "big"]
-    kept["next"] = _Tables(1)
+    kept["next"] = SimpleNamespace(nbytes=1)
     assert list(kept) == ["f", "a", "big", "next"]  # four stay, whatever they weigh
     assert sum(kept._bytes.values()) == 5600 and not DistAttnRuntimeDict(2)._bytes
-
-
-class _Tables:
-    __module__ = RuntimeManager.__module__
-
-    def __init__(self, num_bytes: int) -> None:
-        self.table = np.zeros(num_bytes, dtype=np.uint8)
-
-
-def test_bytes_are_counted_once_and_only_of_ours():
-    x, y = torch.zeros(10), np.zeros(7)
-    table = SliceTable(np.array([[0, 3, 0, 3, 1]]))
-    table.cache.get(Kind("plans"), None, lambda: {("a", 1): (x, 5), "b": [x, y, {"c": "text"}]})
-    modules = ("magi_attention.common",)
-    assert held_bytes([table, table], modules) == 40 + 56 + table.array.nbytes
-    assert held_bytes([table, x], ("elsewhere",)) == 40
-    table.cache.get(Kind("itself"), None, lambda: table)
-    assert held_bytes(table, modules) == 40 + 56 + table.array.nbytes

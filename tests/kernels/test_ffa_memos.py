@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +17,16 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, RangeTensors
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, PlanShape, RangeTensors
+from magi_attention.kernels.ffa.schedule.simulate import _TILE_STEPS
 from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.native.ffa import FfaTile
+from magi_attention.native.tile_plan import _HOST_PLANS
 from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.testing.waiting import DEADLINE_S
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+from bytes_oracle import reached_bytes  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,3 +143,54 @@ def test_only_what_ran_is_prepared():
         assert ffa.prepared(**kept) is None, change
     mask.types.fill_(0)
     assert ffa.prepared(q, k, v, mask, options, None) is None
+
+
+def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
+    ffa, simulator = backend()
+    simulator.list_bytes = 64
+    q, k, v = inputs(32, 32)
+    slices, options = SliceTable(Mask.varlen([0, 10, 32], causal=True).slices.array), AttnOptions(0.25)
+    out, lse, _ = ffa.forward_final(q, k, v, slices, options)
+
+    def run() -> None:
+        ffa.forward_final(q, k, v, slices, options)
+        for deterministic in (False, True):
+            in_order = AttnOptions(0.25, deterministic=deterministic)
+            ffa.backward_final(torch.ones_like(out), q, k, v, out, lse, slices, in_order)
+
+    run()
+    plans = slices.cache.values(DEVICE_PLANS)
+    lists = [kept for plan in plans if plan.lists is not None for kept in plan.lists.values(WORK_LISTS)]
+    assert len(plans) == 2 and lists
+    assert slices.cache.nbytes == reached_bytes(slices) == full_bytes(slices, plans, lists)
+    full, died = slices.cache.nbytes, [weakref.ref(x) for x in (plans[0].plan, lists[0].words)]
+    del plans, lists
+    slices.cache.clear()
+    gc.collect()
+    assert not any(ref() for ref in died) and slices.cache.nbytes == slices.array.nbytes
+    run()
+    assert slices.cache.nbytes == full == reached_bytes(slices)
+
+
+def full_bytes(slices, plans, lists) -> int:
+    """Of what kernels read, and of the little that the host keeps of a mask."""
+    on_host = reached_bytes(slices.cache.values(_TILE_STEPS), slices.cache.values(_HOST_PLANS))
+    return slices.array.nbytes + sum(p.plan.nbytes for p in plans) + sum(x.words.nbytes for x in lists) + on_host
+
+
+def test_threads_share_the_plan_that_came_in_first():
+    ffa, _ = backend()
+    slices, shape = SliceTable(Mask.causal(64).slices.array), PlanShape(64, 64, FfaTile(16, 1, 1))
+    barrier, found = threading.Barrier(4, timeout=DEADLINE_S), []
+
+    def work() -> None:
+        barrier.wait()
+        found.append(ffa._range_plans.plan(slices, shape, torch.device("cpu"), 0, False))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(found) == 4 and len({kept.address for kept in found}) == 1
+    assert slices.cache.nbytes == slices.array.nbytes + found[0].plan.nbytes

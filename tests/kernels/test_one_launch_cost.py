@@ -11,9 +11,10 @@ import torch
 from ffa_simulator import backend
 
 from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.fused import FusedAttention, PreparedFused, _layout
+from magi_attention.functional.fused import LAUNCHES, FusedAttention, PreparedFused, _layout
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
 from magi_attention.kernels.ffa.arrival import Pace
@@ -50,13 +51,13 @@ def layer_in_one_launch(monkeypatch):
         monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     launches, one = stand_in(), object.__new__(FusedAttention)
-    one.part, one._launches, one._wire, one._transport = None, {}, None, None
+    one.part, one.cache, one._wire, one._transport = None, PlanCache(), None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
     prepared = Prepared("", ffa, ffa, PreparedFused(one, ffa), *[AttnOptions(0.25)] * 4)
 
     def prepare(q, k, v, *rest) -> Prepared:
-        one._launches[_layout(q, k, v)] = launches
+        one.cache.get(LAUNCHES, _layout(q, k, v), lambda: launches)
         return prepared
 
     monkeypatch.setattr(runtime, "_prepare", prepare)

@@ -28,6 +28,7 @@ from magi_attention.comm.collectives.wire import Finish, start_cast, start_reduc
 from magi_attention.comm.transport.base import Transport, Work
 from magi_attention.comm.transport.streams import SideStream, behind_current, wait_for
 from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.errors import ContractError
 
 
@@ -127,6 +128,8 @@ class HierarchicalLayout:
         self.inter = A2AVLayout.from_spec(phases.inter)
         self.forward = A2AVLayout.from_spec(phases.forward, phases.forward_rows, phases.output_rows)
         self.side_stream = SideStream()
+        self.cache = PlanCache()
+        self.cache.include(self.local.cache, self.inter.cache, self.forward.cache)
 
     @property
     def network_rows(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.plan_cache import Kind, PlanCache, on_gpu
 from magi_attention.errors import ContractError
 from magi_attention.native.rows import ALL_ROWS, RowList, Terms, row_kernels
 
@@ -26,35 +27,37 @@ _MOVED_AS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+_INDICES: Kind[tuple[str, torch.device], torch.Tensor] = Kind("row numbers", on_gpu)
+_LISTS: Kind[tuple[str, torch.device], RowList] = Kind("row numbers for kernels", lambda listed: [listed.rows])
+_CONTRIBUTIONS: Kind[torch.device, torch.Tensor] = Kind("contributions to rows", on_gpu)
+_TERMS: Kind[tuple[torch.device, bool], Terms] = Kind("terms of sums", lambda terms: terms.tensors)
 
 
 class Rows:
     """A list of row numbers; a run of consecutive rows is a view instead of a gather.
 
-    The index tensor of each device is made at the first use and kept.
+    The index tensor of each device is made at the first use and kept in ``cache``, as are launches that were prepared
+    for these rows. It is the cache of the layout, which counts ``index`` and tells its lists apart by ``name``.
     """
 
-    def __init__(self, index: np.ndarray):
+    def __init__(self, index: np.ndarray, cache: PlanCache, name: str):
         self.index = np.ascontiguousarray(index, dtype=np.int64)
         self.count = int(self.index.size)
         is_run = self.count == 0 or bool((np.diff(self.index) == 1).all())
         self.start: int | None = (int(self.index[0]) if self.count else 0) if is_run else None
-        self._on_device: dict[torch.device, torch.Tensor] = {}
-        self._listed: dict[torch.device, RowList] = {}
-        self.launches: dict[tuple, Any] = {}  # that ``comm.wire`` prepared for these rows
+        self.cache, self.name = cache, name
 
     def listed(self, device: torch.device) -> RowList:
         """The row numbers as the CUDA kernels read them; made at the first use and kept."""
-        if device not in self._listed:
-            rows = torch.from_numpy(self.index.astype(np.int32)).to(device)
-            self._listed[device] = RowList(rows, self.count)
-        return self._listed[device]
+
+        def make() -> RowList:
+            return RowList(torch.from_numpy(self.index.astype(np.int32)).to(device), self.count)
+
+        return self.cache.get(_LISTS, (self.name, device), make)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The row numbers, (count,) int64."""
-        if device not in self._on_device:
-            self._on_device[device] = torch.from_numpy(self.index).to(device)
-        return self._on_device[device]
+        return self.cache.get(_INDICES, (self.name, device), lambda: torch.from_numpy(self.index).to(device))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """These rows of ``x``, in this order: (count, ...); a view if they are consecutive."""
@@ -146,23 +149,26 @@ class A2AVLayout:
         arriving = [none if r == rank else rows for r, rows in enumerate(recvs)]
         self.rank, self.world = rank, world
         self.input_rows, self.output_rows = int(input_rows), int(output_rows)
-        self.send, self.send_counts = Rows(np.concatenate(remote)), [int(r.size) for r in remote]
-        self.recv, self.recv_counts = Rows(np.concatenate(arriving)), [int(r.size) for r in arriving]
-        self.self_in, self.self_out = Rows(sends[rank]), Rows(recvs[rank])
+        self.cache = PlanCache()
+        self.send, self.send_counts = self._rows(np.concatenate(remote), "send"), [int(r.size) for r in remote]
+        self.recv, self.recv_counts = self._rows(np.concatenate(arriving), "recv"), [int(r.size) for r in arriving]
+        self.self_in, self.self_out = self._rows(sends[rank], "self in"), self._rows(recvs[rank], "self out")
         self.segments: list[tuple[Rows, int | None]] = []
         at = 0
         for r, rows in enumerate(sends):
             if rows.size:
-                self.segments.append((Rows(rows), None if r == rank else at))
+                self.segments.append((self._rows(rows, f"segment {r}"), None if r == rank else at))
             at += self.send_counts[r]
         self._num_contributions = np.zeros(self.input_rows, np.int64)
         for rows in sends:
             self._num_contributions[rows] += 1
-        self._contributions_on: dict[torch.device, torch.Tensor] = {}
-        self._terms_on: dict[tuple[torch.device, bool], Terms] = {}
-        self.launches: dict[tuple, Any] = {}  # that ``comm.reduce_ops`` prepared for these terms
-        # that ``comm.symm_collective`` prepared, by the buffers of a group, with which they go
+        # What ``comm.symm.collective`` prepared, by the buffers of a group, with which it goes.
         self.exchanges: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        listed = (self.send, self.recv, self.self_in, self.self_out, *(rows for rows, _ in self.segments))
+        self.cache.count("rows", self._num_contributions, *(rows.index for rows in listed))
+
+    def _rows(self, index: np.ndarray, name: str) -> Rows:
+        return Rows(index, self.cache, name)
 
     @classmethod
     def from_spec(
@@ -179,9 +185,7 @@ class A2AVLayout:
 
     def contributions(self, device: torch.device) -> torch.Tensor:
         """How many contributions the reduce adds to each row of the cast's input: (input_rows,) int64."""
-        if device not in self._contributions_on:
-            self._contributions_on[device] = torch.from_numpy(self._num_contributions).to(device)
-        return self._contributions_on[device]
+        return self.cache.get(_CONTRIBUTIONS, device, lambda: torch.from_numpy(self._num_contributions).to(device))
 
     @property
     def has_local_rows(self) -> bool:
@@ -193,14 +197,15 @@ class A2AVLayout:
 
         Of all output rows, or of those that something is added to. Local rows are none of them.
         """
-        key = (device, of_all_rows)
-        if key not in self._terms_on:
-            rows, begin, sources = self._list_terms(of_all_rows)
+
+        def make() -> Terms:
             on_device = [
-                None if x is None else torch.from_numpy(x.astype(np.int32)).to(device) for x in (rows, begin, sources)
+                None if x is None else torch.from_numpy(x.astype(np.int32)).to(device)
+                for x in self._list_terms(of_all_rows)
             ]
-            self._terms_on[key] = Terms(*on_device)  # type: ignore[arg-type]
-        return self._terms_on[key]
+            return Terms(*on_device)  # type: ignore[arg-type]
+
+        return self.cache.get(_TERMS, (device, of_all_rows), make)
 
     def _list_terms(self, of_all_rows: bool) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
         wire = [(rows.index, at) for rows, at in self.segments if at is not None]

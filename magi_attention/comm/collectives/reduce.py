@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from magi_attention.comm.collectives.layout import Rows
-from magi_attention.comm.collectives.wire import Arrived
+from magi_attention.comm.collectives.wire import Arrived, RowPack
+from magi_attention.common.plan_cache import Kind
 from magi_attention.errors import ContractError
-from magi_attention.native.rows import Part, PreparedRows, row_kernels
+from magi_attention.native.rows import Part, PreparedRows, Terms, row_kernels
 
 Contribution = tuple[Rows, torch.Tensor]
 
@@ -82,7 +83,7 @@ def _reduce_by_kernel(
         launch = _prepared_sum(arrived, outputs, reduce_op == "avg", acc_reduce)
         if launch is None:
             return False
-        prepared, offsets = launch
+        prepared, offsets, _ = launch
         at, addresses = arrived.wire.data_ptr(), []
         for y, offset in zip(outputs, offsets):
             addresses += (at + offset, y.data_ptr())
@@ -99,21 +100,23 @@ def _reduce_by_kernel(
     return True
 
 
+_Sum = tuple[PreparedRows, list[int], Terms]  # which has the terms held while it runs
+_SUMS: Kind[tuple[object, ...], tuple[_Sum | None, RowPack]] = Kind("sum of rows, and its pack for the id")
+
+
 def _prepared_sum(
     arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
-) -> tuple[PreparedRows, list[int]] | None:
-    """The launch for these outputs, and where in a wire row each begins, in bytes; None if there is none."""
+) -> _Sum | None:
+    """The launch for these outputs, where in a wire row each begins, in bytes, and the terms; None if there is none."""
     layout, pack = arrived.layout, arrived.pack
     device = outputs[0].get_device()
     key = (id(pack), device, is_average, acc_reduce, *[(y.stride(), y.dtype) for y in outputs])
-    if key not in layout.launches:
-        layout.launches[key] = (_prepare_sum(arrived, outputs, is_average, acc_reduce), pack)  # held for its id
-    return layout.launches[key][0]
+    return layout.cache.get(_SUMS, key, lambda: (_prepare_sum(arrived, outputs, is_average, acc_reduce), pack))[0]
 
 
 def _prepare_sum(
     arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
-) -> tuple[PreparedRows, list[int]] | None:
+) -> _Sum | None:
     layout, pack = arrived.layout, arrived.pack
     kernels, size = row_kernels(outputs[0]), pack.dtype.itemsize
     parts = [Part.of(x, y) for x, y in zip(arrived.columns, outputs)]
@@ -124,7 +127,7 @@ def _prepare_sum(
     # Without the prior content every row is written; with it only those that something is added to.
     terms = layout.terms(outputs[0].device, of_all_rows=not acc_reduce)
     launch = kernels.prepare_reduce(wanted, terms, acc_reduce, is_average)
-    return None if launch is None else (launch, [begin * size for begin, _ in pack.spans])
+    return None if launch is None else (launch, [begin * size for begin, _ in pack.spans], terms)
 
 
 def reduce_rows_lse(

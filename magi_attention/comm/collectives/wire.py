@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 
 from magi_attention.comm.collectives.layout import A2AVLayout, Rows, copy_rows
 from magi_attention.comm.transport.base import Transport, Work
-from magi_attention.native.rows import ALL_ROWS, Part, PreparedRows, row_kernels
+from magi_attention.common.plan_cache import Kind
+from magi_attention.native.rows import ALL_ROWS, Part, PreparedRows, RowList, row_kernels
 
 _ALIGN_BYTES = 16
 
@@ -87,19 +88,23 @@ def gather_rows(tensors: Sequence[torch.Tensor], rows: Rows, pack: RowPack) -> t
     return buffer
 
 
+_Launch = tuple[PreparedRows, list[int], list[int], RowList]  # which has the list held while it runs
+_LAUNCHES: Kind[tuple[object, ...], tuple[_Launch | None, RowPack]] = Kind("move of rows, and its pack for the id")
+
+
 def move_rows(
     buffer: torch.Tensor, tensors: Sequence[torch.Tensor], rows: Rows, pack: RowPack, is_packing: bool
 ) -> bool:
     """Copies between a wire buffer and ``rows`` of the tensors by a launch prepared once; False if there is none."""
     if not buffer.is_cuda:
         return False
-    key = (is_packing, id(pack), buffer.get_device(), *[(x.stride(), x.dtype) for x in tensors])
-    known = rows.launches.get(key)
+    key = (rows.name, is_packing, id(pack), buffer.get_device(), *[(x.stride(), x.dtype) for x in tensors])
+    known = rows.cache.find(_LAUNCHES, key)
     if known is None:
-        known = rows.launches[key] = (_prepare_move(buffer, tensors, rows, pack, is_packing), pack)  # held for its id
+        known = rows.cache.get(_LAUNCHES, key, partial(_prepared_move, buffer, tensors, rows, pack, is_packing))
     if known[0] is None:
         return False
-    launch, wire_offsets, tensor_offsets = known[0]
+    launch, wire_offsets, tensor_offsets, _ = known[0]
     if rows.count:
         at, addresses = buffer.data_ptr(), []
         for x, wire_offset, offset in zip(tensors, wire_offsets, tensor_offsets):
@@ -109,10 +114,16 @@ def move_rows(
     return True
 
 
+def _prepared_move(
+    buffer: torch.Tensor, tensors: Sequence[torch.Tensor], rows: Rows, pack: RowPack, is_packing: bool
+) -> tuple[_Launch | None, RowPack]:
+    return _prepare_move(buffer, tensors, rows, pack, is_packing), pack
+
+
 def _prepare_move(
     buffer: torch.Tensor, tensors: Sequence[torch.Tensor], rows: Rows, pack: RowPack, is_packing: bool
-) -> tuple[PreparedRows, list[int], list[int]] | None:
-    """The launch, and in bytes where each tensor begins in a wire row and where its rows begin in the tensor."""
+) -> _Launch | None:
+    """The launch; in bytes where each tensor begins in a wire row, and where its rows begin in the tensor; the list."""
     kernels = row_kernels(buffer)
     if kernels is None:
         return None
@@ -130,7 +141,7 @@ def _prepare_move(
     launch = kernels.prepare_copy(parts, *lists, rows.count)
     strides = [part.in_stride if is_packing else part.out_stride for part in parts]
     starts = [(rows.start or 0) * stride for stride in strides]
-    return None if launch is None else (launch, [begin * size for begin, _ in pack.spans], starts)
+    return None if launch is None else (launch, [begin * size for begin, _ in pack.spans], starts, listed)
 
 
 class Arrived:

@@ -25,6 +25,7 @@ from magi_attention.comm.symm.buffers import SymmBuffer, SymmGroup, symm_group, 
 from magi_attention.comm.symm.tables import PutTable, SymmTables
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import TorchTransport
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
 
@@ -112,6 +113,12 @@ class SymmExchange:
         self._held = [self._on(x) for x in (tables.unpack, tables.src_rows, tables.needed_signals, tables.awaited)]
         self._unpack, self._src_rows, self._needed_signals, self._awaited = (x.data_ptr() for x in self._held)
         self._prepared: dict[tuple, tuple[SymmBuffer, tuple]] = {}
+        self.cache = PlanCache()  # no table: all ranks make an exchange together, so no rank may drop its own
+        self._count()
+        layout.cache.include(self.cache)
+
+    def _count(self) -> None:
+        self.cache.count("tables", self._held, *self.tables.arrays)
 
     @classmethod
     def of(cls, transport: Transport, layout: A2AVLayout, group: SymmGroup, signature: tuple) -> SymmExchange:
@@ -201,6 +208,7 @@ class SymmExchange:
     def _put(self, group: SymmGroup, buffer: SymmBuffer, table: PutTable, inputs, data_at: list[int], ctas: int):
         transfers, signals = self._on(table.transfers), self._on(table.signals)
         self._held += [transfers, signals]
+        self._count()
         return group.put(
             buffer, num_tensors=len(inputs), num_transfers=len(table.transfers),
             num_ctas=_at_most(ctas, len(table.transfers)),

@@ -47,6 +47,12 @@ class SymmTables:
     awaited: np.ndarray
     reduce_rows: int
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All of them."""
+        puts = [x for table in (self.cast, self.reduce) for x in (table.transfers, table.signals)]
+        return [*puts, self.unpack, self.src_rows, self.needed_signals, self.awaited]
+
     @classmethod
     def of(cls, layout: A2AVLayout, counts: np.ndarray) -> SymmTables:
         """``counts[s, r]``: rows that rank s casts to rank r, itself included."""

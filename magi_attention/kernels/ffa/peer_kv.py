@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa.operands import DTYPES
-from magi_attention.kernels.ffa.plans import Kept, PlanShape
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape
 from magi_attention.kernels.ffa.schedule.work_tiles import with_units
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
@@ -40,7 +41,8 @@ class RemoteMask:
         self.num_summed = num_summed
         self.rows = TILE * len(arrivals)
         self.total_k = base + self.rows
-        self._plans: dict[tuple[object, ...], Kept] = {}
+        self.cache = PlanCache()
+        self.cache.include(slices.cache)
 
     @property
     def num_signals(self) -> int:
@@ -49,12 +51,14 @@ class RemoteMask:
     def plan(self, shape: PlanShape, device: torch.device) -> Kept:
         """The tile plan on ``device``, without lists of units, which kernels never make beside remote keys; kept. The
         first call copies and waits."""
-        kept = self._plans.get((shape, device))
-        if kept is None:
+
+
+        def make() -> Kept:
             words = self._transposed(shape) if shape.is_transposed else self._forward(shape)
             plan = torch.from_numpy(words).to(device)
-            kept = self._plans[shape, device] = Kept(plan, plan.data_ptr(), None)
-        return kept
+            return Kept(plan, plan.data_ptr(), None)
+
+        return self.cache.get(DEVICE_PLANS, (shape, device), make)
 
     def _forward(self, shape: PlanShape) -> np.ndarray:
         tile = shape.tile
