@@ -9,6 +9,8 @@ import torch
 
 from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import table_from_attn_arg
 from magi_attention.kernels.types import AttnOptions, Backend, as_scale, options_of
 
@@ -31,6 +33,10 @@ def options_for(
     return options_of(scale, as_float(softcap, "softcap"), sink_layout, **flags)
 
 
+def _slices_of(attn_arg: AttnArg) -> SliceTable:
+    return table_from_attn_arg(attn_arg, default_registry().tables)
+
+
 def run_forward(
     backend: Backend,
     q: torch.Tensor,
@@ -41,7 +47,7 @@ def run_forward(
     options: AttnOptions,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """``(out (Tq, Hq, Dv) in q's dtype, AttnForwardMeta)``."""
-    got = backend.forward(q, k, v, table_from_attn_arg(attn_arg), options, sink)
+    got = backend.forward(q, k, v, _slices_of(attn_arg), options, sink)
     return got.out.to(q.dtype), AttnForwardMeta(got.lse, got.max_logits)
 
 
@@ -58,6 +64,6 @@ def run_backward(
     options: AttnOptions,
 ) -> Gradients:
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
-    got = backend.backward(do, q, k, v, o, lse, table_from_attn_arg(attn_arg), options, sink)
+    got = backend.backward(do, q, k, v, o, lse, _slices_of(attn_arg), options, sink)
     dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
     return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink

@@ -8,13 +8,14 @@ joins by ``default_registry().with_backend(mine, before="sdpa_ol")``, which give
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
+from magi_attention.kernels.tables import SliceTables
 from magi_attention.kernels.types import Backend, Problem
 
 _log = logging.getLogger("magi_attention.kernels")
@@ -22,10 +23,14 @@ _log = logging.getLogger("magi_attention.kernels")
 
 @dataclass(frozen=True)
 class Registry:
-    """Backends in order of preference, and the names known to be absent with the reason of each."""
+    """Backends in order of preference, and the names known to be absent with the reason of each.
+
+    ``tables`` are those of masks that come as values, for whichever backend runs.
+    """
 
     backends: tuple[Backend, ...]
     absent: tuple[tuple[str, str], ...] = ()
+    tables: SliceTables = field(default_factory=SliceTables, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.tables import table_from_host_ranges
+from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.ref_attn import ref_attn_func
@@ -30,7 +30,7 @@ def planner():
 
 def test_ranges_are_known_once_the_copy_has_arrived():
     ffa, _ = backend()
-    runtime, known = ffa.runtime, HostRanges()
+    runtime, known = ffa.runtime, HostRanges(SliceTables())
     want = Mask.varlen([0, 10, 32], causal=True).slices
     mask = tensors(want)
     runtime.has_caught_up = False
@@ -51,7 +51,7 @@ def test_ranges_are_known_once_the_copy_has_arrived():
 
 def test_neither_graphs_nor_inference_tensors_are_remembered():
     ffa, _ = backend()
-    runtime, known = ffa.runtime, HostRanges()
+    runtime, known = ffa.runtime, HostRanges(SliceTables())
     mask = tensors(Mask.causal(32).slices)
     runtime.capturing = True
     for _ in range(2):

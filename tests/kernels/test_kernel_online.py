@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.common.slices import CAUSAL, FULL, SliceTable, empty_slices, to_dense, trim
-from magi_attention.errors import ContractError
+from magi_attention.errors import ContractError, RangeError
 from magi_attention.kernels.reference.block_iter import TileMask, block_walk
 from magi_attention.kernels.reference.sdpa import allowed_pairs
-from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
+from magi_attention.kernels.tables import (
+    SliceTables,
+    check_disjoint,
+    table_from_attn_arg,
+    table_from_host_ranges,
+    table_from_indices,
+    table_from_tensors,
+)
 from magi_attention.testing.masks import random_slices
 
 
@@ -74,12 +84,33 @@ def test_index_lists_become_their_slices(seed):
 
 
 def test_equal_range_tensors_share_a_table():
+    tables = SliceTables()
     q, k = torch.tensor([[0, 4]], dtype=torch.int32), torch.tensor([[0, 6]])
-    first, second = table_from_tensors(q, k), table_from_tensors(q.clone(), k.int(), torch.tensor([0]))
-    assert first is second
+    first = table_from_tensors(q, k, None, tables)
+    assert table_from_tensors(q.clone(), k.int(), torch.tensor([0]), tables) is first
+    assert table_from_host_ranges(q, k, None, 4, 6, tables) is first
+    argument = SimpleNamespace(q_ranges=q, k_ranges=[(0, 6)], attn_type_map=["full"])
+    assert table_from_attn_arg(argument, tables) is first and len(tables) == 1
+    assert table_from_tensors(q, k) is not first and SliceTables().get(first.array) is not first
     q[0, 1] = 3  # by value: the caller may write to its tensors afterwards
     assert first.array.tolist() == [[0, 4, 0, 6, 0]]
-    assert table_from_tensors(q, k).array.tolist() == [[0, 3, 0, 6, 0]]
+    assert table_from_tensors(q, k, None, tables).array.tolist() == [[0, 3, 0, 6, 0]]
+
+
+def test_tables_that_were_not_asked_for_lately_go():
+    tables, rows = SliceTables(), [np.array([[0, n, 0, n, 1]]) for n in range(40)]
+    first = tables.get(rows[0])
+    for array in rows[1:]:
+        tables.get(array).tensors()
+        assert tables.get(rows[0]) is first
+    assert len(tables) == 32 and tables.nbytes == 32 * first.array.nbytes + 31 * 20
+    died = weakref.ref(tables.get(rows[20]))
+    tables.get(np.zeros((0, 5), dtype=np.int64))
+    with pytest.raises(RangeError):
+        tables.get(np.array([[5, 4, 0, 1, 0]]))
+    assert died() is not None and len(tables) == 32
+    tables.clear()
+    assert died() is None and (len(tables), tables.nbytes) == (0, 0) and len(first) == 1
 
 
 def test_overlap_is_named():

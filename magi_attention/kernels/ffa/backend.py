@@ -38,6 +38,7 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.tables import SliceTables
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
@@ -81,9 +82,10 @@ class FfaBackend:
         self._runtime = runtime
         self._prepared: dict[tuple[object, ...], _Prepared] = {}
         self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
-        self._range_plans = RangePlans(self._libraries, host_planning)
+        tables = SliceTables()  # of masks that come as range tensors
+        self._range_plans = RangePlans(self._libraries, host_planning, tables)
         self._backward = BackwardCalls(self._libraries, self._range_plans)
-        self._host_ranges = HostRanges()
+        self._host_ranges = HostRanges(tables)
 
     @property
     def library(self) -> FfaLibrary:

@@ -94,7 +94,7 @@ def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, ind
 
     if indices is not None:
         return table_from_indices(indices, k.shape[0])
-    slices = table_from_tensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
+    slices = table_from_tensors(q_ranges, k_ranges, types, default_registry().tables)  # type: ignore[arg-type]
     if general.is_sanity_check_enable():
         check_disjoint(slices)
     return slices

@@ -20,7 +20,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.operands import CudaRuntime
 from magi_attention.kernels.ffa.plans import RangeTensors, range_state
-from magi_attention.kernels.tables import table_from_host_ranges
+from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 
 _MAX_ENTRIES = 1024
 
@@ -38,9 +38,10 @@ class _Copy:
 
 
 class HostRanges:
-    """Slice tables of range tensors on a GPU. Those of a mask go when one of its tensors does."""
+    """Slice tables of range tensors on a GPU, of ``tables``. Those of a mask go when one of its tensors does."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: SliceTables) -> None:
+        self._tables = tables
         self._copies: dict[tuple[int, ...], _Copy] = {}
 
     def __len__(self) -> int:
@@ -65,8 +66,11 @@ class HostRanges:
             copy.arrived = None
         table = copy.tables.get((total_q, total_k))
         if table is None:
-            table = copy.tables[total_q, total_k] = table_from_host_ranges(*copy.ranges, total_q, total_k)
+            table = copy.tables[total_q, total_k] = self._table(copy.ranges, total_q, total_k)
         return table
+
+    def _table(self, ranges: RangeTensors, total_q: int, total_k: int) -> SliceTable:
+        return table_from_host_ranges(*ranges, total_q, total_k, self._tables)
 
     def _start(self, runtime: CudaRuntime, key: tuple[int, ...], mask: RangeTensors) -> None:
         copies = self._copies

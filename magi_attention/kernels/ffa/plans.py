@@ -23,7 +23,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
-from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.kernels.tables import SliceTables, table_from_tensors
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, plan_words
 
@@ -148,8 +148,10 @@ def range_state(mask: RangeTensors) -> tuple[object, ...]:
 class RangePlans:
     """Makes and remembers plans. Those of range tensors go when a tensor of the mask does."""
 
-    def __init__(self, libraries: FfaLibraries, on_host: bool = False) -> None:
-        self._libraries = libraries
+    def __init__(
+        self, libraries: FfaLibraries, on_host: bool = False, tables: SliceTables | None = None
+    ) -> None:
+        self._libraries, self._tables = libraries, tables
         self._on_host = on_host
         self._entries: dict[tuple[object, ...], _Entry] = {}
 
@@ -216,7 +218,7 @@ class RangePlans:
                 "SliceTable (magi_attention.api.Mask), planned before the capture."
             )
         # By way of the host, which waits for the device, checks every range and needs no more memory than used.
-        return table_plan(table_from_tensors(*mask), shape, mask.q_ranges.device)
+        return table_plan(table_from_tensors(*mask, self._tables), shape, mask.q_ranges.device)
 
     def _on_device(self, mask: RangeTensors, shape: PlanShape, words: int, stream: int) -> torch.Tensor:
         num_slices, (rows, columns) = mask.q_ranges.shape[0], (shape.total_q, shape.total_k)
