@@ -143,7 +143,7 @@ def test_terms_of_a_layout_are_its_segments(seed):
     wanted = {row: [at for at, (_, i) in enumerate(wire) if i == row] for row in range(count)}
     for of_all_rows in (True, False):
         terms = layout.terms(torch.device("cpu"), of_all_rows)
-        touched, begin, listed = (None if x is None else x.tolist() for x in terms._held)
+        touched, begin, listed = (None if x is None else x.tolist() for x in terms.tensors)
         assert (touched is None) == of_all_rows
         names = range(count) if touched is None else touched
         got = {row: listed[begin[i] : begin[i + 1]] for i, row in enumerate(names)}
