@@ -215,9 +215,15 @@ template <int D, int DV> __global__ void kernel(float* x) { x[threadIdx.x] *= D 
 
 
 def sources_without_kernels(csrc: Path) -> Path:
-    """A copy of the sources with the real dispatcher and a kernel that is compiled at once; no row kernels."""
+    """A copy of the sources with the real dispatcher, a kernel that is compiled at once, and stubs beside it."""
     shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("inst", "range_ops"))
+    for path in (*csrc.glob("comm/symm/*.cu"), *csrc.glob("ffa/sm90/plan/*.cu")):
+        path.unlink()
     (csrc / "ffa" / "sm90" / "fwd" / "launch.cuh").write_text(LAUNCH_SOURCE)
+    beside = [name for name in abi.FFA_FUNCTIONS if not name.startswith("magi_ffa")]
+    exported = 'extern "C" __attribute__((visibility("default"))) long long'
+    text = "".join(f"{exported} {name}() {{ return 0; }}\n" for name in beside)
+    (csrc / "ffa" / "sm90" / "beside.cu").write_text(text)
     return csrc
 
 
