@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from magi_attention.cli import main
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +19,10 @@ ARGUMENTS = {"03_context_parallel": ["2"]}  # ranks, each of which imports torch
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
-def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def run(*command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
     )
 
 
@@ -37,14 +38,14 @@ def test_example(path):
     assert done.stdout.strip()
 
 
-def test_flagship_on_own_text(tmp_path):
+def test_flagship_on_own_text(tmp_path, monkeypatch, capfd):
     text = tmp_path / "text"
     text.mkdir()
     for i in range(4):
         (text / f"{i}.txt").write_text("\n\n".join(f"line {j} of file {i}" for j in range(60)))
     small = ["--data", str(text), "--ranks", "2", "--device", "cpu", "--steps", "3", "--seq-len", "320"]
-    done = run("-m", "magi_attention.cli", "run", *small, "--name", "t", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *small, "--name", "t"]) == 0, "\n".join(capfd.readouterr())
     folder = tmp_path / "runs" / "t"
     losses = json.loads((folder / "losses.json").read_text())["losses"]
     replayed = json.loads((folder / "replay.json").read_text())["losses"]
@@ -53,5 +54,4 @@ def test_flagship_on_own_text(tmp_path):
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png") == 5 and "http" not in page.replace("http-equiv", "")
 
-    again = run("-m", "magi_attention.cli", "run", *small, "--name", "t", cwd=tmp_path)
-    assert again.returncode == 2 and "already holds a run" in again.stderr
+    assert main(["run", *small, "--name", "t"]) == 2 and "already holds a run" in capfd.readouterr().err
