@@ -123,7 +123,9 @@ def settings(monkeypatch, closed_port, tmp_path):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Python of a new virtual environment, which has pip where the one of the tests may have none."""
+    """A Python that has pip: the one of the tests, or where it has none that of a new virtual environment."""
+    if importlib.util.find_spec("pip") and not Path(sys.prefix, "pip.conf").exists():
+        return sys.executable
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
     return str(folder / "bin" / "python")
