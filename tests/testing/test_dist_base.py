@@ -11,6 +11,7 @@ import torch.distributed as dist
 from magi_attention.testing import DistTestBase, parameterize, with_comms, with_run_in_mp
 from magi_attention.testing.flag_generator import FlagCombGenerator
 from magi_attention.testing.spawn import RankFailure
+from magi_attention.testing.waiting import DEADLINE_S
 
 
 class TwoRanks(DistTestBase):
@@ -24,7 +25,7 @@ class TwoRanks(DistTestBase):
 
     @property
     def timeout_s(self):
-        return 60.0
+        return DEADLINE_S
 
 
 class TestRuns(TwoRanks):
