@@ -12,13 +12,16 @@ import ctypes
 import logging
 import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from magi_attention.errors import UnsupportedError
+from magi_attention.common.intervals import ramps
+from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.native import abi
 from magi_attention.native.loader import check, load
 from magi_attention.native.toolchain import FFA_SM90
@@ -36,6 +39,7 @@ _pack_copy, _pack_fill_head, _pack_reduce, _pack_merge, _pack_lse = (
 _pack_address = struct.Struct("=Q").pack
 _ALL = _pack_list(abi.ROWS_ALL, 0, 0)
 _ROUNDED = {(abi.FP32, abi.BF16), (abi.FP32, abi.FP16)}
+_MAX_RANGE_TERMS = 256
 _PART_PREFIX = struct.Struct("=2i3q")  # of ROW_PART, which ends with two addresses
 _pack_part_prefix = _PART_PREFIX.pack
 
@@ -86,6 +90,58 @@ class Terms:
         self.count = begin.shape[0] - 1
         self.tensors = (rows, begin, sources)
         self.addresses = (0 if rows is None else rows.data_ptr(), begin.data_ptr(), sources.data_ptr())
+
+
+def list_terms(sources: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(rows, begin, sources)`` of ``Terms`` from ranges (n, 2) of equal sizes, terms in their order."""
+    sizes = sources[:, 1] - sources[:, 0]
+    if not np.array_equal(sizes, targets[:, 1] - targets[:, 0]):
+        raise ContractError("An input range and its output range differ in size; make them equal.")
+    source_rows, target_rows = ramps(sources[:, 0], sizes), ramps(targets[:, 0], sizes)
+    order = np.argsort(target_rows, kind="stable")
+    rows, counts = np.unique(target_rows, return_counts=True)
+    return rows, np.concatenate([[0], np.cumsum(counts)]), source_rows[order]
+
+
+class RangeTerms:
+    """The terms of reduces of ranges, on one device, by the two range tensors that they were made from.
+
+    The first time that a pair is seen, the host waits for it. Its terms go when one of the tensors does.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._entries: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...], Terms]] = {}
+
+    def get(self, sources: torch.Tensor, targets: torch.Tensor) -> Terms:
+        """Those of range tensors (n, 2), edits of which are noticed."""
+        pair = (sources, targets)
+        if any(x.is_inference() for x in pair):  # which have no version to tell edits by
+            return self._make(sources, targets)
+        key, entries = (id(sources), id(targets)), self._entries
+        state = tuple((x._version, x.data_ptr(), x.shape) for x in pair)
+        known = entries.get(key)
+        if known is not None and known[1] == state and all(ref() is x for ref, x in zip(known[0], pair)):
+            return known[2]
+        terms = self._make(sources, targets)
+        if len(entries) >= _MAX_RANGE_TERMS:
+            entries.clear()
+        refs = tuple(weakref.ref(x, lambda _: entries.pop(key, None)) for x in pair)
+        entries[key] = (refs, state, terms)
+        return terms
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        kept = [x for *_, terms in list(self._entries.values()) for x in terms.tensors]
+        return sum(0 if x is None else x.nbytes for x in kept)
+
+    def _make(self, sources: torch.Tensor, targets: torch.Tensor) -> Terms:
+        lists = list_terms(*(x.detach().cpu().long().numpy().reshape(-1, 2) for x in (sources, targets)))
+        return Terms(*(torch.from_numpy(x.astype(np.int32)).to(self._device) for x in lists))
 
 
 class Part(NamedTuple):
@@ -154,6 +210,7 @@ class RowKernels:
 
     def __init__(self, library: ctypes.CDLL, index: int) -> None:
         self.library, self.index = library, index
+        self.range_terms = RangeTerms(torch.device("cuda", index))
         self.stream = torch._C._cuda_getCurrentRawStream
         self.current_device = torch._C._cuda_getDevice
 

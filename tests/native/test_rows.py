@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.kernels.rows.kernels import list_terms
 from magi_attention.native import abi, loader, rows
+from magi_attention.native.rows import RangeTerms, list_terms
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
@@ -149,3 +150,21 @@ def test_terms_of_a_layout_are_its_segments(seed):
         got = {row: listed[begin[i] : begin[i + 1]] for i, row in enumerate(names)}
         assert got == {row: terms for row, terms in wanted.items() if of_all_rows or terms}
         assert terms.count == len(got) and layout.terms(torch.device("cpu"), of_all_rows) is terms
+
+
+def test_terms_of_range_tensors_follow_them():
+    kept = RangeTerms("cpu")
+    sources, targets = torch.tensor([[0, 3], [4, 6]]), torch.tensor([[1, 4], [0, 2]])
+    first = kept.get(sources, targets)
+    assert kept.get(sources, targets) is first and len(kept) == 1
+    assert kept.nbytes == sum(x.nbytes for x in first.tensors) == 4 * (4 + 5 + 5)
+    targets += 1
+    edited = kept.get(sources, targets)
+    assert edited is not first and edited.tensors[0].tolist() == [1, 2, 3, 4] and len(kept) == 1
+    assert kept.get(sources, targets.clone()) is not edited
+    with torch.inference_mode():
+        unseen = sources.clone()
+    assert kept.get(unseen, targets) is not kept.get(unseen, targets)
+    del targets
+    gc.collect()
+    assert (len(kept), kept.nbytes) == (0, 0)

@@ -9,16 +9,11 @@ for them; afterwards the list is found again for the very same tensors, unedited
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
-from magi_attention.common.intervals import ramps
-from magi_attention.errors import ContractError
 from magi_attention.native.rows import (
     ALL_ROWS,
     MAX_RANGES,
@@ -29,8 +24,6 @@ from magi_attention.native.rows import (
     Terms,
     row_kernels,
 )
-
-_MAX_ENTRIES = 256
 
 
 def _rows_first(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -81,7 +74,7 @@ def reduce(
     if kernels is None or x.device != output.device:
         return False
     rows, y = _rows_first(x, dim), _rows_first(output, dim)
-    terms = _memo().terms(sources, targets, x.device)
+    terms = kernels.range_terms.get(sources, targets)
     if reduce_op != "lse":
         return kernels.reduce([(y, rows)], terms, acc_reduce, reduce_op == "avg")
     assert x_lse is not None and output_lse is not None
@@ -127,47 +120,4 @@ def _rounding(index: int, count: int, widths: tuple[int, ...], dtype: torch.dtyp
     return kernels.prepare_copy(known, ALL_ROWS, ALL_ROWS, count) if len(known) == len(parts) else None
 
 
-def list_terms(sources: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(rows, begin, sources)`` of ``native.rows.Terms`` from ranges (n, 2) of equal sizes, terms in their order."""
-    sizes = sources[:, 1] - sources[:, 0]
-    if not np.array_equal(sizes, targets[:, 1] - targets[:, 0]):
-        raise ContractError("An input range and its output range differ in size; make them equal.")
-    source_rows, target_rows = ramps(sources[:, 0], sizes), ramps(targets[:, 0], sizes)
-    order = np.argsort(target_rows, kind="stable")
-    rows, counts = np.unique(target_rows, return_counts=True)
-    return rows, np.concatenate([[0], np.cumsum(counts)]), source_rows[order]
-
-
-class _TermsMemo:
-    """Lists of terms by the two range tensors they were made from; gone when one of these is."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...], Terms]] = {}
-
-    def terms(self, sources: torch.Tensor, targets: torch.Tensor, device: torch.device) -> Terms:
-        pair = (sources, targets)
-        if any(x.is_inference() for x in pair):  # which have no version to tell edits by
-            return self._make(sources, targets, device)
-        key, entries = (id(sources), id(targets), device), self._entries
-        state = tuple((x._version, x.data_ptr(), x.shape) for x in pair)
-        known = entries.get(key)
-        if known is not None and known[1] == state and all(ref() is x for ref, x in zip(known[0], pair)):
-            return known[2]
-        terms = self._make(sources, targets, device)
-        if len(entries) >= _MAX_ENTRIES:
-            entries.clear()
-        refs = tuple(weakref.ref(x, lambda _: entries.pop(key, None)) for x in pair)
-        entries[key] = (refs, state, terms)
-        return terms
-
-    def _make(self, sources: torch.Tensor, targets: torch.Tensor, device: torch.device) -> Terms:
-        lists = list_terms(*(x.detach().cpu().long().numpy().reshape(-1, 2) for x in (sources, targets)))
-        return Terms(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in lists))
-
-
-@lru_cache(maxsize=1)
-def _memo() -> _TermsMemo:
-    return _TermsMemo()
-
-
-__all__ = ["fill", "gather", "list_terms", "reduce", "rounded"]
+__all__ = ["fill", "gather", "reduce", "rounded"]
