@@ -82,8 +82,8 @@ class Clock:
 
 
 def _units(steps) -> UnitShape | None:
-    """The shape of the units that a plan lists, see ``BackwardCalls``; lists of the library itself are left out."""
-    has_list = steps.has_list(in_turns=False, lists_itself=False)
+    """The shape of the units that a plan lists, see ``BackwardCalls``; work lists are left out."""
+    has_list = steps.has_order(in_turns=False)
     return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if has_list else None
 
 

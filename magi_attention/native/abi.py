@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -87,7 +87,7 @@ _BWD_INTS = (
 _BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
 _BWD_POINTERS = (
     *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
-    *("plan", "workspace", "work_list"),
+    *("plan", "workspace", "work_list", "order"),
 )
 
 
@@ -109,8 +109,48 @@ FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
 
-TRAVERSAL_BITS = 12  # of magi_work_tile
-TRAVERSAL_WRAP = 2**TRAVERSAL_BITS - 1
+TRAVERSAL_WRAP = 2**12 - 1  # of magi_work_tile
+
+
+class WorkTile(ctypes.Structure):
+    """``magi_work_tile``: 8 int32 words."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("tile", "head_kv", "split", "num_splits", "m_begin", "m_end", "num_descending")),
+        ("partial", c_int32),
+    ]
+
+
+class WorkListHeader(ctypes.Structure):
+    """``magi_work_list``: 16 int32 words at the start of a work list."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("num_work_tiles", "num_partials", "num_entries", "num_blocks_at_once", "tile_words")),
+        *((f"words_{n}", c_int32) for n in ("work_tiles", "partials", "left", "blocks", "tiles_of_block", "entries")),
+        ("words_total", c_int32),
+        ("reserved", c_int32 * 4),
+    ]
+
+
+class Partial(ctypes.Structure):
+    """``magi_partial``: 4 int32 words."""
+
+    _fields_ = [(name, c_int32) for name in ("tile", "head_kv", "num_splits", "reserved")]
+
+
+class ListEntry(ctypes.Structure):
+    """``magi_list_entry``: 2 int32 words."""
+
+    _fields_ = [(name, c_int32) for name in ("block", "part")]
+
+
+class ScheduleShape(ctypes.Structure):
+    """``magi_schedule_shape``: 5 int32 words."""
+
+    _fields_ = [(name, c_int32) for name in ("heads_kv", "group", "num_sms", "num_ctas", "block_m")]
+
+
+LIST_SPLITS = 4  # parts of the query heads of a kv head in a work list
 
 
 class FfaBwdParams(ctypes.Structure):
@@ -129,7 +169,7 @@ class FfaBwdParams(ctypes.Structure):
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
-        ("work_list_is_made", c_int64),
+        ("order_is_made", c_int64),
         ("stream", c_void_p),
     ]
 
@@ -289,6 +329,7 @@ PLANNER_FUNCTIONS: Functions = {
     ),
     "magi_hand_out_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
+    "magi_bwd_work_list": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, I64_PTR)),
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
 from magi_attention.api.manager import DistAttnRuntimeDict
 from magi_attention.common.plan_cache import PlanCache
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, KeptList
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, KeptOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
 from bytes_oracle import reached_bytes  # noqa: E402
@@ -50,10 +50,10 @@ def new_mask(group: dist.ProcessGroup, seed: int):
     manager = dist_attn_runtime_dict_mgr.get(key)
     # What a GPU backend keeps with the slices.
     plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
-    lists, cache = PlanCache(), manager.dist_attn_runtime.part.host.cache
-    lists.get(WORK_LISTS, ("key",), lambda: KeptList(units, 0))
-    cache.include(lists)
-    cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, lists))
+    orders, cache = PlanCache(), manager.dist_attn_runtime.part.host.cache
+    orders.get(KEPT_ORDERS, ("key",), lambda: KeptOrder(units, 0))
+    cache.include(orders)
+    cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, orders))
     return key, weakref.ref(manager)
 
 

@@ -26,7 +26,7 @@ from test_ffa_backward_deterministic import CASES, assert_same_bits
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
@@ -76,8 +76,8 @@ class Calls:
 
     @property
     def is_made(self) -> list[tuple[bool, bool]]:
-        """For each launch, whether it had a list and was told that it is made."""
-        return [(bool(p.work_list), bool(p.work_list_is_made)) for p in self.launches]
+        """For each launch, whether it had an order and was told that it is made."""
+        return [(bool(p.order), bool(p.order_is_made)) for p in self.launches]
 
 
 def make_calls(name: str, way: str, monkeypatch, dim: int = 128) -> Calls:
@@ -93,7 +93,7 @@ def test_made_by_the_first_call(name, way, monkeypatch):
     want = truth(calls.x, calls.dout)
     first = calls()
     assert_grads(calls.x, first, want, (name, way))
-    ((kept,),) = (k.lists.values(WORK_LISTS) for k in calls.x.slices.cache.values(DEVICE_PLANS) if k.lists)
+    ((kept,),) = (k.orders.values(KEPT_ORDERS) for k in calls.x.slices.cache.values(DEVICE_PLANS) if k.orders)
     made = kept.words.clone()
     for n in range(4):
         again = calls()
@@ -155,7 +155,7 @@ def test_a_plan_of_other_shapes_gives_nan(way, monkeypatch):
 
 def made_every_time(rank: int, world: int, way: str) -> bool:
     """Beside long kernels, as calls whose list was kept are in the tests of their order."""
-    Kept.list_of = lambda *_: None
+    Kept.order_of = lambda *_: None
     steps: Steps = WAYS[way]
     choose: Callable = lambda *_: steps  # noqa: E731
     ffa_bwd.steps_of = choose

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that are split (csrc/ffa/sm90/bwd/schedule/split.cuh): short documents, and a last round of few.
+"""Units that are split (csrc/ffa/sm90/bwd/schedule/split.cuh): short documents by a work list, and a last round of few.
 
-Whether they are depends on lengths and on the number of multiprocessors; the workspace tells.
+Whether they are depends on lengths and on the number of multiprocessors; the work list and the workspace tell.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from test_ffa_backward import (  # noqa: F401
 
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, Kept, PlanShape, RangePlans, table_plan
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.work_list import work_list
 from magi_attention.kernels.types import Grads
+from magi_attention.native import abi
 from magi_attention.testing import masks
+from magi_attention.testing.uneven import WAYS
 
-SPLIT_WORD, UNITS_WORD = 2, 3  # of the workspace: kSplitWord, kUnitsWord
 TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
 # 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
 LONG = 1300
@@ -57,9 +60,18 @@ def workspaces(monkeypatch) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def listed(workspaces):
-    """How many tiles of how many heads the last backward split, and how many units it listed: a function."""
-    return lambda: tuple(workspaces[0][:16].view(torch.int32)[[SPLIT_WORD, UNITS_WORD]].tolist())
+def listed(monkeypatch):
+    """How many tiles of how many heads the last work list splits, and how many work tiles it has: a function."""
+    found = [(0, 0)]
+
+    def make(*arguments):
+        words = work_list(*arguments)
+        header = abi.WorkListHeader.from_buffer_copy(words[:16].tobytes())
+        found[:] = [(header.num_partials, header.num_work_tiles)]
+        return words
+
+    monkeypatch.setattr(ffa_plans, "work_list", make)
+    return lambda: found[0]
 
 
 @pytest.fixture
@@ -101,19 +113,6 @@ def test_right_and_the_same_every_time(was_split, dims, dtype):
         assert_grads(x, got, truth(x, dout), (seed, dims))
         assert_same(differentiate(x, dout), got, dtype, seed)
     assert splits[0] and splits[2]
-
-
-# With 132 multiprocessors: documents, causal or not, heads; tiles that are split, and units for each kv head.
-WAYS = {
-    "a tile cut": ((789, 92, 725, 268, 174), 0, (64, 16), 1, 17),
-    "two tiles cut, and the two shortest by heads": ((37, 841, 96, 1074), 0, (64, 16), 4, 24),
-    "two tiles cut": ((810, 338, 32, 640, 35, 193), 0, (64, 16), 2, 18),
-    "the longest by heads": ((309, 2539, 291, 149, 808), 1, (32, 8), 3, 41),
-    "the shorter half by heads": ((1543, 172, 333), 0, (64, 16), 8, 40),
-    "a tile cut, and half of the tiles by heads": ((950, 477, 20, 32, 514, 55), 0, (64, 16), 8, 38),
-    "two tiles cut, and the second quarter by heads": ((474, 471, 30, 155, 413, 505), 0, (64, 16), 6, 30),
-    "two tiles cut, and others in the middle by heads": ((184, 47, 16, 1245, 556), 0, (64, 16), 8, 36),
-}
 
 
 def has_132_multiprocessors() -> bool:
@@ -168,8 +167,7 @@ def test_the_last_kernel_waits_for_what_is_missing(name):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_lists_are_kept_with_the_plan(name):
-    """The first call on a stream makes the list, and others begin early by it; so do graphs, with a list or without."""
+def test_a_graph_and_another_stream_read_the_same_list(name):
     lengths, kind, heads, *_ = WAYS[name]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(5, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
@@ -181,29 +179,36 @@ def test_lists_are_kept_with_the_plan(name):
 
     want = run()
     assert_grads(x, want, truth(x, dout), name)
-    (lists,) = (kept.lists for kept in x.slices.cache.values(DEVICE_PLANS) if kept.lists)
-    (units,) = lists.values(WORK_LISTS)
-    kept = units.words
-    assert units.is_made and kept[:4].view(torch.int32).item() == 1, "made"
-    before = kept.clone()
+    (kept,) = (kept for kept in x.slices.cache.values(DEVICE_PLANS) if kept.work_list)
+    before = kept.plan.clone()
     for _ in range(20):
         assert_same(run(), want, torch.bfloat16, name)
-    assert torch.equal(kept, before)
     beside = torch.cuda.Stream()
-    for has_list in (False, True):
-        if has_list:
-            with torch.cuda.stream(beside):
-                assert_same(run(), want, torch.bfloat16, name)
-        torch.cuda.synchronize()
-        assert len(lists) == 1 + has_list
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=beside):
-            got = run()
-        assert len(lists) == 1 + has_list
-        for _ in range(5):
-            got.dq.fill_(float("nan"))
-            graph.replay()
-            assert_same(got, want, torch.bfloat16, (name, "graph", has_list))
+    with torch.cuda.stream(beside):
+        assert_same(run(), want, torch.bfloat16, name)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=beside):
+        got = run()
+    for _ in range(5):
+        got.dq.fill_(float("nan"))
+        graph.replay()
+        assert_same(got, want, torch.bfloat16, (name, "graph"))
+    assert torch.equal(kept.plan, before), "kernels only read it"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_range_tensors_give_the_same_without_a_list(name):
+    """The first call of a mask that only the device knows: its tiles stay whole."""
+    lengths, kind, heads, *_ = WAYS[name]
+    slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
+    x = make_inputs(5, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
+    ffa, dout = FfaBackend(), make_dout(x, 5)
+    out, lse = forward(x, ffa)
+    columns = torch.tensor(slices, dtype=torch.int32, device=DEVICE)
+    ranges = RangeTensors(columns[:, :2].contiguous(), columns[:, 2:4].contiguous(), columns[:, 4].contiguous())
+    got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, ranges, options_of(x))
+    assert_grads(x, got, truth(x, dout), name)
 
 
 def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
@@ -215,7 +220,6 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
     monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
     for _ in range(2):
         got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
-        assert kept.lists, "units are listed"
         for name in ("dq", "dk", "dv"):
             assert getattr(got, name).isnan().all(), name
 
@@ -246,23 +250,6 @@ def test_a_cut_tile_beside_unseen_rows(listed):
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = float("nan")
     assert_same(differentiate(x, dout), want, x.q.dtype)
-
-
-def test_even_tiles_are_listed_head_by_head():
-    x, ffa = inputs(0, masks.full(TOTAL).array), FfaBackend()
-    dout, (out, lse) = make_dout(x), forward(x, ffa)
-    got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
-    assert_grads(x, got, truth(x, dout))
-    ((kept,),) = (k.lists.values(WORK_LISTS) for k in x.slices.cache.values(DEVICE_PLANS) if k.lists)
-    words = kept.words.view(torch.int32).cpu()
-    units = words[UNITS_WORD].item()
-    tiles, heads = words[32 : 32 + 4 * units].view(units, 4)[:, :2].T  # behind the header
-    if has_132_multiprocessors():
-        pairs, each = list(zip(heads.tolist(), tiles.tolist())), range(HEADS[1])
-        # The last tile has keys that do not exist, so all its steps need masks, and it comes first.
-        assert pairs[: HEADS[1]] == [(h, TOTAL // 128) for h in each]
-        assert [h for h, _ in pairs[HEADS[1] :]] == [h for h in each for _ in range(TOTAL // 128)]
-        assert sorted(pairs) == [(h, t) for h in each for t in range(-(-TOTAL // 128))]
 
 
 def test_even_tiles_stay_whole(was_split):

@@ -10,16 +10,14 @@ from backward_oracle import assert_grads, assert_same, make_dout, seen, truth
 from forward_oracle import make_inputs
 from test_ffa_backward_split import (  # noqa: F401
     DEVICE,
-    WAYS,
     differentiate,
     documents,
     has_132_multiprocessors,
     inputs,
     listed,
     pytestmark,
+    test_a_graph_and_another_stream_read_the_same_list,
     test_a_plan_of_other_shapes_gives_nan,
-    test_even_tiles_are_listed_head_by_head,
-    test_lists_are_kept_with_the_plan,
     test_rows_with_delta_given_and_without_out,
     test_sections_between_one_and_two,
     test_the_last_kernel_waits_for_what_is_missing,
@@ -28,6 +26,7 @@ from test_ffa_backward_split import (  # noqa: F401
 from test_ffa_backward_wide import wide_steps  # noqa: F401
 
 from magi_attention.testing import masks
+from magi_attention.testing.uneven import WAYS
 
 
 @pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)

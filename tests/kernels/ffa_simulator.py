@@ -96,7 +96,8 @@ class Simulator:
     """The interface of ``FfaLibrary``."""
 
     workspace_bytes = 4096
-    list_bytes = 64
+    order_bytes = 64
+    takes_list = False
 
     def __init__(self, tile_rows: int = 16) -> None:
         self.tile_rows = tile_rows
@@ -149,9 +150,9 @@ class Simulator:
     def backward_tile(self, head_dim: int, head_dim_v: int) -> FfaTile:
         return FfaTile(self.tile_rows, 2, 1)
 
-    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int, int]:
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int, int, bool]:
         params = abi.FfaBwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)
-        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes, self.list_bytes
+        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes, self.order_bytes, self.takes_list
 
     def transpose_on_device(
         self, q_ranges, k_ranges, types, num_slices, total_q, total_k, row_ranges, column_ranges, new_types, stream
@@ -179,8 +180,11 @@ class Simulator:
         names = [name for name, _ in p._fields_ if name.endswith(("_stride_token", "_stride_head"))]
         assert not any(getattr(p, name) % 8 for name in names) and len(names) == 10
         memory(p.workspace, (p.workspace_bytes // 4,), (1,), np.int32)[:] = -7  # it is memory, and ours
+        if p.order:
+            self._fill(p.order, p)
         if p.work_list:
-            self._fill(p.work_list, p)
+            assert self.takes_list, "a work list that was not asked for"
+            assert p.work_list == p.plan + 4 * plan_at(p.plan).header.words_total
         assert p.grad_dtype == (abi.FP32 if p.accumulate else p.grad_dtype)
         plan = plan_at(p.plan)
         assert (plan.header.total_q, plan.header.total_k) == (p.total_k, p.total_q), "the plan is not transposed"
@@ -193,11 +197,11 @@ class Simulator:
 
     def _fill(self, address: int, p: abi.FfaBwdParams) -> None:
         """Zero before its first call, and then as that call left it: for the same plan, stream and sizes."""
-        assert self.list_bytes, "a list that was not asked for"
+        assert self.order_bytes, "an order that was not asked for"
         owner = (p.plan, p.stream, bytes(p)[: abi.FFA_BWD_PREFIX_BYTES])
-        words = memory(address, (self.list_bytes // 8,), (1,), np.int64)
+        words = memory(address, (self.order_bytes // 8,), (1,), np.int64)
         assert set(words.tolist()) == ({hash(owner)} if words[0] else {0})
-        assert p.work_list_is_made in ((0, 1) if words[0] else (0,)), "nobody made it"
+        assert p.order_is_made in ((0, 1) if words[0] else (0,)), "nobody made it"
         words[:] = hash(owner)
 
     @staticmethod

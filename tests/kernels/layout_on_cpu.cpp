@@ -11,7 +11,7 @@ void write(const magi_ffa_bwd_params& a, int sms, int64_t* found) {
   const int parts = magi::bwd_num_head_splits<C>(a, sms);
   const magi::BwdBytes bytes = magi::bwd_bytes<C>(a, sms);
   const int64_t words[] = {parts, magi::bwd_heads_per_l2_group<C>(a, parts, sms),
-                           magi::bwd_target_tables<C>(a, parts, sms), bytes.workspace, bytes.list};
+                           magi::bwd_target_tables<C>(a, parts, sms), bytes.workspace, bytes.order};
   std::copy(words, words + 5, found);
 }
 }  // namespace
@@ -32,7 +32,7 @@ extern "C" int may_write_sole(const magi_ffa_bwd_params* a) {
 }
 
 // On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a l2_group, tables
-// of turns; bytes of the workspace and of a list.
+// of turns; bytes of the workspace and of an order.
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;
   if (dim <= 64)

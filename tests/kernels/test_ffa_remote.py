@@ -64,8 +64,7 @@ def test_documents_one_after_the_other() -> None:
     words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
     plan = TilePlan(words)
     at = abi.TilePlanHeader.from_buffer(words).words_work_tiles
-    listed = words[at:][: 2 * heads * len(plan.tiles)].reshape(-1, 2)
-    pairs = np.column_stack([listed[:, 0], listed[:, 1] >> abi.TRAVERSAL_BITS])
+    pairs = words[at:][: 8 * heads * len(plan.tiles)].reshape(-1, 8)[:, :2]
     assert len(np.unique(pairs, axis=0)) == len(pairs) == heads * len(plan.tiles)
     assert np.array_equal(np.sort(plan.order), np.arange(len(plan.tiles)))
     seen = [int(plan.records[plan.tiles[t, 2], 1]) for t in plan.order if plan.tiles[t, 3]]  # where its queries end

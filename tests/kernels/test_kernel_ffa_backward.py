@@ -20,7 +20,7 @@ from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, RangeTensors
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, RangeTensors
 from magi_attention.kernels.ffa.schedule import steps as backward_steps
 from magi_attention.kernels.ffa.schedule.steps import Steps
 from magi_attention.native import abi
@@ -253,17 +253,17 @@ def test_plans_are_kept_and_follow_every_edit():
     assert died() is None and not entries
 
 
-def test_lists_of_units_are_kept_with_the_plan():
-    """One for each stream and each number of heads; none while a graph is captured or where nothing is listed."""
+def test_orders_are_kept_with_the_plan():
+    """One for each stream and each number of heads; none while a graph is captured or where there is none."""
     ffa, simulator = backend()
     case = Case(Mask.causal(32).slices, 32, 32)
     table, ranges = SliceTable(case.slices.array), tensors(case.slices)
 
     def listed(mask, given=case, **options) -> int | None:
         ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
-        return simulator.backward_calls[-1].work_list
+        return simulator.backward_calls[-1].order
 
-    is_made = lambda: bool(simulator.backward_calls[-1].work_list_is_made)  # noqa: E731
+    is_made = lambda: bool(simulator.backward_calls[-1].order_is_made)  # noqa: E731
     for mask in (table, ranges):
         first = listed(mask)
         assert first and not is_made()
@@ -278,15 +278,15 @@ def test_lists_of_units_are_kept_with_the_plan():
         ffa.runtime.capturing = False
         assert listed(mask, sm_margin=4) and not is_made(), "captured calls have not run"
     assert listed(table) != listed(ranges)
-    (kept,) = (kept for kept in table.cache.values(DEVICE_PLANS) if kept.lists)
-    died = [weakref.ref(units) for units in kept.lists.values(WORK_LISTS)]
+    (kept,) = (kept for kept in table.cache.values(DEVICE_PLANS) if kept.orders)
+    died = [weakref.ref(units) for units in kept.orders.values(KEPT_ORDERS)]
     del kept, table
     gc.collect()
     assert len(died) == 5 and not any(ref() for ref in died)
     other, other_simulator = backend()
-    other_simulator.list_bytes = 0
+    other_simulator.order_bytes = 0
     other.backward_final(*case.tensors, ranges, case.options)
-    assert other_simulator.backward_calls[-1].work_list is None
+    assert other_simulator.backward_calls[-1].order is None
 
 
 def test_many_slices_and_wrong_ones_go_by_way_of_the_host():

@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     heads_per_section: int
     target_tables: int
     workspace: int
-    list: int
+    order: int
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_a_workspace_has_no_gradients_of_keys(layout_of):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
-    """Starts and turns of each unit of a section, the latter at each block of queries: a list has room for them."""
+    """Starts and turns of each unit of a section, the latter at each block of queries: the order has room for them."""
     met = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = {
@@ -193,20 +193,20 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
         kinds = turns.heads_per_section * turns.num_head_splits * (2 if dim == 256 else 1) * turns.target_tables
         wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
         case = (tokens, heads, heads_kv, dim, sms)
-        if turns.list:
-            assert wanted <= turns.list < wanted + 1024 and turns.list <= 4 * 2**20, case
-            assert turns.list <= turns.workspace, case
+        if turns.order:
+            assert wanted <= turns.order < wanted + 1024 and turns.order <= 4 * 2**20, case
+            assert turns.order <= turns.workspace, case
         else:
             assert wanted > 4 * 2**20 - 1024, case
-        met.add(bool(turns.list))
-        assert found[abi.DQ_FIRST_WRITER].list > 0, "no turns"
+        met.add(bool(turns.order))
+        assert found[abi.DQ_FIRST_WRITER].order > 0, "no turns"
     assert met == {False, True}
 
 
 def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
     """1K: four parts of dk and dv in float32, because tiles are too few for the multiprocessors."""
     found = layout_of(1024, (64, 8), 128, abi.DQ_ATOMIC)
-    assert found.num_head_splits == 4 and found.list == 0
+    assert found.num_head_splits == 4 and found.order == 0
     wanted = 4 * (1024 * 64 * (128 + 2) + 4 * 2 * 1024 * 8 * 128)
     assert wanted < found.workspace < 1.001 * wanted
 

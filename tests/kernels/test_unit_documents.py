@@ -130,21 +130,20 @@ def test_every_unit_once(seed, heads, places):
     assert np.isfinite(gain_by_document(plan, shape)), (seed, heads, places)
 
 
-@pytest.mark.parametrize("lists_itself", (False, True))
+@pytest.mark.parametrize("takes_list", (False, True))
 @pytest.mark.parametrize("way", ("told", "stores", "turns", "narrow"))
-def test_the_kernel_gets_the_order(way, lists_itself, monkeypatch):
-    """Where units are told and the kernel does not list them itself; and with an order of dq in steps of any size."""
+def test_the_kernel_gets_the_order(way, takes_list, monkeypatch):
+    """Where units are told and there is no work list; and with an order of dq in steps of any size."""
     steps = Steps(64 if way == "narrow" else 80, 0, way == "stores", by_document=True)
     monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
     ffa, simulator = backend()
-    if not lists_itself:
-        simulator.list_bytes = 0
+    simulator.takes_list = takes_list and way == "told"
     options = AttnOptions(0.3, deterministic=way in ("turns", "narrow"))
-    case = Case(Mask.varlen([0, 48, 128], causal=True).slices, 128, 128, options, dims=(128, 128))
+    case = Case(Mask.varlen([0, 48, 128], causal=True).slices, 128, 128, options, heads=(8, 2), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, options)
     plan = plan_at(simulator.backward_calls[0].plan)
     by_cost = plan_of_call(case, plan).order.tolist()
-    if way == "told" and lists_itself:
+    if way == "told" and takes_list:
         assert plan.header.words_work_tiles == 0 and plan.order.tolist() == by_cost
         return
     order = unit_documents.document_order(walks_of_tiles(plan)).tolist()

@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+import torch
 from ffa_simulator import backend, memory, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +18,12 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
+from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.ffa.schedule import steps as backward_steps
 from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
 from magi_attention.kernels.ffa.schedule.simulate import WIDE, starts_of, walks_of_tiles
+from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
 from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
-from magi_attention.native.abi import TRAVERSAL_BITS
 from magi_attention.native.abi import TRAVERSAL_WRAP as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
@@ -42,8 +44,14 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
 def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
     """(units, 3): tile, head and walk, as the kernel reads them."""
     header = TilePlan(words).header
-    rows = words[header.words_work_tiles :][: 2 * header.num_tiles * heads_kv].reshape(-1, 2)
-    return np.column_stack([rows[:, 0], rows[:, 1] >> TRAVERSAL_BITS, rows[:, 1] & EARLY])
+    return work_tiles(words[header.words_work_tiles :][: 8 * header.num_tiles * heads_kv])
+
+
+def work_tiles(words: np.ndarray) -> np.ndarray:
+    """(units, 3) of rows of ``magi_work_tile``, all of which are whole."""
+    rows = words.reshape(-1, 8)
+    assert (rows[:, [2, 3, 4, 5, 7]] == [0, 1, 0, 2**31 - 1, -1]).all()
+    return rows[:, [0, 1, 6]]
 
 
 def is_complete(units: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
@@ -258,7 +266,6 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     """With steps of 80, here from 4 queries a key on, and no turns; there are four multiprocessors."""
     monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
-    simulator.list_bytes = 0
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
         case = Case(known, 32, 32, options, dims=(128, 128))
@@ -269,19 +276,26 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     assert narrow.header.words_work_tiles == 0 and bool(at) != options.deterministic
     if not at:
         return
-    rows = memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2, 2), (2, 1), np.int32)
-    units = np.column_stack([rows[:, 0], rows[:, 1] >> TRAVERSAL_BITS, rows[:, 1] & EARLY])
+    units = work_tiles(memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2 * 8,), (1,), np.int32))
     assert is_complete(units, len(wide.tiles), 2)
     assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
 
 
-def test_where_the_kernels_list_units_themselves_there_is_none(monkeypatch):
+@pytest.mark.parametrize("margin", (0, 3))
+def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
+    """Of the call's heads, on its multiprocessors, of which there are four."""
     monkeypatch.setattr(backward_steps, "wide_gains", lambda *_: True)
     ffa, simulator = backend()
-    case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3), dims=(128, 128))
+    simulator.takes_list = True
+    case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3, sm_margin=margin), heads=(8, 2), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, case.options)
-    (call,) = simulator.backward_calls
-    assert simulator.list_bytes and call.block_m == 80 and plan_at(call.plan).header.words_work_tiles == 0
+    ranges = RangeTensors(*(torch.tensor(case.slices.array[:, a : a + 2]) for a in (0, 2)), None)
+    ffa.backward(*case.tensors, ranges, case.options)
+    known, unknown = simulator.backward_calls
+    plan = plan_at(known.plan)
+    assert known.block_m == 80 and plan.header.words_work_tiles == 0 and unknown.work_list is None
+    wanted = work_list(plan, ListShape(2, 4, 4, 4 - margin, 80))
+    assert np.array_equal(memory(known.work_list, (len(wanted),), (1,), np.int32), wanted)
 
 
 def test_a_list_needs_no_tiles():

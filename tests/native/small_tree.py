@@ -12,7 +12,7 @@ from magi_attention.native import abi
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SOURCE = """
-#include "magi/abi.h"
+#include "magi/schedule.h"
 #include <cstdio>
 static int hidden_helper() { return 3; }
 extern "C" {
@@ -26,6 +26,8 @@ magi_status magi_swap_chunks(int32_t*, const int32_t*, int32_t, const int64_t*, 
                              double, double, const int32_t*, const double*, int32_t, double*) { return MAGI_OK; }
 magi_status magi_hand_out_starts(const double*, int64_t, int32_t, double*) { return MAGI_OK; }
 magi_status magi_group_tiles(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*) { return MAGI_OK; }
+magi_status magi_bwd_work_list(const int32_t*, const magi_schedule_shape*, int32_t*, int64_t, int64_t*) {
+  return MAGI_OK; }
 const char* magi_last_error(void) { return "too small"; }
 int32_t magi_abi_version(void) { return VERSION; }
 int not_exported(void) { return 1; }
@@ -91,7 +93,7 @@ template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
 
 def make_tree(csrc: Path) -> Path:
     """Fills ``csrc`` as in a checkout, with the real header and manifest and trivial sources."""
-    for name in ("include/magi/abi.h", "include/magi/symm.h", "ffa/variants.py"):
+    for name in ("include/magi/abi.h", "include/magi/schedule.h", "include/magi/symm.h", "ffa/variants.py"):
         target = csrc / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text((ROOT / "csrc" / name).read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirrors agree with what a C compiler makes of abi.h and symm.h: sizes, offsets, constants, exported names."""
+"""The mirrors agree with what a C compiler makes of the headers: sizes, offsets, constants, exported names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from magi_attention.native import abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
-HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "symm.h")
+HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "symm.h", INCLUDE / "magi" / "schedule.h")
 STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
@@ -24,6 +24,11 @@ STRUCTS = {
     "magi_ffa_bwd_params": abi.FfaBwdParams,
     "magi_ffa_remote": abi.FfaRemote,
     "magi_symm_buffer": abi.SymmBuffer,
+    "magi_work_tile": abi.WorkTile,
+    "magi_work_list": abi.WorkListHeader,
+    "magi_partial": abi.Partial,
+    "magi_list_entry": abi.ListEntry,
+    "magi_schedule_shape": abi.ScheduleShape,
     "magi_symm_put_params": abi.SymmPutParams,
     "magi_symm_unpack_params": abi.SymmUnpackParams,
     "magi_symm_recv_reduce_params": abi.SymmRecvReduceParams,
@@ -36,6 +41,8 @@ CONSTANTS = {
     "MAGI_SYMM_REDUCE_ROWS": abi.SYMM_REDUCE_ROWS,
     "MAGI_SYMM_FAILED_SIGNAL": abi.SYMM_FAILED_SIGNAL,
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
+    "MAGI_TRAVERSAL_WRAP": abi.TRAVERSAL_WRAP,
+    "MAGI_LIST_SPLITS": abi.LIST_SPLITS,
     "MAGI_OK": abi.OK,
     "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
     "MAGI_UNSUPPORTED": abi.UNSUPPORTED,
@@ -55,7 +62,8 @@ def measured(tmp_path_factory) -> dict[str, int]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("There is no C compiler.")
-    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/symm.h"', "int main(void) {"]
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/symm.h"']
+    lines += ['#include "magi/schedule.h"', "int main(void) {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:

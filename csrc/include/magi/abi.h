@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 16
+#define MAGI_ABI_VERSION 17
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -60,21 +60,12 @@ typedef struct {
   int32_t has_unseen;        /* 1 if some key in [0, total_k) is seen by no query */
   int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take
                                 the same */
-  int32_t words_work_tiles; /* of the work tiles of a backward in steps of 80, in the order in which
-                          they are taken up; 0: none. With a dq_mode only whether there are some
-                          counts: then `order` is one document after the other, and tiles are walked
-                          from the end */
+  int32_t words_work_tiles;  /* of the work tiles of a backward in steps of 80, num_tiles * heads_kv
+                           of magi_work_tile (magi/schedule.h) in the order in which they are taken
+                           up; 0: none. With a dq_mode only whether there are some counts: then
+                           `order` is one document after the other, and tiles are walked from the end
+                         */
 } magi_tile_plan_header;
-
-/* One of words_work_tiles, num_tiles * heads_kv of them. */
-typedef struct {
-  int32_t tile;
-  int32_t head_and_traversal; /* kv head << MAGI_TRAVERSAL_BITS | how many blocks of 80 queries of
-                            each segment are taken from its end, backwards, before the others;
-                            MAGI_TRAVERSAL_WRAP: as many as there are before the segment */
-} magi_work_tile;
-#define MAGI_TRAVERSAL_BITS 12
-#define MAGI_TRAVERSAL_WRAP ((1 << MAGI_TRAVERSAL_BITS) - 1)
 
 typedef struct {
   int32_t token0;        /* first query token */
@@ -293,23 +284,25 @@ tiles are shared out */
   float*
       delta; /* (total_q, heads_q), sum(out * dout) of each row: written if out is given; or NULL */
   void *dq, *dk, *dv;
-  const int32_t* plan; /* device memory, 16-byte aligned */
-  void* workspace;     /* workspace_bytes, 128-byte aligned; need not be initialised */
-  void*
-      work_list; /* or NULL: kept by the caller for calls of one plan and one stream, with equal
-                    values of all that is above the addresses, of as many bytes as
-                    magi_ffa_bwd_workspace says, 128-byte aligned, zero before the first of them */
-  int64_t work_list_is_made; /* 1: such a call was launched with this list before, so what it made
-                                need not be made again; 0 is always right */
-  void* stream;              /* cudaStream_t */
+  const int32_t* plan;      /* device memory, 16-byte aligned */
+  void* workspace;          /* workspace_bytes, 128-byte aligned; need not be initialised */
+  const int32_t* work_list; /* or NULL: magi_work_list of the plan (magi/schedule.h), device memory,
+                               16-byte aligned, where magi_ffa_bwd_workspace says that the call
+                               takes one; without it tiles stay whole, in the order of the plan */
+  void* order; /* or NULL: kept by the caller for calls of one plan and one stream, with equal
+                  values of all that is above the addresses, of as many bytes as
+                  magi_ffa_bwd_workspace says, 128-byte aligned */
+  int64_t order_is_made; /* 1: such a call was launched with this order before, so what it made need
+                            not be made again; 0 is always right */
+  void* stream;          /* cudaStream_t */
 } magi_ffa_bwd_params;
 
 /* Tile the kernel wants: *tile_tokens keys in *num_groups groups, for the planner. */
 MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v,
                                           int32_t* tile_tokens, int32_t* num_groups);
-/* Bytes of workspace that a call with these shapes needs, and of its list, 0 if it takes none;
- * pointers are not looked at. */
-MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* bytes);
+/* needs[0]: bytes of workspace that a call with these shapes needs; needs[1]: of its order, 0 if it
+ * makes none; needs[2]: 1 if it takes a work list. Pointers are not looked at. */
+MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* needs);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
 
 /* The transposed mask, for the backward: slice i becomes up to three slices, 3i to 3i + 2, empty

@@ -32,6 +32,7 @@ from magi_attention.kernels.ffa.operands import (
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.work_list import ListShape
 from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import row_delta
@@ -75,7 +76,7 @@ class _Prepared:
     delta_like: torch.Tensor
     workspace_like: torch.Tensor
     sums_at: tuple[int, int]  # bytes into the workspace: of dk and dv to which others add, beside keys that arrive
-    list_bytes: int  # of what may be kept with the plan for the next call; 0: nothing
+    order_bytes: int  # of the order that may be kept with the plan for the next call; 0: none
     device: torch.device
     is_empty: bool  # no queries or no keys
     is_unusual: bool  # the kernel cannot read the operands as they are
@@ -115,8 +116,8 @@ class BackwardCalls:
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
             return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the list
-        kept = plan.list_of((call.prefix, stream), call.list_bytes, capturing)
+        plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the order
+        kept = plan.order_of((call.prefix, stream), call.order_bytes, capturing)
         if into is None:
             grads = Grads(*map(_empty_like, call.grads_like))
         else:
@@ -128,7 +129,7 @@ class BackwardCalls:
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
-            *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
+            plan.work_list, *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
         )  # fmt: skip
         self._launch(call, call.prefix + tail, None, runtime, index, stream, capturing)
         if kept is not None and not capturing:
@@ -169,7 +170,7 @@ class BackwardCalls:
         sums = work_at + call.sums_at[0], work_at + call.sums_at[1]
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
-            dv.data_ptr(), plan.address, work_at, 0, 0, stream,
+            dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream,
         )  # fmt: skip
         beside = remote.params + _pack_sums(*sums), remote.put
         self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
@@ -202,17 +203,19 @@ class BackwardCalls:
         """What calls with these operands share."""
         remote = mask if isinstance(mask, RemoteKeys) else None
         steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(x.q.get_device()))
-        key = _key(x, options, not is_accumulating, grad_dtype, steps, remote)
+        is_on_host = isinstance(mask, SliceTable)
+        key = _key(x, options, not is_accumulating, grad_dtype, steps, is_on_host, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, is_accumulating, grad_dtype, steps, remote, runtime)
+            call = self._prepare(key, x, options, is_accumulating, grad_dtype, steps, is_on_host, remote, runtime)
         return call
 
     def _prepare(
         self, key: tuple[object, ...], x: Operands, options: AttnOptions, is_accumulating: bool,
-        grad_dtype: torch.dtype, steps: Steps, remote: RemoteKeys | None, runtime: CudaRuntime,
+        grad_dtype: torch.dtype, steps: Steps, is_on_host: bool, remote: RemoteKeys | None, runtime: CudaRuntime,
     ) -> _Prepared:  # fmt: skip
-        """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
+        """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``. ``is_on_host``: the host
+        knows the mask, so it can make a work list."""
         _check(x)
         q, k, v = x.q, x.k, x.v
         (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
@@ -228,7 +231,7 @@ class BackwardCalls:
             else abi.DQ_ATOMIC
         )
         sole = steps.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
-        prefix, workspace_bytes, list_bytes = library.backward_prefix(
+        prefix, workspace_bytes, order_bytes, takes_list = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
@@ -241,17 +244,18 @@ class BackwardCalls:
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
         if odd:
             log_copy(odd)
-        walked = None
-        if steps.has_list(options.deterministic, lists_itself=remote is None and list_bytes > 0):
+        units: UnitShape | ListShape | None = None
+        has_list = takes_list and is_on_host
+        if has_list or steps.has_order(options.deterministic):
             processors = runtime.processors(q.get_device())
-            src_rows = max(processors - options.sm_margin, 1)
-            walked = UnitShape(heads_kv, heads // max(heads_kv, 1), processors, src_rows, steps.by_document)
+            shape = heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1)
+            units = ListShape(*shape, steps.block_m) if has_list else UnitShape(*shape, steps.by_document)
         dk_at, dv_at, bytes_in_all = _with_sums(workspace_bytes, remote, heads_kv, (dim, dim_v))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
-            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=walked),
+            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=units),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), list_bytes, q.device, is_empty,
+            q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), order_bytes, q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)
@@ -283,12 +287,12 @@ def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
 
 
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, steps: Steps,
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, steps: Steps, is_on_host: bool,
     remote: RemoteKeys | None,
 ) -> tuple[object, ...]:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, steps,
+        id(options), is_fresh, grad_dtype, steps, is_on_host,
         None if remote is None else (remote.mask.total_k, remote.mask.num_summed),
     )  # fmt: skip
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
+from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
 from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
 from magi_attention.native.ffa import FfaTile
@@ -40,14 +42,14 @@ class RangeTensors(NamedTuple):
 
 
 class PlanShape(NamedTuple):
-    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; with ``units`` it
-    has the list of its units, which is made on the host."""
+    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; ``units`` say
+    which schedule lies behind it, made on the host: the work tiles of wide steps, or a work list."""
 
     total_q: int
     total_k: int
     tile: FfaTile
     is_transposed: bool = False
-    units: UnitShape | None = None
+    units: UnitShape | ListShape | None = None
 
     @property
     def rows(self) -> int:
@@ -55,15 +57,15 @@ class PlanShape(NamedTuple):
 
 
 @dataclass(eq=False)
-class KeptList:
-    """What backwards of one plan keep (``magi_ffa_bwd_params.list``); ``is_made`` once one has been launched."""
+class KeptOrder:
+    """What backwards of one plan keep (``magi_ffa_bwd_params.order``); ``is_made`` once one has been launched."""
 
     words: torch.Tensor
     address: int
     is_made: bool = False
 
 
-WORK_LISTS: Kind[tuple[object, ...], KeptList] = Kind("work list of backwards", lambda kept: [kept.words])
+KEPT_ORDERS: Kind[tuple[object, ...], KeptOrder] = Kind("order of backwards", lambda kept: [kept.words])
 
 
 class StreamOrder:
@@ -88,30 +90,31 @@ class StreamOrder:
 
 
 class Kept(NamedTuple):
-    """A plan, its address, and what backwards that follow it keep; None if it is for one call. ``order`` of a plan that
-    several streams may use."""
+    """A plan, its address, and the orders that backwards keep with it; None if it is for one call. ``streams`` of a
+    plan that several streams may use. ``work_list``: the address of the work list behind the plan, 0 for none."""
 
     plan: torch.Tensor
     address: int
-    lists: PlanCache | None
-    order: StreamOrder | None = None
+    orders: PlanCache | None
+    streams: StreamOrder | None = None
+    work_list: int = 0
 
-    def list_of(self, key: tuple[object, ...], num_bytes: int, capturing: bool) -> KeptList | None:
-        """The list for calls of ``key``, to be held until the launch; None if none is kept.
+    def order_of(self, key: tuple[object, ...], num_bytes: int, capturing: bool) -> KeptOrder | None:
+        """The order for calls of ``key``, to be held until the launch; None if none is kept.
 
         The first call fills it and the others read it, in stream order: the stream is part of the key. While a CUDA
         graph is captured none is made, because its memory would be the graph's.
         """
-        if not num_bytes or self.lists is None:
+        if not num_bytes or self.orders is None:
             return None
-        kept = self.lists.find(WORK_LISTS, key)
+        kept = self.orders.find(KEPT_ORDERS, key)
         if kept is None and not capturing:
-            kept = self.lists.get(WORK_LISTS, key, partial(self._new_list, num_bytes))
+            kept = self.orders.get(KEPT_ORDERS, key, partial(self._new_order, num_bytes))
         return kept
 
-    def _new_list(self, num_bytes: int) -> KeptList:
+    def _new_order(self, num_bytes: int) -> KeptOrder:
         words = torch.zeros(num_bytes, dtype=torch.uint8, device=self.plan.device)
-        return KeptList(words, words.data_ptr())
+        return KeptOrder(words, words.data_ptr())
 
 
 DEVICE_PLANS: Kind[tuple[PlanShape, torch.device], Kept] = Kind("tile plan, where kernels read it")
@@ -169,8 +172,8 @@ class RangePlans:
                         "the call once before the capture."
                     )
                 kept = mask.cache.get(DEVICE_PLANS, (shape, device), partial(_of_table, mask, shape, device, stream))
-            if kept.order is not None:
-                kept.order.join(kept.plan, stream, capturing)
+            if kept.streams is not None:
+                kept.streams.join(kept.plan, stream, capturing)
             return kept
         if not isinstance(mask, RangeTensors):
             return mask.mask.plan(shape, device)
@@ -245,15 +248,28 @@ def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple[object, ...
 
 
 def _of_table(slices: SliceTable, shape: PlanShape, device: torch.device, stream: int) -> Kept:
-    plan, lists = table_plan(slices, shape, device), PlanCache()
-    slices.cache.include(lists)
-    return Kept(plan, plan.data_ptr(), lists, StreamOrder(plan, stream))
+    words, list_begin = _host_words(slices, shape)
+    plan, orders = _to_device(words, device), PlanCache()
+    slices.cache.include(orders)
+    address = plan.data_ptr()
+    return Kept(plan, address, orders, StreamOrder(plan, stream), address + 4 * list_begin if list_begin else 0)
 
 
 def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
     """The plan of a slice table, int32 on ``device``, complete when the current stream gets there: the host does not
     wait. ``ContractError`` if a slice reaches beyond the rows."""
+    return _to_device(_host_words(slices, shape)[0], device)
+
+
+def _host_words(slices: SliceTable, shape: PlanShape) -> tuple[np.ndarray, int]:
+    """The words of a plan with its schedule behind it, and where its work list begins; 0 for none."""
     total_q, total_k, tile, is_transposed, units = shape
     plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
-    words = torch.from_numpy(plan.words.copy() if units is None else with_units(plan.words, units))
-    return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
+    if isinstance(units, ListShape):
+        return np.concatenate([plan.words, work_list(plan, units)]), len(plan.words)
+    return plan.words.copy() if units is None else with_units(plan.words, units), 0
+
+
+def _to_device(words: np.ndarray, device: torch.device) -> torch.Tensor:
+    made = torch.from_numpy(words)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

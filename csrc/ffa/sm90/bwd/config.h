@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "magi/schedule.h"
+
 namespace magi {
 
 constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
@@ -120,8 +122,7 @@ constexpr int kTicks = 32;       // of expected time: one block
 constexpr int kFewHeads = 4, kManyTiles = 8;
 constexpr int kLargeL2Groups =
     2;  // query heads of a work tile up to which L2 groups are twice as large, then
-constexpr int kListedHeadSplits =
-    4;  // of a listed tile that is split by heads, see bwd/schedule/candidates.cuh
+constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a listed tile that is split by heads
 constexpr int kMaxHeadSplits = 256;  // among which the query heads of a tile are shared out
 constexpr int kTailParts =
     8;  // at most, of a work tile of the last round, or that the caller splits
@@ -129,26 +130,14 @@ constexpr int kMaxPartials =
     2048;  // more than there are work tiles whose parts leave dk and dv in the workspace
 constexpr int kMaxWorkList = 512;  // tiles of kv heads
 constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
-// Among these, where work tiles are listed: how many are split, how many rows the list has; places
-// that the last kernel has taken (in deterministic order, too), and whether their order is known
-// (bwd/rows/completion.cuh).
-constexpr int kSplitWord = 2, kNumWorkTilesWord = 3, kPlaceWord = 4, kOrderedWord = 5;
-// Whether work tiles are listed; whether they were from the start, and with them the order of the
-// blocks; and how many groups of warps of the kernel that prepares the rows are through
-// (bwd/rows/preprocess_work_list.cuh).
-constexpr int kWorkListWord = 6, kInOrderWord = 7, kPreparedWord = 8;
+// Among these: entries that the last kernel has taken up (with a work list, and in deterministic
+// order); and with a work list how many groups of warps of the kernel that prepares the rows are
+// through (bwd/rows/preprocess_work_list.cuh).
+constexpr int kPlaceWord = 2, kPreparedWord = 3;
 // Where visits to blocks are counted: what is made of the plan before the main kernel is kept by
 // the caller up to so many bytes. More belongs to calls of which it takes a hundredth and less.
 constexpr int64_t kMostKeptOrder = 4 << 20;
-// A list: words ahead of it, among them whether it is made and how many blocks are needed at once;
-// then rows of work tiles, how many work tiles each part of a tile has, and blocks in the order in
-// which they are needed.
-constexpr int kWorkListHeader = 32, kMadeWord = 0,
-              kAtOnceWord = 1;  // kSplitWord, kNumWorkTilesWord as in the workspace
 constexpr int kRowThreads = 256;
-// How many of so many multiprocessors go on preparing rows while the others begin with the main
-// kernel (bwd/rows/preprocess_work_list.cuh).
-constexpr int late_processors(int processors) { return processors < 8 ? 1 : processors / 8; }
 // In the words of a step, in order: no other visit adds to its block, so dq is rounded and written
 // at once. Behind the head.
 constexpr int kDirectStoreBit = 1 << 19;

@@ -93,10 +93,9 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     ffa_bwd(const __grid_constant__ BwdKernelParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  // The last kernel may not even read what is listed before it is.
-  const bool is_listed = C::kWorkList && p.work_tiles != nullptr;
-  // In order it looks at counters that the kernels before this one clear.
-  if (!is_listed && !C::kSemaphored) start_next_kernel();
+  const bool is_listed = C::kWorkList && p.work_list != nullptr;
+  // In order the last kernel looks at counters that the kernels before this one clear.
+  if (!C::kSemaphored) start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || (C::kPlanned && !has_work_tiles(p.plan))) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     prefetch_tensor_map(&p.do_map);
   }
   __syncthreads();
-  // Where work tiles are listed, rows and list are waited for one by one.
+  // With a work list, rows are waited for block by block.
   if (!is_listed) wait_for_kernel_before();
   if constexpr (C::kSemaphored) start_next_kernel();
   if (group == 0) {
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x == 32) {
       if constexpr (C::kSemaphored)
         store_dq<C>(p, smem);
-      else if (C::kWorkList && p.work_tiles != nullptr)
+      else if (is_listed)
         schedule_work_list<C>(p, smem);
       else
         schedule_bwd<C>(p, smem);

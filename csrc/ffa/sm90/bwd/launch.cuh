@@ -11,19 +11,19 @@
 #include "ffa/sm90/bwd/rows/postprocess_deterministic.cuh"
 #include "ffa/sm90/bwd/rows/combine_partials.cuh"
 #include "ffa/sm90/bwd/workspace.h"
-#include "ffa/sm90/bwd/schedule/work_list.cuh"
 #include "ffa/sm90/bwd/rows/preprocess_work_list.cuh"
 #include "ffa/sm90/peer_kv.h"
 
 namespace magi {
 
 template <typename C>
-magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* bytes) {
+magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* needs) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  const BwdBytes needs = bwd_bytes<C>(a, sms);
-  bytes[0] = needs.workspace;
-  bytes[1] = needs.list;
+  const BwdBytes bytes = bwd_bytes<C>(a, sms);
+  needs[0] = bytes.workspace;
+  needs[1] = bytes.order;
+  needs[2] = bwd_takes_work_list<C>(a, sms);
   return MAGI_OK;
 }
 
@@ -66,44 +66,37 @@ inline int bwd_grid(const magi_ffa_bwd_params& a, int sms) {
   return sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
 }
 
-// What is listed, and where work tiles that are split leave their parts, `partials` on.
+// The work list, and where work tiles that are split leave their parts, `partials` on.
 template <typename C>
-void set_split_work_tiles(const magi_ffa_bwd_params& a, const BwdWorkspace& w, bool is_remote,
-                          int sms, float* partials, BwdKernelParams* k, BwdRowParams* r) {
-  uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
-  // Beside keys that arrive there is no telling when a tile will be through, so what would be
-  // listed stays whole.
-  const bool would_list = bwd_makes_work_list<C>(a, sms), lists = would_list && !is_remote;
-  r->work_tiles = nullptr;
+void set_work_list(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, float* partials,
+                   BwdKernelParams* k, BwdRowParams* r) {
+  k->work_list = r->work_list = a.work_list;
   k->completion = {};
-  if (lists) {
-    const int entries = static_cast<int>(bwd_entries<C>(a)), words = bwd_tile_words(a);
-    int32_t* left = reinterpret_cast<int32_t*>(workspace + w.completion);
-    int32_t* tiles = left + kListedHeadSplits * bwd_tiles(a) * a.heads_kv;
-    int32_t* expected = tiles + bwd_num_m_blocks<C>(a) * words;
-    int32_t* order = expected + entries;
-    k->completion = {left, tiles, expected, order, order + entries, words, entries};
-    const BwdWorkList l = bwd_work_list_layout<C>(a);
-    uint8_t* list =
-        a.work_list != nullptr ? static_cast<uint8_t*>(a.work_list) : workspace + w.list;
-    r->keeps_work_list = a.work_list != nullptr;
-    r->list = reinterpret_cast<int32_t*>(list);
-    r->work_tiles = reinterpret_cast<int4*>(list + l.work_tiles);
-    r->first_left = reinterpret_cast<int32_t*>(list + l.first_left);
-    r->first_blocks = reinterpret_cast<int32_t*>(list + l.first_blocks);
+  if (a.work_list != nullptr) {
+    int32_t* left = reinterpret_cast<int32_t*>(static_cast<uint8_t*>(a.workspace) + w.completion);
+    k->completion = {left, left + kListedHeadSplits * bwd_tiles(a) * a.heads_kv};
   }
-  k->work_tiles = r->work_tiles;
   k->prepare_groups = r->prepare_groups = prepare_groups(C::kBlockM) * bwd_grid(a, sms);
-  r->late = late_processors(bwd_grid(a, sms));
+  r->late = magi_late_ctas(bwd_grid(a, sms));
   r->completion = k->completion;
-  r->split_tiles = bwd_split_tiles(a);
-  const BwdSplit work_tiles_split = lists || !would_list ? bwd_split<C>(a, sms) : BwdSplit{};
-  k->num_partials = work_tiles_split.slots;
-  k->split_heads = a.heads_q / a.heads_kv / work_tiles_split.parts;
-  k->num_whole_work_tiles =
-      static_cast<int32_t>(bwd_num_tiles_of_heads<C>(a)) - work_tiles_split.slots;
+  // Where a call takes a list and has none, tiles stay whole.
+  const bool is_split = a.work_list != nullptr || !bwd_takes_work_list<C>(a, sms);
+  const BwdSplit split = is_split ? bwd_split<C>(a, sms) : BwdSplit{};
+  k->num_partials = split.slots;
+  k->split_heads = a.heads_q / a.heads_kv / split.parts;
+  k->num_whole_work_tiles = static_cast<int32_t>(bwd_num_tiles_of_heads<C>(a)) - split.slots;
   k->dk_split = partials;
-  k->dv_split = partials + work_tiles_split.parts * work_tiles_split.values(a.head_dim);
+  k->dv_split = partials + split.parts * split.values(a.head_dim);
+}
+
+template <typename C>
+magi_status check_work_list(const magi_ffa_bwd_params& a, bool is_remote, int sms) {
+  if (a.work_list == nullptr || (bwd_takes_work_list<C>(a, sms) && !is_remote)) return MAGI_OK;
+  return fail(MAGI_INVALID_ARGUMENT,
+              "This call takes no work list: it has %lld tiles of %d kv heads, dq_mode %d and "
+              "softcap %g%s; leave work_list NULL where magi_ffa_bwd_workspace says so.",
+              static_cast<long long>(bwd_tiles(a)), a.heads_kv, a.dq_mode, a.softcap,
+              is_remote ? ", and keys of other ranks" : "");
 }
 
 inline int log2_of(int power) {
@@ -143,16 +136,16 @@ inline magi_status check_direct_dq_store(const magi_ffa_bwd_params& a, bool is_r
               a.dq_mode, a.grad_dtype, a.accumulate, a.softcap);
 }
 
-// Where what is made of the plan lies: in the caller's list if that is for it, and if this call
-// fits, else in the workspace.
+// Where what is made of the plan lies: with the caller, if it gives room and this call fits, else
+// in the workspace.
 template <typename C>
 void set_order(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, BwdKernelParams* k,
                BwdRowParams* r) {
   const BwdOrder o = bwd_order_layout<C>(a, k->num_head_splits, sms);
-  const bool is_kept = a.dq_mode && a.work_list != nullptr && o.bytes <= bwd_bytes<C>(a, sms).list;
+  const bool is_kept = a.dq_mode && a.order != nullptr && o.bytes <= bwd_bytes<C>(a, sms).order;
   uint8_t* at =
-      is_kept ? static_cast<uint8_t*>(a.work_list) : static_cast<uint8_t*>(a.workspace) + w.order;
-  r->order_is_made = is_kept && a.work_list_is_made;
+      is_kept ? static_cast<uint8_t*>(a.order) : static_cast<uint8_t*>(a.workspace) + w.order;
+  r->order_is_made = is_kept && a.order_is_made;
   k->order = r->order = reinterpret_cast<int32_t*>(at);
   k->semaphore_targets = r->semaphore_targets =
       reinterpret_cast<int32_t*>(at + o.semaphore_targets);
@@ -207,8 +200,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->dv_stride_part = bwd_dv_values(a);
   k->dk = split ? partials : a.dk;
   k->dv = split ? partials + k->num_head_splits * k->dk_stride_part : a.dv;
-  set_split_work_tiles<C>(a, w, remote != nullptr, sms, partials, k, r);
-  r->processors = sms < kMaxWave ? sms : kMaxWave;
+  set_work_list<C>(a, w, sms, partials, k, r);
   k->total_q = r->total_q = a.total_q;
   k->total_k = r->total_k = a.total_k;
   k->num_m_blocks = r->num_m_blocks = static_cast<int32_t>(bwd_num_m_blocks<C>(a));
@@ -255,7 +247,7 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
                                 C::kSmemBytes);
   }));
   int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units * k.splits_per_tile;
-  if (C::kSplit && k.work_tiles == nullptr)
+  if (C::kSplit && k.work_list == nullptr)
     work_tiles = k.num_whole_work_tiles +
                  static_cast<int64_t>(k.num_partials) * (k.heads_per_split / k.split_heads);
   if (work_tiles >= (1ll << 31) - (1 << 16))
@@ -316,9 +308,9 @@ inline BwdCombinePartialsParams combine_partials_params(const magi_ffa_bwd_param
                                  a.accumulate};
   const int is_deterministic = a.dq_mode != MAGI_DQ_ATOMIC,
             first = is_deterministic ? k.first_split : k.num_whole_work_tiles;
-  return {a.plan,           k.workspace, k.work_tiles,         combine,      a.total_q,
-          a.total_k,        first,       a.heads_kv,           a.head_dim,   a.head_dim_v,
-          is_deterministic, k.num_tiles, k.heads_per_l2_group, k.head_units, k.remote};
+  return {a.plan,      k.work_list,          combine,      a.total_q,    a.total_k,
+          first,       a.heads_kv,           a.head_dim,   a.head_dim_v, is_deterministic,
+          k.num_tiles, k.heads_per_l2_group, k.head_units, k.remote};
 }
 
 template <typename T>
@@ -333,7 +325,7 @@ magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, in
   if constexpr (C::kD == 128)
     if (k.num_partials > 0) {
       using T = typename C::T;
-      if (k.work_tiles != nullptr)
+      if (k.work_list != nullptr)
         return start_bwd<BwdConfig<T, C::kD, false, false, true, C::kBlockM, true>>(a, k, sms);
       MAGI_RETURN((start_bwd<BwdConfig<T, C::kD, false, false, true, C::kBlockM>>(a, k, sms)));
       return combine_split_work_tiles<T>(a, k, sms);
@@ -379,17 +371,17 @@ magi_status start_work_list_rows(const magi_ffa_bwd_params& a, const BwdRowParam
                        Shape::kSmem, a.stream, p, doing);
 }
 
-// What comes before the main kernel: the rows of queries, and beside them a CTA that plans the
-// semaphore targets or lists the work tiles.
+// What comes before the main kernel: the rows of queries, and ahead of them a CTA that plans the
+// semaphore targets, or resets counters where there is a work list.
 template <typename C>
 magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k,
                        const BwdRowParams& r, bool beside) {
   using T = typename C::T;
   const char* doing = "launching the start of the backward";
   if constexpr (C::kD == 128)
-    if (r.work_tiles != nullptr) {
-      MAGI_RETURN(launch_rows(bwd_work_list<kRowThreads, C::kBlockM>, dim3(1), beside, a.stream, r,
-                              "launching the list of work_tiles"));
+    if (r.work_list != nullptr) {
+      MAGI_RETURN(
+          launch_rows(bwd_reset_counters<kRowThreads>, dim3(1), beside, a.stream, r, doing));
       return start_work_list_rows<C>(a, r, k.do_map, doing);
     }
   const dim3 rows(k.num_m_blocks, k.heads_q), counting(k.num_m_blocks, k.heads_q + 1);
@@ -415,7 +407,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
                 "%d queries of %d heads are more than the %d of 32767 that one call takes; give "
                 "them in stages.",
                 a.total_q, a.heads_q, kMaxQueries);
-  int64_t needs[2];
+  int64_t needs[3];
   MAGI_RETURN(bwd_workspace<C>(a, needs));
   const int64_t need = needs[0];
   if (a.workspace_bytes < need)
@@ -423,15 +415,18 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
                 "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
                 static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
   if (reinterpret_cast<uintptr_t>(a.workspace) % 128 ||
-      reinterpret_cast<uintptr_t>(a.work_list) % 128)
-    return fail(MAGI_INVALID_ARGUMENT,
-                "The workspace and the list must lie at multiples of 128 bytes.");
+      reinterpret_cast<uintptr_t>(a.order) % 128 || reinterpret_cast<uintptr_t>(a.work_list) % 16)
+    return fail(
+        MAGI_INVALID_ARGUMENT,
+        "The workspace and the order must lie at multiples of 128 bytes, the work list at a "
+        "multiple of 16.");
   if (a.total_q == 0 || a.total_k == 0)
     return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   MAGI_RETURN(check_deterministic_split<C>(a, remote != nullptr, sms));
   MAGI_RETURN(check_direct_dq_store(a, remote != nullptr));
+  MAGI_RETURN(check_work_list<C>(a, remote != nullptr, sms));
   BwdKernelParams k;
   BwdRowParams r;
   bwd_scalars<C>(a, remote, sms, &k, &r);
@@ -453,7 +448,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   }
   if (k.num_head_splits > 1) MAGI_RETURN(combine_splits<T>(a, k));
   if constexpr (C::kD == 128)
-    if (r.work_tiles != nullptr)
+    if (r.work_list != nullptr)
       return launch_last(
           a, bwd_postprocess_work_list<T, C::kBlockM>,
           dim3(postprocess_work_list_ctas(C::kBlockM) * sms),
@@ -483,7 +478,7 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
     return magi::with_bwd_config<TYPE, D>(*params, run);                                           \
   }                                                                                                \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params,            \
-                                                     int64_t* bytes) {                             \
-    auto run = [&](auto config) { return magi::bwd_workspace<decltype(config)>(*params, bytes); }; \
+                                                     int64_t* needs) {                             \
+    auto run = [&](auto config) { return magi::bwd_workspace<decltype(config)>(*params, needs); }; \
     return magi::with_bwd_config<TYPE, D>(*params, run);                                           \
   }

@@ -11,17 +11,12 @@
 
 namespace magi {
 
-// Where work tiles are listed: what is through, so that the last kernel can begin with what is
-// complete. See bwd/rows/completion.cuh.
+// With a work list: what is through, so that the last kernel can begin with what is complete. See
+// bwd/rows/completion.cuh.
 struct BwdCompletion {
   int32_t* left;  // (tile, kv head, part): work tiles that are not through; whole ones and sides of
                   // a cut count for all parts
-  int32_t* tiles;     // (block of queries, tile_words): a bit for each tile that adds to it
-  int32_t* expected;  // (entry): the last work tile in the list that it waits for; entries are
-                      // (block, or behind those split tile; kv head; part)
-  int32_t* order;     // (entry): words of Entry in the order of that, -1 for none
   int32_t* prepared;  // (block of queries, kv head): query heads that are prepared
-  int32_t tile_words, entries;
 };
 
 struct BwdKernelParams {
@@ -67,7 +62,7 @@ struct BwdKernelParams {
   int32_t num_partials, split_heads;  // query heads of a part
   int32_t num_whole_work_tiles;       // the work tiles from here on are split; where they are not
                                       // listed, nor in deterministic order
-  const int4* work_tiles;             // see write_work_list; NULL: work tiles are not listed
+  const int32_t* work_list;           // magi_work_list; NULL: none
   int32_t prepare_groups;             // of warps that prepare the rows, if they are
   BwdCompletion completion;           // only if they are
   // In deterministic order, where some tiles are split: the first work tile of those; parts, and
@@ -106,17 +101,11 @@ struct BwdRowParams {
   int32_t work_tiles_per_tile;  // in an L2 group; of a tile that is split, if some are
   int32_t target_tables;        // of the first L2 group, and of the others
   int32_t num_ctas;             // CTAs of the main kernel, as far as they are counted
-  // As in BwdKernelParams, and what is listed with them: the header, what `left` is at the start,
-  // blocks of queries in the order in which they are first needed.
-  int4* work_tiles;
-  int32_t *list, *first_left, *first_blocks;
-  int32_t keeps_work_list;  // the list is the caller's, and may be made
-  int32_t prepare_groups;   // groups of warps that prepare rows
+  const int32_t* work_list;     // as in BwdKernelParams
+  int32_t prepare_groups;       // groups of warps that prepare rows
   int32_t late;  // CTAs that do so while the main kernel begins, so that as many of that begin late
   BwdCompletion completion;
-  int32_t split_tiles, heads_kv;  // tiles that may be split, where work tiles are listed
-  int32_t processors;  // of the device, as far as they are counted; splitting depends on them and
-                       // not on what is left free
+  int32_t heads_kv;
   int32_t grads_are_float, accumulate;
   float grad_scale;
   // In deterministic order: tiles whose work tiles are split, in how many parts, 1 if none, and
@@ -140,8 +129,7 @@ struct BwdCombineParams {
 
 // The kernel that does so for split work tiles; both gradients are (total_k, heads_kv, head dim).
 struct BwdCombinePartialsParams {
-  const int32_t *plan, *workspace;
-  const int4* work_tiles;
+  const int32_t *plan, *work_list;
   BwdCombineParams combine;
   int32_t total_q, total_k, first, heads_kv, head_dim,
       head_dim_v;            // `first`: number of the work tile of partial 0, if not listed

@@ -142,7 +142,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
             if constexpr (C::kWorkList)
-              if ((i == 0 || is_banded) && p.work_tiles != nullptr)
+              if ((i == 0 || is_banded) && p.work_list != nullptr)
                 wait_until_prepared(p, smem, order.block, smem.work_tile(state.work_stage()));
             int head = i;
             if constexpr (C::kSplit && C::kSemaphored)

@@ -74,7 +74,7 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
   Steps<C> steps;
   if (lane == 0) sts_int(smem.through(), -1);
   auto tell_before = [&] {
-    if (!C::kWorkList || p.work_tiles == nullptr || lds_int(smem.through()) < 0) return;
+    if (!C::kWorkList || p.work_list == nullptr || lds_int(smem.through()) < 0) return;
     mbar_wait(smem.work_empty(state.work_stage() ^ 1), state.work_phase() ^ state.work_stage() ^ 1);
     if (lane == 0) tell_complete(p, smem.through());
   };

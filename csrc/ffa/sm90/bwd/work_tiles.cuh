@@ -7,6 +7,7 @@
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"
+#include "ffa/sm90/bwd/schedule/work_list.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
 
 namespace magi {
@@ -39,11 +40,11 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     }
     int tile, head_unit, traversal;
     if constexpr (C::kPlanned) {
-      const int2 dq_queue = *reinterpret_cast<const int2*>(
-          p.plan + plan.words_work_tiles + 2 * (whole / p.splits_per_tile));  // magi_work_tile
-      tile = dq_queue.x;
-      head_unit = dq_queue.y >> MAGI_TRAVERSAL_BITS;
-      traversal = (dq_queue.y & MAGI_TRAVERSAL_WRAP) << kPlannedBit;
+      const ListedWorkTile listed =
+          listed_work_tile(p.plan + plan.words_work_tiles, whole / p.splits_per_tile);
+      tile = listed.tile;
+      head_unit = listed.head;
+      traversal = listed.num_descending << kPlannedBit;
     } else {
       int order_idx;
       work_tile_coords(p, whole / p.splits_per_tile, &order_idx, &head_unit);
@@ -63,21 +64,30 @@ __device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   publish_end(p, smem, state);
 }
 
-// The same where the work tiles have been listed.
+// Fourth word of a listed work tile.
+__device__ __forceinline__ int word_of(const ListedWorkTile& listed) {
+  const bool is_behind = listed.m_begin > 0, is_cut = is_behind || listed.m_end != INT_MAX;
+  const int part = !is_cut
+                       ? listed.split
+                       : 1 << kCutBit | (is_behind ? kBehindCut | listed.m_begin : listed.m_end);
+  const Traversal traversal = listed.num_descending > 0 ? Traversal::kWrap : Traversal::kAscending;
+  return part | static_cast<int>(traversal) << kTraversalBit | (listed.partial + 1) << kPartialBit;
+}
+
+// The same with a work list.
 template <typename C>
 __device__ void schedule_work_list(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   PipelineState state;
-  while (load_acquire(p.workspace + kWorkListWord) == 0) {
-  }
-  start_next_kernel();  // which may not even read what is listed before it is
+  const magi_work_list& list = work_list_header(p.work_list);
 #pragma unroll 1
-  for (int work_tile = atomicAdd(p.workspace, 1); work_tile < p.workspace[kNumWorkTilesWord];
+  for (int work_tile = atomicAdd(p.workspace, 1); work_tile < list.num_work_tiles;
        work_tile = atomicAdd(p.workspace, 1)) {
     mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
-    const int4 row = p.work_tiles[work_tile];
+    const ListedWorkTile listed = listed_work_tile(p.work_list + list.words_work_tiles, work_tile);
     const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
-    publish_work_tile(p, smem, state, row.x, row.y, segments_of_tile(p.plan, row.x), row.z,
-                      records_at, C::kSegmentBytes / 4);
+    publish_work_tile(p, smem, state, listed.tile, listed.head,
+                      segments_of_tile(p.plan, listed.tile), word_of(listed), records_at,
+                      C::kSegmentBytes / 4);
     mbar_wait(smem.issued(), state.work_stage() ^ 1);  // as above
   }
   publish_end(p, smem, state);

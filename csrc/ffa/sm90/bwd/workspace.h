@@ -148,10 +148,10 @@ int bwd_target_tables(const magi_ffa_bwd_params& a, int num_head_splits, int sms
              : 1;
 }
 
-// Whether work tiles may be listed anew, and tiles perhaps split: work tiles are few, of one L2
+// Whether a call takes a work list, in which tiles are perhaps split: work tiles are few, of one L2
 // group, and the heads can be shared out.
 template <typename C>
-bool bwd_makes_work_list(const magi_ffa_bwd_params& a, int sms) {
+bool bwd_takes_work_list(const magi_ffa_bwd_params& a, int sms) {
   return C::kD == 128 && !a.dq_mode && a.softcap == 0.f &&
          a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
@@ -168,7 +168,7 @@ template <typename C>
 BwdSplit bwd_split(const magi_ffa_bwd_params& a, int sms) {
   if (bwd_deterministic_splits(a) > 1)
     return {(a.split_end - a.split_begin) * a.heads_kv, a.splits_per_split_tile};
-  if (bwd_makes_work_list<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kListedHeadSplits};
+  if (bwd_takes_work_list<C>(a, sms)) return {bwd_split_tiles(a) * a.heads_kv, kListedHeadSplits};
   return bwd_last_round<C>(a, sms);
 }
 
@@ -186,34 +186,10 @@ int64_t bwd_num_m_blocks(const magi_ffa_bwd_params& a) {
   return (static_cast<int64_t>(a.total_q) + C::kBlockM - 1) / C::kBlockM;
 }
 
-// Parts of the query heads of a kv head, of blocks of dq and of split tiles, which the last kernel
-// takes up when they are complete.
-template <typename C>
-int64_t bwd_entries(const magi_ffa_bwd_params& a) {
-  return kListedHeadSplits * a.heads_kv * (bwd_num_m_blocks<C>(a) + bwd_split_tiles(a));
-}
-inline int bwd_tile_words(const magi_ffa_bwd_params& a) {
-  return static_cast<int>((bwd_tiles(a) + 31) / 32);
-}
+// What BwdCompletion has.
 template <typename C>
 int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
-  return 4 * (kListedHeadSplits * bwd_tiles(a) * a.heads_kv +
-              bwd_num_m_blocks<C>(a) * (bwd_tile_words(a) + a.heads_kv) + 2 * bwd_entries<C>(a));
-}
-
-// A list of work tiles, in bytes from its start.
-struct BwdWorkList {
-  int64_t work_tiles, first_left, first_blocks, bytes;
-};
-
-template <typename C>
-BwdWorkList bwd_work_list_layout(const magi_ffa_bwd_params& a) {
-  BwdWorkList l;
-  l.work_tiles = 4 * kWorkListHeader;
-  l.first_left = l.work_tiles + 16 * kListedHeadSplits * bwd_num_tiles_of_heads<C>(a);
-  l.first_blocks = l.first_left + 4 * kListedHeadSplits * bwd_tiles(a) * a.heads_kv;
-  l.bytes = whole_lines(l.first_blocks + 4 * bwd_num_m_blocks<C>(a));
-  return l;
+  return 4 * a.heads_kv * (kListedHeadSplits * bwd_tiles(a) + bwd_num_m_blocks<C>(a));
 }
 
 // What is made of the plan where visits to blocks are counted, byte offsets: flags of the plan,
@@ -242,7 +218,7 @@ BwdOrder bwd_order_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
 
 // Byte offsets into the workspace.
 struct BwdWorkspace {
-  int64_t stats, dq_accum, partials, list, completion, dq_semaphore, order, bytes;
+  int64_t stats, dq_accum, partials, completion, dq_semaphore, order, bytes;
 };
 
 template <typename C>
@@ -252,33 +228,29 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   w.stats = 4 * kBwdCounters;
   w.dq_accum = w.stats + 4 * stat_floats(C::kBlockM) * blocks;
   w.partials = w.dq_accum + 4ll * dq_block_floats(C::kBlockM) * (C::kD / 64) * blocks;
-  w.list = w.partials + (parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0);
-  const BwdSplit work_tiles_split = bwd_split<C>(a, sms);
-  w.list = whole_lines(w.list + 4 * work_tiles_split.parts *
-                                    work_tiles_split.values(a.head_dim + a.head_dim_v));
+  const int64_t of_parts = parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0;
+  const BwdSplit split = bwd_split<C>(a, sms);
   // Each from a line of the cache on: they are written by one kernel and read by the next at
   // different times.
-  const bool lists = bwd_makes_work_list<C>(a, sms);
-  w.completion = w.list + (lists ? bwd_work_list_layout<C>(a).bytes : 0);
-  w.dq_semaphore = whole_lines(w.completion + (lists ? bwd_completion_bytes<C>(a) : 0));
+  w.completion = whole_lines(w.partials + of_parts +
+                             4 * split.parts * split.values(a.head_dim + a.head_dim_v));
+  const bool takes_list = bwd_takes_work_list<C>(a, sms);
+  w.dq_semaphore = whole_lines(w.completion + (takes_list ? bwd_completion_bytes<C>(a) : 0));
   w.order = whole_lines(w.dq_semaphore + (a.dq_mode ? 4 * C::kPasses * blocks : 0));
   w.bytes = w.order + bwd_order_layout<C>(a, parts, sms).bytes;
   return w;
 }
 
-// Parts of the workspace, and of what the caller may keep, 0 where there is nothing: a list of work
-// tiles, or what order is made of.
+// Of the workspace, and of the order that the caller may keep, 0 where there is none.
 struct BwdBytes {
-  int64_t workspace, list;
+  int64_t workspace, order;
 };
 
 template <typename C>
 BwdBytes bwd_bytes(const magi_ffa_bwd_params& a, int sms) {
   const int parts = bwd_num_head_splits<C>(a, sms);
-  const int64_t order = bwd_order_layout<C>(a, parts, sms).bytes,
-                kept = order <= kMostKeptOrder ? order : 0;
-  return {bwd_layout<C>(a, parts, sms).bytes,
-          bwd_makes_work_list<C>(a, sms) ? bwd_work_list_layout<C>(a).bytes : kept};
+  const int64_t order = bwd_order_layout<C>(a, parts, sms).bytes;
+  return {bwd_layout<C>(a, parts, sms).bytes, order <= kMostKeptOrder ? order : 0};
 }
 
 }  // namespace magi

@@ -84,15 +84,15 @@ class Steps(NamedTuple):
     split: Split = NONE
     direct_dq_store: bool = False
 
-    def has_list(self, in_turns: bool, lists_itself: bool) -> bool:
-        """Whether the plan says in which order units are taken up, which a kernel that ``lists_itself`` does not need.
+    def has_order(self, in_turns: bool) -> bool:
+        """Whether the plan says in which order units are taken up, where there is no work list.
 
         In turns, or where whoever comes first stores, kernels follow the order of the tiles, and have units only where
         that is by document.
         """
         if in_turns or self.first_writer:
             return self.by_document
-        return self.block_m == WIDE and not lists_itself
+        return self.block_m == WIDE
 
 
 _STEPS: Kind[tuple[object, ...], Steps] = Kind("steps of a backward")

@@ -36,6 +36,7 @@ from magi_attention.kernels.ffa.schedule.simulate import (
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
+_ALL = 2**31 - 1  # behind the last block, of a work tile that has all
 _SLACK = 12  # blocks by which tiles may miss a period and still fill it
 _BEYOND = (1, 2, 3, 4)  # by which they may be longer: the one that suits all tiles best is taken
 _UNFILLED = 24  # blocks, what a period that is not filled counts for then
@@ -73,8 +74,10 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
         units = _in_order(plan, tiles, shape, heads_per_section(len(tiles.first), shape))
         if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
             units = _in_periods(tiles, shape, there_at)
-    rows = np.column_stack([units[:, 0], units[:, 1] << abi.TRAVERSAL_BITS | units[:, 2]]).astype(np.int32).ravel()
-    made = np.concatenate([words, rows, np.zeros(-len(rows) % 4, dtype=np.int32)])
+    rows = np.zeros((len(units), 8), dtype=np.int32)  # magi_work_tile
+    rows[:, [0, 1, 6]] = units
+    rows[:, [3, 5, 7]] = 1, _ALL, -1
+    made = np.concatenate([words, rows.ravel()])
     header = abi.TilePlanHeader.from_buffer(made.data)
     header.words_work_tiles = len(words)
     if shape.by_document:

@@ -6,14 +6,15 @@
 #include "ffa/sm90/bwd/rows/combine.cuh"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"
+#include "ffa/sm90/bwd/schedule/work_list.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
 
 namespace magi {
 
-// Tile, kv head and number of parts of the work tile in a partial, where work tiles are listed:
-// told behind the list.
+// Tile, kv head and number of parts of the work tile in a partial, with a work list.
 __device__ __forceinline__ int4 listed_partial(const BwdCombinePartialsParams& p, int slot) {
-  return __ldcg(p.work_tiles + __ldcg(p.workspace + kNumWorkTilesWord) + slot);
+  const int at = work_list_header(p.work_list).words_partials;
+  return __ldg(reinterpret_cast<const int4*>(p.work_list + at) + slot);
 }
 
 // Share i of n of the rows of such a partial, by a CTA. Parts have room for whole tiles, and are
@@ -35,14 +36,13 @@ __device__ __forceinline__ void combine_rows(const float* values, void* grad, in
   }
 }
 
-// Tile and kv head of the work tile in a partial, where they are not listed.
+// Tile and kv head of the work tile in a partial, without a work list.
 __device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsParams& p, int slot) {
   const int work_tile = p.first + slot;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   if (plan.words_work_tiles != 0 && !p.is_deterministic) {
-    const magi_work_tile dq_queue =
-        reinterpret_cast<const magi_work_tile*>(p.plan + plan.words_work_tiles)[work_tile];
-    return make_int2(dq_queue.tile, dq_queue.head_and_traversal >> MAGI_TRAVERSAL_BITS);
+    const ListedWorkTile listed = listed_work_tile(p.plan + plan.words_work_tiles, work_tile);
+    return make_int2(listed.tile, listed.head);
   }
   int order_idx, head;
   work_tile_coords(p, work_tile, &order_idx, &head);

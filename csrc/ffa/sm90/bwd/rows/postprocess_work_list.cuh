@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
 
 // CTAs take places until there are no more. A place is for a query head of a block of dq; or of a
 // split tile and kv head, for one of as many shares of its rows as that has query heads. An entry
-// of the order has those of one part of the query heads of a kv head. While a block is on its way,
+// of the list has those of one part of the query heads of a kv head. While a block is on its way,
 // it is looked up whether the next is there, and what comes behind that.
 template <typename T, int kBlockM>
 __global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlockM))
@@ -50,25 +50,33 @@ __global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlock
   constexpr int kNone = INT_MIN;
   __shared__ int2 num_ctas[3];  // of this round and the next two: query head and block; share and
                                 // ~partial; or kNone
+  const magi_work_list& list = work_list_header(rows.work_list);
+  const int32_t* tiles_of_block = rows.work_list + list.words_tiles_of_block;
   auto look_up = [&](int2& to, int place) {
     const int at = place / p.members, member = place - at * p.members;
-    const int word = at < rows.completion.entries ? __ldcg(rows.completion.order + at) : -1;
-    const Entry entry(word);
-    to = word < 0          ? make_int2(0, kNone)
-         : entry.is_slot() ? make_int2(entry.part() * p.members + member, ~entry.slot())
-                           : make_int2(entry.in_tile() * p.members + member, entry.block());
+    if (at >= list.num_entries) {
+      to = make_int2(0, kNone);
+      return;
+    }
+    const int2 entry =  // magi_list_entry
+        __ldg(reinterpret_cast<const int2*>(rows.work_list + list.words_entries) + at);
+    to = make_int2(entry.y * p.members + member, entry.x);
   };
   // This thread's share of the answer.
   auto is_there = [&](int2 place) {
     if (place.y == kNone) return true;
-    if (place.y >= 0) return is_block_complete(rows, place.y, place.x / p.members);
+    if (place.y >= 0)
+      return is_block_complete(rows, tiles_of_block + place.y * list.tile_words,
+                               place.x / p.members);
     if (threadIdx.x >= kListedHeadSplits) return true;
     const int4 slot = listed_partial(p.combine, ~place.y);
     return is_complete(rows, slot.x, slot.y * kListedHeadSplits + threadIdx.x);
   };
-  const int first = first_place<kBlockM>(rows);
   if (threadIdx.x == 0) {
-    look_up(num_ctas[0], first);
+    // Rows of blocks that no tile adds to need not be prepared by now.
+    while (load_acquire(rows.workspace + kPreparedWord) < rows.prepare_groups) {
+    }
+    look_up(num_ctas[0], atomicAdd(rows.workspace + kPlaceWord, 1));
     look_up(num_ctas[1], atomicAdd(rows.workspace + kPlaceWord, 1));
   }
   __syncthreads();

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel before the main one where work tiles are listed (bwd/schedule/work_list.cuh). It is
-// bound by device memory, which the main kernel hardly uses. So all multiprocessors prepare only
-// the blocks of queries that are needed at once, if the list says which those are; then a few go on
-// with the others, in the order in which they are needed, and the main kernel begins beside them
-// and waits for each block. To keep the memory busy from a few, out and dout come by bulk copies,
-// one block ahead, and the dq accumulator is cleared by bulk stores.
+// The kernel before the main one where there is a work list (magi/schedule.h). It is bound by
+// device memory, which the main kernel hardly uses. So all SMs prepare only the blocks of queries
+// that are needed at once; then a few go on with the others, in the order in which they are needed,
+// and the main kernel begins beside them and waits for each block. To keep the memory busy from a
+// few, out and dout come by bulk copies, one block ahead, and the dq accumulator is cleared by bulk
+// stores.
 #pragma once
 
 #include "ffa/common/tma.cuh"
 #include "ffa/common/atomics.cuh"
 #include "ffa/sm90/bwd/rows/completion.cuh"
 #include "ffa/sm90/bwd/rows/preprocess.cuh"
+#include "ffa/sm90/bwd/schedule/work_list.cuh"
 
 namespace magi {
 
@@ -37,6 +38,20 @@ struct PreprocessShape {
   static_assert(kSmem <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 
+// The first kernel, one CTA: counters as they are at the start of a call.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) bwd_reset_counters(const BwdRowParams p) {
+  for (int i = threadIdx.x; i < kBwdCounters; i += kThreads) p.workspace[i] = 0;
+  for (int i = threadIdx.x; i < p.num_m_blocks * p.heads_kv; i += kThreads)
+    p.completion.prepared[i] = 0;
+  const int32_t* left = p.work_list + work_list_header(p.work_list).words_left;
+  for (int i = threadIdx.x; i < kListedHeadSplits * p.num_tiles * p.heads_kv; i += kThreads)
+    p.completion.left[i] = left[i];
+  __threadfence();
+  __syncthreads();
+  start_next_kernel();
+}
+
 struct BwdPreprocessParams {
   BwdRowParams rows;
   CUtensorMap out_map, do_map;  // boxes of 64 columns, a block of queries
@@ -51,7 +66,7 @@ struct RowGroup {
   static constexpr int kGroups = Shape::kGroups;
   const BwdPreprocessParams& p;
   uint32_t zeros, staged, bars, counts;
-  const int32_t* blocks;  // in order; NULL: as they come
+  const int32_t* blocks;  // in order
   int item, following, at_once, items, block, next;
   int round = 0;
 
@@ -63,9 +78,9 @@ struct RowGroup {
         counts(base + Shape::kCountsAt + 4 * group),
         item(blockIdx.x * kGroups + group),
         items(p.rows.num_m_blocks * p.rows.heads_q) {
-    const bool is_ordered = __ldcg(p.rows.workspace + kInOrderWord) != 0;
-    blocks = is_ordered ? p.rows.first_blocks : nullptr;
-    at_once = is_ordered ? __ldcg(p.rows.list + kAtOnceWord) * p.rows.heads_q : items;
+    const magi_work_list& list = work_list_header(p.rows.work_list);
+    blocks = p.rows.work_list + list.words_blocks;
+    at_once = list.num_blocks_at_once * p.rows.heads_q;
     if (item >= at_once) item = first_of_others(group);
     following = after(item);
     block = look_up(item);
@@ -82,7 +97,7 @@ struct RowGroup {
   __device__ __forceinline__ int look_up(int at) const {
     if (at >= items) return 0;
     const int place = at / p.rows.heads_q;
-    return blocks != nullptr ? __ldcg(blocks + place) : place;
+    return __ldg(blocks + place);
   }
   __device__ __forceinline__ bool is_left() const { return item < items; }
   __device__ __forceinline__ void advance() {

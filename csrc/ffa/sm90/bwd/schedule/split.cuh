@@ -3,15 +3,14 @@
 // dv in the workspace, and a kernel adds them in the order of the parts. Three cases:
 //
 // Where there are about two work tiles for each multiprocessor, documents of different lengths
-// leave some idle at the end. There the kernel before the main one lists the work tiles anew
-// (bwd/schedule/work_list.cuh), and some are split: by query heads, or where one document ends and
-// the next begins.
+// leave some idle at the end. There the host makes a work list (magi/schedule.h), in which some are
+// split: by query heads, or where one document ends and the next begins.
 //
 // Where there are more, the work tiles of the last round are split if they are too few to fill it.
 // Under a full mask, where all are equal, that round would otherwise take as long as the others;
 // where the heaviest come first, parts of light ones cost little.
 //
-// In deterministic order nothing is listed anew; there the caller says which tiles are split
+// In deterministic order there is no work list; the caller says which tiles are split
 // (kernels/ffa/schedule/tile_splits.py), all their work tiles by query heads.
 #pragma once
 

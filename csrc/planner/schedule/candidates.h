@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Candidates for a work list, and a simulation of when one ends. A candidate cuts up to two tiles
+// where one document ends and the next begins, and splits a run of tiles by query heads.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <queue>
+#include <vector>
+
+#include "magi/schedule.h"
+#include "planner/schedule/plan_reader.h"
+
+namespace magi::schedule {
+
+constexpr int kSplits = MAGI_LIST_SPLITS;
+// Times are in eighths of a step of 64 queries that needs no mask. A step of 80 counts as one; that
+// it takes longer decides nothing.
+constexpr int kStepTime = 8, kMaskedStepTime = 9;
+constexpr int kWorkTileTime = 21;            // to begin and end a work tile
+constexpr int kPartialTime = 1;              // to combine the parts of one
+constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+
+// A tile, and how long it takes for all query heads of a kv head, without begin and end.
+struct TimedTile {
+  int tile = 0, time = 0;
+};
+
+// The tiles of a plan, the longest first, ties as in the plan.
+class Tiles {
+ public:
+  Tiles(const PlanReader& plan, const magi_schedule_shape& shape) : plan_(plan), shape_(shape) {
+    for (int i = 0; i < plan.num_tiles(); ++i) {
+      const int tile = plan.order()[i];
+      int64_t steps = 0, masked = 0;
+      for (int s = 0; s < plan.num_segments(tile); ++s) {
+        steps += plan.blocks(tile, s).count();
+        masked += plan.num_masked(tile, s);
+      }
+      sorted_.push_back({tile, time_of(steps, masked)});
+    }
+    std::stable_sort(sorted_.begin(), sorted_.end(),
+                     [](const TimedTile& a, const TimedTile& b) { return a.time > b.time; });
+    for (int i = 0; i < std::min(size(), kMayBeCut); ++i)
+      cuts_.push_back(plan.cut(sorted_[i].tile));
+  }
+
+  int size() const { return static_cast<int>(sorted_.size()); }
+  const TimedTile& operator[](int i) const { return sorted_[static_cast<size_t>(i)]; }
+  // The block where a tile is best cut, or 0.
+  int cut(int i) const { return i < static_cast<int>(cuts_.size()) ? cuts_[size_t(i)] : 0; }
+  Blocks blocks(int i) const { return plan_.blocks(sorted_[size_t(i)].tile, 0); }
+  int heads() const { return shape_.heads_kv; }
+  // Tiles of which there may be parts.
+  int may_be_split() const { return (size() + 1) / 2; }
+
+  // Bounded, so that sums fit.
+  int time_of(int64_t steps, int64_t masked) const {
+    const int64_t time = kStepTime * steps + (kMaskedStepTime - kStepTime) * masked;
+    return static_cast<int>(std::min<int64_t>(time, 1 << 20)) * shape_.group;
+  }
+
+ private:
+  const PlanReader& plan_;
+  const magi_schedule_shape& shape_;
+  std::vector<TimedTile> sorted_;
+  std::vector<int> cuts_;
+};
+
+struct Row {
+  magi_work_tile tile;
+  int time;
+};
+
+// What a candidate does: cuts so many tiles, and splits `count` tiles by heads, the `from`-th of
+// the sorted and on.
+struct Candidate {
+  int cuts = 0, from = 0, count = 0;
+};
+
+// The work tiles of a candidate. Whole tiles and sides of cuts come where their time puts them.
+// Parts by heads are together behind all that takes as long: one part of all of them before the
+// next part, so that what runs at the same time reads the same blocks.
+class RowMaker {
+ public:
+  RowMaker(const Tiles& tiles, const Candidate& wanted) : tiles_(tiles) {
+    const int most = std::min(wanted.cuts, tiles.may_be_split());
+    for (int i = 0; i < std::min(wanted.from, tiles.size()) && int(cut_.size()) < most; ++i)
+      if (tiles.cut(i) > 0) cut_.push_back(i);
+    from_ = wanted.from;
+    count_ =
+        std::min({wanted.count, tiles.size() - from_, tiles.may_be_split() - int(cut_.size())});
+    count_ = std::max(count_, 0);
+  }
+
+  std::vector<Row> rows() const {
+    struct Item {
+      Row row;
+      int sorted;
+      bool is_whole;
+    };
+    std::vector<Item> items;
+    for (int i = 0; i < tiles_.size(); ++i) {
+      const bool is_cut = std::find(cut_.begin(), cut_.end(), i) != cut_.end();
+      if (!is_cut && !(i >= from_ && i < from_ + count_))
+        items.push_back({{whole(i), tiles_[i].time}, i, true});
+    }
+    for (size_t n = 0; n < cut_.size(); ++n)
+      for (int side = 0; side < 2; ++side) items.push_back({side_of(int(n), side), cut_[n], false});
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& a, const Item& b) { return a.row.time > b.row.time; });
+    const int part_time = count_ > 0 ? (tiles_[from_].time + kSplits - 1) / kSplits : -1;
+    std::vector<Row> made;
+    bool has_parts = count_ == 0;
+    for (size_t i = 0; i < items.size();) {
+      if (!has_parts && items[i].row.time < part_time) {
+        add_parts(made);
+        has_parts = true;
+      }
+      // Whole tiles that take as long go head by head: the first heads are through sooner, and
+      // less is left to the kernel behind.
+      size_t end = i + 1;
+      while (items[i].is_whole && end < items.size() && items[end].is_whole &&
+             items[end].row.time == items[i].row.time)
+        ++end;
+      for (int head = 0; head < tiles_.heads(); ++head)
+        for (size_t j = i; j < end; ++j) add(made, items[j].row, head);
+      i = end;
+    }
+    if (!has_parts) add_parts(made);
+    return made;
+  }
+
+  int num_partials() const { return (int(cut_.size()) + count_) * tiles_.heads(); }
+  std::vector<magi_partial> partials() const {
+    std::vector<magi_partial> made;
+    for (int i : cut_) add_partials(made, i, 2);
+    for (int i = 0; i < count_; ++i) add_partials(made, from_ + i, kSplits);
+    return made;
+  }
+
+ private:
+  magi_work_tile whole(int i) const { return {tiles_[i].tile, 0, 0, 1, 0, INT_MAX, 0, -1}; }
+
+  Row side_of(int n, int side) const {
+    const int i = cut_[size_t(n)], at = tiles_.cut(i);
+    const Blocks b = tiles_.blocks(i);
+    Row row{whole(i), 0};
+    (side ? row.tile.m_begin : row.tile.m_end) = at;
+    row.tile.partial = n * tiles_.heads();
+    const int steps = side ? b.end - at : at - b.first;
+    row.time = tiles_.time_of(steps, steps);
+    return row;
+  }
+
+  void add(std::vector<Row>& made, Row row, int head) const {
+    row.tile.head_kv = head;
+    if (row.tile.partial >= 0) row.tile.partial += head;
+    row.time += kWorkTileTime;
+    made.push_back(row);
+  }
+
+  void add_parts(std::vector<Row>& made) const {
+    for (int split = 0; split < kSplits; ++split)
+      for (int i = 0; i < count_; ++i)
+        for (int head = 0; head < tiles_.heads(); ++head) {
+          Row row{whole(from_ + i), tiles_[from_ + i].time / kSplits};
+          row.tile.split = split;
+          row.tile.num_splits = kSplits;
+          row.tile.partial = (int(cut_.size()) + i) * tiles_.heads();
+          add(made, row, head);
+        }
+  }
+
+  void add_partials(std::vector<magi_partial>& made, int i, int parts) const {
+    for (int head = 0; head < tiles_.heads(); ++head)
+      made.push_back({tiles_[i].tile, head, parts, 0});
+  }
+
+  const Tiles& tiles_;
+  std::vector<int> cut_;  // of the sorted
+  int from_ = 0, count_ = 0;
+};
+
+// CTAs that begin late, and when.
+struct Late {
+  int ctas = 0;
+  int64_t time = 0;
+};
+
+// When each work tile ends, if the CTA that is free first takes the next one.
+inline std::vector<int64_t> simulate(const std::vector<Row>& rows, int num_ctas, Late late) {
+  std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> free_at;
+  num_ctas = std::min(num_ctas, static_cast<int>(rows.size()));
+  for (int i = 0; i < num_ctas; ++i) free_at.push(i < num_ctas - late.ctas ? 0 : late.time);
+  std::vector<int64_t> ends;
+  for (const Row& row : rows) {
+    ends.push_back(free_at.top() + row.time);
+    free_at.pop();
+    free_at.push(ends.back());
+  }
+  return ends;
+}
+
+}  // namespace magi::schedule

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// The work list of a backward that has about two work tiles for each SM: documents of different
+// lengths would leave some SMs idle at the end. It is the candidate that ends first.
+//
+// CTAs that work at the same time should read the same blocks of queries, or Q, dO and dq come from
+// device memory several times. A tile with the end of one document and the start of the next is
+// best cut there: each side then runs beside the other tiles of its document. Some heads of the
+// longest tiles run beside nothing of their kind, which costs some 20%; it pays where one tile
+// would be at work when all others are through. Heads of shorter tiles fill the gaps.
+#include <exception>
+
+#include "planner/schedule/candidates.h"
+#include "planner/status.h"
+
+namespace magi::schedule {
+namespace {
+
+// SMs at least for each kv head of a tile that fills: with 44 kv heads of 4 query heads filling
+// took 1.2 times as long.
+constexpr int kFewParts = 4, kShortest = 2;
+
+// When the last work tile of a candidate ends and its parts are combined; and what all work tiles
+// take.
+struct End {
+  double last = 0, sum = 0;
+};
+
+End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late late) {
+  const RowMaker maker(tiles, candidate);
+  const std::vector<Row> rows = maker.rows();
+  End end;
+  for (int64_t time : simulate(rows, num_sms, late)) end.last = std::max(end.last, double(time));
+  end.last += kPartialTime * maker.num_partials();
+  for (const Row& row : rows) end.sum += row.time;
+  return end;
+}
+
+Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
+
+// The best of what does not count CTAs that begin late. The factors come from measurements of each
+// candidate on 35 to 100 masks.
+Candidate select_early(const Tiles& tiles, const magi_schedule_shape& shape, int num_sms,
+                       bool* is_by_heads) {
+  const int n = tiles.size();
+  const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
+  // Of the shorter half by heads it is known that it ends about 8% after all SMs would if they
+  // shared the work evenly, and not before the longest tile.
+  const double longest = tiles[0].time + kWorkTileTime,
+               shorter = std::max(1.08 * whole.sum / num_sms, longest),
+               worth = shape.block_m == 64 ? 1.06 : 1.04;
+  double best = whole.last;
+  Candidate chosen = cut(0, tiles);
+  *is_by_heads = whole.last > worth * shorter;
+  bool is_shorter_half = *is_by_heads;
+  if (is_shorter_half) {
+    best = 1.03 * shorter;
+    chosen = {0, n / 2, n - n / 2};
+  }
+  auto look_at = [&](const Candidate& candidate, double factor, bool splits_heads) {
+    const double end = factor * end_of(tiles, candidate, num_sms, {}).last;
+    if (end >= best) return;
+    best = end;
+    chosen = candidate;
+    *is_by_heads = splits_heads;
+    is_shorter_half = false;
+  };
+  for (int cuts = 1; cuts <= kMostCuts; ++cuts) look_at(cut(cuts, tiles), 1.02, false);
+  for (int longest_ones = 1; longest_ones <= 4; ++longest_ones)
+    look_at({0, 0, longest_ones}, is_shorter_half ? 1.06 : 1.2, true);
+  return chosen;
+}
+
+// The same beside others, now as some CTAs begin late: they prepare rows until then. Where each SM
+// has two long work tiles, what those leave to others would be whole ones, so filling gains. Where
+// tiles are split by heads, other choices of them are as good for the end and read device memory
+// less.
+Candidate select(const Tiles& tiles, const magi_schedule_shape& shape, int num_sms, Late late) {
+  bool is_by_heads = false;
+  const Candidate early = select_early(tiles, shape, num_sms, &is_by_heads);
+  const int n = tiles.size();
+  double best = end_of(tiles, early, num_sms, late).last;
+  Candidate chosen = early;
+  auto look_at = [&](const Candidate& candidate, double factor) {
+    const double end = factor * end_of(tiles, candidate, num_sms, late).last;
+    if (end >= best) return;
+    best = end;
+    chosen = candidate;
+  };
+  if (is_by_heads) {
+    look_at({1, n * 7 / 16, n * 8 / 16}, 1.0);   // the half from 7/16 on, beside a cut
+    look_at({2, n * 4 / 16, n * 4 / 16}, 1.01);  // the second quarter, beside two
+    look_at({2, n * 6 / 16, n * 6 / 16}, 1.01);  // 3/8 from 3/8 on, beside two
+  } else if (kFewParts * kShortest * shape.heads_kv <= num_sms) {
+    look_at({2, std::max(n - kShortest, 0), kShortest}, 1.02);  // two cuts, and the two shortest
+  }
+  return chosen;
+}
+
+// The blocks of a work tile in a segment, and how many of these come first, descending.
+Blocks blocks_of(const PlanReader& plan, const magi_work_tile& w, int segment) {
+  const Blocks b = plan.blocks(w.tile, segment);
+  return {std::max(b.first, w.m_begin), std::min(b.end, w.m_end)};
+}
+int descending(const magi_work_tile& w, const Blocks& b) {
+  const int wanted = w.num_descending == MAGI_TRAVERSAL_WRAP ? b.first : w.num_descending;
+  return std::min(wanted, b.count());
+}
+
+// Blocks in the order in which the work tiles that are taken up first need them, and how many are
+// needed at once.
+std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>& rows,
+                                  int num_ctas, int32_t* at_once) {
+  constexpr int kLast = 255;  // steps from the start, from which on the order does not count
+  std::vector<int> needed(size_t(plan.num_m_blocks()), kLast);
+  for (size_t i = 0; i < std::min(rows.size(), size_t(num_ctas)); ++i) {
+    const magi_work_tile& w = rows[i].tile;
+    int steps = 0;
+    for (int segment = 0; segment < plan.num_segments(w.tile); ++segment) {
+      const Blocks b = blocks_of(plan, w, segment);
+      const int back = descending(w, b);
+      for (int block = b.first; block < b.end; ++block) {
+        const int before = block >= b.end - back ? b.end - 1 - block : back + block - b.first;
+        int& at = needed[size_t(block)];
+        at = std::min(at, (steps + before) / w.num_splits);
+      }
+      steps += std::max(b.count(), 0);
+    }
+  }
+  std::vector<int32_t> order(needed.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return needed[size_t(a)] < needed[size_t(b)]; });
+  *at_once = static_cast<int32_t>(std::count(needed.begin(), needed.end(), 0));
+  return order;
+}
+
+class List {
+ public:
+  List(const PlanReader& plan, const magi_schedule_shape& shape)
+      : plan_(plan), shape_(shape), per_tile_(shape.heads_kv * kSplits) {
+    const int num_sms = shape.num_sms, num_ctas = shape.num_ctas;
+    const Tiles tiles(plan, shape);
+    const int64_t blocks = static_cast<int64_t>(plan.num_m_blocks()) * shape.heads_kv * shape.group;
+    const int late_ctas = magi_late_ctas(num_sms);
+    const Late late{late_ctas, std::min<int64_t>(4 * blocks / late_ctas, 1 << 24)};
+    const RowMaker maker(tiles, select(tiles, shape, num_sms, late));
+    rows_ = maker.rows();
+    partials_ = maker.partials();
+    for (size_t i = 0; i < std::min(rows_.size(), size_t(num_ctas)); ++i)
+      rows_[i].tile.num_descending = MAGI_TRAVERSAL_WRAP;
+    blocks_ = order_blocks(plan, rows_, num_ctas, &header_.num_blocks_at_once);
+    find_tiles_of_blocks();
+    order_entries(simulate(rows_, num_sms, late));
+  }
+
+  int64_t write(int32_t* list, int64_t room) {
+    int64_t at = sizeof(magi_work_list) / 4;
+    std::vector<std::pair<const void*, size_t>> parts;
+    auto add = [&](const auto& values, int32_t* offset) {
+      *offset = static_cast<int32_t>(at);
+      parts.emplace_back(values.data(), values.size() * sizeof(values[0]));
+      at = (at + static_cast<int64_t>(parts.back().second / 4) + 3) / 4 * 4;
+    };
+    std::vector<magi_work_tile> work_tiles;
+    for (const Row& row : rows_) work_tiles.push_back(row.tile);
+    header_.num_work_tiles = static_cast<int32_t>(rows_.size());
+    header_.num_partials = static_cast<int32_t>(partials_.size());
+    header_.num_entries = static_cast<int32_t>(entries_.size());
+    add(work_tiles, &header_.words_work_tiles);
+    add(partials_, &header_.words_partials);
+    add(left_, &header_.words_left);
+    add(blocks_, &header_.words_blocks);
+    add(tiles_of_block_, &header_.words_tiles_of_block);
+    add(entries_, &header_.words_entries);
+    header_.words_total = static_cast<int32_t>(at);
+    if (list == nullptr || room < at) return at;
+    std::fill(list, list + at, 0);
+    std::copy_n(reinterpret_cast<const int32_t*>(&header_), sizeof(header_) / 4, list);
+    const int32_t offsets[] = {header_.words_work_tiles,     header_.words_partials,
+                               header_.words_left,           header_.words_blocks,
+                               header_.words_tiles_of_block, header_.words_entries};
+    for (size_t i = 0; i < parts.size(); ++i)
+      std::copy_n(static_cast<const int32_t*>(parts[i].first), parts[i].second / 4,
+                  list + offsets[i]);
+    return at;
+  }
+
+ private:
+  void find_tiles_of_blocks() {
+    header_.tile_words = (plan_.num_tiles() + 31) / 32;
+    tiles_of_block_.resize(size_t(plan_.num_m_blocks()) * size_t(header_.tile_words));
+    for (int tile = 0; tile < plan_.num_tiles(); ++tile)
+      for (int segment = 0; segment < plan_.num_segments(tile); ++segment) {
+        const Blocks b = plan_.blocks(tile, segment);
+        for (int block = b.first; block < b.end; ++block)
+          tiles_of_block_[size_t(block) * size_t(header_.tile_words) + size_t(tile / 32)] |=
+              1u << tile % 32;
+      }
+  }
+
+  // How many work tiles each part of a tile has, and the order in which blocks and partials will be
+  // complete. `ends`: of the work tiles.
+  void order_entries(const std::vector<int64_t>& ends) {
+    const size_t per_tile = size_t(per_tile_);
+    std::vector<int64_t> through(size_t(plan_.num_tiles()) * per_tile);
+    left_.resize(through.size());
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      const magi_work_tile& w = rows_[i].tile;
+      const int all = kSplits / w.num_splits, first = w.split * all;
+      for (int part = first; part < first + all; ++part) {
+        const size_t at = size_t(w.tile) * per_tile + size_t(w.head_kv * kSplits + part);
+        ++left_[at];
+        through[at] = std::max(through[at], ends[i]);
+      }
+    }
+    std::vector<int64_t> complete(size_t(plan_.num_m_blocks()) * per_tile);
+    for (int tile = 0; tile < plan_.num_tiles(); ++tile)
+      for (int segment = 0; segment < plan_.num_segments(tile); ++segment) {
+        const Blocks b = plan_.blocks(tile, segment);
+        for (int block = b.first; block < b.end; ++block)
+          for (size_t part = 0; part < per_tile; ++part) {
+            int64_t& at = complete[size_t(block) * per_tile + part];
+            at = std::max(at, through[size_t(tile) * per_tile + part]);
+          }
+      }
+    for (int32_t block = 0; block < plan_.num_m_blocks(); ++block)
+      for (int32_t part = 0; part < per_tile_; ++part) entries_.push_back({block, part});
+    for (size_t i = 0; i < partials_.size(); ++i) {
+      const auto first = through.begin() + ptrdiff_t(size_t(partials_[i].tile) * per_tile +
+                                                     size_t(partials_[i].head_kv * kSplits));
+      const int64_t end = *std::max_element(first, first + kSplits);
+      for (int32_t share = 0; share < kSplits; ++share) {
+        entries_.push_back({~static_cast<int32_t>(i), share});
+        complete.push_back(end);
+      }
+    }
+    std::vector<size_t> order(entries_.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return complete[a] < complete[b]; });
+    std::vector<magi_list_entry> sorted;
+    for (size_t i : order) sorted.push_back(entries_[i]);
+    entries_.swap(sorted);
+  }
+
+  const PlanReader& plan_;
+  const magi_schedule_shape& shape_;
+  int per_tile_;
+  magi_work_list header_ = {};
+  std::vector<Row> rows_;
+  std::vector<magi_partial> partials_;
+  std::vector<int32_t> left_, blocks_;
+  std::vector<uint32_t> tiles_of_block_;
+  std::vector<magi_list_entry> entries_;
+};
+
+}  // namespace
+}  // namespace magi::schedule
+
+extern "C" magi_status magi_bwd_work_list(const int32_t* plan, const magi_schedule_shape* shape,
+                                          int32_t* list, int64_t list_words,
+                                          int64_t* words_needed) {
+  if (plan == nullptr || shape == nullptr || words_needed == nullptr || shape->heads_kv < 1 ||
+      shape->num_sms < 1 || shape->num_ctas < 1 || shape->block_m < 1 ||
+      shape->group % MAGI_LIST_SPLITS != 0 || shape->group < 1)
+    return magi::fail(MAGI_INVALID_ARGUMENT,
+                      "Give a transposed plan, a kv head or more of %d, %d, ... query heads, SMs, "
+                      "CTAs and block_m.",
+                      MAGI_LIST_SPLITS, 2 * MAGI_LIST_SPLITS);
+  try {
+    const magi::schedule::PlanReader reader(plan, shape->block_m);
+    if (reader.num_tiles() < 1)
+      return magi::fail(MAGI_INVALID_ARGUMENT,
+                        "The plan has no tiles, so there is nothing to list.");
+    *words_needed = magi::schedule::List(reader, *shape).write(list, list_words);
+  } catch (const std::exception& error) {
+    return magi::fail(MAGI_CAPACITY, "No host memory for a work list: %s.", error.what());
+  }
+  if (list == nullptr || list_words < *words_needed)
+    return magi::fail(MAGI_CAPACITY, "The work list has %lld words and there is room for %lld.",
+                      static_cast<long long>(*words_needed), static_cast<long long>(list_words));
+  return MAGI_OK;
+}
