@@ -23,11 +23,9 @@ from test_ffa_backward import (  # noqa: F401
 
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.ffa.schedule.steps import Steps
-from magi_attention.kernels.ffa.schedule.work_list import work_list
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -61,17 +59,23 @@ def workspaces(monkeypatch) -> list[torch.Tensor]:
 
 @pytest.fixture
 def listed(monkeypatch):
-    """How many tiles of how many heads the last work list splits, and how many work tiles it has: a function."""
-    found = [(0, 0)]
+    """How many tiles of how many heads the last backward split, and how many work tiles its list had: a function."""
+    plans, plan = [], RangePlans.plan
 
-    def make(*arguments):
-        words = work_list(*arguments)
-        header = abi.WorkListHeader.from_buffer_copy(words[:16].tobytes())
-        found[:] = [(header.num_partials, header.num_work_tiles)]
-        return words
+    def note(*arguments):
+        plans[:] = [plan(*arguments)]
+        return plans[0]
 
-    monkeypatch.setattr(ffa_plans, "work_list", make)
-    return lambda: found[0]
+    def found() -> tuple[int, int]:
+        (kept,) = plans
+        if not kept.work_list:
+            return 0, 0
+        words = kept.plan[(kept.work_list - kept.address) // 4 :][:16].cpu().numpy()
+        header = abi.WorkListHeader.from_buffer_copy(words.tobytes())
+        return header.num_partials, header.num_work_tiles
+
+    monkeypatch.setattr(RangePlans, "plan", note)
+    return found
 
 
 @pytest.fixture

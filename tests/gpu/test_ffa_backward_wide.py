@@ -96,7 +96,7 @@ def test_walks_in_step(margin, monkeypatch):
     x = make_inputs(3, masks.causal(total), total, total, (24, 3), (128, 128), device=DEVICE)
     dout = make_dout(x, 3)
     wide = [differentiate(x, dout, sm_margin=margin) for _ in range(3)]
-    assert made == [1] * 3  # of range tensors once for each call: its own tensors
+    assert 1 <= len(made) <= 3  # of range tensors for each call that comes before their copy has arrived
     for again in wide[1:]:
         assert torch.equal(again.dk, wide[0].dk) and torch.equal(again.dv, wide[0].dv)
     monkeypatch.undo()
