@@ -17,7 +17,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.plans import DEVICE_PLANS, WORK_LISTS, PlanShape, RangeTensors
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, PlanShape, RangeTensors
 from magi_attention.kernels.ffa.schedule.simulate import _TILE_STEPS
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native.ffa import FfaTile
@@ -160,7 +160,7 @@ def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
 
     run()
     plans = slices.cache.values(DEVICE_PLANS)
-    lists = [kept for plan in plans if plan.lists is not None for kept in plan.lists.values(WORK_LISTS)]
+    lists = [kept for plan in plans if plan.orders is not None for kept in plan.orders.values(KEPT_ORDERS)]
     assert len(plans) == 2 and lists
     assert slices.cache.nbytes == reached_bytes(slices) == full_bytes(slices, plans, lists)
     full, died = slices.cache.nbytes, [weakref.ref(x) for x in (plans[0].plan, lists[0].words)]

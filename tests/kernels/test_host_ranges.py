@@ -17,7 +17,10 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.ffa.schedule import steps as steps_module
+from magi_attention.kernels.ffa.schedule.steps import UNKNOWN, RecentSteps, Steps
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
+from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.ref_attn import ref_attn_func
@@ -116,3 +119,40 @@ def test_one_mask_has_one_place():
     ffa, _ = backend()
     assert ffa.slices_of(SliceTable(Mask.causal(4).slices.array), q, q, AttnOptions(1.0)) is not None
     assert isinstance(tensors(Mask.causal(4).slices), RangeTensors)
+
+
+def test_a_mask_that_the_host_does_not_know_takes_the_steps_of_the_last_one_of_its_shape():
+    """Where each training step has a mask of its own, all layers may be launched before its ranges have arrived."""
+    recent, options = RecentSteps(), AttnOptions(0.3)
+    shapes = (64, 8, 128), (64, 2, 128)
+    by_document = Steps(80, 0, first_writer=True, by_document=True, direct_dq_store=True)
+    assert recent.best(UNKNOWN, *shapes, options) is UNKNOWN, "no mask was known yet"
+    assert recent.best(by_document, *shapes, options) is by_document
+    assert recent.best(UNKNOWN, *shapes, options) == by_document._replace(by_document=False), "that needs the mask"
+    assert recent.best(UNKNOWN, (65, 8, 128), shapes[1], options) is UNKNOWN, "another shape"
+    assert recent.best(UNKNOWN, *shapes, AttnOptions(0.3, softcap=5.0)) is UNKNOWN
+    assert recent.best(UNKNOWN, *shapes, AttnOptions(0.3, deterministic=True)) is UNKNOWN, "the same bits in every call"
+    recent.best(Steps(80, 0), *shapes, options)
+    assert recent.best(UNKNOWN, *shapes, options) is UNKNOWN, "these steps need a list that the host makes"
+
+
+def test_backwards_are_right_with_the_steps_of_another_mask(monkeypatch):
+    """The ranges of every other mask are late."""
+    monkeypatch.setattr(steps_module, "_stores_of", lambda case: steps_module._Stores(10**6))
+    ffa, simulator = public_backend(monkeypatch)
+    modes = []
+    for seed in range(8):
+        ffa.runtime.has_caught_up = seed % 2 == 0
+        # Slices that no other test has: steps are kept with equal ones.
+        slices = SliceTable(masks.random_slices(np.random.default_rng(7000 + seed), 48, 48, max_slices=6))
+        q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))
+        out, _ = flex_flash_attn_func(q, k, v, *tensors(slices))
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
+        got = torch.autograd.grad(out, (q, k, v), dout)
+        modes.append(simulator.backward_calls[-1].dq_mode)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        want_out, _ = ref_attn_func(*exact, torch.from_numpy(Mask(slices, 48, 48).to_dense()))
+        print(f"seed {seed}")
+        for a, b in zip(got, torch.autograd.grad(want_out, exact, dout.double())):
+            torch.testing.assert_close(a.double(), b, rtol=3e-2, atol=3e-2)
+    assert modes == [abi.DQ_FIRST_WRITER] * 8

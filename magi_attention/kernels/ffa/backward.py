@@ -31,7 +31,7 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.steps import RecentSteps, Steps, steps_of
 from magi_attention.kernels.ffa.schedule.work_list import ListShape
 from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
@@ -90,6 +90,7 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple[object, ...], _Prepared] = {}
+        self._recent = RecentSteps()
         # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
         self._in_turns: dict[int, StreamOrder] = {}  # device -> its kernels in turns
 
@@ -202,7 +203,10 @@ class BackwardCalls:
     ) -> _Prepared:  # fmt: skip
         """What calls with these operands share."""
         remote = mask if isinstance(mask, RemoteKeys) else None
-        steps = steps_of(x.q.shape, x.v.shape, mask, options, runtime.processors(x.q.get_device()))
+        processors = runtime.processors(x.q.get_device())
+        steps = steps_of(x.q.shape, x.v.shape, mask, options, processors)
+        if remote is None:
+            steps = self._recent.best(steps, x.q.shape, x.v.shape, options)
         is_on_host = isinstance(mask, SliceTable)
         key = _key(x, options, not is_accumulating, grad_dtype, steps, is_on_host, remote)
         call = self._prepared.get(key)

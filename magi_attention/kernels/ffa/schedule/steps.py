@@ -95,6 +95,43 @@ class Steps(NamedTuple):
         return self.block_m == WIDE
 
 
+UNKNOWN = Steps(NARROW, 0)  # right for any mask, and without a schedule of the host
+_MAX_SHAPES = 1024
+
+
+class RecentSteps:
+    """The steps of the last backward of each shape whose mask the host knew.
+
+    The host learns of range tensors on a GPU when the GPU gets to them. Where each training step has a mask of its own,
+    all layers may be launched by then. Masks of one run are alike, so such calls take the steps of the last mask that
+    the host knew, but for what it has to make for each mask.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[object, ...], Steps] = {}
+
+    def best(
+        self, steps: Steps, q_shape: tuple[int, ...], v_shape: tuple[int, ...], options: AttnOptions
+    ) -> Steps:  # fmt: skip
+        """``steps`` as ``steps_of`` gives them; better ones if those are of a mask that the host does not know.
+
+        With ``deterministic`` always ``steps``: the bits must not depend on what the host knows.
+        """
+        if options.deterministic:
+            return steps
+        key = q_shape, v_shape, bool(options.softcap)
+        found = self._steps.get(key)
+        if steps is UNKNOWN:
+            if found is None or not found.first_writer:  # other wide steps need a list of the host
+                return steps
+            return found._replace(by_document=False)
+        if found is not steps:
+            if len(self._steps) >= _MAX_SHAPES:
+                self._steps.clear()
+            self._steps[key] = steps
+        return steps
+
+
 _STEPS: Kind[tuple[object, ...], Steps] = Kind("steps of a backward")
 _GAINS: Kind[tuple[object, ...], float] = Kind("gain of one document after the other")
 
@@ -114,7 +151,7 @@ def steps_of(
     else:
         is_remote, slices, keys = False, mask, v_shape[0]
     if not isinstance(slices, SliceTable):
-        return Steps(NARROW, 0)
+        return UNKNOWN
     key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), processors)
     kept = slices.cache.find(_STEPS, key)
     if kept is None:

@@ -42,5 +42,6 @@ def work_list(plan: TilePlan, shape: ListShape) -> np.ndarray:
 def _most_words(plan: TilePlan, shape: ListShape) -> int:
     """As many as a list has if half of its tiles are split."""
     parts = abi.LIST_SPLITS * shape.heads_kv
-    tiles, blocks = plan.header.num_tiles, -(-plan.header.total_k // max(shape.block_m, 1))
+    tiles: int = plan.header.num_tiles
+    blocks: int = -(-plan.header.total_k // max(shape.block_m, 1))
     return 64 + parts * (8 * tiles + 4 * tiles + tiles + 2 * (blocks + tiles)) + blocks * (1 + -(-tiles // 32))
