@@ -2,7 +2,7 @@
 // The kernel before the main one of the backward, over the rows of queries: it computes delta =
 // sum(out * dout) and the offsets of the exponents, and clears the dq accumulator, or where dq is
 // summed in order assigns the semaphore targets, or only counts them, unless an earlier call of the
-// plan has. Where work tiles are listed there is bwd/rows/preprocess_work_list.cuh.
+// plan has. With a work list there is bwd/rows/preprocess_work_list.cuh.
 #pragma once
 
 #include "ffa/common/mbarrier.cuh"
