@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -18,6 +19,14 @@ def planner_or_skip() -> None:
     """Builds the planner library where it is missing or out of date; skips the test where there is no compiler."""
     _build_or_skip("planner", "planner library")
     loader._load.cache_clear()
+
+
+def planner_if_possible() -> None:
+    """Builds the planner library for tests that need it for nothing but speed: where it cannot be built they go on."""
+    import pytest
+
+    with contextlib.suppress(pytest.skip.Exception):
+        planner_or_skip()
 
 
 def host_or_skip() -> None:

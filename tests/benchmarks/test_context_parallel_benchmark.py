@@ -26,6 +26,7 @@ from peers import Unfit  # noqa: E402
 
 from magi_attention.common.slices import to_dense  # noqa: E402
 from magi_attention.errors import UnsupportedError  # noqa: E402
+from magi_attention.testing.libraries import planner_if_possible  # noqa: E402
 from magi_attention.testing.spawn import run_processes  # noqa: E402
 
 WINDOW, BLOCK = 24, 16
@@ -168,6 +169,7 @@ def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) 
 
 @pytest.mark.parametrize("world,total,of_masks", [(2, 250, ["causal", "varlen_full"]), (4, 172, [*masks.NAMES])])
 def test_peers_equal_dense_float64_attention(world, total, of_masks):
+    planner_if_possible()  # without it the ranks take 20 seconds of CPU time in place of 4
     seed = int(np.random.default_rng(world).integers(1 << 30))
     print(f"seed {seed}")
     for found in run_processes(world, peer_errors, of_masks, total, seed):
