@@ -104,9 +104,8 @@ def groups_and_policies(rank: int, world: int) -> list[float]:
     subgroup = [dist.new_group([0]), dist.new_group([1])][rank]
     worst = []
     for group, policy in (
-        (None, None), (dist.group.WORLD, api.AttnPolicy(deterministic=True)), (dist.new_group(), None),
-        (None, api.AttnPolicy(precision=torch.bfloat16, backend="sdpa")),
-        (dist.group.WORLD, api.AttnPolicy(hide_tail_reduce=True)),
+        (None, None), (dist.group.WORLD, api.AttnPolicy(deterministic=True, hide_tail_reduce=True)),
+        (dist.new_group(), api.AttnPolicy(precision=torch.bfloat16, backend="sdpa")),
     ):  # fmt: skip
         torch._dynamo.reset()
         worst.append(differences(run, rank, plan, group, policy))
