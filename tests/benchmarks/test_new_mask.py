@@ -25,7 +25,7 @@ def planner():
 
 def test_the_parts_of_each_mask(tmp_path, capsys):
     out = tmp_path / "folder" / "record.json"
-    assert new_mask.main(["--tokens", "4096", "--ranks", "1,2", "--repeats", "2", "--out", str(out)]) == 0
+    assert new_mask.main(["--tokens", "1024", "--ranks", "1,2", "--repeats", "2", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["environment"]["torch"] and [row["ranks"] for row in record["rows"]] == [1] * 4 + [2] * 4
     for row in record["rows"]:
