@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # The order of a client: first its check of kernels and flags, then the mask, then an autograd function of its own.
-CLIENT = """
+LOOK = """
 from flash_attn_cute.ffa_fa3 import flash_attn_interface
 from flash_attn_cute.ffa_fa3.flash_attn_config import CONFIG
 import sys
@@ -26,7 +26,8 @@ assert bucket == 64 and not flags.get("FLASHATTENTION_DISABLE_FP16", False)
 from flash_attn_cute import tile_size, utils
 if not hasattr(utils, "get_tile_sizes_by_backend"):
     utils.get_tile_sizes_by_backend = tile_size.get_tile_sizes_by_backend
-
+"""
+CLIENT = LOOK + """
 import torch
 from magi_attention.api import AttnForwardMeta, flex_flash_attn_func
 from magi_attention.common.ranges import AttnRanges
@@ -96,7 +97,7 @@ def test_an_installed_flash_attn_cute_stays_what_it_is(folder, tmp_path):
     (installed / "tile_size.py").write_text("def get_tile_sizes_by_backend():\n    return (64, 64)\n")
     (installed / "utils.py").write_text("")
     look = "import flash_attn_cute as f; assert f.call() == 5 and f.__version__ == '9' and 'magi' not in f.__file__\n"
-    done = run(look + CLIENT + "\nassert utils.get_tile_sizes_by_backend() == (64, 64)", folder, tmp_path)
+    done = run(look + LOOK + "\nassert utils.get_tile_sizes_by_backend() == (64, 64)", folder, tmp_path)
     assert done.returncode == 0, done.stderr
     own = installed / "ffa_fa3"
     own.mkdir()
