@@ -33,8 +33,8 @@ def command_test(args: argparse.Namespace) -> int:
     can_spread = importlib.util.find_spec("xdist") and args.suite != "gpu"
     workers = []
     if can_spread and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
-        # One more than cores, because many tests wait for processes of their own.
-        workers = ["-n", str(min(2, num_cores()) + 1)]
+        # One more than cores, because many tests wait for processes of their own. Who has none left takes from others.
+        workers = ["-n", str(min(2, num_cores()) + 1), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *workers, *extra]
     if args.dry_run:
         print(shlex.join(command))
