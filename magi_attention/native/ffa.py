@@ -20,6 +20,16 @@ class FfaTile(NamedTuple):
     pack: int
 
 
+class BackwardNeeds(NamedTuple):
+    """Bytes of the workspace, and of the order that may be kept; whether a call takes a work list; and else ``tail``:
+    how many of the work tiles at the end of the plan's are split, into how many parts."""
+
+    workspace: int
+    order: int
+    takes_list: bool
+    tail: tuple[int, int]
+
+
 class FfaLibrary:
     """Calls of one loaded kernel library. Addresses are integers; nothing is allocated here."""
 
@@ -76,14 +86,14 @@ class FfaLibrary:
         self.check(status, "Attention backward")
         return FfaTile(got[0].value, got[1].value, 1)
 
-    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int, int, bool]:
-        """The leading part of ``magi_ffa_bwd_params``, all but the addresses; bytes of the workspace and of the order
-        that may be kept; and whether the call takes a work list."""
-        needs = (ctypes.c_int64 * 3)()
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, BackwardNeeds]:
+        """The leading part of ``magi_ffa_bwd_params``, all but the addresses; and what a call needs."""
+        needs = (ctypes.c_int64 * 5)()
         params = abi.FfaBwdParams(version=abi.ABI_VERSION, **fields)
         self.check(self._library.magi_ffa_bwd_workspace(bytes(params), needs), "Attention backward")
         params.workspace_bytes = needs[0]
-        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], needs[0], needs[1], bool(needs[2])
+        prefix = bytes(params)[: abi.FFA_BWD_PREFIX_BYTES]
+        return prefix, BackwardNeeds(needs[0], needs[1], bool(needs[2]), (needs[3], needs[4]))
 
     def transpose_on_device(
         self, q_ranges: int, k_ranges: int, types: int | None, num_slices: int, total_q: int, total_k: int,

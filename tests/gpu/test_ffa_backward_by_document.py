@@ -24,6 +24,7 @@ from test_ffa_backward import (  # noqa: F401
     pytestmark,
 )
 from test_ffa_backward_deterministic import CASES, assert_same_bits
+from test_ffa_backward_split import ranges_on_the_host  # noqa: F401
 
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend

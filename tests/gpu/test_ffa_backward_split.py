@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that are split (csrc/ffa/sm90/bwd/schedule/split.cuh): short documents by a work list, and a last round of few.
+"""Units of short documents that are split by a work list (csrc/ffa/sm90/bwd/schedule/split.cuh).
 
-Whether they are depends on lengths and on the number of multiprocessors; the work list and the workspace tell.
+Whether they are depends on lengths and on the number of multiprocessors; the list tells.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ from magi_attention.testing import masks
 from magi_attention.testing.uneven import WAYS
 
 TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
-# 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
-LONG = 1300
+
+
+@pytest.fixture(autouse=True)
+def ranges_on_the_host(monkeypatch):
+    """So that every call has a schedule of the host, the first one, too."""
+    monkeypatch.setattr(Inputs, "ranges", property(lambda self: self.slices.tensors()))
 
 
 @pytest.fixture(autouse=True)
@@ -82,19 +86,6 @@ def listed(monkeypatch):
 def was_split(listed):
     """Whether the last backward split its tiles: a function."""
     return lambda: listed()[0] > 0
-
-
-@pytest.fixture
-def was_last_round_split(workspaces):
-    """Whether it split the units of the last round, so that a part of dk lies behind the sum of dq: a function."""
-    blocks = -(-LONG // 64) * HEADS[0]
-    parts_at = 32 + blocks * (2 * 64 + 64 * 128)  # floats: counters, offsets and deltas, the sum of dq
-
-    def was_split() -> bool:
-        parts = workspaces[0].view(torch.float32)[parts_at : parts_at + 128]
-        return parts.numel() == 128 and bool(parts.isfinite().all())
-
-    return was_split
 
 
 def documents(seed: int, count: int = 4, kind: int = 0, total: int = TOTAL) -> np.ndarray:
@@ -284,26 +275,3 @@ def test_what_unseen_rows_hold_does_not_matter(was_split, value):
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = value
     assert_same(differentiate(x, dout), want, x.q.dtype)
-
-
-@each_dtype
-@pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)
-def test_units_of_the_last_round(was_last_round_split, dims, dtype):
-    for seed, slices in enumerate((masks.full(LONG).array, masks.causal(LONG).array, documents(3, total=LONG))):
-        x = inputs(seed, slices, dims, dtype, LONG)
-        dout = make_dout(x, seed)
-        got, want = differentiate(x, dout), truth(x, dout)
-        assert was_last_round_split()
-        assert_grads(x, got, want, (seed, dims))
-        assert_same(differentiate(x, dout), got, dtype, seed)
-        assert_grads(x, differentiate(x, dout, sm_margin=20), want, (seed, dims, "fewer multiprocessors"))
-
-
-def test_the_last_round_adds_to_float32_buffers(was_last_round_split):
-    ffa, x = FfaBackend(), inputs(2, masks.full(LONG).array, total=LONG)
-    dout, (out, lse) = make_dout(x), forward(x, ffa)
-    before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
-    into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
-    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
-    assert was_last_round_split()
-    assert_grads(x, into, truth(x, dout), before=before)

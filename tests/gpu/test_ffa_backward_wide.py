@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth
-from forward_oracle import make_inputs
+from forward_oracle import Inputs, make_inputs
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
     check,
@@ -30,17 +30,17 @@ from test_ffa_backward import (  # noqa: F401
     test_two_runs,
     test_what_unseen_rows_hold_does_not_matter,
 )
-from test_ffa_backward_split import (  # noqa: F401
-    test_the_last_round_adds_to_float32_buffers,
-    test_units_of_the_last_round,
-    workspaces,
-)
+from test_ffa_backward_split import documents, inputs, workspaces  # noqa: F401
 
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
 from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
+
+# 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
+LONG = 1300
 
 
 def wide_where_possible(q_shape, v_shape, mask, options, processors) -> Steps:
@@ -53,13 +53,21 @@ def wide_steps(monkeypatch):
     monkeypatch.setattr(ffa_bwd, "steps_of", wide_where_possible)
 
 
+@pytest.fixture(autouse=True, params=("host", "device"))
+def known_to(request, monkeypatch):
+    """Who knows the ranges in the first call of a mask: with the host there is a list of units, else none."""
+    if request.param == "host":
+        monkeypatch.setattr(Inputs, "ranges", property(lambda self: self.slices.tensors()))
+    return request.param
+
+
 @pytest.fixture
 def was_last_round_split(workspaces):  # noqa: F811
+    """Whether the last backward split the units of the last round: a part of dk lies behind the sum of dq."""
     return lambda: _has_parts(workspaces[0])
 
 
-def _has_parts(workspace: torch.Tensor, total: int = 1300, heads: int = 176) -> bool:
-    """Whether a part of dk lies behind the sum of dq, see test_ffa_backward_split.py."""
+def _has_parts(workspace: torch.Tensor, total: int = LONG, heads: int = 176) -> bool:
     parts_at = 32 + -(-total // 80) * heads * (2 * 80 + 80 * 128)
     parts = workspace.view(torch.float32)[parts_at : parts_at + 128]
     return parts.numel() == 128 and bool(parts.isfinite().all())
@@ -88,7 +96,7 @@ def test_both_blocks_give_the_same_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("margin", (0, 5))
-def test_walks_in_step(margin, monkeypatch):
+def test_walks_in_step(margin, known_to, monkeypatch):
     """Tiles of one head that are more than a wave: in pairs, beside steps of 64 in the plan's own order."""
     made, make = [], unit_walks._in_periods
     monkeypatch.setattr(unit_walks, "_in_periods", lambda *a: made.append(1) or make(*a))
@@ -96,7 +104,7 @@ def test_walks_in_step(margin, monkeypatch):
     x = make_inputs(3, masks.causal(total), total, total, (24, 3), (128, 128), device=DEVICE)
     dout = make_dout(x, 3)
     wide = [differentiate(x, dout, sm_margin=margin) for _ in range(3)]
-    assert 1 <= len(made) <= 3  # of range tensors for each call that comes before their copy has arrived
+    assert made or known_to == "device"
     for again in wide[1:]:
         assert torch.equal(again.dk, wide[0].dk) and torch.equal(again.dv, wide[0].dv)
     monkeypatch.undo()
@@ -119,3 +127,26 @@ def test_a_long_mask_chooses_it(monkeypatch):
         again = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
         assert_same(again, got, x.q.dtype)
     assert [s.block_m for s in chosen] == [80, 80, 64, 64]
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)
+def test_units_of_the_last_round(was_last_round_split, known_to, dims, dtype):
+    for seed, slices in enumerate((masks.full(LONG).array, masks.causal(LONG).array, documents(3, total=LONG))):
+        x = inputs(seed, slices, dims, dtype, LONG)
+        dout = make_dout(x, seed)
+        got, want = differentiate(x, dout), truth(x, dout)
+        assert was_last_round_split() or known_to == "device"
+        assert_grads(x, got, want, (seed, dims))
+        assert_same(differentiate(x, dout), got, dtype, seed)
+        assert_grads(x, differentiate(x, dout, sm_margin=20), want, (seed, dims, "fewer multiprocessors"))
+
+
+def test_the_last_round_adds_to_float32_buffers(was_last_round_split):
+    ffa, x = FfaBackend(), inputs(2, masks.full(LONG).array, total=LONG)
+    dout, (out, lse) = make_dout(x), forward(x, ffa)
+    before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
+    into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
+    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
+    assert was_last_round_split()
+    assert_grads(x, into, truth(x, dout), before=before)

@@ -16,6 +16,7 @@ from test_ffa_backward_split import (  # noqa: F401
     inputs,
     listed,
     pytestmark,
+    ranges_on_the_host,
     test_a_graph_and_another_stream_read_the_same_list,
     test_a_plan_of_other_shapes_gives_nan,
     test_rows_with_delta_given_and_without_out,

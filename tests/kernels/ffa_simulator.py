@@ -20,7 +20,7 @@ from magi_attention.kernels.ffa import custom_ops as torch_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.native import abi
-from magi_attention.native.ffa import FfaTile
+from magi_attention.native.ffa import BackwardNeeds, FfaTile
 from magi_attention.native.loader import check, load
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
@@ -98,6 +98,7 @@ class Simulator:
     workspace_bytes = 4096
     order_bytes = 64
     takes_list = False
+    tail = (0, 1)
 
     def __init__(self, tile_rows: int = 16) -> None:
         self.tile_rows = tile_rows
@@ -150,9 +151,10 @@ class Simulator:
     def backward_tile(self, head_dim: int, head_dim_v: int) -> FfaTile:
         return FfaTile(self.tile_rows, 2, 1)
 
-    def backward_prefix(self, **fields: int | float) -> tuple[bytes, int, int, bool]:
+    def backward_prefix(self, **fields: int | float) -> tuple[bytes, BackwardNeeds]:
         params = abi.FfaBwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)
-        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], self.workspace_bytes, self.order_bytes, self.takes_list
+        needs = BackwardNeeds(self.workspace_bytes, self.order_bytes, self.takes_list, self.tail)
+        return bytes(params)[: abi.FFA_BWD_PREFIX_BYTES], needs
 
     def transpose_on_device(
         self, q_ranges, k_ranges, types, num_slices, total_q, total_k, row_ranges, column_ranges, new_types, stream

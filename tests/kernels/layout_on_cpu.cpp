@@ -23,7 +23,7 @@ extern "C" int tiles_at_once(const magi_ffa_bwd_params* a, int num_ctas, int wor
 
 // Whether a call with steps of 80 may split tiles as it says.
 extern "C" int may_split(const magi_ffa_bwd_params* a, int sms) {
-  using Wide = magi::BwdConfig<int, 128, false, true, true, magi::kBlockM80>;
+  using Wide = magi::BwdConfig<int, 128, false, true, magi::kBlockM80>;
   return magi::bwd_is_split_run(*a) && magi::bwd_has_deterministic_split<Wide>(*a, sms);
 }
 
@@ -40,7 +40,7 @@ extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found)
   else if (dim > 128)
     write<magi::BwdConfig<int, 256, false>>(*a, sms, found);
   else if (a->block_m == magi::kBlockM80)
-    write<magi::BwdConfig<int, 128, false, false, false, magi::kBlockM80>>(*a, sms, found);
+    write<magi::BwdConfig<int, 128, false, false, magi::kBlockM80>>(*a, sms, found);
   else
     write<magi::BwdConfig<int, 128, false>>(*a, sms, found);
 }

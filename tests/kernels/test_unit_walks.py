@@ -281,6 +281,30 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_units_at_the_end_are_split_as_the_library_asks(seed):
+    """All parts of each, first parts of all before second ones; the others as without."""
+    rng = np.random.default_rng(seed)
+    slices = SliceTable(random_slices(rng, 900, 1300, max_slices=8))
+    plan = plan_of(slices, 900, 1300)
+    heads, parts = int(rng.integers(1, 5)), int(rng.integers(2, 9))
+    num_units = len(plan.tiles) * heads
+    num_tail = int(rng.integers(0, num_units + 1))
+    shape = UnitShape(heads, 8, 40, 40, by_document=bool(seed % 2))
+    whole, split = (
+        with_units(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
+        for tail in ((0, 1), (num_tail, parts))
+    )
+    kept = num_units - num_tail
+    assert len(whole) == num_units and len(split) == kept + num_tail * parts, seed
+    assert np.array_equal(split[:kept], whole[:kept]), seed
+    ends = split[kept:].reshape(parts, num_tail, 8)
+    for part in range(parts):
+        rows = ends[part]
+        assert np.array_equal(rows[:, [0, 1, 4, 5, 6]], whole[kept:][:, [0, 1, 4, 5, 6]]), seed
+        assert (rows[:, 2:4] == [part, parts]).all() and rows[:, 7].tolist() == list(range(num_tail)), seed
+
+
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
     """Of the call's heads, on its multiprocessors, of which there are four."""

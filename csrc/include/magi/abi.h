@@ -60,10 +60,10 @@ typedef struct {
   int32_t has_unseen;        /* 1 if some key in [0, total_k) is seen by no query */
   int32_t words_first_order; /* offset of another order, for the heads that come first; 0: they take
                                 the same */
-  int32_t words_work_tiles;  /* of the work tiles of a backward in steps of 80, num_tiles * heads_kv
-                           of magi_work_tile (magi/schedule.h) in the order in which they are taken
-                           up; 0: none. With a dq_mode only whether there are some counts: then
-                           `order` is one document after the other, and tiles are walked from the end
+  int32_t words_work_tiles;  /* of the work tiles of a backward in steps of 80, magi_work_tile
+                           (magi/schedule.h) in the order in which they are taken up; 0: none. With a
+                           dq_mode only whether there are some counts: then `order` is one document
+                           after the other, and tiles are walked from the end
                          */
 } magi_tile_plan_header;
 
@@ -256,8 +256,7 @@ typedef struct {
   float softcap;       /* > 0, or 0 for none */
   int32_t dq_mode;     /* magi_dq_mode */
   int32_t block_m; /* queries of a step: 64; or 80, faster where keys see thousands, for head dims
-                      of 65 to 128 without softcap. 80 and MAGI_DQ_ATOMIC: the plan must have
-                      words_work_tiles */
+                      of 65 to 128 without softcap */
   int32_t num_head_splits; /* among how many work tiles the query heads of a tile are shared out, at
                          least; 0 leaves it to the library. In order, more than one says that tiles
                          are uneven: the longest of all heads come first */
@@ -301,7 +300,9 @@ tiles are shared out */
 MAGI_EXPORT magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v,
                                           int32_t* tile_tokens, int32_t* num_groups);
 /* needs[0]: bytes of workspace that a call with these shapes needs; needs[1]: of its order, 0 if it
- * makes none; needs[2]: 1 if it takes a work list. Pointers are not looked at. */
+ * makes none; needs[2]: 1 if it takes a work list. needs[3], needs[4]: so many of the last
+ * words_work_tiles, if the plan has any, are to be split into so many parts of their query heads:
+ * first parts of all before second parts, partials from 0 on. Pointers are not looked at. */
 MAGI_EXPORT magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* needs);
 MAGI_EXPORT magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params);
 

@@ -235,7 +235,7 @@ class BackwardCalls:
             else abi.DQ_ATOMIC
         )
         sole = steps.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
-        prefix, workspace_bytes, order_bytes, takes_list = library.backward_prefix(
+        prefix, needs = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
@@ -249,17 +249,18 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         units: UnitShape | ListShape | None = None
-        has_list = takes_list and is_on_host
-        if has_list or steps.has_order(options.deterministic):
-            processors = runtime.processors(q.get_device())
-            shape = heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1)
-            units = ListShape(*shape, steps.block_m) if has_list else UnitShape(*shape, steps.by_document)
-        dk_at, dv_at, bytes_in_all = _with_sums(workspace_bytes, remote, heads_kv, (dim, dim_v))
+        processors = runtime.processors(q.get_device())
+        shape = heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1)
+        if needs.takes_list and is_on_host:
+            units = ListShape(*shape, steps.block_m)
+        elif steps.has_order(options.deterministic) and (is_on_host or remote is not None):
+            units = UnitShape(*shape, steps.by_document, needs.tail)
+        dk_at, dv_at, bytes_in_all = _with_sums(needs.workspace, remote, heads_kv, (dim, dim_v))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
             library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=units),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
-            q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), order_bytes, q.device, is_empty,
+            q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), needs.order, q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)

@@ -13,9 +13,8 @@ constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
 constexpr int kBlockM80 = 80;     // the same where that rounds to little more (kernels/block_m.py)
 
-template <typename T_, int kD_, bool kHasSoftcap_, bool kSemaphored_ = false, bool kSplit_ = false,
-          int kBlockM_ = kBlockM64, bool kWorkList_ = kSplit_ && kBlockM_ == kBlockM64,
-          bool kDirectStore_ = false>
+template <typename T_, int kD_, bool kHasSoftcap_, bool kSemaphored_ = false,
+          int kBlockM_ = kBlockM64>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
@@ -23,12 +22,8 @@ struct BwdConfig {
   // dq is summed in an order that does not depend on time, or after a first one that stores: see
   // bwd/schedule/semaphore_targets.cuh.
   static constexpr bool kSemaphored = kSemaphored_;
-  // Work tiles may be split: see bwd/schedule/split.cuh.
-  static constexpr bool kSplit = kSplit_;
-  // Where a block of queries has one contribution only its dq is rounded and written at once, in
-  // order; a kernel of its own, because the others would take up to 3% longer for it.
-  static constexpr bool kDirectStore = kDirectStore_;
-  static_assert(!kDirectStore || kSemaphored, "only there contributions are counted");
+  // Where a block of queries has one contribution only its dq may be rounded and written at once.
+  static constexpr bool kDirectStore = kSemaphored && !kHasSoftcap;
   // Columns of dk, dv and dq that a work tile produces. Registers hold 128; wider heads take two
   // passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
@@ -39,11 +34,10 @@ struct BwdConfig {
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it
   // straight from the registers.
   static constexpr bool kIsM80 = kBlockM != kBlockM64;
-  // Work tiles are listed, in narrow steps may be: see bwd/schedule/work_list.cuh. Else, for wide
-  // steps, the plan tells in which order work tiles are taken up and how they are walked: see
-  // magi_work_tile.
-  static constexpr bool kWorkList = kWorkList_;
-  static constexpr bool kPlanned = kIsM80 && !kSemaphored && !kWorkList;
+  // Work tiles may be split: see bwd/schedule/split.cuh.
+  static constexpr bool kSplit = kD == 128 && !kHasSoftcap && (!kSemaphored || kIsM80);
+  // The host may have listed work tiles: see magi/schedule.h.
+  static constexpr bool kWorkList = kSplit && !kSemaphored;
   static constexpr bool kDirectDq = !kSemaphored && !kIsM80;
   static constexpr int kDqFragments =
       kDirectDq     ? 0
@@ -98,7 +92,7 @@ struct BwdConfig {
   static constexpr uint32_t kWorkSemaphoreAt = kDqQueueAt + (kSemaphored ? 4 * kDqQueueStages
                                                              : kDqFragments == 2 ? 8
                                                                                  : 0);
-  static constexpr uint32_t kLeftAt = kWorkSemaphoreAt + (kSemaphored ? 8 : 0);
+  static constexpr uint32_t kLeftAt = kWorkSemaphoreAt + (kSemaphored || kWorkList ? 8 : 0);
   static constexpr uint32_t kThroughAt = kLeftAt + 4;
   static constexpr uint32_t kPreparedAt = kThroughAt + 4;
   static constexpr uint32_t kSegmentsAt = (kPreparedAt + 4 + 15) / 16 * 16;
@@ -123,7 +117,7 @@ constexpr int kFewHeads = 4, kManyTiles = 8;
 constexpr int kLargeL2Groups =
     2;  // query heads of a work tile up to which L2 groups are twice as large, then
 constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a listed tile that is split by heads
-constexpr int kMaxHeadSplits = 256;  // among which the query heads of a tile are shared out
+constexpr int kMaxHeadSplits = 128;  // among which the query heads of a tile are shared out
 constexpr int kTailParts =
     8;  // at most, of a work tile of the last round, or that the caller splits
 constexpr int kMaxPartials =

@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_every_second(const BwdKernelParams& p, con
     } else if (is_mine) {
       const int64_t block = number / C::kPasses % static_cast<uint32_t>(p.num_m_blocks);
       const int32_t* target_at = p.semaphore_targets + block * p.targets_per_block;
-      if constexpr (C::kSplit)  // that of its part of the heads
+      if (is_split_in_order<C>(p))  // that of its part of the heads
         target_at += lds_int(smem.work_tile(work_stage)) * p.work_tiles_per_tile +
                      (number / static_cast<uint32_t>(p.num_m_blocks) >> p.heads_shift);
       else
@@ -146,8 +146,8 @@ __device__ void store_dq(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 }
 
 // The same in no order, where steps are wide: each warpgroup's share when it is there. `phase`: of
-// the shares. Where work tiles are listed, all of them have been added at the end, and nothing that
-// comes behind can overtake that (docs/design/determinism.md).
+// the shares. With a work list all of them have been added at the end, and nothing that comes
+// behind can overtake that (docs/design/determinism.md).
 template <typename C>
 __device__ __forceinline__ void store_fragments(const BwdKernelParams& p, const BwdSmem<C>& smem,
                                                 uint32_t& phase) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_fragments(const BwdKernelParams& p, const 
     mbar_arrive(smem.dq_empty(0));
     mbar_arrive(smem.dq_empty(1));
   } while (!(number & kLastFragments));
-  if constexpr (C::kWorkList) {
+  if (C::kWorkList && p.work_list != nullptr) {
     store_wait_all();
     fence_proxies();
     __threadfence();

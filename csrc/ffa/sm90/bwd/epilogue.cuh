@@ -92,8 +92,8 @@ __device__ __forceinline__ void write_grads(const BwdKernelParams& p, const BwdS
   const int pass = part.pass;
   const int group = uniform(thread_again() / 128 - 1);
   const bool leads = thread_again() % 128 == 0;
-  if (C::kSplit && partial_idx(word) > 0) {
-    const int64_t row = (split_of_work_tile<C>(word) * p.num_partials + partial_idx(word) - 1) *
+  if (is_partial<C>(p, word)) {
+    const int64_t row = (split_of_work_tile(word) * p.num_partials + partial_idx(word) - 1) *
                         static_cast<int64_t>(C::kBlockN);
     write_float_grad<C>(p.dv_split + row * p.head_dim_v, C::kBlockN, p.head_dim_v, p.head_dim_v, dv,
                         1.f, pass, false);

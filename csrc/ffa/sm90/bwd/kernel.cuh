@@ -50,22 +50,22 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
     const int4 again = lds_int4(smem.work_tile(worker.state().work_stage()));
-    // Where work tiles may be listed, this also says that what was split has been written.
+    // With a work list this also says that what was split has been written.
+    const bool is_listed = C::kWorkList && p.work_list != nullptr;
     auto release_work_tile = [&] {
       __syncwarp();
       if (elect_one()) mbar_arrive(smem.work_empty(worker.state().work_stage()));
     };
-    if constexpr (!C::kWorkList) release_work_tile();
+    if (!is_listed) release_work_tile();
     named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
     write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), uniform(again.w));
-    if constexpr (C::kWorkList) release_work_tile();
+    if (is_listed) release_work_tile();
     worker.next_work();
   }
   if (thread_again() % 128 == 0) store_wait_all();
 }
 
-// For a plan that did not fit into its buffer, belongs to other shapes, or has no work tiles where
-// they are to be told.
+// For a plan that did not fit into its buffer or belongs to other shapes.
 template <typename C>
 __device__ void write_nan_grads(const BwdKernelParams& p) {
   const float nan = __int_as_float(0x7fffffff);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const bool is_listed = C::kWorkList && p.work_list != nullptr;
   // In order the last kernel looks at counters that the kernels before this one clear.
   if (!C::kSemaphored) start_next_kernel();
-  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) || (C::kPlanned && !has_work_tiles(p.plan))) {
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) {
     wait_for_kernel_before();  // or the next kernel would not wait for it either
     write_nan_grads<C>(p);
     return;
@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x == 32) {
       if constexpr (C::kSemaphored)
         store_dq<C>(p, smem);
-      else if (is_listed)
-        schedule_work_list<C>(p, smem);
       else
         schedule_bwd<C>(p, smem);
     }

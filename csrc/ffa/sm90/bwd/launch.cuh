@@ -24,6 +24,9 @@ magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* needs) {
   needs[0] = bytes.workspace;
   needs[1] = bytes.order;
   needs[2] = bwd_takes_work_list<C>(a, sms);
+  const BwdSplit tail = needs[2] ? BwdSplit{} : bwd_last_round<C>(a, sms);
+  needs[3] = tail.slots;
+  needs[4] = tail.parts;
   return MAGI_OK;
 }
 
@@ -84,7 +87,6 @@ void set_work_list(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms,
   const BwdSplit split = is_split ? bwd_split<C>(a, sms) : BwdSplit{};
   k->num_partials = split.slots;
   k->split_heads = a.heads_q / a.heads_kv / split.parts;
-  k->num_whole_work_tiles = static_cast<int32_t>(bwd_num_tiles_of_heads<C>(a)) - split.slots;
   k->dk_split = partials;
   k->dv_split = partials + split.parts * split.values(a.head_dim);
 }
@@ -248,8 +250,7 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
   }));
   int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units * k.splits_per_tile;
   if (C::kSplit && k.work_list == nullptr)
-    work_tiles = k.num_whole_work_tiles +
-                 static_cast<int64_t>(k.num_partials) * (k.heads_per_split / k.split_heads);
+    work_tiles += k.num_partials * (static_cast<int64_t>(k.heads_per_split) / k.split_heads - 1);
   if (work_tiles >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
                 static_cast<long long>(work_tiles));
@@ -307,7 +308,7 @@ inline BwdCombinePartialsParams combine_partials_params(const magi_ffa_bwd_param
                                  k.grads_are_float,
                                  a.accumulate};
   const int is_deterministic = a.dq_mode != MAGI_DQ_ATOMIC,
-            first = is_deterministic ? k.first_split : k.num_whole_work_tiles;
+            first = is_deterministic ? k.first_split : k.num_tiles * k.head_units - k.num_partials;
   return {a.plan,      k.work_list,          combine,      a.total_q,    a.total_k,
           first,       a.heads_kv,           a.head_dim,   a.head_dim_v, is_deterministic,
           k.num_tiles, k.heads_per_l2_group, k.head_units, k.remote};
@@ -321,32 +322,17 @@ magi_status combine_split_work_tiles(const magi_ffa_bwd_params& a, const BwdKern
 }
 
 template <typename C>
-magi_status start_plain_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
-  if constexpr (C::kD == 128)
-    if (k.num_partials > 0) {
-      using T = typename C::T;
-      if (k.work_list != nullptr)
-        return start_bwd<BwdConfig<T, C::kD, false, false, true, C::kBlockM, true>>(a, k, sms);
-      MAGI_RETURN((start_bwd<BwdConfig<T, C::kD, false, false, true, C::kBlockM>>(a, k, sms)));
-      return combine_split_work_tiles<T>(a, k, sms);
-    }
-  return start_bwd<C>(a, k, sms);
-}
-
-template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
   if constexpr (!C::kIsM80) {
     if (a.dq_mode && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
     if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
   }
-  if constexpr (C::kIsM80)
-    if (a.dq_mode && k.num_partials > 0)
-      return start_bwd<BwdConfig<T, C::kD, false, true, true, C::kBlockM, false>>(a, k, sms);
-  if (a.direct_dq_store)
-    return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kBlockM, false, true>>(a, k, sms);
-  if (a.dq_mode) return start_bwd<BwdConfig<T, C::kD, false, true, false, C::kBlockM>>(a, k, sms);
-  return start_plain_bwd<C>(a, k, sms);
+  if (a.dq_mode) return start_bwd<BwdConfig<T, C::kD, false, true, C::kBlockM>>(a, k, sms);
+  MAGI_RETURN(start_bwd<C>(a, k, sms));
+  if constexpr (C::kSplit)
+    if (k.num_partials > 0 && k.work_list == nullptr) return combine_split_work_tiles<T>(a, k, sms);
+  return MAGI_OK;
 }
 
 template <typename C>
@@ -407,7 +393,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
                 "%d queries of %d heads are more than the %d of 32767 that one call takes; give "
                 "them in stages.",
                 a.total_q, a.heads_q, kMaxQueries);
-  int64_t needs[3];
+  int64_t needs[5];
   MAGI_RETURN(bwd_workspace<C>(a, needs));
   const int64_t need = needs[0];
   if (a.workspace_bytes < need)
@@ -463,7 +449,7 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
   if (a.block_m == kBlockM64) return run(BwdConfig<T, kD, false>{});
   if constexpr (kD == 128)
     if (a.block_m == kBlockM80 && a.softcap == 0.f)
-      return run(BwdConfig<T, kD, false, false, false, kBlockM80>{});
+      return run(BwdConfig<T, kD, false, false, kBlockM80>{});
   return fail(MAGI_UNSUPPORTED,
               "block_m is %d; give %d, or %d for head dims of 65 to 128 without softcap.",
               a.block_m, kBlockM64, kBlockM80);

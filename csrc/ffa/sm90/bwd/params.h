@@ -60,8 +60,6 @@ struct BwdKernelParams {
   // bwd/schedule/split.cuh.
   float *dk_split, *dv_split;
   int32_t num_partials, split_heads;  // query heads of a part
-  int32_t num_whole_work_tiles;       // the work tiles from here on are split; where they are not
-                                      // listed, nor in deterministic order
   const int32_t* work_list;           // magi_work_list; NULL: none
   int32_t prepare_groups;             // of warps that prepare the rows, if they are
   BwdCompletion completion;           // only if they are

@@ -110,8 +110,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
                    : is_banded;
       };
       auto heads = [&] {
-        if constexpr (C::kSplit && C::kSemaphored)
-          return lds_int(smem.work_semaphore(state.work_stage())) >> 16;
+        if (is_split_in_order<C>(p)) return lds_int(smem.work_semaphore(state.work_stage())) >> 16;
         return C::kSplit
                    ? heads_of_work_tile<C>(p, lds_int(smem.work_tile(state.work_stage()) + 12))
                    : p.heads_per_split;
@@ -119,21 +118,21 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       int i = 0;
       do {
         auto blocks = [&] {
-          return blocks_of_work_tile<C>(smem.segment(state.segment_stage()),
-                                        lds_int(smem.work_tile(state.work_stage()) + 12));
+          return blocks_of_work_tile<C>(smem, smem.segment(state.segment_stage()),
+                                        state.work_stage());
         };
         auto word = [&] { return lds_int(smem.work_tile(state.work_stage()) + 12); };
         auto traversal = [&] { return Traversal(word() >> kTraversalBit & 3); };
         auto step = [&](MBlockIter& order) {
-          if constexpr (C::kSemaphored && !C::kSplit)
+          if constexpr (C::kSemaphored)
             order.step(blocks, [&] { return traversal() == Traversal::kDescending; });
           else
             order.step(blocks);
         };
         MBlockIter order =
-            C::kPlanned ? MBlockIter(blocks(), word() >> kPlannedBit & MAGI_TRAVERSAL_WRAP)
-            : C::kSemaphored && !C::kSplit ? MBlockIter(blocks(), traversal(), word() >> kShiftBit)
-                                           : MBlockIter(blocks(), traversal());
+            !C::kSemaphored ? MBlockIter(blocks(), word() >> kDescendingBit & MAGI_TRAVERSAL_WRAP)
+                            : MBlockIter(blocks(), traversal(),
+                                         is_split_in_order<C>(p) ? 0 : word() >> kShiftBit);
 #pragma unroll 1
         for (; order.left() > 0; step(order)) {
           if constexpr (C::kDirectStore)
@@ -145,7 +144,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
               if ((i == 0 || is_banded) && p.work_list != nullptr)
                 wait_until_prepared(p, smem, order.block, smem.work_tile(state.work_stage()));
             int head = i;
-            if constexpr (C::kSplit && C::kSemaphored)
+            if (is_split_in_order<C>(p))
               head += lds_int(smem.work_semaphore(state.work_stage())) & 0xffff;
             else
               head += first_head<C>(p, smem.work_tile(state.work_stage()));

@@ -106,7 +106,8 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
 #pragma unroll 1
     for (int left = work_tile.z; left > 0; --left) {
       mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
-      const int2 range = blocks_of_work_tile<C>(smem.segment(state.segment_stage()), work_tile.w);
+      const int2 range =
+          blocks_of_work_tile<C>(smem, smem.segment(state.segment_stage()), state.work_stage());
       const int blocks = range.y - range.x;
 #pragma unroll 1
       for (int i = clears ? heads_of_work_tile<C>(p, work_tile.w) * blocks : 0; i > 0; --i) {

@@ -77,6 +77,9 @@ struct BwdSmem {
   __device__ uint32_t work_semaphore(uint32_t s) const {
     return base + C::kWorkSemaphoreAt + 4 * s;
   }  // where a work tile's semaphore targets are
+  // In its place where a call may have a work list: m_begin and m_end of a work tile, in 16 bits
+  // each.
+  __device__ uint32_t m_range(uint32_t s) const { return base + C::kWorkSemaphoreAt + 4 * s; }
   // Segments of the work tile that are left, of the lane that copies Q, which has no register for
   // it.
   __device__ uint32_t left() const { return base + C::kLeftAt; }
@@ -136,27 +139,27 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a work tile: which query heads and which columns, or a cut
-// (bwd/schedule/split.cuh); how it walks its segments; and its stage. Where walks are told
-// (C::kPlanned) that is 12 bits, as in magi_work_tile, in place of a Way.
+// Fourth word of a work tile. From bit 0 on which part of the query heads it has, and of head dims
+// above 128 which columns; or in a partial, with kCutBit, which side of a cut. From kPartialBit on
+// the partial, counted from one; 0 for a whole tile. Between them how it walks its segments: as
+// num_descending of magi_work_tile, or where dq is summed in order as a Traversal and kByHeadBit.
 template <typename C>
 struct BwdHeadSplit {
   int32_t heads, pass;
-  static constexpr int kMask = C::kPlanned ? kMaxHeadSplits - 1 : 0xffff;
   __device__ static BwdHeadSplit of_word(int32_t word) {
-    return {(word & kMask) / C::kPasses, (word & kMask) % C::kPasses};
+    return {(word & 0xff) / C::kPasses, (word & 0xff) % C::kPasses};
   }
 };
-constexpr int kPlannedBit = 8;
-constexpr int kTraversalBit = 16, kByHeadBit = 18, kCutBit = 19, kPartialBit = 20;
-constexpr int kShiftBit = 20;  // in order, in place of a stage: see ordered_shift
+constexpr int kCutBit = 7, kDescendingBit = 8, kPartialBit = 20;
+constexpr int kTraversalBit = 16, kByHeadBit = 18;
+constexpr int kShiftBit = 20;  // in order, in place of a partial: see ordered_shift
 static_assert(kBlocksApart * kMaxWave < 1 << (31 - kShiftBit),
               "a shift in the word of a work_tile");
 static_assert(kMaxPartials <= 1 << (31 - kPartialBit),
-              "a slot, counted from one, in the word of a work_tile");
-static_assert(kMaxHeadSplits == 1 << kPlannedBit &&
-                  kPlannedBit + MAGI_TRAVERSAL_BITS == kPartialBit,
-              "parts, a traversal and a slot in one word");
+              "a partial, counted from one, in the word of a work_tile");
+static_assert(2 * kMaxHeadSplits == 1 << kDescendingBit && kTailParts < 1 << kCutBit &&
+                  kDescendingBit + MAGI_TRAVERSAL_BITS == kPartialBit,
+              "parts, a traversal and a partial in one word");
 
 // What a warpgroup needs to know of a step, in one word: flags, and the stage of the segment.
 constexpr int kMasked = 1, kSegmentEnds = 2, kWorkTileEnds = 4, kSegmentStageBit = 3,

@@ -20,78 +20,75 @@ __device__ __forceinline__ int traversal_word(const BwdKernelParams& p, int orde
          ordered_shift(p.order, order_idx, p.wave) << kShiftBit;
 }
 
-// One lane. There are few work tiles and they are long, so the next one is taken as late as
-// possible, when all copies of the one before have been issued: the look-ups then travel behind its
-// last steps.
+// One lane, without a schedule of the host: tiles in the order of the plan. There are few work
+// tiles and they are long, so the next one is taken as late as possible, when all copies of the one
+// before have been issued: the look-ups then travel behind its last steps.
 template <typename C>
-__device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+__device__ void schedule_in_order(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   PipelineState state;
 #pragma unroll 1
-  for (int work_tile = blockIdx.x; work_tile < p.num_work_tiles;
+  for (int work_tile = blockIdx.x; work_tile < p.num_tiles * p.head_units * p.splits_per_tile;
        work_tile = atomicAdd(p.workspace, 1) + gridDim.x) {
     mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
-    int whole = work_tile, split = 0;  // of parts, the work tile they belong to; first parts of all
-                                       // come before second parts
-    if (C::kSplit && work_tile >= p.num_whole_work_tiles) {
-      const int in_split = work_tile - p.num_whole_work_tiles, slot = in_split % p.num_partials;
-      whole = p.num_whole_work_tiles + slot;
-      split = in_split / p.num_partials | (slot + 1) << kPartialBit;
-    }
-    int tile, head_unit, traversal;
-    if constexpr (C::kPlanned) {
-      const ListedWorkTile listed =
-          listed_work_tile(p.plan + plan.words_work_tiles, whole / p.splits_per_tile);
-      tile = listed.tile;
-      head_unit = listed.head;
-      traversal = listed.num_descending << kPlannedBit;
-    } else {
-      int order_idx;
-      work_tile_coords(p, whole / p.splits_per_tile, &order_idx, &head_unit);
-      tile = tile_of(p, plan.words_order, plan.words_first_order, whole / p.splits_per_tile,
-                     order_idx);
-      traversal =
-          static_cast<int>(whole % p.work_tiles_per_l2_group >= gridDim.x ? Traversal::kAscending
-                                                                          : Traversal::kWrap)
-          << kTraversalBit;
-    }
+    int order_idx, head_unit;
+    work_tile_coords(p, work_tile / p.splits_per_tile, &order_idx, &head_unit);
+    const int tile = tile_of(p, plan.words_order, plan.words_first_order,
+                             work_tile / p.splits_per_tile, order_idx);
+    const int descending =
+        work_tile % p.work_tiles_per_l2_group >= gridDim.x ? 0 : MAGI_TRAVERSAL_WRAP;
+    if constexpr (C::kWorkList) sts_int(smem.m_range(state.work_stage()), kAllBlocks);
     publish_work_tile(p, smem, state, tile, head_unit, segments_of_tile(p.plan, tile),
-                      whole % p.splits_per_tile | split | traversal, plan.words_records,
-                      C::kSegmentBytes / 4);
+                      work_tile % p.splits_per_tile | descending << kDescendingBit,
+                      plan.words_records, C::kSegmentBytes / 4);
     mbar_wait(smem.issued(),
               state.work_stage() ^ 1);  // a phase for each work tile, and this one has been counted
   }
   publish_end(p, smem, state);
 }
 
-// Fourth word of a listed work tile.
-__device__ __forceinline__ int word_of(const ListedWorkTile& listed) {
-  const bool is_behind = listed.m_begin > 0, is_cut = is_behind || listed.m_end != INT_MAX;
-  const int part = !is_cut
-                       ? listed.split
-                       : 1 << kCutBit | (is_behind ? kBehindCut | listed.m_begin : listed.m_end);
-  const Traversal traversal = listed.num_descending > 0 ? Traversal::kWrap : Traversal::kAscending;
-  return part | static_cast<int>(traversal) << kTraversalBit | (listed.partial + 1) << kPartialBit;
-}
-
-// The same with a work list.
+// One lane: `count` work tiles as the host made them, `rows` of magi_work_tile, each for all parts
+// of the query heads if those are shared out.
 template <typename C>
-__device__ void schedule_work_list(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+__device__ void schedule_rows(const BwdKernelParams& p, const BwdSmem<C>& smem, const int32_t* rows,
+                              int count) {
   PipelineState state;
-  const magi_work_list& list = work_list_header(p.work_list);
 #pragma unroll 1
-  for (int work_tile = atomicAdd(p.workspace, 1); work_tile < list.num_work_tiles;
+  for (int work_tile = atomicAdd(p.workspace, 1); work_tile < count;
        work_tile = atomicAdd(p.workspace, 1)) {
     mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
-    const ListedWorkTile listed = listed_work_tile(p.work_list + list.words_work_tiles, work_tile);
-    const int records_at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records;
-    publish_work_tile(p, smem, state, listed.tile, listed.head,
-                      segments_of_tile(p.plan, listed.tile), word_of(listed), records_at,
+    const magi_work_tile* row =
+        reinterpret_cast<const magi_work_tile*>(rows) + work_tile / p.splits_per_tile;
+    // Field by field: the lane has few registers.
+    const int begin = __ldg(&row->m_begin), end = min(__ldg(&row->m_end), 0xffff);
+    sts_int(smem.m_range(state.work_stage()), begin | end << 16);
+    int word = __ldg(&row->split) + work_tile % p.splits_per_tile;
+    if (begin > 0 || end < 0xffff) word = 1 << kCutBit | (begin > 0);
+    word |= __ldg(&row->num_descending) << kDescendingBit | (__ldg(&row->partial) + 1)
+                                                                << kPartialBit;
+    const int tile = __ldg(&row->tile);
+    publish_work_tile(p, smem, state, tile, __ldg(&row->head_kv), segments_of_tile(p.plan, tile),
+                      word, reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records,
                       C::kSegmentBytes / 4);
     mbar_wait(smem.issued(), state.work_stage() ^ 1);  // as above
   }
   publish_end(p, smem, state);
-  wait_for_kernel_before();  // so that what comes behind this kernel is behind that, too
+}
+
+// One lane. Dq is summed in no order.
+template <typename C>
+__device__ void schedule_bwd(const BwdKernelParams& p, const BwdSmem<C>& smem) {
+  if constexpr (C::kWorkList) {
+    if (p.work_list != nullptr) {
+      const magi_work_list& list = work_list_header(p.work_list);
+      schedule_rows(p, smem, p.work_list + list.words_work_tiles, list.num_work_tiles);
+      wait_for_kernel_before();  // so that what comes behind this kernel is behind that, too
+      return;
+    }
+    const int at = reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_work_tiles;
+    if (at != 0) return schedule_rows(p, smem, p.plan + at, p.num_work_tiles);
+  }
+  schedule_in_order(p, smem);
 }
 
 // Segment `segment` of a tile, to where `staged` counts, when the one before has left that.
@@ -135,7 +132,7 @@ __device__ __forceinline__ void publish_deterministic(const BwdKernelParams& p,
   const uint32_t at = smem.work_tile(staged.work_stage()),
                  semaphore = smem.work_semaphore(staged.work_stage());
   int order_idx, head;
-  if constexpr (C::kSplit) {
+  if (is_split_in_order<C>(p)) {
     const int2 whole = whole_deterministic(p, work_tile);
     work_tile_coords(p, whole.x, &order_idx, &head);
     sts_int(at + 4, head);
@@ -156,7 +153,8 @@ __device__ __forceinline__ void publish_deterministic(const BwdKernelParams& p,
   }
   const int tile = p.plan[plan.words_order + order_idx];
   sts_int(at, tile);
-  if constexpr (!C::kSplit) sts_int(semaphore, lds_int(semaphore) + tile * p.work_tiles_per_tile);
+  if (!is_split_in_order<C>(p))
+    sts_int(semaphore, lds_int(semaphore) + tile * p.work_tiles_per_tile);
   sts_int(at + 8, segments_of_tile(p.plan, tile).y);
   mbar_arrive(smem.work_full(staged.work_stage()));
 #pragma unroll 1

@@ -43,11 +43,11 @@ struct BwdSplit {
   }  // of one part of all
 };
 
-// For the last round, where work tiles are not listed.
+// For the last round of wide steps, whose work tiles the host lists.
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
-  if (C::kD != 128 || a.dq_mode || a.softcap > 0.f || work_tiles < 2 * sms) return {};
+  if (!C::kIsM80 || a.dq_mode || work_tiles < 2 * sms) return {};
   const int group = a.heads_q / a.heads_kv;
   int parts = group < kTailParts ? group : kTailParts;
   while (group % parts) --parts;

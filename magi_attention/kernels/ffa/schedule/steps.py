@@ -122,9 +122,7 @@ class RecentSteps:
         key = q_shape, v_shape, bool(options.softcap)
         found = self._steps.get(key)
         if steps is UNKNOWN:
-            if found is None or not found.first_writer:  # other wide steps need a list of the host
-                return steps
-            return found._replace(by_document=False)
+            return steps if found is None else found._replace(by_document=False)
         if found is not steps:
             if len(self._steps) >= _MAX_SHAPES:
                 self._steps.clear()

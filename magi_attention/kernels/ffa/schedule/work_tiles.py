@@ -51,13 +51,14 @@ MANY_RANKS = 8  # in work at a time for each of few heads, from which on all wal
 class UnitShape(NamedTuple):
     """What of a call a list depends on, besides the mask: ``group`` query heads share a kv head; ``places`` of the
     ``processors`` of the device are left to the call; ``by_document``: one document after the other, whatever is said
-    above."""
+    above; ``tail``: how many units at the end are split, into how many parts of their query heads."""
 
     heads_kv: int
     group: int
     processors: int
     places: int
     by_document: bool = False
+    tail: tuple[int, int] = (0, 1)
 
 
 def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None = None) -> np.ndarray:
@@ -74,15 +75,25 @@ def with_units(words: np.ndarray, shape: UnitShape, there_at: np.ndarray | None 
         units = _in_order(plan, tiles, shape, heads_per_section(len(tiles.first), shape))
         if _wants_periods(tiles, shape) and _share_out_of_step(units, tiles, shape) > _MOST_OUT:
             units = _in_periods(tiles, shape, there_at)
-    rows = np.zeros((len(units), 8), dtype=np.int32)  # magi_work_tile
-    rows[:, [0, 1, 6]] = units
-    rows[:, [3, 5, 7]] = 1, _ALL, -1
-    made = np.concatenate([words, rows.ravel()])
+    made = np.concatenate([words, _rows(units, *shape.tail).ravel()])
     header = abi.TilePlanHeader.from_buffer(made.data)
     header.words_work_tiles = len(words)
     if shape.by_document:
         made[header.words_order :][: header.num_tiles] = document_order(tiles)
     return made
+
+
+def _rows(units: np.ndarray, num_tail: int, parts: int) -> np.ndarray:
+    """(work tiles, 8) int32, each a ``magi_work_tile``. So many units at the end are split, so that they do not leave
+    most multiprocessors idle: first parts of all, then second parts."""
+    rows = np.zeros((len(units), 8), dtype=np.int32)
+    rows[:, [0, 1, 6]] = units
+    rows[:, [3, 5, 7]] = 1, _ALL, -1
+    whole, tail = rows[: len(rows) - num_tail], rows[len(rows) - num_tail :]
+    tail[:, 3], tail[:, 7] = parts, np.arange(num_tail)
+    split = np.tile(tail, (parts, 1))
+    split[:, 2] = np.repeat(np.arange(parts), num_tail)
+    return np.concatenate([whole, split])
 
 
 def gain_by_document(plan: TilePlan, shape: UnitShape, heads: int | None = None) -> float:

@@ -41,8 +41,9 @@ __device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsPar
   const int work_tile = p.first + slot;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   if (plan.words_work_tiles != 0 && !p.is_deterministic) {
-    const ListedWorkTile listed = listed_work_tile(p.plan + plan.words_work_tiles, work_tile);
-    return make_int2(listed.tile, listed.head);
+    const magi_work_tile& row =
+        reinterpret_cast<const magi_work_tile*>(p.plan + plan.words_work_tiles)[work_tile];
+    return make_int2(row.tile, row.head_kv);
   }
   int order_idx, head;
   work_tile_coords(p, work_tile, &order_idx, &head);
@@ -86,7 +87,10 @@ template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 4)
     bwd_combine_partials(const __grid_constant__ BwdCombinePartialsParams p) {
   wait_for_kernel_before();
-  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;
+  // Without a schedule of the host tiles stay whole, except in order.
+  if (!bwd_plan_fits(p.plan, p.total_q, p.total_k) ||
+      !(p.is_deterministic || has_work_tiles(p.plan)))
+    return;
   combine_partials<T>(p.combine.dk_parts, p.combine.dk, p.remote.dk_sums, p.remote.dk_targets,
                       p.combine.dk_count, p.head_dim, p);
   combine_partials<T>(p.combine.dv_parts, p.combine.dv, p.remote.dv_sums, p.remote.dv_targets,

@@ -25,7 +25,7 @@ __device__ __forceinline__ int splits_of_work_tile(const BwdKernelParams& p, int
                                                    int word) {
   constexpr int kAll = (1 << kListedHeadSplits) - 1;
   return (tile * p.heads_kv + head) << kListedHeadSplits |
-         (partial_idx(word) > 0 && !is_cut(word) ? 1 << (word & 0xffff) : kAll);
+         (partial_idx(word) > 0 && !is_cut(word) ? 1 << split_of_work_tile(word) : kAll);
 }
 
 // One lane of the main kernel, when a work tile is through: all warps have arrived behind their

@@ -6,7 +6,8 @@
 // leave some idle at the end. There the host makes a work list (magi/schedule.h), in which some are
 // split: by query heads, or where one document ends and the next begins.
 //
-// Where there are more, the work tiles of the last round are split if they are too few to fill it.
+// Where there are more, in wide steps, the host splits the work tiles of the last round if they are
+// too few to fill it.
 // Under a full mask, where all are equal, that round would otherwise take as long as the others;
 // where the heaviest come first, parts of light ones cost little.
 //
@@ -24,33 +25,44 @@ namespace magi {
 // from one; zero for a whole one.
 __device__ __forceinline__ int partial_idx(int word) { return word >> kPartialBit; }
 
-// Whether it has, for all heads, the blocks of queries before a cut, or those from it on: the low
-// 15 bits, and the one above them.
-__device__ __forceinline__ bool is_cut(int word) { return word >> kCutBit & 1; }
-constexpr int kBehindCut = 1 << 15;
+// Whether it has, for all heads, the blocks of queries before a cut, or those from it on.
+__device__ __forceinline__ bool is_cut(int word) {
+  return partial_idx(word) > 0 && word >> kCutBit & 1;
+}
+
+// Whether some tiles are split, where dq is summed in order.
+template <typename C>
+__device__ __forceinline__ bool is_split_in_order(const BwdKernelParams& p) {
+  return C::kSplit && C::kSemaphored && p.parts_shift > 0;
+}
+
+// Whether a word has a partial: elsewhere these bits may be a shift.
+template <typename C>
+__device__ __forceinline__ bool is_partial(const BwdKernelParams& p, int word) {
+  return C::kSplit && (!C::kSemaphored || p.parts_shift > 0) && partial_idx(word) > 0;
+}
 
 // Query heads of a work tile.
 template <typename C>
 __device__ __forceinline__ int heads_of_work_tile(const BwdKernelParams& p, int word) {
-  return C::kSplit && partial_idx(word) > 0 && !(C::kWorkList && is_cut(word)) ? p.split_heads
-                                                                               : p.heads_per_split;
+  return is_partial<C>(p, word) && !(C::kWorkList && is_cut(word)) ? p.split_heads
+                                                                   : p.heads_per_split;
 }
 
-// Number of a part among those of the same partial.
-template <typename C>
-__device__ __forceinline__ int split_of_work_tile(int word) {
-  return C::kWorkList && is_cut(word) ? word / kBehindCut & 1
-                                      : BwdHeadSplit<C>::of_word(word).heads;
-}
+// Number of a part, or side of a cut, among those of the same partial.
+__device__ __forceinline__ int split_of_work_tile(int word) { return word & ((1 << kCutBit) - 1); }
 
-// Blocks of queries that a work tile visits in a segment, which is given by its address in shared
-// memory.
+// Blocks of queries that the work tile of a stage visits in a segment, which is given by its
+// address in shared memory.
 template <typename C>
-__device__ __forceinline__ int2 blocks_of_work_tile(uint32_t segment, int word) {
-  int2 blocks = blocks_of<C::kBlockM>(lds_int2(segment));
-  if (C::kWorkList && is_cut(word))
-    (word & kBehindCut ? blocks.x : blocks.y) = word & (kBehindCut - 1);
-  return blocks;
+__device__ __forceinline__ int2 blocks_of_work_tile(const BwdSmem<C>& smem, uint32_t segment,
+                                                    uint32_t stage) {
+  const int2 blocks = blocks_of<C::kBlockM>(lds_int2(segment));
+  if constexpr (!C::kWorkList) return blocks;
+  const int range = lds_int(smem.m_range(stage));
+  return make_int2(max(blocks.x, range & 0xffff),
+                   min(blocks.y, static_cast<int>(static_cast<uint32_t>(range) >> 16)));
 }
+constexpr int kAllBlocks = static_cast<int>(0xffff0000);  // m_begin 0, m_end behind all
 
 }  // namespace magi
