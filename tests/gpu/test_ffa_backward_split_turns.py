@@ -167,4 +167,4 @@ def test_what_cannot_be_split_is_told(forced):
         assert "cannot be split" in error_of(split), split
     assert "cannot be split" in error_of(Split(0, 5, 2), heads=(144, 24)), "three heads"
     for options in ({"block_m": 64}, {"deterministic": False}, {"heads": (8, 2)}):
-        assert "only in turns" in error_of(Split(0, 5, 4), **options), options
+        assert "only in deterministic order" in error_of(Split(0, 5, 4), **options), options

@@ -153,7 +153,8 @@ void set_order(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms, Bwd
       reinterpret_cast<int32_t*>(at + o.semaphore_targets);
   r->contributions_of_block = reinterpret_cast<int2*>(at + o.contributions_of_block);
   r->summed = reinterpret_cast<int32_t*>(at + o.summed);
-  k->direct_dq_store = r->direct_dq_store = reinterpret_cast<int32_t*>(at + o.direct_dq_store);
+  r->direct_dq_store = reinterpret_cast<int32_t*>(at + o.direct_dq_store);
+  k->direct_dq_store = a.direct_dq_store ? r->direct_dq_store : nullptr;
   r->stores_direct = a.direct_dq_store;
 }
 

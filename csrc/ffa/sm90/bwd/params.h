@@ -66,8 +66,8 @@ struct BwdKernelParams {
   // In deterministic order, where some tiles are split: the first work tile of those; parts, and
   // query heads of a part, as powers of two.
   int32_t first_split, parts_shift, heads_shift;
-  // In deterministic order, or where the first writer stores: of each block, kDirectStoreBit where
-  // its dq is written at once, else 0. dq as (d, token, head).
+  // Where dq of some blocks is written at once: of each block, kDirectStoreBit for those, else 0;
+  // NULL for none. dq as (d, token, head).
   const int32_t* direct_dq_store;
   CUtensorMap dq_map;
 };

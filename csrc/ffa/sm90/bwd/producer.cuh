@@ -136,7 +136,9 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
 #pragma unroll 1
         for (; order.left() > 0; step(order)) {
           if constexpr (C::kDirectStore)
-            sts_int(smem.direct(), load_relaxed(p.direct_dq_store + order.block));
+            sts_int(smem.direct(), p.direct_dq_store == nullptr
+                                       ? 0
+                                       : load_relaxed(p.direct_dq_store + order.block));
           do {
             const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
