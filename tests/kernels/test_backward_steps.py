@@ -55,6 +55,18 @@ def documents(length: int, total: int) -> Mask:
     return Mask.varlen(list(range(0, total + 1, length)))
 
 
+def test_long_documents_go_one_after_the_other_in_no_order():
+    """Those that are not causal, of many query heads, where it gains; a single one has no order."""
+    long = Mask.varlen([0, 3000, 5000, 8100, 11_000, 14_000, 16_384])
+    assert choose(long, 16_384) == by_document(WIDE)
+    assert choose(long, 16_384, heads=(16, 8)) != by_document(WIDE), "two query heads to a kv head"
+    assert choose(Mask.full(16_384), 16_384) == WIDE
+    short = Mask.varlen(list(range(0, 16_384 + 1, 1024)))
+    assert choose(short, 16_384) == by_document(storing(WIDE))
+    causal = Mask.varlen([0, 6000, 10_000, 16_384], causal=True)
+    assert choose(causal, 16_384).first_writer
+
+
 @pytest.mark.parametrize(
     "mask, total, steps, in_turns",
     [
@@ -71,7 +83,7 @@ def documents(length: int, total: int) -> Mask:
         (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
         (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
         (documents(2048, 8192), 8192, by_document(storing(WIDE)), WIDE),  # many units
-        (documents(2560, 7680), 7680, by_document(storing(WIDE)), WIDE),
+        (documents(2560, 7680), 7680, by_document(WIDE), WIDE),
         (Mask.causal(8192), 8192, WIDE, WIDE),
         (Mask.sliding_window(8192, (1023, 0)), 8192, storing(WIDE), WIDE),  # 1.06 times
         (documents(512, 8192), 8192, by_document(storing(NARROW)), NARROW),

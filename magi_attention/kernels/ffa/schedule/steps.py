@@ -36,12 +36,15 @@ from magi_attention.native.tile_plan import TilePlan
 
 _LONGER_THAN_HALVES = 3072  # queries that a key sees, from which on wide steps are faster than halves of the heads
 _LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
+# Keys that a query sees, from which on documents that are not causal gain more one after the other, in no order, than
+# where whoever comes first stores (docs/log/ffa_backward_modes.md).
+_LONG_DOCUMENTS = 2100
 # The same in turns, over the larger sections of one or two query heads in a unit.
 _LEAST_OF_OTHERS = 0.2  # than causal documents
 _ANY = -0.9  # if it can be told
 _SHORT_OF_TWO = 2000  # keys that a query sees on average, up to which it may be anything with two query heads
 _FEW_OF_ONE = 5  # units for each multiprocessor, the same with one
-_CAUSAL = AttnMaskType.CAUSAL.to_int_type()
+_CAUSAL, _FULL = AttnMaskType.CAUSAL.to_int_type(), AttnMaskType.FULL.to_int_type()
 
 
 class _Stores(NamedTuple):
@@ -177,8 +180,11 @@ def _choose(
     case = _Case(q_shape, v_shape, slices, keys, is_remote, processors, units)
     if options.deterministic:
         return _in_turns(case, found, has_wide)
-    stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
     seen = slices.area / max(q_shape[0], 1)
+    if found.block_m == WIDE and seen >= _LONG_DOCUMENTS and case.is_many and not case.is_causal:
+        if case.q_shape[1] >= _LEAST_GROUP * v_shape[1] and _gain_by_document(case) > _OF_MANY.least_gain:
+            return found._replace(by_document=True)
+    stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
     is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
     if is_by_document or (seen <= stores.most and case.sole_share >= stores.least_sole):
         return by_rounding(in_turns=True)._replace(first_writer=True, by_document=is_by_document)
@@ -211,6 +217,11 @@ class _Case(NamedTuple):
     def sole_share(self) -> float:
         """The share for blocks of 64 queries."""
         return tile_steps(self.slices, self.q_shape[0], self.keys).sole[NARROW]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether any slice has a diagonal."""
+        return bool((self.slices.array[:, 4] != _FULL).any())
 
     @property
     def is_whole(self) -> bool:
