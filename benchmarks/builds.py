@@ -41,9 +41,9 @@ from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa.operands import DTYPES as CODES  # noqa: E402
-from magi_attention.kernels.ffa.schedule.head_splits import head_parts_in_turns  # noqa: E402
+from magi_attention.kernels.ffa.schedule.head_splits import head_splits  # noqa: E402
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, WIDE  # noqa: E402
-from magi_attention.kernels.ffa.schedule.steps import Steps  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
@@ -86,20 +86,20 @@ def anew(case: Case) -> Case:
 @contextmanager
 def forced_steps(steps: str) -> Iterator[None]:
     """Backwards take one of ``STEPS``, whatever the mask."""
-    chosen = ffa_bwd.steps_of
+    chosen = ffa_bwd.select_schedule
 
-    def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
+    def select_schedule(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
         if steps == "cleared":
             return chosen(q_shape, v_shape, mask, options, processors)._replace(first_writer=False)
         halves = options.deterministic and steps == str(NARROW)
-        return Steps(int(steps), head_parts_in_turns(mask, q_shape, v_shape, processors) if halves else 0)
+        return BwdSchedule(int(steps), head_splits(mask, q_shape, v_shape, processors) if halves else 0)
 
     if steps != "chosen":
-        ffa_bwd.steps_of = steps_of
+        ffa_bwd.select_schedule = select_schedule
     try:
         yield
     finally:
-        ffa_bwd.steps_of = chosen
+        ffa_bwd.select_schedule = chosen
 
 
 class GradientsBySteps(OurGradients):

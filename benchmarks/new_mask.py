@@ -5,10 +5,10 @@
 
 All ranks plan the same mask; rank 0 is timed. ``dispatch`` is the plan that a key holds, ``slices`` the part of it that
 the rank has, ``one launch`` the layout of what arrives while one kernel runs, ``forward`` and ``backward`` the tile
-plans of that kernel, with the choice of steps and the list of units, for 64 query heads on 8 of dimension 128 and 132
-multiprocessors. Not in the sum: ``locality``, the dispatch by ``LocalityDispatchAlg`` instead, and ``wire``, the rows
-of all stages where attention goes stage by stage instead. The median of the repeats, each with a mask that nothing has
-seen. Copies to a GPU are not counted.
+plans of that kernel, with the choice of the schedule and its work tiles, for 64 query heads on 8 of dimension 128 and
+132 multiprocessors. Not in the sum: ``locality``, the dispatch by ``LocalityDispatchAlg`` instead, and ``wire``, the
+rows of all stages where attention goes stage by stage instead. The median of the repeats, each with a mask that nothing
+has seen. Copies to a GPU are not counted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from magi_attention.config import (
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
-from magi_attention.kernels.ffa.schedule.steps import steps_of
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
+from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
@@ -81,10 +81,10 @@ class Clock:
         return made
 
 
-def _units(steps) -> UnitShape | None:
-    """The shape of the units that a plan lists, see ``BackwardCalls``; work lists are left out."""
-    has_list = steps.has_order(in_turns=False)
-    return UnitShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, steps.by_document) if has_list else None
+def _work_tiles(schedule) -> WorkTileShape | None:
+    """The shape of the work tiles that a plan lists, see ``BackwardCalls``; work lists are left out."""
+    has_list = schedule.has_order(is_deterministic=False)
+    return WorkTileShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, schedule.by_document) if has_list else None
 
 
 def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:
@@ -92,8 +92,8 @@ def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:
     shapes = (tokens, HEADS, DIM), (tokens, HEADS_KV, DIM)
 
     def backward() -> None:
-        units = _units(steps_of(*shapes, slices, AttnOptions(DIM**-0.5), PROCESSORS))
-        table_plan(slices, PlanShape(tokens, tokens, TILE, True, units), CPU)
+        work_tiles = _work_tiles(select_schedule(*shapes, slices, AttnOptions(DIM**-0.5), PROCESSORS))
+        table_plan(slices, PlanShape(tokens, tokens, TILE, True, work_tiles), CPU)
 
     clock.time("forward", lambda: table_plan(slices, PlanShape(tokens, tokens, TILE), CPU))
     clock.time("backward", backward)
@@ -115,13 +115,13 @@ def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> Non
     part = clock.time("one launch", lambda: FusedLayout(plan).part(0))
     group = HEADS // HEADS_KV
     seconds = 1e-5 + part.signal_rows * 4 * HEADS_KV * DIM / PUSH_BYTES_PER_S
-    pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, section_heads=HEADS)
+    pace = Pace(seconds, 4 * DIM / FLOPS, 10 * DIM / FLOPS, heads=group, l2_group_heads=HEADS)
     mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, len(part.summed_tiles))
     shapes = (part.local_rows, HEADS, DIM), (part.local_rows, HEADS_KV, DIM)
 
     def backward() -> None:
-        units = _units(steps_of(*shapes, RemoteKeys(mask, b""), AttnOptions(DIM**-0.5), PROCESSORS))
-        mask.plan(PlanShape(part.local_rows, mask.total_k, TILE, True, units), CPU)
+        work_tiles = _work_tiles(select_schedule(*shapes, RemoteKeys(mask, b""), AttnOptions(DIM**-0.5), PROCESSORS))
+        mask.plan(PlanShape(part.local_rows, mask.total_k, TILE, True, work_tiles), CPU)
 
     clock.time("forward", lambda: mask.plan(PlanShape(part.local_rows, mask.total_k, TILE), CPU))
     clock.time("backward", backward)

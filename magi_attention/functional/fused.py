@@ -30,7 +30,7 @@ _TABLES = (
     *("transfers", "signals", "arrivals", "owners", "target_rows", "senders"),
     *("summed", "summed_tiles", "summed_src_rows"),
 )  # of a part, on the device
-_SECTION_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd/launch.cuh
+_L2_GROUP_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd/launch.cuh
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,10 @@ LAUNCHES: Kind[tuple[object, ...], Launches] = Kind("launches, by what of q, k a
 def _pace(part: RankFusedLayout, shapes: _Shapes) -> Pace:
     row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
     pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
-    kept = max(1, _SECTION_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
+    kept = max(1, _L2_GROUP_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
     return Pace(
         _START_SECONDS + part.signal_rows * row_bytes / _PUT_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
-        heads=group, section_heads=min(kept, shapes.heads) * group,
+        heads=group, l2_group_heads=min(kept, shapes.heads) * group,
     )  # fmt: skip
 
 

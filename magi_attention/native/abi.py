@@ -327,7 +327,7 @@ PLANNER_FUNCTIONS: Functions = {
             F64_PTR,
         ),
     ),
-    "magi_hand_out_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
+    "magi_simulate_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
     "magi_bwd_work_list": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, I64_PTR)),
 }

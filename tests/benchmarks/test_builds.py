@@ -18,7 +18,7 @@ from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
-from magi_attention.kernels.ffa.schedule.steps import Steps  # noqa: E402
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 
@@ -42,7 +42,7 @@ class StandIn(SdpaOnlineBackend):
         self.turns.append(options.deterministic)
         self.masks.append(slices)
         if not options.deterministic:  # those would need the planner
-            self.steps.append(ffa_bwd.steps_of(q.shape, v.shape, slices, options, 132).block_m)
+            self.steps.append(ffa_bwd.select_schedule(q.shape, v.shape, slices, options, 132).block_m)
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dv *= self.scale_error
         return grads
@@ -90,21 +90,21 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
 def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     made = {}
     monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(80, 0, first_writer=True))
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(80, 0, first_writer=True))
     arguments = ["--steps", "chosen,cleared,64,80", "--masks", "full", *SHORT]
     assert builds.main([*map(str, files), *arguments]) == 0
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header[2:] == [n + way for n in ("old", "new") for way in ("", "+cleared", "+64", "+80")]
     assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 80, 64, 80]] * 2
-    monkeypatch.setattr(builds, "head_parts_in_turns", lambda *_: 2)
+    monkeypatch.setattr(builds, "head_splits", lambda *_: 2)
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
-    chosen = ffa_bwd.steps_of
-    ways = ("64", False, Steps(64, 0)), ("64", True, Steps(64, 2)), ("80", True, Steps(80, 0))
-    for way, is_ordered, found in (*ways, ("cleared", False, Steps(80, 0)), ("chosen", False, chosen())):
+    chosen = ffa_bwd.select_schedule
+    ways = ("64", False, BwdSchedule(64, 0)), ("64", True, BwdSchedule(64, 2)), ("80", True, BwdSchedule(80, 0))
+    for way, is_ordered, found in (*ways, ("cleared", False, BwdSchedule(80, 0)), ("chosen", False, chosen())):
         with builds.forced_steps(way):
             options = AttnOptions(0.3, deterministic=is_ordered)
-            assert ffa_bwd.steps_of(*shapes, slices, options, 132) == found
-        assert ffa_bwd.steps_of is chosen
+            assert ffa_bwd.select_schedule(*shapes, slices, options, 132) == found
+        assert ffa_bwd.select_schedule is chosen
 
 
 def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):

@@ -128,6 +128,6 @@ def test_pace() -> None:
     assert 0 < one < two and three - two == pytest.approx(two - one)
     few, many = pace_of([128]), pace_of([128], dims=(128, 128))
     assert many.pair == pytest.approx(2 * few.pair) and few.pair < few.pair_backward < many.pair_backward
-    sections = [pace_of([128], total_keys=n).section_heads for n in (0, 2**16, 2**18, 2**24)]
+    sections = [pace_of([128], total_keys=n).l2_group_heads for n in (0, 2**16, 2**18, 2**24)]
     assert sections == sorted(sections, reverse=True) and sections[0] == 16 and sections[-1] < 16
     assert all(16 % n == 0 for n in sections)

@@ -18,7 +18,7 @@ from test_ffa_backward_deterministic import CASES
 
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 
@@ -28,12 +28,12 @@ DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
 MANY = (1337, (96, 24))
 SECTIONS = (2100, (44, 11))
 FORCED = (
-    *(Steps(n, 0, stores, by_document) for n in (64, 80) for stores in (False, True) for by_document in (False, True)),
-    *(Steps(80, 0, split=split) for split in (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))),
-    *(Steps(n, 0, stores, direct_dq_store=True) for n in (64, 80) for stores in (False, True)),
+    *(BwdSchedule(n, 0, stores, by_document) for n in (64, 80) for stores in (0, 1) for by_document in (0, 1)),
+    *(BwdSchedule(80, 0, split=split) for split in (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))),
+    *(BwdSchedule(n, 0, stores, direct_dq_store=True) for n in (64, 80) for stores in (False, True)),
 )
 
-Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, Steps | None]
+Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, BwdSchedule | None]
 
 
 def calls() -> Iterator[Call]:
@@ -46,7 +46,7 @@ def calls() -> Iterator[Call]:
             for shape in (MANY, SECTIONS):
                 yield name, shape, (128, 128), {"deterministic": deterministic, "sm_margin": 40}, None
         for steps in FORCED:
-            if steps.first_writer or steps == Steps(80, 0, by_document=True):
+            if steps.first_writer or steps == BwdSchedule(80, 0, by_document=True):
                 yield name, MANY, (128, 128), {}, steps
             if not steps.first_writer:
                 yield name, MANY, (128, 128), {"deterministic": True}, steps
@@ -63,7 +63,7 @@ def run(ffa: FfaBackend, call: Call) -> None:
     x = make_inputs(0, CASES[name](total), total, total, heads, dims, **of_inputs)
     of_call = {n: options[n] for n in ("deterministic", "sm_margin") if n in options}
     attn, dout = replace(options_of(x), **of_call), make_dout(x)
-    ffa_bwd.steps_of = steps_of if steps is None else lambda *_: steps
+    ffa_bwd.select_schedule = select_schedule if steps is None else lambda *_: steps
     out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, attn, x.sink)
     operands = (dout, x.q, x.k, x.v, out, lse, x.slices, attn, x.sink)
     for _ in range(2):  # what the first makes of the plan is kept for the second

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that take up one document after the other: where units are told, where whoever comes first stores, and in
 turns, with steps of either size; under masks that would not choose it, too. That masks do:
-``tests/kernels/test_backward_steps.py``."""
+``tests/kernels/test_select_schedule.py``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from test_ffa_backward_split import ranges_on_the_host  # noqa: F401
 
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes
 
 WAYS = {
-    "told": (Steps(80, 0, by_document=True), False),
-    "stores, narrow": (Steps(64, 0, first_writer=True, by_document=True), False),
-    "stores, wide": (Steps(80, 0, first_writer=True, by_document=True), False),
-    "turns, narrow": (Steps(64, 0, by_document=True), True),
-    "turns, wide": (Steps(80, 0, by_document=True), True),
+    "told": (BwdSchedule(80, 0, by_document=True), False),
+    "stores, narrow": (BwdSchedule(64, 0, first_writer=True, by_document=True), False),
+    "stores, wide": (BwdSchedule(80, 0, first_writer=True, by_document=True), False),
+    "turns, narrow": (BwdSchedule(64, 0, by_document=True), True),
+    "turns, wide": (BwdSchedule(80, 0, by_document=True), True),
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 MANY = (80, 40)  # heads, of which few tiles are many units, as has to be where these are told
@@ -47,7 +47,7 @@ MANY = (80, 40)  # heads, of which few tiles are many units, as has to be where 
 def force(monkeypatch, way: str) -> bool:
     """Whether the way is in turns."""
     steps, in_turns = WAYS[way]
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: steps)
     return in_turns
 
 
@@ -108,14 +108,15 @@ def test_as_chosen(lengths, monkeypatch):
 
     def backward(steps=None, **options) -> Grads:
         """As chosen, or with ``steps``."""
-        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: steps or chosen.append(steps_of(*a)) or chosen[-1])
+        choose = lambda *a: steps or chosen.append(select_schedule(*a)) or chosen[-1]  # noqa: E731
+        monkeypatch.setattr(ffa_bwd, "select_schedule", choose)
         return ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, replace(options_of(x), **options))
 
     first = backward(deterministic=True)
     for margin in (0, 60):
         for in_turns in (True, False, False):
             got = backward(deterministic=in_turns, sm_margin=margin)
-            want = backward(Steps(chosen[-1].block_m, 0), sm_margin=margin)
+            want = backward(BwdSchedule(chosen[-1].block_m, 0), sm_margin=margin)
             for mine, theirs in zip((got.dq, got.dk, got.dv), (want.dq, want.dk, want.dv)):
                 torch.testing.assert_close(mine.float(), theirs.float(), atol=4e-3, rtol=1.6e-2)  # other orders of sums
             if in_turns and margin == 0:
@@ -126,7 +127,7 @@ def test_as_chosen(lengths, monkeypatch):
 def nobody_waits(rank: int, world: int, way: str) -> bool:
     """Beside other kernels, which hold multiprocessors while units are handed out."""
     steps, in_turns = WAYS[way]
-    ffa_bwd.steps_of = lambda *_: steps
+    ffa_bwd.select_schedule = lambda *_: steps
     for lengths in ([300, 1300, 700], [128] * 20, [2000, 90]):
         total = sum(lengths)
         documents = masks.varlen(np.cumsum([0, *lengths]).tolist(), 1)

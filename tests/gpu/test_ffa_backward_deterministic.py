@@ -30,7 +30,7 @@ from test_ffa_backward import (  # noqa: F401
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.spawn import run_processes
@@ -159,7 +159,7 @@ def test_sections_between_one_and_two(total, heads):
 @each_dtype
 def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
     chosen = []
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: chosen.append(steps_of(*a)) or chosen[-1])
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
     documents = masks.varlen([0, 700, 800, 900, 1024], 0)
     x = make_inputs(5, documents, 1024, 1024, (128, 32), (64, 64), dtype=dtype, device=DEVICE)
     dout, ffa = make_dout(x), FfaBackend()
@@ -169,7 +169,7 @@ def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
     assert_grads(x, found[0], truth(x, dout), dtype)
     for again in found[1:]:
         assert_same_bits(again, found[0], dtype)
-    assert chosen == [Steps(64, 2)] * 5, "one long document should be worth it with about 132 multiprocessors"
+    assert chosen == [BwdSchedule(64, 2)] * 5, "one long document should be worth it with about 132 multiprocessors"
 
 
 def test_options():

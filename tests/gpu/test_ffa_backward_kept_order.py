@@ -27,7 +27,7 @@ from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, PlanShape, RangePlans, table_plan
-from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
@@ -36,29 +36,29 @@ from magi_attention.testing.spawn import run_processes
 
 MANY = (1337, (96, 24))  # on 132 multiprocessors two units for each, so that tiles may be split
 WAYS = {
-    "turns, 64": Steps(64, 0),
-    "turns, 80": Steps(80, 0),
-    "turns, halves of the heads": Steps(64, 2),
-    "turns, split tiles": Steps(80, 0, split=Split(1, 5, 2)),
-    "turns, sole visits": Steps(80, 0, direct_dq_store=True),
-    "turns, by document": Steps(64, 0, by_document=True),
-    "first stores, 64": Steps(64, 0, first_writer=True),
-    "first stores, 80": Steps(80, 0, first_writer=True),
-    "first stores, sole visits": Steps(64, 0, first_writer=True, direct_dq_store=True),
+    "turns, 64": BwdSchedule(64, 0),
+    "turns, 80": BwdSchedule(80, 0),
+    "turns, halves of the heads": BwdSchedule(64, 2),
+    "turns, split tiles": BwdSchedule(80, 0, split=Split(1, 5, 2)),
+    "turns, sole visits": BwdSchedule(80, 0, direct_dq_store=True),
+    "turns, by document": BwdSchedule(64, 0, by_document=True),
+    "first stores, 64": BwdSchedule(64, 0, first_writer=True),
+    "first stores, 80": BwdSchedule(80, 0, first_writer=True),
+    "first stores, sole visits": BwdSchedule(64, 0, first_writer=True, direct_dq_store=True),
 }
 
 
 class Calls:
     """Backwards of one mask, each way by steps of its own, and how each was launched."""
 
-    def __init__(self, x: Inputs, steps: Steps, monkeypatch=None) -> None:
+    def __init__(self, x: Inputs, steps: BwdSchedule, monkeypatch=None) -> None:
         self.x, self.dout, self.ffa = x, make_dout(x), FfaBackend()
         self.out, self.lse = forward(x, self.ffa)
         self.options = replace(options_of(x), deterministic=not steps.first_writer)
         self.launches: list[abi.FfaBwdParams] = []
         if monkeypatch is not None:
             start = ffa_bwd._start
-            monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps)
+            monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: steps)
             monkeypatch.setattr(ffa_bwd, "_start", lambda *a: self._note(a[1]) or start(*a))
 
     def _note(self, params: bytes) -> None:
@@ -156,9 +156,9 @@ def test_a_plan_of_other_shapes_gives_nan(way, monkeypatch):
 def made_every_time(rank: int, world: int, way: str) -> bool:
     """Beside long kernels, as calls whose list was kept are in the tests of their order."""
     Kept.order_of = lambda *_: None
-    steps: Steps = WAYS[way]
+    steps: BwdSchedule = WAYS[way]
     choose: Callable = lambda *_: steps  # noqa: E731
-    ffa_bwd.steps_of = choose
+    ffa_bwd.select_schedule = choose
     for name, make in CASES.items():
         for dim in (64, 128, 256) if steps.block_m == 64 else (128,):
             calls = Calls(make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE), steps)

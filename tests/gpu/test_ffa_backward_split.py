@@ -25,7 +25,7 @@ from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
-from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -43,7 +43,7 @@ def ranges_on_the_host(monkeypatch):
 @pytest.fixture(autouse=True)
 def narrow_steps(monkeypatch):
     """Of 64 queries. The files of wide steps take the tests from here, but not this."""
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0))
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from test_ffa_backward_split import documents, inputs, workspaces  # noqa: F401
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 
@@ -43,14 +43,14 @@ from magi_attention.testing import masks
 LONG = 1300
 
 
-def wide_where_possible(q_shape, v_shape, mask, options, processors) -> Steps:
+def wide_where_possible(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
     """Wide steps wherever there is a kernel for them."""
-    return Steps(80 if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128 else 64, 0)
+    return BwdSchedule(80 if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128 else 64, 0)
 
 
 @pytest.fixture(autouse=True)
 def wide_steps(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "steps_of", wide_where_possible)
+    monkeypatch.setattr(ffa_bwd, "select_schedule", wide_where_possible)
 
 
 @pytest.fixture(autouse=True, params=("host", "device"))
@@ -98,8 +98,8 @@ def test_both_blocks_give_the_same_gradients(monkeypatch):
 @pytest.mark.parametrize("margin", (0, 5))
 def test_walks_in_step(margin, known_to, monkeypatch):
     """Tiles of one head that are more than a wave: in pairs, beside steps of 64 in the plan's own order."""
-    made, make = [], unit_walks._in_periods
-    monkeypatch.setattr(unit_walks, "_in_periods", lambda *a: made.append(1) or make(*a))
+    made, make = [], unit_walks._in_waves
+    monkeypatch.setattr(unit_walks, "_in_waves", lambda *a: made.append(1) or make(*a))
     total = 128 * 190 + 7
     x = make_inputs(3, masks.causal(total), total, total, (24, 3), (128, 128), device=DEVICE)
     dout = make_dout(x, 3)
@@ -117,7 +117,7 @@ def test_walks_in_step(margin, known_to, monkeypatch):
 def test_a_long_mask_chooses_it(monkeypatch):
     monkeypatch.undo()
     chosen = []
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *a: chosen.append(steps_of(*a)) or chosen[-1])
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
     ffa, total = FfaBackend(), 4500
     for slices in (masks.full(total), masks.varlen(list(range(0, total + 1, 500)), 1)):
         x = make_inputs(0, slices, total, total, (4, 1), (128, 128), device=DEVICE)

@@ -22,7 +22,7 @@ from magi_attention.testing.spawn import run_processes
 
 
 def wide(rank: int, world: int, work) -> bool:
-    ffa_bwd.steps_of = wide_where_possible
+    ffa_bwd.select_schedule = wide_where_possible
     return work(rank, world)
 
 

@@ -19,7 +19,7 @@ from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.schedule import steps as backward_steps
+from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -78,13 +78,13 @@ def errors_of(got, plain, truth, slacks) -> list[float]:
 
 
 def steps_as(stores: bool, by_document: bool):
-    """Instead of ``steps_of``: the same steps, but where whoever comes first is to store, or documents are to come one
-    after the other, whatever the mask."""
+    """Instead of ``select_schedule``: the same steps, but where whoever comes first is to store, or documents are to
+    come one after the other, whatever the mask."""
 
-    def steps_of(*call) -> backward_steps.Steps:
-        return backward_steps.steps_of(*call)._replace(first_writer=stores, by_document=by_document)
+    def select_schedule(*call) -> backward_steps.BwdSchedule:
+        return backward_steps.select_schedule(*call)._replace(first_writer=stores, by_document=by_document)
 
-    return steps_of
+    return select_schedule
 
 
 def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
@@ -150,7 +150,7 @@ def random_cases(
     found = []
     for seed in seeds:
         if stores:
-            ffa_bwd.steps_of = steps_as(True, by_document=seed // 2 % 2 == 1)
+            ffa_bwd.select_schedule = steps_as(True, by_document=seed // 2 % 2 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, dtype, fused=True)
         got = run(q, k, v, dout, sink, key)
         if rank == 0:
@@ -198,7 +198,7 @@ def repeated(rank: int, world: int, is_deterministic: bool, fused: bool, stores:
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
     for seed in SEEDS_IN_TURNS if is_deterministic and fused else (1, 3, 4, 5, 7):
         if fused:
-            ffa_bwd.steps_of = steps_as(stores, by_document=seed % 3 == 1)
+            ffa_bwd.select_schedule = steps_as(stores, by_document=seed % 3 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=fused)
         first = run(q, k, v, dout, sink, key)
         for i in range(100 // 5):

@@ -297,7 +297,7 @@ class CpuRuntime:
         self.copies += 1
         return x.clone()
 
-    def processors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return 4
 
     def stream_object(self) -> int:

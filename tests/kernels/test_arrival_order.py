@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.functional.fused import _SECTION_BYTES
+from magi_attention.functional.fused import _L2_GROUP_BYTES
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape
@@ -35,7 +35,7 @@ def random_mask(seed: int, late: float = 1.0) -> RemoteMask:
     if rng.random() < 0.5:
         arrivals = rng.permutation(arrivals)
     when = late * np.cumsum(rng.uniform(0, 1e-3, signals))
-    pace = Pace(when, PAIR, 2.5 * PAIR, heads=PACK, section_heads=HEADS)
+    pace = Pace(when, PAIR, 2.5 * PAIR, heads=PACK, l2_group_heads=HEADS)
     table = SliceTable(np.concatenate([local, remote]))
     return RemoteMask(table, ROWS, base, arrivals.astype(np.int32), pace, 0)
 
@@ -132,4 +132,4 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
 def test_sections_are_those_of_the_kernel() -> None:
     source = (csrc_or_skip() / "ffa" / "sm90" / "fwd" / "launch.cuh").read_text()
     factor, shift = re.search(r"kL2GroupBytes = (\d+)ll << (\d+);", source).groups()
-    assert int(factor) << int(shift) == _SECTION_BYTES
+    assert int(factor) << int(shift) == _L2_GROUP_BYTES

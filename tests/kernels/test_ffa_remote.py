@@ -14,7 +14,7 @@ from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed
@@ -59,8 +59,8 @@ def test_documents_one_after_the_other() -> None:
     of_others = [[a, b, base + a, base + b, 0] for a, b in ends]
     slices = SliceTable(np.array([[a, b, a, b, 1] for a, b in ends] + of_others))
     mask = RemoteMask(slices, rows, base, np.zeros(rows // TILE, dtype=np.int32), Pace(np.array([1e-3])), 8)
-    units = UnitShape(heads, 2, 132, 132, by_document=True)
-    shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, units=units)
+    units = WorkTileShape(heads, 2, 132, 132, by_document=True)
+    shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, schedule=units)
     words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
     plan = TilePlan(words)
     at = abi.TilePlanHeader.from_buffer(words).words_work_tiles
@@ -96,7 +96,7 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
     assert "to" in events[:at] and events.count("kernel") == 1
 
 
-def test_turns_where_keys_arrive(monkeypatch) -> None:
+def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
     """As elsewhere: this kernel, and with it the put, after the last one in turns."""
     planner_or_skip()
     ffa, _ = backend()

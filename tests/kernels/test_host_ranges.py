@@ -17,8 +17,8 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule import steps as steps_module
-from magi_attention.kernels.ffa.schedule.steps import UNKNOWN, RecentSteps, Steps
+from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
+from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -123,22 +123,22 @@ def test_one_mask_has_one_place():
 
 def test_a_mask_that_the_host_does_not_know_takes_the_steps_of_the_last_one_of_its_shape():
     """Where each training step has a mask of its own, all layers may be launched before its ranges have arrived."""
-    recent, options = RecentSteps(), AttnOptions(0.3)
+    recent, options = RecentSchedules(), AttnOptions(0.3)
     shapes = (64, 8, 128), (64, 2, 128)
-    by_document = Steps(80, 0, first_writer=True, by_document=True, direct_dq_store=True)
+    by_document = BwdSchedule(80, 0, first_writer=True, by_document=True, direct_dq_store=True)
     assert recent.best(UNKNOWN, *shapes, options) is UNKNOWN, "no mask was known yet"
     assert recent.best(by_document, *shapes, options) is by_document
     assert recent.best(UNKNOWN, *shapes, options) == by_document._replace(by_document=False), "that needs the mask"
     assert recent.best(UNKNOWN, (65, 8, 128), shapes[1], options) is UNKNOWN, "another shape"
     assert recent.best(UNKNOWN, *shapes, AttnOptions(0.3, softcap=5.0)) is UNKNOWN
     assert recent.best(UNKNOWN, *shapes, AttnOptions(0.3, deterministic=True)) is UNKNOWN, "the same bits in every call"
-    recent.best(Steps(80, 0), *shapes, options)
-    assert recent.best(UNKNOWN, *shapes, options) == Steps(80, 0)
+    recent.best(BwdSchedule(80, 0), *shapes, options)
+    assert recent.best(UNKNOWN, *shapes, options) == BwdSchedule(80, 0)
 
 
 def test_backwards_are_right_with_the_steps_of_another_mask(monkeypatch):
     """The ranges of every other mask are late."""
-    monkeypatch.setattr(steps_module, "_stores_of", lambda case: steps_module._Stores(10**6))
+    monkeypatch.setattr(schedule_module, "_stores_of", lambda case: schedule_module._Stores(10**6))
     ffa, simulator = public_backend(monkeypatch)
     modes = []
     for seed in range(8):

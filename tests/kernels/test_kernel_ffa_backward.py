@@ -21,8 +21,8 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, RangeTensors
-from magi_attention.kernels.ffa.schedule import steps as backward_steps
-from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -371,7 +371,7 @@ def test_kernels_in_turns_follow_one_another_over_streams():
 
 def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
     """In a capture, too."""
-    monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: Steps(64, 0, first_writer=True))
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0, first_writer=True))
     ffa, simulator = backend()
     case = Case(MASKS[0])
     for stream, is_capturing in ((7, False), (8, False), (8, True)):

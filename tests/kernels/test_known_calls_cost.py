@@ -92,7 +92,7 @@ def test_a_known_call_costs_few_steps(public, monkeypatch):
         if event in ("call", "c_call"):
             steps.append(frame.f_code.co_name if event == "call" else arg.__name__)
 
-    def steps_of(call) -> list[str]:
+    def select_schedule(call) -> list[str]:
         steps.clear()
         sys.setprofile(note)
         try:
@@ -101,9 +101,9 @@ def test_a_known_call_costs_few_steps(public, monkeypatch):
             sys.setprofile(None)
         return steps[1:-1]  # without the lambda and setprofile
 
-    known = steps_of(lambda: flex_flash_attn_func(q, k, v, *mask))
+    known = select_schedule(lambda: flex_flash_attn_func(q, k, v, *mask))
     assert "find" in known and len(known) < 10, known
-    assert len(steps_of(lambda: flex_flash_attn_func(q, k, v, *mask, softcap=1.0))) > 100
+    assert len(select_schedule(lambda: flex_flash_attn_func(q, k, v, *mask, softcap=1.0))) > 100
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the backward is cut into units, by the library's own code compiled for the CPU: Python that follows the same
+"""How the backward is cut into work tiles, by the library's own code compiled for the CPU: Python that follows the same
 rules, and what its workspace holds."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from turns_model import Schedule, schedule_of
+from semaphore_model import Schedule, schedule_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole
-from magi_attention.kernels.ffa.schedule.steps import steps_of
 from magi_attention.kernels.ffa.schedule.tile_splits import NONE
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, heads_per_section
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group
 from magi_attention.native import abi
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 
@@ -27,7 +27,7 @@ SMS = (132, 78, 8)
 
 class Layout(NamedTuple):
     num_head_splits: int
-    heads_per_section: int
+    heads_per_l2_group: int
     target_tables: int
     workspace: int
     order: int
@@ -62,17 +62,17 @@ def calls(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_turns_are_those_of_the_model(layout_of, seed):
-    """Sections, fragments of heads and tables of turns."""
+def test_semaphore_order_are_those_of_the_model(layout_of, seed):
+    """Sections, fragments of heads and tables of deterministic order."""
     tables = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_DETERMINISTIC, sms)
         schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
         case = (tokens, heads, heads_kv, dim, sms)
         assert found.num_head_splits * schedule.heads * heads_kv == heads, case
-        assert found.heads_per_section * found.num_head_splits * (2 if dim == 256 else 1) == schedule.kinds, case
+        assert found.heads_per_l2_group * found.num_head_splits * (2 if dim == 256 else 1) == schedule.kinds, case
         is_compared = -(-tokens // TILE) <= schedule.most_timed
-        assert found.target_tables == (2 if schedule.sections > 1 and is_compared else 1), case
+        assert found.target_tables == (2 if schedule.l2_groups > 1 and is_compared else 1), case
         tables.add(found.target_tables)
     assert tables == {1, 2}
 
@@ -86,11 +86,11 @@ def test_lists_have_the_sections_of_the_library(layout_of, seed):
         is_whole = tiles * heads_kv >= fewest_whole(sms)
         assert (found.num_head_splits == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
         if found.num_head_splits == 1:
-            assert found.heads_per_section == heads_per_section(tiles, UnitShape(heads_kv, group, sms, sms))
+            assert found.heads_per_l2_group == heads_per_l2_group(tiles, WorkTileShape(heads_kv, group, sms, sms))
 
 
 def test_what_a_caller_asks_for(layout_of):
-    """Two fragments of the heads or more, and then all heads in one section."""
+    """Two fragments of the heads or more, and then all heads in one L2 group."""
     for order in (abi.DQ_DETERMINISTIC, abi.DQ_FIRST_WRITER):
         assert layout_of(4096, (64, 8), 128, order, num_head_splits=2)[:2] == (2, 8)
     assert layout_of(4096, (24, 8), 128, abi.DQ_DETERMINISTIC, num_head_splits=2)[:2] == (3, 8), (
@@ -102,22 +102,22 @@ def test_what_a_caller_asks_for(layout_of):
 def test_ranks_in_work_at_the_start_are_those_of_the_model(library, seed):
     rng, met = np.random.default_rng(seed), set()
     for _ in range(500):
-        places, units, parts = int(rng.choice(SMS)), int(rng.choice((1, 3, 8, 16))), int(rng.choice((2, 4, 8)))
+        num_ctas, work_tiles, parts = int(rng.choice(SMS)), int(rng.choice((1, 3, 8, 16))), int(rng.choice((2, 4, 8)))
         begin = int(rng.integers(0, 20))
         end = begin + int(rng.integers(0, 20))
         params = abi.FfaBwdParams(
             dq_mode=abi.DQ_DETERMINISTIC, split_begin=begin, split_end=end, splits_per_split_tile=parts * (end > begin)
         )
-        found = library.tiles_at_once(ctypes.byref(params), places, units)
-        schedule = Schedule(places, units, 8, split=(begin, end, parts))
-        assert max(found, 1) == schedule.wave, (places, units, schedule.split)
+        found = library.tiles_at_once(ctypes.byref(params), num_ctas, work_tiles)
+        schedule = Schedule(num_ctas, work_tiles, 8, split=(begin, end, parts))
+        assert max(found, 1) == schedule.wave, (num_ctas, work_tiles, schedule.split)
         met.add((found > begin) + (found > end))
     assert met == {0, 1, 2}
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_chosen_may_be_split(library, seed):
-    """By ``steps_of``, of random documents."""
+    """By ``select_schedule``, of random documents."""
     planner_or_skip()
     rng, met = np.random.default_rng(seed), 0
     for _ in range(150):
@@ -127,7 +127,7 @@ def test_what_is_chosen_may_be_split(library, seed):
         ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, 14))))
         mask = Mask.varlen([0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens])
         shapes = (tokens, heads_kv * group, 128), (tokens, heads_kv, 128)
-        steps = steps_of(*shapes, mask.slices, AttnOptions(0.1, deterministic=True), sms)
+        steps = select_schedule(*shapes, mask.slices, AttnOptions(0.1, deterministic=True), sms)
         if steps.split == NONE:
             continue
         met += 1
@@ -158,7 +158,8 @@ def test_what_may_not_be_split(library):
 
 
 def test_a_workspace_has_parts_of_split_tiles(layout_of):
-    """In turns, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a turn for each part of every tile."""
+    """In deterministic order, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a turn for each part of
+    every tile."""
     whole = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE)
     split = dict(split_begin=16, split_end=24, splits_per_split_tile=4)
     found = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE, **split)
@@ -171,7 +172,7 @@ def test_a_workspace_has_parts_of_split_tiles(layout_of):
 
 
 def test_a_workspace_has_no_gradients_of_keys(layout_of):
-    """32K, 64 heads on 8: the sum of dq and the offsets and deltas of its rows, in turns 0.1% more."""
+    """32K, 64 heads on 8: the sum of dq and the offsets and deltas of its rows, in deterministic order 0.1% more."""
     tokens, heads = 32768, 64
     for order, most in ((abi.DQ_FIRST_WRITER, 1.0005), (abi.DQ_DETERMINISTIC, 1.001)):
         found = layout_of(tokens, (heads, 8), 128, order, block_m=WIDE)
@@ -182,7 +183,8 @@ def test_a_workspace_has_no_gradients_of_keys(layout_of):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
-    """Starts and turns of each unit of a section, the latter at each block of queries: the order has room for them."""
+    """Starts and deterministic order of each work tile of a L2 group, the latter at each block of queries: the order
+    has room for them."""
     met = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = {
@@ -190,7 +192,7 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
         }
         turns = found[abi.DQ_DETERMINISTIC]
         tiles, blocks = -(-tokens // TILE), -(-tokens // NARROW)
-        kinds = turns.heads_per_section * turns.num_head_splits * (2 if dim == 256 else 1) * turns.target_tables
+        kinds = turns.heads_per_l2_group * turns.num_head_splits * (2 if dim == 256 else 1) * turns.target_tables
         wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
         case = (tokens, heads, heads_kv, dim, sms)
         if turns.order:
@@ -204,7 +206,7 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
 
 
 def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
-    """1K: four parts of dk and dv in float32, because tiles are too few for the multiprocessors."""
+    """1K: four parts of dk and dv in float32, because tiles are too few for the SMs."""
     found = layout_of(1024, (64, 8), 128, abi.DQ_ATOMIC)
     assert found.num_head_splits == 4 and found.order == 0
     wanted = 4 * (1024 * 64 * (128 + 2) + 4 * 2 * 1024 * 8 * 128)
@@ -212,7 +214,7 @@ def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
 
 
 def test_sole_visits_that_are_chosen_may_be_written(library):
-    """By ``steps_of``, of random documents; what the caller adds to, or wants in float32, is not."""
+    """By ``select_schedule``, of random documents; what the caller adds to, or wants in float32, is not."""
     planner_or_skip()
     rng, met = np.random.default_rng(0), 0
     for _ in range(400):
@@ -222,7 +224,7 @@ def test_sole_visits_that_are_chosen_may_be_written(library):
         cuts = [0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens]
         mask, is_deterministic = Mask.varlen(cuts, causal=rng.random() < 0.5), rng.random() < 0.5
         options = AttnOptions(0.1, softcap=float(rng.choice((0.0, 20.0))), deterministic=is_deterministic)
-        steps = steps_of((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
+        steps = select_schedule((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
         if not steps.direct_dq_store:
             continue
         met += 1

@@ -51,9 +51,9 @@ def test_what_is_not_there_is_found() -> None:
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 def test(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "steps_of", None)
+    monkeypatch.setattr(ffa_bwd, "select_schedule", None)
     monkeypatch.setattr(ffa_bwd, "_begin", None)
-    ffa_bwd.steps, ffa_bwd.steps_of = 1, FfaBackend.forward
+    ffa_bwd.steps, ffa_bwd.select_schedule = 1, FfaBackend.forward
     return FfaBackend.backwards
 """
     assert missing(source) == ["FfaBackend.backwards", "ffa_bwd._begin", "ffa_bwd.steps"]

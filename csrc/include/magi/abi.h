@@ -327,7 +327,7 @@ MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num
 
 /* When work tiles start that take so long and are taken up in this order by whoever of `places` is
  * free first. */
-MAGI_EXPORT magi_status magi_hand_out_starts(const double* times, int64_t num_work_tiles,
+MAGI_EXPORT magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles,
                                              int32_t places, double* starts);
 
 /* Tiles that follow one another, by the blocks that they visit, those with none left out: the

@@ -80,7 +80,7 @@ int64_t group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period, in
 
 extern "C" {
 
-magi_status magi_hand_out_starts(const double* times, int64_t num_work_tiles, int32_t places,
+magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles, int32_t places,
                                  double* starts) {
   if (num_work_tiles < 0 || places < 1 ||
       (num_work_tiles > 0 && (times == nullptr || starts == nullptr)))

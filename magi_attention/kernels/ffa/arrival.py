@@ -23,7 +23,7 @@ class Pace(NamedTuple):
     """Rough times in seconds, which decide the order of tiles and nothing else.
 
     ``signals`` (R,): until the rows of each signal are there, not falling. ``pair`` and ``pair_backward``: of one query
-    head and key in a CTA. ``heads`` query heads share a kv head; the forward works on ``section_heads`` query heads at
+    head and key in a CTA. ``heads`` query heads share a kv head; the forward works on ``l2_group_heads`` query heads at
     a time, the backward on one kv head.
     """
 
@@ -31,7 +31,7 @@ class Pace(NamedTuple):
     pair: float = 0.0
     pair_backward: float = 0.0
     heads: int = 1
-    section_heads: int = 1
+    l2_group_heads: int = 1
 
     @property
     def until(self) -> float:
@@ -59,7 +59,7 @@ def forward_order(words: np.ndarray, pace: Pace, arrivals: np.ndarray, base: int
                 slack[i] = max(slack[i], buffer.max() - key * (done + high))
             done += high - low
         work[i] = done
-    at_a_time = _CTAS * (rows // plan.header.tile_tokens) / pace.section_heads
+    at_a_time = _CTAS * (rows // plan.header.tile_tokens) / pace.l2_group_heads
     return _with_first_order(words, slack, work * key / at_a_time, pace.until)
 
 

@@ -31,9 +31,9 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa.schedule.steps import RecentSteps, Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, RecentSchedules, select_schedule
 from magi_attention.kernels.ffa.schedule.work_list import ListShape
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, Grads
@@ -90,9 +90,9 @@ class BackwardCalls:
         self._libraries = libraries
         self._plans = plans
         self._prepared: dict[tuple[object, ...], _Prepared] = {}
-        self._recent = RecentSteps()
-        # Each kernel in turns waits for its own CTAs and may hold the multiprocessors that those of another wait for.
-        self._in_turns: dict[int, StreamOrder] = {}  # device -> its kernels in turns
+        self._recent = RecentSchedules()
+        # Each deterministic kernel waits for its own CTAs and may hold the SMs that those of another wait for.
+        self._deterministic: dict[int, StreamOrder] = {}  # device -> its deterministic kernels
 
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
@@ -184,12 +184,12 @@ class BackwardCalls:
         self, call: _Prepared, params: bytes, beside: _Beside | None, runtime: CudaRuntime, index: int,
         stream: int, capturing: bool,
     ) -> None:
-        """Kernels in turns follow the last ones in turns of the device."""
+        """Deterministic kernels follow the last ones of the device."""
         if call.options.deterministic:
-            stream_order = self._in_turns.get(index)
+            stream_order = self._deterministic.get(index)
             if stream_order is None:
                 made = StreamOrder(runtime.event, runtime.stream_object)
-                stream_order = self._in_turns.setdefault(index, made)
+                stream_order = self._deterministic.setdefault(index, made)
             with stream_order.next(stream, capturing):
                 status = _start(call.library, params, beside)
         else:
@@ -203,20 +203,21 @@ class BackwardCalls:
     ) -> _Prepared:  # fmt: skip
         """What calls with these operands share."""
         remote = mask if isinstance(mask, RemoteKeys) else None
-        processors = runtime.processors(x.q.get_device())
-        steps = steps_of(x.q.shape, x.v.shape, mask, options, processors)
+        num_sms = runtime.num_sms(x.q.get_device())
+        schedule = select_schedule(x.q.shape, x.v.shape, mask, options, num_sms)
         if remote is None:
-            steps = self._recent.best(steps, x.q.shape, x.v.shape, options)
+            schedule = self._recent.best(schedule, x.q.shape, x.v.shape, options)
         is_on_host = isinstance(mask, SliceTable)
-        key = _key(x, options, not is_accumulating, grad_dtype, steps, is_on_host, remote)
+        key = _key(x, options, not is_accumulating, grad_dtype, schedule, is_on_host, remote)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, is_accumulating, grad_dtype, steps, is_on_host, remote, runtime)
+            call = self._prepare(key, x, options, is_accumulating, grad_dtype, schedule, is_on_host, remote, runtime)
         return call
 
     def _prepare(
         self, key: tuple[object, ...], x: Operands, options: AttnOptions, is_accumulating: bool,
-        grad_dtype: torch.dtype, steps: Steps, is_on_host: bool, remote: RemoteKeys | None, runtime: CudaRuntime,
+        grad_dtype: torch.dtype, schedule: BwdSchedule, is_on_host: bool, remote: RemoteKeys | None,
+        runtime: CudaRuntime,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``. ``is_on_host``: the host
         knows the mask, so it can make a work list."""
@@ -231,34 +232,35 @@ class BackwardCalls:
             abi.DQ_DETERMINISTIC
             if options.deterministic
             else abi.DQ_FIRST_WRITER
-            if steps.first_writer
+            if schedule.first_writer
             else abi.DQ_ATOMIC
         )
-        sole = steps.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
+        stores_direct = schedule.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
         prefix, needs = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, dq_mode=order, block_m=steps.block_m,
-            num_head_splits=steps.num_head_splits, split_begin=steps.split.begin, split_end=steps.split.end,
-            splits_per_split_tile=steps.split.parts, direct_dq_store=int(sole),
+            softcap=options.softcap, dq_mode=order, block_m=schedule.block_m,
+            num_head_splits=schedule.num_head_splits, split_begin=schedule.split.begin, split_end=schedule.split.end,
+            splits_per_split_tile=schedule.split.parts, direct_dq_store=int(stores_direct),
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
         if odd:
             log_copy(odd)
-        units: UnitShape | ListShape | None = None
-        processors = runtime.processors(q.get_device())
-        shape = heads_kv, heads // max(heads_kv, 1), processors, max(processors - options.sm_margin, 1)
+        schedule_shape: WorkTileShape | ListShape | None = None
+        num_sms = runtime.num_sms(q.get_device())
+        shape = heads_kv, heads // max(heads_kv, 1), num_sms, max(num_sms - options.sm_margin, 1)
         if needs.takes_list and is_on_host:
-            units = ListShape(*shape, steps.block_m)
-        elif steps.has_order(options.deterministic) and (is_on_host or remote is not None):
-            units = UnitShape(*shape, steps.by_document, needs.tail)
+            schedule_shape = ListShape(*shape, schedule.block_m)
+        elif schedule.has_order(options.deterministic) and (is_on_host or remote is not None):
+            schedule_shape = WorkTileShape(*shape, schedule.by_document, needs.tail)
         dk_at, dv_at, bytes_in_all = _with_sums(needs.workspace, remote, heads_kv, (dim, dim_v))
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
+        tile = library.backward_tile(dim, dim_v)
         prepared = _Prepared(
-            library, prefix, PlanShape(tq, tk, library.backward_tile(dim, dim_v), is_transposed=True, units=units),
+            library, prefix, PlanShape(tq, tk, tile, is_transposed=True, schedule=schedule_shape),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), needs.order, q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
@@ -292,12 +294,12 @@ def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
 
 
 def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, steps: Steps, is_on_host: bool,
+    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, schedule: BwdSchedule, is_on_host: bool,
     remote: RemoteKeys | None,
 ) -> tuple[object, ...]:  # fmt: skip
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, steps, is_on_host,
+        id(options), is_fresh, grad_dtype, schedule, is_on_host,
         None if remote is None else (remote.mask.total_k, remote.mask.num_summed),
     )  # fmt: skip
 

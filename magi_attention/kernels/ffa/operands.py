@@ -27,7 +27,7 @@ class CudaRuntime:
         self.stream = torch._C._cuda_getCurrentRawStream  # (device index) -> address
         self.current_device = torch._C._cuda_getDevice
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
-        self._processors: dict[int, int] = {}
+        self._num_sms: dict[int, int] = {}
 
     @staticmethod
     def exists() -> bool:
@@ -45,11 +45,11 @@ class CudaRuntime:
         """A copy in pinned memory, complete when the stream gets there."""
         return x.to("cpu", non_blocking=True)
 
-    def processors(self, index: int) -> int:
-        """Multiprocessors of the device. Each call of a backward asks for them."""
-        found = self._processors.get(index)
+    def num_sms(self, index: int) -> int:
+        """SMs of the device. Each call of a backward asks for them."""
+        found = self._num_sms.get(index)
         if found is None:
-            found = self._processors[index] = torch.cuda.get_device_properties(index).multi_processor_count
+            found = self._num_sms[index] = torch.cuda.get_device_properties(index).multi_processor_count
         return found
 
     def stream_object(self) -> torch.cuda.Stream:

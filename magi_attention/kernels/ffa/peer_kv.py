@@ -13,7 +13,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa.operands import DTYPES
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 
@@ -49,7 +49,7 @@ class RemoteMask:
         return int(self.arrivals.max(initial=-1)) + 1
 
     def plan(self, shape: PlanShape, device: torch.device) -> Kept:
-        """The tile plan on ``device``, without lists of units, which kernels never make beside remote keys; kept. The
+        """The tile plan on ``device``, without a work list, which calls beside remote keys do not take; kept. The
         first call copies and waits."""
 
 
@@ -76,9 +76,9 @@ class RemoteMask:
         tile = shape.tile
         plan = TilePlan.of_table(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups, True)
         words = backward_order(plan.words.copy(), self.pace, self.arrivals, self.base)
-        if not isinstance(shape.units, UnitShape):  # calls beside remote keys take no work list
+        if not isinstance(shape.schedule, WorkTileShape):  # calls beside remote keys take no work list
             return words
-        return with_units(words, shape.units, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
+        return with_work_tiles(words, shape.schedule, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
 class RemoteKeys:

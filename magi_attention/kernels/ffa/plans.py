@@ -24,7 +24,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, plan_words
@@ -42,14 +42,14 @@ class RangeTensors(NamedTuple):
 
 
 class PlanShape(NamedTuple):
-    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; ``units`` say
-    which schedule lies behind it, made on the host: the work tiles of wide steps, or a work list."""
+    """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; ``schedule`` says
+    which one lies behind it, made on the host: the work tiles of wide steps, or a work list."""
 
     total_q: int
     total_k: int
     tile: FfaTile
     is_transposed: bool = False
-    units: UnitShape | ListShape | None = None
+    schedule: WorkTileShape | ListShape | None = None
 
     @property
     def rows(self) -> int:
@@ -212,7 +212,7 @@ class RangePlans:
         # of a transposed one follow one another, so they meet in two tiles at most.
         layers = num_slices * (num_tiles + 2 if shape.is_transposed else num_tiles)
         words = plan_words(shape.rows, shape.tile.tokens, layers)
-        is_small = num_slices and 4 * words <= DEVICE_PLAN_BYTES and shape.units is None
+        is_small = num_slices and 4 * words <= DEVICE_PLAN_BYTES and shape.schedule is None
         if is_small and (capturing or not self._on_host):
             return self._on_device(mask, shape, words, stream)
         if capturing:
@@ -263,11 +263,11 @@ def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> to
 
 def _host_words(slices: SliceTable, shape: PlanShape) -> tuple[np.ndarray, int]:
     """The words of a plan with its schedule behind it, and where its work list begins; 0 for none."""
-    total_q, total_k, tile, is_transposed, units = shape
+    total_q, total_k, tile, is_transposed, schedule = shape
     plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
-    if isinstance(units, ListShape):
-        return np.concatenate([plan.words, work_list(plan, units)]), len(plan.words)
-    return plan.words.copy() if units is None else with_units(plan.words, units), 0
+    if isinstance(schedule, ListShape):
+        return np.concatenate([plan.words, work_list(plan, schedule)]), len(plan.words)
+    return plan.words.copy() if schedule is None else with_work_tiles(plan.words, schedule), 0
 
 
 def _to_device(words: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the backward hands out its units, as far as the host must foresee it: how long tiles are, and who gets which."""
+"""How long the tiles of a backward take, and when its work tiles start, as far as the host must foresee it.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +17,26 @@ from magi_attention.native.toolchain import PLANNER
 
 TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
-UNIT = 0.1  # wide steps, what it takes to begin and end a unit
+BEGIN_AND_END = 0.1  # wide steps, what it takes to begin and end a work tile
 IN_L2 = 192  # blocks of 80 queries of one head whose Q, dO and dq stay in L2
 
 
-def fewest_whole(processors: int) -> int:
-    """How many units of whole tiles are enough: nearly two for each multiprocessor. With fewer the library shares out
-    the query heads of each tile, see ``bwd_head_parts`` in ``csrc/ffa/sm90/bwd/workspace.h``."""
-    return 19 * processors // 10
+def fewest_whole(num_sms: int) -> int:
+    """How many whole work tiles are enough: nearly two for each SM. With fewer the library splits the query heads of
+    each tile (``bwd_num_head_splits`` in ``csrc/ffa/sm90/bwd/workspace.h``)."""
+    return 19 * num_sms // 10
 
 
 class TileSteps(NamedTuple):
     """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
 
-    ``sole``: by the queries of a step, the part of the blocks with one visit, whose dq may be written at once.
+    ``single``: by the queries of a step, the share of m-blocks with one contribution, whose dq may be stored directly.
     """
 
     narrow: np.ndarray
     wide: np.ndarray
     order: np.ndarray
-    sole: dict[int, float]
+    single: dict[int, float]
 
 
 _TILE_STEPS: Kind[tuple[int, int], TileSteps] = Kind("steps of tiles")
@@ -50,11 +51,12 @@ def _tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     # Held for the launch that follows, whose plan it mostly is.
     plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
     steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
-    return TileSteps(*steps, plan.order.copy(), {n: sole_share(plan, n) for n in (NARROW, WIDE)})
+    return TileSteps(*steps, plan.order.copy(), {n: single_share(plan, n) for n in (NARROW, WIDE)})
 
 
-def sole_share(plan: TilePlan, queries: int) -> float:
-    """Which part of all blocks of so many queries one segment of one tile of a transposed plan visits, and no more."""
+def single_share(plan: TilePlan, queries: int) -> float:
+    """The share of m-blocks of so many queries that one segment of one tile of a transposed plan visits, and no
+    other."""
     blocks = -(-plan.header.total_k // queries)
     low, high = plan.records[:, 0].astype(np.int64), plan.records[:, 1].astype(np.int64)
     first, end = low // queries, np.where(high > low, -(-high // queries), low // queries)
@@ -71,7 +73,7 @@ def steps_of_tiles(plan: TilePlan, queries: int) -> np.ndarray:
     return steps
 
 
-class TileWalks(NamedTuple):
+class TileBlocks(NamedTuple):
     """For each tile of a transposed plan, (num_tiles,): the first block of 80 queries that it sees and how many, and
     whether these are in one segment; there are ``blocks``."""
 
@@ -87,25 +89,25 @@ class TileWalks(NamedTuple):
         return aligned
 
 
-def walks_of_tiles(plan: TilePlan) -> TileWalks:
+def blocks_of_tiles(plan: TilePlan) -> TileBlocks:
     begin, segments = plan.tiles[:, 2].astype(np.int64), plan.tiles[:, 3]
     low = plan.records[:, 0].astype(np.int64) // WIDE
     first = np.where(segments > 0, low[np.minimum(begin, len(low) - 1)], 0) if len(low) else np.zeros_like(begin)
-    return TileWalks(first, steps_of_tiles(plan, WIDE), segments == 1, -(-plan.header.total_k // WIDE))
+    return TileBlocks(first, steps_of_tiles(plan, WIDE), segments == 1, -(-plan.header.total_k // WIDE))
 
 
-def starts_of(times: np.ndarray, places: int) -> np.ndarray:
-    """When units start that take so long and are taken up in this order by whoever of ``places`` is free first."""
+def starts_of(times: np.ndarray, num_ctas: int) -> np.ndarray:
+    """When work tiles start that take so long, if the CTA that is free first takes the next one."""
     times = np.ascontiguousarray(times, dtype=np.float64)
     starts, library = np.empty(len(times)), load(PLANNER)
-    status = library.magi_hand_out_starts(times.ctypes.data, len(times), places, starts.ctypes.data)
+    status = library.magi_simulate_starts(times.ctypes.data, len(times), num_ctas, starts.ctypes.data)
     check(library, status, "Handing out units")
     return starts
 
 
-def groups_of(blocks: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray]:
+def groups_of(blocks: np.ndarray, wave: int) -> tuple[np.ndarray, np.ndarray]:
     """Tiles that follow one another, by the ``blocks`` (num_tiles,) that they visit: the longest that is left, and
-    behind it the longest that still fit into what is left of ``period``.
+    behind it the longest that still fit into what is left of ``wave``.
 
     ``(tiles, groups)``: each tile that visits something once, in this order, and the number of its group.
     """
@@ -113,7 +115,7 @@ def groups_of(blocks: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray]:
     tiles, groups = np.empty((2, len(blocks)), dtype=np.int64)
     library, count = load(PLANNER), ctypes.c_int64()
     status = library.magi_group_tiles(
-        blocks.ctypes.data, len(blocks), period, tiles.ctypes.data, groups.ctypes.data, ctypes.byref(count)
+        blocks.ctypes.data, len(blocks), wave, tiles.ctypes.data, groups.ctypes.data, ctypes.byref(count)
     )
     check(library, status, "Grouping tiles")
     return tiles[: count.value], groups[: count.value]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards in which whoever comes first to a block of dq stores, with steps of either size: the tests of the others
 once more, where masks would not choose it, too, and with dq written at once where a block has a sole visit. That masks
-do: ``tests/kernels/test_backward_steps.py``."""
+do: ``tests/kernels/test_select_schedule.py``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from test_ffa_backward_deterministic import CASES
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
-from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing.spawn import run_processes
@@ -48,19 +48,19 @@ WAYS = {"64": Way(64), "80": Way(80), "64 sole": Way(64, True), "80 sole": Way(8
 
 
 def storing(way: Way):
-    def steps_of(q_shape, v_shape, mask, options, processors) -> Steps:
+    def select_schedule(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
         is_wide = way.queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
         is_local = not isinstance(mask, RemoteKeys)
         sole = way.direct_dq_store and is_local and not options.softcap
         stores = not options.deterministic and is_local
-        return Steps(80 if is_wide else 64, 0, first_writer=stores, direct_dq_store=sole)
+        return BwdSchedule(80 if is_wide else 64, 0, first_writer=stores, direct_dq_store=sole)
 
-    return steps_of
+    return select_schedule
 
 
 @pytest.fixture(autouse=True, params=WAYS.values(), ids=WAYS)
 def way(request, monkeypatch) -> Way:
-    monkeypatch.setattr(ffa_bwd, "steps_of", storing(request.param))
+    monkeypatch.setattr(ffa_bwd, "select_schedule", storing(request.param))
     return request.param
 
 
@@ -122,7 +122,7 @@ def test_beside_other_work(name):
 
 
 def short_units_beside_long_kernels(rank: int, world: int, way: Way) -> bool:
-    ffa_bwd.steps_of = storing(way)
+    ffa_bwd.select_schedule = storing(way)
     for name, make in CASES.items():
         for dim in (64, 128, 256):
             x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
@@ -135,7 +135,7 @@ def short_units_beside_long_kernels(rank: int, world: int, way: Way) -> bool:
 
 def two_at_a_time(rank: int, world: int, way: Way) -> bool:
     """On two streams, every third in turns."""
-    ffa_bwd.steps_of = storing(way)
+    ffa_bwd.select_schedule = storing(way)
     streams = [torch.cuda.Stream() for _ in range(2)]
     x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
     dout, found = make_dout(x), []
@@ -152,7 +152,7 @@ def two_at_a_time(rank: int, world: int, way: Way) -> bool:
 
 def graphs_beside_each_other(rank: int, world: int, way: Way) -> bool:
     """Replays of two graphs, which nobody puts one after the other."""
-    ffa_bwd.steps_of = storing(way)
+    ffa_bwd.select_schedule = storing(way)
     x = make_inputs(5, CASES["documents"](3000), 3000, 3000, (16, 2), (128, 128), device=DEVICE)
     dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
 

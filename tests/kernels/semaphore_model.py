@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of ``csrc/ffa/sm90/bwd/schedule/semaphore_targets.cuh`` and ``bwd/schedule/simulate.cuh`` once more, in
-plain Python, and an adversary.
+"""The deterministic order of ``csrc/ffa/sm90/bwd/schedule/semaphore_targets.cuh`` and ``bwd/schedule/simulate.cuh``
+once more, in plain Python, and an adversary.
 
-Times, flags and turns follow the kernels line by line; the adversary then runs the CTAs in the worst order that it
-can think of. What it shows is that the rules leave nobody waiting for ever; that the CUDA code keeps to the times,
-flags and walks is for ``test_turns_on_cpu.py``, to the turns for the tests on a GPU.
+Times, flags and deterministic order follow the kernels line by line; the adversary then runs the CTAs in the worst
+order that it can think of. What it shows is that the rules leave nobody waiting for ever; that the CUDA code keeps to
+the times, flags and traverses is for ``test_semaphores_on_cpu.py``, to the deterministic order for the tests on a GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 
 from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole
 from magi_attention.kernels.ffa.schedule.work_tiles import (
-    MANY_RANKS,
-    UnitShape,
-    heads_per_section,
-    heads_per_section_in_turns,
+    MANY_TILES,
+    WorkTileShape,
+    heads_per_l2_group,
+    heads_per_l2_group_deterministic,
 )
 from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
-END_HALVES = 5  # of a step, what it takes to begin and end a unit
-BLOCKS_APART = 3  # that units begin apart, which all walk one way
+END_HALVES = 5  # of a step, what it takes to begin and end a work tile
+BLOCKS_APART = 3  # that work tiles begin apart, which all traverse one way
 MOST_KEPT = 64 << 20  # bytes of Q, dO and dq, of which L2 keeps most
 OF_DIM = {  # by head dim
     64: {"few_if_kept": 4, "most_apart": 2, "late_halves": 5},
@@ -53,31 +53,31 @@ class Unit:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``ctas`` multiprocessors; ``kinds`` units of each tile in a section, of ``heads`` query heads each.
+    """``ctas`` SMs; ``kinds`` work tiles of each tile in a L2 group, of ``heads`` query heads each.
 
-    There are so many ``sections``, the last of ``last_kinds``.
+    There are so many ``l2_groups``, the last of ``last_kinds``.
     """
 
     ctas: int
     kinds: int
     heads: int
     most_timed: int = 1024
-    sections: int = 1
+    l2_groups: int = 1
     last_kinds: int = 0
     few_heads: int = 4
-    few_if_kept: int = 1  # the same however few ranks are in work, if L2 keeps what is walked
-    most_apart: int = 1  # heads of units that begin some blocks apart then
-    walked: float = 0.0  # bytes of Q, dO and dq, of those that L2 keeps
-    late_halves: int = 3  # of a step, by which a unit of the first is expected behind the one before
-    has_later_turns: bool = True  # sections behind the first have their own
+    few_if_kept: int = 1  # the same however few ranks are in work, if L2 keeps what is traversed
+    most_apart: int = 1  # heads of work tiles that begin some blocks apart then
+    traversed: float = 0.0  # bytes of Q, dO and dq, of those that L2 keeps
+    late_halves: int = 3  # of a step, by which a work tile of the first is expected behind the one before
+    has_later_turns: bool = True  # L2 groups behind the first have their own
     split: tuple[int, int, int] = (0, 0, 1)  # ranks from the first to before the second are so many parts by heads
 
     @property
     def wave(self) -> int:
         """How many ranks are in work at the start."""
         left, ranks = self.ctas, 0
-        while left >= (units := self.kinds * self.parts_of(ranks)):
-            left, ranks = left - units, ranks + 1
+        while left >= (work_tiles := self.kinds * self.parts_of(ranks)):
+            left, ranks = left - work_tiles, ranks + 1
         return max(1, ranks)
 
     def parts_of(self, rank: int) -> int:
@@ -86,32 +86,32 @@ class Schedule:
 
     @property
     def is_one_way(self) -> bool:
-        """Whether all walk backwards, unless head by head."""
-        is_few_anyway = self.heads <= self.few_if_kept and self.walked <= 1
-        return self.heads <= self.few_heads and (self.wave >= MANY_RANKS * self.heads or is_few_anyway)
+        """Whether all descend, unless head by head."""
+        is_few_anyway = self.heads <= self.few_if_kept and self.traversed <= 1
+        return self.heads <= self.few_heads and (self.wave >= MANY_TILES * self.heads or is_few_anyway)
 
-    def kinds_of(self, section: int) -> int:
-        return min(self.last_kinds or self.kinds, self.kinds) if section + 1 == self.sections else self.kinds
+    def kinds_of(self, l2_group: int) -> int:
+        return min(self.last_kinds or self.kinds, self.kinds) if l2_group + 1 == self.l2_groups else self.kinds
 
 
 def schedule_of(
     tokens: int, heads_kv: int, group: int, dim: int, ctas: int = 132, may_be_twice: bool = True
 ) -> Schedule:
-    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in turns,
-    and what depends on the head dim."""
+    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in
+    deterministic order, and what depends on the head dim."""
     tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
     fragments = [n for n in range(1, group + 1) if group % n == 0]
     parts = next((n for n in fragments if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
     heads = group // parts
-    shape = UnitShape(heads_kv, group, ctas, ctas)
+    shape = WorkTileShape(heads_kv, group, ctas, ctas)
     if may_be_twice:
-        at_once = heads_per_section_in_turns(tiles, shape, parts, passes)
+        at_once = heads_per_l2_group_deterministic(tiles, shape, parts, passes)
     else:
-        at_once = heads_per_section(tiles * parts, shape)
-    kinds, sections = at_once * parts * passes, -(-heads_kv // at_once)
-    last = heads_kv * parts * passes - (sections - 1) * kinds
-    walked = 8 * dim * tokens * heads_kv * group / MOST_KEPT
-    return Schedule(ctas, kinds, heads, sections=sections, last_kinds=last, walked=walked, **OF_DIM[dim])
+        at_once = heads_per_l2_group(tiles * parts, shape)
+    kinds, l2_groups = at_once * parts * passes, -(-heads_kv // at_once)
+    last = heads_kv * parts * passes - (l2_groups - 1) * kinds
+    traversed = 8 * dim * tokens * heads_kv * group / MOST_KEPT
+    return Schedule(ctas, kinds, heads, l2_groups=l2_groups, last_kinds=last, traversed=traversed, **OF_DIM[dim])
 
 
 def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:
@@ -141,16 +141,16 @@ def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
     return by_head, "timed" if not by_head and len(tiles) <= schedule.most_timed else "waves"
 
 
-def walk(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
-    """``shift``: from so many blocks before the end on, and round, where all is walked backwards."""
+def descending(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
+    """``shift``: from so many blocks before the end on, and round, where all is taken descending."""
     blocks = [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
     at = shift % max(len(blocks), 1)
     return blocks[at:] + blocks[:at]
 
 
 def begins_apart(tiles: list[list[Layer]], mode: str, schedule: Schedule) -> bool:
-    is_short = schedule.heads <= schedule.most_apart and schedule.heads * schedule.walked <= 1
-    may_be = is_short and schedule.sections == 1 and schedule.split[2] == 1
+    is_short = schedule.heads <= schedule.most_apart and schedule.heads * schedule.traversed <= 1
+    may_be = is_short and schedule.l2_groups == 1 and schedule.split[2] == 1
     has_bands = any(layer.is_band for layers in tiles for layer in layers)
     return may_be and schedule.is_one_way and mode == "timed" and not has_bands
 
@@ -173,62 +173,62 @@ def backwards_of(layer: Layer, mode: str, by_head: bool, rank: int, schedule: Sc
 
 
 def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
-    """All units with their turns, in the order in which they are taken up."""
+    """All work tiles with their deterministic order, in the order in which they are taken up."""
     by_head, mode = mode_of(tiles, schedule)
     walks = [
         [
-            walk(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, schedule))
+            descending(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, schedule))
             for x in layers
         ]
         for rank, layers in enumerate(tiles)
     ]
-    fragments = schedule.split[2]  # of a kind: those of a split unit may begin at different times
+    fragments = schedule.split[2]  # of a kind: those of a split work tile may begin at different times
     tables = [
         [_turns(walks, list(starts), mode, by_head, schedule) for starts in zip(*by_rank)]
         for by_rank in expected_starts(tiles, mode, by_head, schedule)
     ]
-    units = []
-    for section in range(schedule.sections):
-        table = tables[min(section, len(tables) - 1)]
+    work_tiles = []
+    for l2_group in range(schedule.l2_groups):
+        table = tables[min(l2_group, len(tables) - 1)]
         for rank, blocks_of in enumerate(walks):
             parts = schedule.parts_of(rank)
-            for kind, part in product(range(schedule.kinds_of(section)), range(parts)):
+            for kind, part in product(range(schedule.kinds_of(l2_group)), range(parts)):
                 count = schedule.heads // parts
                 steps = tuple(_steps(blocks_of, range(part * count, (part + 1) * count), by_head))
                 fragment = schedule.heads // fragments
                 turns = tuple(table[kind * fragments + head // fragment][rank, block] for head, block in steps)
-                units.append(Unit(rank, section * schedule.kinds + kind, steps, turns))
-    return units
+                work_tiles.append(Unit(rank, l2_group * schedule.kinds + kind, steps, turns))
+    return work_tiles
 
 
 def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
-    """By rank and kind, or part of it where some tiles are split, in ticks: of the first section; and of the others, if
-    they have turns of their own."""
+    """By rank and kind, or part of it where some tiles are split, in ticks: of the first L2 group; and of the others,
+    if they have deterministic order of their own."""
     is_one_way = by_head or schedule.is_one_way
     has_end = not is_one_way or begins_apart(tiles, mode, schedule)
     halves = 0 if is_one_way else schedule.late_halves, END_HALVES if has_end else 0
     late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
-    is_later = schedule.has_later_turns and schedule.sections > 1
+    is_later = schedule.has_later_turns and schedule.l2_groups > 1
     has_two = is_later and is_compared and not is_one_way and mode == "timed"
-    scale, sections = schedule.heads if by_head else 1, 2 if has_two else 1
+    scale, l2_groups = schedule.heads if by_head else 1, 2 if has_two else 1
     costs = [cost_of(layers) for layers in tiles]
-    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, sections, schedule.split)
-    return np.array(starts).reshape(sections, len(tiles), schedule.kinds * schedule.split[2]).tolist()
+    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, l2_groups, schedule.split)
+    return np.array(starts).reshape(l2_groups, len(tiles), schedule.kinds * schedule.split[2]).tolist()
 
 
 def handed_out(
-    costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, sections: int = 1,
+    costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, l2_groups: int = 1,
     split: tuple[int, int, int] = (0, 0, 1),
 ) -> list[int]:  # fmt: skip
-    """When each unit begins, of ``kinds`` for each tile: in the order of the list at the CTA that ends first.
+    """When each work tile begins, of ``kinds`` for each tile: in the order of the list at the CTA that ends first.
 
-    Units of the tiles from ``split[0]`` to before ``split[1]`` are ``split[2]`` parts each, and there is a start for
-    each part of all units.
+    Work tiles of the tiles from ``split[0]`` to before ``split[1]`` are ``split[2]`` parts each, and there is a start
+    for each part of all work tiles.
     """
     ends: list[int] = []
     starts = []
-    for _, rank, _ in product(range(sections), range(len(costs)), range(kinds)):
+    for _, rank, _ in product(range(l2_groups), range(len(costs)), range(kinds)):
         parts = split[2] if split[0] <= rank < split[1] else 1
         for _ in range(parts):
             start = heapq.heappop(ends) if len(ends) == ctas else rank * late
@@ -275,11 +275,11 @@ def _steps(blocks_of, heads: range, by_head: bool) -> list[tuple[int, int]]:
     return steps
 
 
-def run(units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
+def run(work_tiles: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
     """Ranks in the order in which they added to each (kind, head, block).
 
-    Units are taken up in order by whichever CTA is free; who goes on next is up to ``rng``. With ``early``, which the
-    kernel does not do, a CTA takes its next unit when so many additions of the last one are still to come.
+    Work tiles are taken up in order by whichever CTA is free; who goes on next is up to ``rng``. With ``early``, which
+    the kernel does not do, a CTA takes its next work tile when so many additions of the last one are still to come.
 
     Raises:
         AssertionError: everybody waits.
@@ -287,7 +287,7 @@ def run(units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) 
     added: dict[tuple, list[int]] = {}
     work: list[tuple[Unit, int] | None] = [None] * ctas
     held: list[Unit | None] = [None] * ctas
-    left = list(reversed(units))
+    left = list(reversed(work_tiles))
     favourites = rng.random(ctas) ** 4 + 1e-3  # some CTAs are much slower than others
     while left or any(work):
         able = []
@@ -296,20 +296,20 @@ def run(units: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) 
                 if left:
                     able.append(cta)
             else:
-                unit, step = job
-                head, block = unit.steps[step]
-                if len(added.get((unit.head, head, block), ())) >= unit.turns[step]:
+                work_tile, step = job
+                head, block = work_tile.steps[step]
+                if len(added.get((work_tile.head, head, block), ())) >= work_tile.turns[step]:
                     able.append(cta)
         assert able, "every CTA waits for another"
         weights = favourites[able]
         cta = int(rng.choice(able, p=weights / weights.sum()))
-        unit, step = work[cta] or (left.pop(), -1)
+        work_tile, step = work[cta] or (left.pop(), -1)
         if step >= 0:
-            head, block = unit.steps[step]
-            added.setdefault((unit.head, head, block), []).append(unit.rank)
-        if step + 1 < len(unit.steps):
-            work[cta] = (unit, step + 1)
-            if left and held[cta] is None and len(unit.steps) - (step + 1) <= early:
+            head, block = work_tile.steps[step]
+            added.setdefault((work_tile.head, head, block), []).append(work_tile.rank)
+        if step + 1 < len(work_tile.steps):
+            work[cta] = (work_tile, step + 1)
+            if left and held[cta] is None and len(work_tile.steps) - (step + 1) <= early:
                 held[cta] = left.pop()
         else:
             taken, held[cta] = held[cta], None

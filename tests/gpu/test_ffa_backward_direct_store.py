@@ -24,7 +24,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.steps import Steps
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
@@ -49,9 +49,9 @@ MASKS = {
 DIMS = ((64, 64), (48, 64), (128, 128), (72, 120), (64, 128), (256, 256), (200, 136))
 
 
-def steps(queries: int, dims: tuple[int, int], in_turns: bool) -> Steps:
+def steps(queries: int, dims: tuple[int, int], in_turns: bool) -> BwdSchedule:
     is_wide = queries == 80 and 64 < max(dims) <= 128
-    return Steps(80 if is_wide else 64, 0, first_writer=not in_turns, direct_dq_store=True)
+    return BwdSchedule(80 if is_wide else 64, 0, first_writer=not in_turns, direct_dq_store=True)
 
 
 def sole_blocks(x: Inputs, queries: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def by_way_of_the_sum(x: Inputs, dout: torch.Tensor, in_turns: bool) -> Grads:
 @pytest.fixture
 def choose(monkeypatch):
     def chosen(queries: int, dims: tuple[int, int], in_turns: bool) -> None:
-        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: steps(queries, dims, in_turns))
+        monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: steps(queries, dims, in_turns))
 
     return chosen
 
@@ -136,16 +136,16 @@ def test_what_cannot_be_written_is_refused(monkeypatch):
         for total, heads in ((300, (4, 2)), (1337, (96, 24)))  # of the second, tiles may be split
     )
 
-    def error_of(found: Steps, problem: Inputs, **options) -> str:
+    def error_of(found: BwdSchedule, problem: Inputs, **options) -> str:
         dout = make_dout(problem)
-        monkeypatch.setattr(ffa_bwd, "steps_of", lambda *_: found)
+        monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: found)
         with pytest.raises(ContractError) as info:
             differentiate(problem, dout, **options)
         return str(info.value)
 
     for found, problem, options in (
-        (Steps(64, 0, direct_dq_store=True), few, {}),  # nothing is counted
-        (Steps(64, 0, first_writer=True, direct_dq_store=True), replace(few, softcap=20.0), {}),
-        (Steps(80, 0, split=Split(0, 2, 2), direct_dq_store=True), many, {"deterministic": True}),
+        (BwdSchedule(64, 0, direct_dq_store=True), few, {}),  # nothing is counted
+        (BwdSchedule(64, 0, first_writer=True, direct_dq_store=True), replace(few, softcap=20.0), {}),
+        (BwdSchedule(80, 0, split=Split(0, 2, 2), direct_dq_store=True), many, {"deterministic": True}),
     ):
         assert "leave direct_dq_store 0" in error_of(found, problem, **options), found

@@ -14,13 +14,13 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.schedule import tile_splits as split_tiles
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.simulate import fewest_whole, tile_steps
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
-from magi_attention.kernels.ffa.schedule.tile_splits import NONE, HandedOut, Split, can_split, split_in_turns
+from magi_attention.kernels.ffa.schedule.tile_splits import NONE, SimulatedTiles, Split, can_split, select_tile_split
 from magi_attention.testing.libraries import planner_or_skip
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
-PROCESSORS = 132
+NUM_SMS = 132
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,14 +28,14 @@ def planner():
     planner_or_skip()
 
 
-def steps(mask: Mask, total: int = 4096, heads=(64, 8), dim: int = 128, processors=PROCESSORS, **options) -> Steps:
+def steps(mask: Mask, total: int = 4096, heads=(64, 8), dim: int = 128, num_sms=NUM_SMS, **options) -> BwdSchedule:
     options = {"deterministic": True, **options}
     shapes = (total, heads[0], dim), (total, heads[1], dim)
-    return steps_of(*shapes, mask.slices, AttnOptions(0.3, **options), processors)
+    return select_schedule(*shapes, mask.slices, AttnOptions(0.3, **options), num_sms)
 
 
-def end_by_heap(times: list[float], places: int) -> float:
-    ends = [0.0] * places
+def end_by_heap(times: list[float], num_ctas: int) -> float:
+    ends = [0.0] * num_ctas
     for time in times:
         heapq.heapreplace(ends, ends[0] + time)
     return max(ends)
@@ -51,23 +51,23 @@ def test_what_is_split_ends_sooner(seed):
     """A run that is there, of parts that have a kernel, which ends sooner by another simulation."""
     rng = np.random.default_rng(seed)
     heads_kv, group = int(rng.choice((2, 4, 8, 16))), int(rng.choice((2, 4, 8, 16)))
-    total = 128 * int(rng.integers(fewest_whole(PROCESSORS), 3 * PROCESSORS)) // heads_kv
+    total = 128 * int(rng.integers(fewest_whole(NUM_SMS), 3 * NUM_SMS)) // heads_kv
     mask = random_mask(rng, total)
     found = steps(mask, total, (heads_kv * group, heads_kv))
     split, wide = found.split, tile_steps(mask.slices, total, total)
     if split == NONE:
         return
-    assert found == Steps(80, 0, split=split), f"{seed=}"
+    assert found == BwdSchedule(80, 0, split=split), f"{seed=}"
     assert 0 <= split.begin < split.end <= len(wide.wide) and group % split.parts == 0, f"{seed=} {split}"
     of_part = group // split.parts
     assert split.parts in (2, 4, 8) and of_part & (of_part - 1) == 0, f"{seed=} {split}"
     times = {}
     for parts_of_run in (1, split.parts):
-        units: list[float] = []
+        work_tiles: list[float] = []
         for rank, count in enumerate(wide.wide[wide.order].tolist()):
             parts = parts_of_run if split.begin <= rank < split.end else 1
-            units += [count * group / parts + 1.9] * (parts * heads_kv)
-        times[parts_of_run] = end_by_heap(units, PROCESSORS)
+            work_tiles += [count * group / parts + 1.9] * (parts * heads_kv)
+        times[parts_of_run] = end_by_heap(work_tiles, NUM_SMS)
     assert times[split.parts] < 0.98 * times[1], f"{seed=} {split}"
 
 
@@ -79,12 +79,12 @@ def test_both_are_met():
 @pytest.mark.parametrize("seed", range(10))
 def test_the_best_of_all_runs(seed):
     rng = np.random.default_rng(seed)
-    units = HandedOut(np.sort(rng.integers(1, 400, 32))[::-1].astype(np.int64), 8, PROCESSORS, 80.0)
-    best = min(split_tiles._runs(32, 8), key=units.time)
+    work_tiles = SimulatedTiles(np.sort(rng.integers(1, 400, 32))[::-1].astype(np.int64), 8, NUM_SMS, 80.0)
+    best = min(split_tiles._runs(32, 8), key=work_tiles.time)
     ends = {2: 33, 4: 4, 8: 4}
     every = [Split(a, b, n) for n, end in ends.items() for a in range(32) for b in range(a + 1, end)]
-    assert units.time(best) <= 1.03 * min(map(units.time, every)), f"{seed=}"
-    assert units.least <= units.time(best) and units.least < units.time(), f"{seed=}"
+    assert work_tiles.time(best) <= 1.03 * min(map(work_tiles.time, every)), f"{seed=}"
+    assert work_tiles.least <= work_tiles.time(best) and work_tiles.least < work_tiles.time(), f"{seed=}"
 
 
 def test_one_long_document_among_short_ones():
@@ -92,7 +92,7 @@ def test_one_long_document_among_short_ones():
 
 
 def test_a_last_round_that_is_far_from_full():
-    """5K: 320 units for 132 multiprocessors."""
+    """5K: 320 work tiles for 132 SMs."""
     assert steps(Mask.full(5120), 5120).split.parts == 2
 
 
@@ -118,20 +118,20 @@ def test_only_where_there_is_a_kernel():
 
 def test_neither_with_many_units_nor_with_few():
     mask = Mask.varlen(UNEVEN)
-    for options in ({"heads": (128, 16)}, {"processors": 80}, {"processors": 140}):
+    for options in ({"heads": (128, 16)}, {"num_sms": 80}, {"num_sms": 140}):
         assert steps(mask, **options).split == NONE, options
-    assert split_in_turns(SliceTable([]), (4096, 64, 128), (4096, 8, 128), PROCESSORS, 80) == NONE
+    assert select_tile_split(SliceTable([]), (4096, 64, 128), (4096, 8, 128), NUM_SMS, 80) == NONE
 
 
-@pytest.mark.parametrize("in_turns", (False, True))
-def test_the_kernel_is_told(in_turns):
+@pytest.mark.parametrize("is_deterministic", (False, True))
+def test_the_kernel_is_told(is_deterministic):
     ffa, simulator = backend()
-    ffa.runtime.processors = lambda index: 6
+    ffa.runtime.num_sms = lambda index: 6
     slices = Mask.varlen([0, 512, 576, 640, 704, 768]).slices
-    options = AttnOptions(0.3, deterministic=in_turns)
+    options = AttnOptions(0.3, deterministic=is_deterministic)
     case = Case(slices, 768, 768, options, heads=(16, 2), dims=(128, 128))
     ffa.backward(*case.tensors, slices, case.options)
     (call,) = simulator.backward_calls
     told = call.split_begin, call.split_end, call.splits_per_split_tile
-    assert told == (steps(Mask(slices, 768, 768), 768, (16, 2), processors=6).split if in_turns else NONE)
-    assert (told != NONE) == in_turns
+    assert told == (steps(Mask(slices, 768, 768), 768, (16, 2), num_sms=6).split if is_deterministic else NONE)
+    assert (told != NONE) == is_deterministic

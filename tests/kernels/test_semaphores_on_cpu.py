@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What turns rest on, compiled for the CPU: when units are expected to start, against a heap; and in which order they
-walk their blocks, against the model; and what the last kernel takes up."""
+"""What deterministic order rest on, compiled for the CPU: when work tiles are expected to start, against a heap; and in
+which order they traverse their blocks, against the model; and what the last kernel takes up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from turns_model import (
+from semaphore_model import (
     BLOCKS_APART,
     END_HALVES,
     MOST_KEPT,
@@ -18,15 +18,15 @@ from turns_model import (
     Layer,
     Schedule,
     begins_apart,
+    descending,
     expected_starts,
     handed_out,
     mode_of,
-    walk,
 )
 
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
-SOURCE = Path(__file__).with_name("turns_on_cpu.cpp")
+SOURCE = Path(__file__).with_name("semaphores_on_cpu.cpp")
 FORWARDS, EARLY, BACKWARDS = range(3)  # Way
 BY_HEAD, TIMED, IN_WAVES, ALL_BACKWARDS, LATER_TURNS, APART = (1 << n for n in range(6))
 NOT_SET = -7
@@ -58,21 +58,21 @@ def test_units_start_as_by_a_heap(starts_of, seed):
     rng = np.random.default_rng(seed)
     for _ in range(4):
         tiles, per_tile = int(rng.integers(1, 70)), int(rng.choice((1, 2, 3, 8, 16, 32)))
-        places = int(rng.choice((1, 2, 31, 32, 33, 78, 132, 256)))
+        num_ctas = int(rng.choice((1, 2, 31, 32, 33, 78, 132, 256)))
         late, ends_after, scale = (int(rng.choice((0, n))) for n in (20, 80, 1))
         costs = np.sort(rng.integers(0, rng.choice((2, 64, 4000)), tiles))[::-1]
-        sections = 2 if tiles * per_tile >= places and rng.random() < 0.5 else 1
+        l2_groups = 2 if tiles * per_tile >= num_ctas and rng.random() < 0.5 else 1
         split = (0, 0, 1)
-        if sections == 1 and rng.random() < 0.6:
+        if l2_groups == 1 and rng.random() < 0.6:
             split = (*sorted(rng.integers(0, tiles + 1, 2).tolist()), int(rng.choice((2, 4, 8))))
         kinds = per_tile * split[2]
-        sizes = (tiles, kinds, *split, places, late, ends_after, max(scale, 1), sections == 2)
-        expected = handed_out(costs, per_tile, places, late, ends_after, max(scale, 1), sections, split)
+        sizes = (tiles, kinds, *split, num_ctas, late, ends_after, max(scale, 1), l2_groups == 2)
+        expected = handed_out(costs, per_tile, num_ctas, late, ends_after, max(scale, 1), l2_groups, split)
         np.testing.assert_array_equal(starts_of(sizes, costs, len(expected)), expected, err_msg=f"{seed=} {sizes}")
 
 
 def test_empty_tiles_and_a_scale(starts_of):
-    """Units that take no time start one after the other at the same time, and by head times count for each."""
+    """Work tiles that take no time start one after the other at the same time, and by head times count for each."""
     costs = np.array([3, 3, 0, 0, 0])
     expected = handed_out(costs, 2, 3, 0, 0, 4, 1)
     assert expected[-1] == 3 * TICKS * 4 and 0 in expected
@@ -81,14 +81,15 @@ def test_empty_tiles_and_a_scale(starts_of):
 
 @pytest.mark.parametrize("way", (FORWARDS, EARLY, BACKWARDS), ids=("forwards", "early", "backwards"))
 def test_units_walk_as_the_model_does(library, way):
-    """Each block once, and each has the place in the walk that turns count with; backwards from any block on."""
+    """Each block once, and each has the place in the traverse that deterministic order count with; backwards from any
+    block on."""
     for first, count in ((0, 1), (0, 7), (3, 1), (3, 2), (5, 40), (90, 33), (1000, 64)):
-        blocks, places = (np.full(count, NOT_SET, dtype=np.int32) for _ in range(2))
+        blocks, num_ctas = (np.full(count, NOT_SET, dtype=np.int32) for _ in range(2))
         for shift in (0, 1, 3, count - 1, count, 2 * count + 1, 700) if way == BACKWARDS else (0,):
-            assert library.walk_of(first, first + count, way, shift, at(blocks), at(places)) == count, shift
+            assert library.walk_of(first, first + count, way, shift, at(blocks), at(num_ctas)) == count, shift
             backwards = {FORWARDS: 0, EARLY: min(first, count), BACKWARDS: count}[way]
-            assert blocks.tolist() == walk(Layer(first, first + count, False), backwards, shift), shift
-            assert places.tolist() == list(range(count)), shift
+            assert blocks.tolist() == descending(Layer(first, first + count, False), backwards, shift), shift
+            assert num_ctas.tolist() == list(range(count)), shift
 
 
 def test_units_begin_apart_as_in_the_model(library):
@@ -112,7 +113,8 @@ def test_which_way(library):
 
 
 def test_the_last_kernel_takes_up_all(library):
-    """Each 64 columns of each head of each block once, a section after the other, and in each by rank; then nothing."""
+    """Each 64 columns of each head of each block once, a L2 group after the other, and in each by rank; then
+    nothing."""
     cases = (7, 2, 40, 16, 2), (3, 1, 120, 44, 1), (1, 1, 1, 1, 4), (5, 8, 4, 4, 2)
     for blocks, group, heads_kv, per_section, dims in cases:
         heads = group * heads_kv
@@ -132,23 +134,23 @@ def test_the_last_kernel_takes_up_all(library):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_is_that_of_the_model(library, seed):
-    """In turns: flags of random sizes, and the starts that follow from them."""
+    """In deterministic order: flags of random sizes, and the starts that follow from them."""
     rng, met = np.random.default_rng(seed), set()
     for _ in range(200):
-        kinds, heads, sections = (int(rng.choice(n)) for n in ((1, 2, 4, 8, 16, 40), (1, 2, 4, 5, 8), (1, 1, 3)))
+        kinds, heads, l2_groups = (int(rng.choice(n)) for n in ((1, 2, 4, 8, 16, 40), (1, 2, 4, 5, 8), (1, 1, 3)))
         tiles, ctas = int(rng.choice((1, 30, 64, 1100))), int(rng.choice((132, 78, 8)))
-        if sections > 1 and tiles * kinds < ctas:
+        if l2_groups > 1 and tiles * kinds < ctas:
             continue
         bands, twice = int(rng.choice((0, 0, 1, tiles // 2, tiles))), rng.random() < 0.1
         end, dims = int(rng.integers(1, 9)), int(rng.choice((1, 2, 4)))
         layers = [[Layer(0, end, rank < bands)] * (2 if twice else 1) for rank in range(tiles)]
-        heads_q, total_q = kinds * sections * heads, int(rng.choice((80, 4096, 20000)))
-        walked = 8 * 64 * dims * heads_q * total_q / MOST_KEPT
+        heads_q, total_q = kinds * l2_groups * heads, int(rng.choice((80, 4096, 20000)))
+        traversed = 8 * 64 * dims * heads_q * total_q / MOST_KEPT
         schedule = Schedule(
-            ctas, kinds, heads, sections=sections, last_kinds=kinds, walked=walked, **OF_DIM[64 * dims]
+            ctas, kinds, heads, l2_groups=l2_groups, last_kinds=kinds, traversed=traversed, **OF_DIM[64 * dims]
         )
-        tables = 2 if sections > 1 and tiles <= schedule.most_timed else 1
-        total, wave = kinds * sections, schedule.wave
+        tables = 2 if l2_groups > 1 and tiles <= schedule.most_timed else 1
+        total, wave = kinds * l2_groups, schedule.wave
         words = (total_q, tiles, heads_q, total, heads, kinds, kinds, wave, ctas, tables, dims, 0)
         sizes = np.array(words, dtype=np.int32)
         hand_out = np.full(4, NOT_SET, dtype=np.int32)
@@ -169,7 +171,8 @@ def test_the_order_is_that_of_the_model(library, seed):
 
 
 def test_no_more_begins_apart_than_was_timed(library):
-    """64 MB of Q, dO and dq: 16 heads of 4K at head dim 128; half of that with two heads in a unit of head dim 64."""
+    """64 MB of Q, dO and dq: 16 heads of 4K at head dim 128; half of that with two heads in a work tile of head dim
+    64."""
 
     def found(total: int, heads: tuple[int, int], dims: int, bands: int = 0) -> int:
         q, kv = heads
@@ -184,7 +187,7 @@ def test_no_more_begins_apart_than_was_timed(library):
 
 
 def test_few_heads_walk_one_way_however_few_ranks(library):
-    """If L2 keeps what they walk: up to four of head dim 64, one of 128, none of 256."""
+    """If L2 keeps what they traverse: up to four of head dim 64, one of 128, none of 256."""
 
     def is_one_way(heads: int, dims: int, total: int = 1000) -> bool:
         sizes = np.array([total, 8, 32 * heads, 32, heads, 32, 32, 4, 132, 1, dims, 0], dtype=np.int32)
@@ -196,7 +199,7 @@ def test_few_heads_walk_one_way_however_few_ranks(library):
 
 
 def test_whoever_comes_first_walks_bands_head_by_head(library):
-    """Also where one head is all: forwards, as it was timed; in turns such bands have expected times."""
+    """Also where one head is all: forwards, as it was timed; in deterministic order such bands have expected times."""
     for first_writer, flags in ((1, BY_HEAD | IN_WAVES), (0, TIMED | ALL_BACKWARDS)):
         sizes = np.array([4096, 32, 16, 16, 1, 16, 16, 8, 132, 1, 2, first_writer], dtype=np.int32)
         assert library.flags_of(at(sizes), 17, 16, 0, at(np.zeros(4, dtype=np.int32))) == flags

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long tiles are and who gets which unit, as the host foresees it."""
+"""How long tiles are and who gets which work tile, as the host foresees it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_units_go_to_whoever_is_free():
 @pytest.mark.parametrize("seed", range(20))
 def test_starts_of_many_units(seed):
     rng = np.random.default_rng(seed)
-    times, places = rng.random(int(rng.integers(1, 500))), int(rng.integers(1, 40))
-    free_at, want = [0.0] * places, []
+    times, num_ctas = rng.random(int(rng.integers(1, 500))), int(rng.integers(1, 40))
+    free_at, want = [0.0] * num_ctas, []
     for time in times.tolist():
         want.append(free_at[0])
         heapq.heapreplace(free_at, free_at[0] + time)
-    assert starts_of(times, places).tolist() == want
+    assert starts_of(times, num_ctas).tolist() == want
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -64,18 +64,18 @@ def test_groups_of_tiles(seed):
     """Each tile that visits something once, and always the longest that fits, of equal ones the last."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, int(rng.integers(2, 60)), int(rng.integers(0, 200)))
-    period = int(rng.integers(1, 100))
+    wave = int(rng.integers(1, 100))
     left, want = sorted((count, tile) for tile, count in enumerate(blocks.tolist()) if count), []
     for number in range(len(left)):
         fitting = left[-1:]
-        room = period
+        room = wave
         while fitting:
             count, tile = fitting[-1]
             want.append((tile, number))
             left.remove((count, tile))
             room -= count
             fitting = [one for one in left if one[0] <= room]
-    tiles, groups = groups_of(blocks, period)
+    tiles, groups = groups_of(blocks, wave)
     assert list(zip(tiles.tolist(), groups.tolist())) == want
 
 

@@ -12,15 +12,15 @@ from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
 from magi_attention.kernels.ffa.schedule import simulate as hand_out
-from magi_attention.kernels.ffa.schedule import steps as backward_steps
-from magi_attention.kernels.ffa.schedule.steps import Steps, steps_of
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 
-PROCESSORS = 132
-WIDE, NARROW, HALVES = Steps(80, 0), Steps(64, 0), Steps(64, 2)
+NUM_SMS = 132
+WIDE, NARROW, HALVES = BwdSchedule(80, 0), BwdSchedule(64, 0), BwdSchedule(64, 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,25 +29,25 @@ def planner():
 
 
 def choose(
-    mask: Mask, total: int, in_turns=False, dim: int = 128, processors=PROCESSORS, heads=(64, 8), **options
-) -> Steps:
+    mask: Mask, total: int, is_deterministic=False, dim: int = 128, num_sms=NUM_SMS, heads=(64, 8), **options
+) -> BwdSchedule:
     shapes = (total, heads[0], dim), (total, heads[1], dim)
-    return steps_of(*shapes, mask.slices, AttnOptions(0.3, deterministic=in_turns, **options), processors)
+    return select_schedule(*shapes, mask.slices, AttnOptions(0.3, deterministic=is_deterministic, **options), num_sms)
 
 
-def storing(steps: Steps) -> Steps:
+def storing(steps: BwdSchedule) -> BwdSchedule:
     return steps._replace(first_writer=True)
 
 
-def sole(steps: Steps) -> Steps:
+def single(steps: BwdSchedule) -> BwdSchedule:
     return steps._replace(direct_dq_store=True)
 
 
-def split(begin: int, end: int, parts: int) -> Steps:
+def split(begin: int, end: int, parts: int) -> BwdSchedule:
     return WIDE._replace(split=Split(begin, end, parts))
 
 
-def by_document(steps: Steps) -> Steps:
+def by_document(steps: BwdSchedule) -> BwdSchedule:
     return steps._replace(by_document=True)
 
 
@@ -68,10 +68,10 @@ def test_long_documents_go_one_after_the_other_in_no_order():
 
 
 @pytest.mark.parametrize(
-    "mask, total, steps, in_turns",
+    "mask, total, steps, is_deterministic",
     [
         (Mask.full(4096), 4096, WIDE, WIDE),
-        (Mask.causal(4096), 4096, NARROW, WIDE),  # few units; 1.045 times as many queries in whole blocks of 80
+        (Mask.causal(4096), 4096, NARROW, WIDE),  # few work tiles; 1.045 times as many queries in whole blocks of 80
         (documents(1024, 4096), 4096, storing(WIDE), WIDE),
         (documents(512, 4096), 4096, by_document(storing(NARROW)), by_document(NARROW)),  # 1.13 times
         (Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, storing(WIDE), split(1, 2, 8)),  # 1.008 times
@@ -79,10 +79,10 @@ def test_long_documents_go_one_after_the_other_in_no_order():
         (Mask.varlen([0, 1500, 4096]), 4096, WIDE, WIDE),  # 1.025 times, where keys see 2,194
         (Mask.varlen([0, 2900, 3000, 3300, 3500, 3900, 4096]), 4096, WIDE, split(16, 27, 2)),
         (Mask.full(5120), 5120, WIDE, split(0, 7, 2)),
-        (documents(1280, 5120), 5120, WIDE, split(0, 7, 2)),  # few units, whole blocks of either size
+        (documents(1280, 5120), 5120, WIDE, split(0, 7, 2)),  # few work tiles, whole blocks of either size
         (Mask.full(2560), 2560, WIDE, WIDE),  # the same, heads are shared out
         (Mask.full(1280), 1280, NARROW, NARROW),  # and keys see few queries
-        (documents(2048, 8192), 8192, by_document(storing(WIDE)), WIDE),  # many units
+        (documents(2048, 8192), 8192, by_document(storing(WIDE)), WIDE),  # many work tiles
         (documents(2560, 7680), 7680, by_document(WIDE), WIDE),
         (Mask.causal(8192), 8192, WIDE, WIDE),
         (Mask.sliding_window(8192, (1023, 0)), 8192, storing(WIDE), WIDE),  # 1.06 times
@@ -95,9 +95,9 @@ def test_long_documents_go_one_after_the_other_in_no_order():
         "2.5K", "1.25K", "8K", "three in 7.5K", "causal 8K", "window 8K", "short 8K", "aligned", "1K",
     ),
 )
-def test_by_rounding_and_the_number_of_units(mask, total, steps, in_turns):
+def test_by_rounding_and_the_number_of_units(mask, total, steps, is_deterministic):
     assert choose(mask, total) == steps
-    assert choose(mask, total, in_turns=True) == in_turns
+    assert choose(mask, total, is_deterministic=True) == is_deterministic
 
 
 def test_only_where_there_is_a_kernel():
@@ -113,8 +113,8 @@ def test_the_choice_is_kept_with_the_mask(monkeypatch):
     for _ in range(3):
         assert choose(mask, 7680) == WIDE and choose(mask, 7680, softcap=1.0) == NARROW
     assert len(made) == 1
-    choose(mask, 7680, in_turns=True)
-    choose(mask, 7680, processors=264)  # machines may have GPUs of two kinds
+    choose(mask, 7680, is_deterministic=True)
+    choose(mask, 7680, num_sms=264)  # machines may have GPUs of two kinds
     assert len(made) == 3
 
 
@@ -130,7 +130,7 @@ def test_otherwise_the_sum_is_cleared():
     assert choose(short, 8192) == storing(NARROW)
     assert choose(short, 8192, heads=(32, 8)).first_writer
     for options in (
-        *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"in_turns": True}),
+        *({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"is_deterministic": True}),
         *({"heads": (24, 8)}, {"heads": (32, 32)}),
     ):
         assert not choose(short, 8192, **options).first_writer, options
@@ -147,12 +147,13 @@ def test_few_heads_for_each_kv_head_want_shorter_masks(heads):
 
 
 def test_other_head_dims():
-    """64 where a third of the blocks has a sole visit, 256 by document where a query sees up to 520 keys."""
+    """64 where a third of the blocks has a single contribution, 256 by document where a query sees up to 520 keys."""
     for mask, of_64, of_256 in (
-        (documents(64, 8192), sole(storing(NARROW)), sole(storing(NARROW))),
-        (causal_documents(256, 8192), sole(storing(NARROW)), sole(by_document(storing(NARROW)))),  # half of the blocks
-        (causal_documents(512, 8192), NARROW, sole(by_document(storing(NARROW)))),  # a quarter
-        (causal_documents(1024, 8192), NARROW, sole(by_document(storing(NARROW)))),  # an eighth
+        (documents(64, 8192), single(storing(NARROW)), single(storing(NARROW))),
+        # half of the blocks
+        (causal_documents(256, 8192), single(storing(NARROW)), single(by_document(storing(NARROW)))),
+        (causal_documents(512, 8192), NARROW, single(by_document(storing(NARROW)))),  # a quarter
+        (causal_documents(1024, 8192), NARROW, single(by_document(storing(NARROW)))),  # an eighth
         (causal_documents(2048, 8192), NARROW, NARROW),
         (Mask.sliding_window(8192, (100, 0)), NARROW, storing(NARROW)),
         (Mask.sliding_window(8192, (200, 0)), NARROW, NARROW),
@@ -161,14 +162,14 @@ def test_other_head_dims():
         assert choose(mask, 8192, dim=256) == of_256
 
 
-def choose_few(queries: int, keys: int, heads: tuple[int, int] = (64, 8), dim: int = 128, rows=None) -> Steps:
+def choose_few(queries: int, keys: int, heads: tuple[int, int] = (64, 8), dim: int = 128, rows=None) -> BwdSchedule:
     slices = SliceTable(np.array([[0, queries, 0, keys, 0]] if rows is None else rows))
-    return steps_of((queries, heads[0], dim), (keys, heads[1], dim), slices, AttnOptions(0.3), PROCESSORS)
+    return select_schedule((queries, heads[0], dim), (keys, heads[1], dim), slices, AttnOptions(0.3), NUM_SMS)
 
 
 def test_few_keys():
     """Where heads are shared out: queries that see few keys and are many enough that their sum does not stay in L2."""
-    assert choose_few(16384, 77) == sole(storing(WIDE))
+    assert choose_few(16384, 77) == single(storing(WIDE))
     for keys in (256, 512, 1024):
         assert choose_few(16384, keys) == storing(WIDE)
         assert choose_few(2048, keys).first_writer == (keys <= 512)  # of 1,024 they are not four times as many
@@ -196,16 +197,17 @@ def test_sole_visits():
     """From a tenth of the blocks on, of the size that steps have, where visits are counted."""
     for length, share in ((1152, 1 / 9), (1408, 1 / 11)):  # the first two blocks of 64 of each document
         mask, total = causal_documents(length, 8 * length), 8 * length
-        assert hand_out.tile_steps(mask.slices, total, total).sole[64] == pytest.approx(share)
-        narrow = choose(mask, total, in_turns=True, dim=64)
+        assert hand_out.tile_steps(mask.slices, total, total).single[64] == pytest.approx(share)
+        narrow = choose(mask, total, is_deterministic=True, dim=64)
         assert narrow.block_m == 64 and narrow.direct_dq_store == (share > 0.1)
     short = causal_documents(128, 8192)
-    assert choose(short, 8192).direct_dq_store and choose(short, 8192, in_turns=True).direct_dq_store
-    assert not choose(short, 8192, in_turns=True, softcap=1.0).direct_dq_store  # there is no kernel
+    assert choose(short, 8192).direct_dq_store and choose(short, 8192, is_deterministic=True).direct_dq_store
+    assert not choose(short, 8192, is_deterministic=True, softcap=1.0).direct_dq_store  # there is no kernel
     cleared = choose(causal_documents(512, 8192), 8192, dim=64)
     assert not cleared.first_writer and not cleared.direct_dq_store
     assert not choose(documents(256, 8192), 8192).direct_dq_store  # two tiles at each block
-    assert not choose(Mask.varlen([0, 1000, 2000, 3000, 4096]), 4096, in_turns=True).direct_dq_store  # tiles are split
+    uneven = Mask.varlen([0, 1000, 2000, 3000, 4096])
+    assert not choose(uneven, 4096, is_deterministic=True).direct_dq_store  # tiles are split
 
 
 @pytest.mark.parametrize("queries", (64, 80))
@@ -218,37 +220,39 @@ def test_the_share_of_sole_visits(queries, total):
         seen = to_dense(mask.slices.array, total, total).astype(bool)
         by_tile = np.logical_or.reduceat(seen, np.arange(0, total, 128), axis=1)
         visits = np.logical_or.reduceat(by_tile, np.arange(0, total, queries), axis=0).sum(axis=1)
-        found = hand_out.tile_steps(mask.slices, total, total).sole[queries]
+        found = hand_out.tile_steps(mask.slices, total, total).single[queries]
         assert found == pytest.approx((visits == 1).mean()), (mask.name, mask.slices.array[:3])
 
 
 def test_one_document_after_the_other():
     """Where that gains by the estimate; together with storing where keys see up to 10,000 queries; alone with few query
-    heads of a kv head; in turns with any head dim; not beside keys that arrive, nor where heads are shared out."""
+    heads of a kv head; in deterministic order with any head dim; not beside keys that arrive, nor where heads are
+    shared out."""
     many = causal_documents(4096, 65536)
     assert choose(many, 65536) == by_document(storing(WIDE))
-    assert choose(many, 65536, in_turns=True) == by_document(WIDE)
+    assert choose(many, 65536, is_deterministic=True) == by_document(WIDE)
     for dim in (64, 256):
         assert choose(many, 65536, dim=dim) == NARROW
-        assert choose(many, 65536, dim=dim, in_turns=True) == by_document(NARROW)
+        assert choose(many, 65536, dim=dim, is_deterministic=True) == by_document(NARROW)
     assert choose(many, 65536, softcap=1.0) == NARROW
     longer = causal_documents(16384, 4 * 65536)
     assert choose(longer, 4 * 65536) == by_document(storing(WIDE)) and longer.slices.area < 10_000 * 4 * 65536
     longest = causal_documents(32768, 8 * 65536)
     assert not choose(longest, 8 * 65536).first_writer
     assert choose(causal_documents(4096, 8192), 8192) == storing(WIDE)  # ends later
-    assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == sole(by_document(storing(NARROW)))
+    assert choose(causal_documents(512, 65536), 65536, heads=(24, 8)) == single(by_document(storing(NARROW)))
     assert choose(causal_documents(1280, 65280), 65280, heads=(24, 8)) == by_document(WIDE)
     assert not choose(causal_documents(512, 2048), 2048, heads=(64, 8)).by_document
 
 
 def test_in_turns_documents_of_few_heads():
-    """With one or two query heads in a unit, sections are larger, so less of them stays in L2; and causal documents
-    wait for each other less one after the other: if units are few, with two query heads, or with head dim 256."""
+    """With one or two query heads in a work tile, L2 groups are larger, so less of them stays in L2; and causal
+    documents wait for each other less one after the other: if work tiles are few, with two query heads, or with head
+    dim 256."""
     short, long = causal_documents(512, 8192), causal_documents(2048, 8192)
 
     def is_by_document(mask: Mask, heads: tuple[int, int], dim: int = 128) -> bool:
-        return choose(mask, mask.total_q, in_turns=True, heads=heads, dim=dim).by_document
+        return choose(mask, mask.total_q, is_deterministic=True, heads=heads, dim=dim).by_document
 
     for heads in ((16, 16), (32, 16), (8, 8)):
         assert is_by_document(short, heads), heads
@@ -266,8 +270,8 @@ def test_the_gain_is_told_once(monkeypatch):
     asked, tell = [], backward_steps.gain_by_document
     monkeypatch.setattr(backward_steps, "gain_by_document", lambda *a: asked.append(a) or tell(*a))
     mask = causal_documents(4096, 65536)
-    for in_turns in (False, True, False):
-        choose(mask, 65536, in_turns=in_turns)
+    for is_deterministic in (False, True, False):
+        choose(mask, 65536, is_deterministic=is_deterministic)
     choose(mask, 65536, softcap=1.0)
     assert len(asked) == 1
     choose(mask, 65536, heads=(32, 4))
@@ -275,10 +279,10 @@ def test_the_gain_is_told_once(monkeypatch):
 
 
 def test_nothing_to_do():
-    for in_turns in (False, True):
-        options = AttnOptions(0.3, deterministic=in_turns)
+    for is_deterministic in (False, True):
+        options = AttnOptions(0.3, deterministic=is_deterministic)
         for queries, keys in ((0, 8192), (8192, 0), (8192, 8192)):
-            assert steps_of((queries, 64, 128), (keys, 8, 128), SliceTable([]), options, PROCESSORS) == NARROW
+            assert select_schedule((queries, 64, 128), (keys, 8, 128), SliceTable([]), options, NUM_SMS) == NARROW
 
 
 def test_steps_are_counted_once(monkeypatch):
@@ -286,24 +290,24 @@ def test_steps_are_counted_once(monkeypatch):
     made, build = [], TilePlan.build
     monkeypatch.setattr(hand_out.TilePlan, "build", lambda *a: made.append(a) or build(*a))
     mask = documents(2000, 4000)
-    for in_turns in (False, True, True):
-        choose(mask, 4000, in_turns=in_turns)
+    for is_deterministic in (False, True, True):
+        choose(mask, 4000, is_deterministic=is_deterministic)
     assert len(made) == 1
 
 
-def of_ranks(local: int, rows: list[list[int]], remote: int, heads=(64, 8)) -> list[Steps]:
-    """Steps of a rank with so many keys of others behind its own, by default and in turns."""
+def of_ranks(local: int, rows: list[list[int]], remote: int, heads=(64, 8)) -> list[BwdSchedule]:
+    """Steps of a rank with so many keys of others behind its own, by default and in deterministic order."""
     mask = RemoteMask(
         SliceTable(np.array(rows)), local, local, np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3])), 0
     )
     shapes = (local, heads[0], 128), (local, heads[1], 128)
-    options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]
-    return [steps_of(*shapes, RemoteKeys(mask, b""), o, PROCESSORS) for o in options]
+    options = [AttnOptions(0.3, deterministic=is_deterministic) for is_deterministic in (False, True)]
+    return [select_schedule(*shapes, RemoteKeys(mask, b""), o, NUM_SMS) for o in options]
 
 
 def test_keys_of_other_ranks_count():
-    """A quarter of the keys is local: alone they would be few units. Heads are never shared out there, nor tiles
-    split, and no kernel lists units."""
+    """A quarter of the keys is local: alone they would be few work tiles. Heads are never shared out there, nor tiles
+    split, and no kernel lists work tiles."""
     long = [[0, 4096, 0, 4096, 1], [0, 4096, 4096, 16384, 0]]
     assert of_ranks(4096, long, 3 * 4096) == [WIDE, WIDE]
     uneven = [[a, a + 64, 1024 + 3 * a, 1024 + 3 * (a + 64), 0] for a in range(0, 1024, 64)]
@@ -319,7 +323,7 @@ def test_documents_beside_keys_of_other_ranks():
     ]
     rows = [row for pair in documents for row in pair]
     found = of_ranks(8192, rows, 8192)
-    options = [AttnOptions(0.3, deterministic=in_turns) for in_turns in (False, True)]
+    options = [AttnOptions(0.3, deterministic=is_deterministic) for is_deterministic in (False, True)]
     shapes = (8192, 64, 128), (16384, 8, 128)
-    assert found == [steps_of(*shapes, SliceTable(np.array(rows)), o, PROCESSORS) for o in options]
+    assert found == [select_schedule(*shapes, SliceTable(np.array(rows)), o, NUM_SMS) for o in options]
     assert found[0].first_writer and not found[0].direct_dq_store

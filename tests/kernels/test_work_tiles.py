@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of units of wide steps: complete, and under causal masks walked in step, by a model of the cache."""
+"""The list of work tiles of wide steps: complete, and under causal masks traversed in step, by a model of the cache."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule import steps as backward_steps
+from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
 from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
-from magi_attention.kernels.ffa.schedule.simulate import WIDE, starts_of, walks_of_tiles
+from magi_attention.kernels.ffa.schedule.simulate import WIDE, blocks_of_tiles, starts_of
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
-from magi_attention.kernels.ffa.schedule.work_tiles import UnitShape, with_units
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.native.abi import TRAVERSAL_WRAP as EARLY
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
-FEW = UnitShape(heads_kv=3, group=8, processors=40, places=40)
+FEW = WorkTileShape(heads_kv=3, group=8, num_sms=40, num_ctas=40)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,47 +42,49 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
 
 
 def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
-    """(units, 3): tile, head and walk, as the kernel reads them."""
+    """(work tiles, 3): tile, head and traverse, as the kernel reads them."""
     header = TilePlan(words).header
-    return work_tiles(words[header.words_work_tiles :][: 8 * header.num_tiles * heads_kv])
+    return rows_of(words[header.words_work_tiles :][: 8 * header.num_tiles * heads_kv])
 
 
-def work_tiles(words: np.ndarray) -> np.ndarray:
-    """(units, 3) of rows of ``magi_work_tile``, all of which are whole."""
+def rows_of(words: np.ndarray) -> np.ndarray:
+    """(work tiles, 3) of rows of ``magi_work_tile``, all of which are whole."""
     rows = words.reshape(-1, 8)
     assert (rows[:, [2, 3, 4, 5, 7]] == [0, 1, 0, 2**31 - 1, -1]).all()
     return rows[:, [0, 1, 6]]
 
 
-def is_complete(units: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
+def is_complete(work_tiles: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
     every = np.stack(np.meshgrid(np.arange(num_tiles), np.arange(heads_kv)), -1).reshape(-1, 2)
-    return sorted(map(tuple, units[:, :2].tolist())) == sorted(map(tuple, every.tolist()))
+    return sorted(map(tuple, work_tiles[:, :2].tolist())) == sorted(map(tuple, every.tolist()))
 
 
-def blocks_of(plan: TilePlan, tile: int, walk: int) -> list[int]:
+def blocks_of(plan: TilePlan, tile: int, descending: int) -> list[int]:
     """In the order in which the kernel visits them."""
     visited: list[int] = []
     begin, layers = plan.tiles[tile, 2:4].tolist()
     for low, high in plan.records[begin : begin + layers, :2].tolist():
         blocks = list(range(low // WIDE, -(-high // WIDE)))
-        back = min(blocks[0] if walk == EARLY else walk, len(blocks))
+        back = min(blocks[0] if descending == EARLY else descending, len(blocks))
         visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
     return visited
 
 
-def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
-    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take turns in time."""
-    waiting = iter(units.tolist())
-    at_work = [(0.0, place, iter(()), 0) for place in range(places)]
+def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> float:
+    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take deterministic order in
+    time."""
+    waiting = iter(work_tiles.tolist())
+    at_work = [(0.0, place, iter(()), 0) for place in range(num_ctas)]
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()
     steps = missed = 0
     while at_work:
         time, place, left, head = heapq.heappop(at_work)
         block = next(left, None)
         if block is None:
-            unit = next(waiting, None)
-            if unit is not None:
-                heapq.heappush(at_work, (time + 0.1, place, iter(blocks_of(plan, unit[0], unit[2])), unit[1]))
+            work_tile = next(waiting, None)
+            if work_tile is not None:
+                blocks = iter(blocks_of(plan, work_tile[0], work_tile[2]))
+                heapq.heappush(at_work, (time + 0.1, place, blocks, work_tile[1]))
             continue
         steps += 1
         missed += (head, block) not in cache
@@ -94,46 +96,46 @@ def misses(plan: TilePlan, units: np.ndarray, places: int, kept: int) -> float:
     return missed / steps
 
 
-def in_plan_order(words: np.ndarray, shape: UnitShape) -> np.ndarray:
+def in_plan_order(words: np.ndarray, shape: WorkTileShape) -> np.ndarray:
     plan = TilePlan(words)
-    tiles = walks_of_tiles(plan)
-    return unit_walks._in_order(plan, tiles, shape, unit_walks.heads_per_section(len(tiles.first), shape))
+    tiles = blocks_of_tiles(plan)
+    return unit_walks._in_order(plan, tiles, shape, unit_walks.heads_per_l2_group(len(tiles.first), shape))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
-def test_every_unit_once(seed, heads_kv, processors, places):
+def test_every_unit_once(seed, heads_kv, num_sms, num_ctas):
     rng = np.random.default_rng(seed)
     total_q, total_k = (int(n) for n in rng.integers(1, 3000, 2))
     slices = random_slices(rng, total_q, total_k, max_slices=5)
     if rng.random() < 0.5:
         slices = np.array([[0, total_q, 0, total_k, 1]])
     plan = plan_of(slices, total_q, total_k)
-    shape = UnitShape(heads_kv, int(rng.integers(1, 9)), processors, min(places, processors))
-    words = with_units(plan.words, shape)
+    shape = WorkTileShape(heads_kv, int(rng.integers(1, 9)), num_sms, min(num_ctas, num_sms))
+    words = with_work_tiles(plan.words, shape)
     assert (words[: len(plan.words)] != plan.words).sum() <= 1 and len(words) % 4 == 0
-    units = units_of(words, heads_kv)
-    assert is_complete(units, len(plan.tiles), heads_kv), (seed, shape)
-    assert (units[:, 2] >= 0).all() and (units[:, 2] <= EARLY).all()
+    work_tiles = units_of(words, heads_kv)
+    assert is_complete(work_tiles, len(plan.tiles), heads_kv), (seed, shape)
+    assert (work_tiles[:, 2] >= 0).all() and (work_tiles[:, 2] <= EARLY).all()
 
 
 @pytest.mark.parametrize("tiles", (64, 97, 128, 150))
 def test_causal_walks_are_in_step(tiles):
-    """As long as 24 blocks stay in the cache, next to nothing but the first visits of a period misses it."""
+    """As long as 24 blocks stay in the cache, next to nothing but the first visits of a wave misses it."""
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    listed = units_of(with_units(plan.words, FEW), 3)
+    listed = units_of(with_work_tiles(plan.words, FEW), 3)
     assert is_complete(listed, tiles, 3)
-    before = misses(plan, in_plan_order(plan.words, FEW), FEW.places, 24)
-    now = misses(plan, listed, FEW.places, 24)
+    before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
+    now = misses(plan, listed, FEW.num_ctas, 24)
     assert now <= before and now < 0.22, (before, now)
 
 
 def test_many_periods_win_most():
     total = 128 * 150
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    before = misses(plan, in_plan_order(plan.words, FEW), FEW.places, 24)
-    now = misses(plan, units_of(with_units(plan.words, FEW), 3), FEW.places, 24)
+    before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
+    now = misses(plan, units_of(with_work_tiles(plan.words, FEW), 3), FEW.num_ctas, 24)
     assert before > 2 * now, (before, now)
 
 
@@ -142,9 +144,9 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
     """With one query head many more blocks stay in the cache than of 64, which a tile takes one after the other."""
     total = 128 * 128
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    shape = UnitShape(heads_kv, group, 40, 40)
-    units = units_of(with_units(plan.words, shape), heads_kv)
-    assert np.array_equal(units, in_plan_order(plan.words, shape)) != is_worth_it
+    shape = WorkTileShape(heads_kv, group, 40, 40)
+    work_tiles = units_of(with_work_tiles(plan.words, shape), heads_kv)
+    assert np.array_equal(work_tiles, in_plan_order(plan.words, shape)) != is_worth_it
 
 
 @pytest.mark.parametrize(
@@ -159,13 +161,13 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
 def test_others_keep_the_order_of_the_plan(mask, tiles):
     total = 128 * tiles
     plan = plan_of(mask.slices, total, total)
-    units = units_of(with_units(plan.words, FEW), 3)
-    assert np.array_equal(units, in_plan_order(plan.words, FEW))
+    work_tiles = units_of(with_work_tiles(plan.words, FEW), 3)
+    assert np.array_equal(work_tiles, in_plan_order(plan.words, FEW))
     at_once = min(3, max(1, round(80 / tiles)))
-    assert units[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
+    assert work_tiles[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
     parts = next((n for n in (1, 2, 4, 8) if n * tiles * 3 >= 76), 8)
-    early = (units[:, 2] == EARLY)[: at_once * tiles]
-    assert early.sum() == min(-(-FEW.places // parts), at_once * tiles) and early[: early.sum()].all()
+    early = (work_tiles[:, 2] == EARLY)[: at_once * tiles]
+    assert early.sum() == min(-(-FEW.num_ctas // parts), at_once * tiles) and early[: early.sum()].all()
 
 
 def test_a_first_order_is_that_of_the_first_section():
@@ -176,9 +178,9 @@ def test_a_first_order_is_that_of_the_first_section():
     words = backward_order(plan.words.copy(), pace, arrivals, base)
     own = words[TilePlan(words).header.words_first_order :][:tiles]
     assert own.tolist() != plan.order.tolist()
-    units = units_of(with_units(words, FEW, there_at(128, pace, arrivals, base)), 3)
-    assert units[:tiles, 0].tolist() == own.tolist() and (units[:tiles, 1] == 0).all()
-    assert units[tiles : 2 * tiles, 0].tolist() == plan.order.tolist() and is_complete(units, tiles, 3)
+    work_tiles = units_of(with_work_tiles(words, FEW, there_at(128, pace, arrivals, base)), 3)
+    assert work_tiles[:tiles, 0].tolist() == own.tolist() and (work_tiles[:tiles, 1] == 0).all()
+    assert work_tiles[tiles : 2 * tiles, 0].tolist() == plan.order.tolist() and is_complete(work_tiles, tiles, 3)
 
 
 @pytest.mark.parametrize("local", (range(75), range(75, 150), range(40, 110)), ids=("first", "last", "middle"))
@@ -188,11 +190,11 @@ def test_the_first_period_begins_with_what_is_there(local):
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     when = np.full(tiles, 1e-3)
     when[list(local)] = -np.inf
-    units = units_of(with_units(plan.words, FEW, when), 3)
-    begin = units[: FEW.places]
-    assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).sum() == (35 if local[0] == 40 else FEW.places)
-    assert is_complete(units, tiles, 3)
-    assert misses(plan, units, FEW.places, 24) < 0.22
+    work_tiles = units_of(with_work_tiles(plan.words, FEW, when), 3)
+    begin = work_tiles[: FEW.num_ctas]
+    assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).sum() == (35 if local[0] == 40 else FEW.num_ctas)
+    assert is_complete(work_tiles, tiles, 3)
+    assert misses(plan, work_tiles, FEW.num_ctas, 24) < 0.22
 
 
 def test_empty_tiles_begin():
@@ -201,11 +203,11 @@ def test_empty_tiles_begin():
     slices = np.array([[0, total, 0, total, 1]])
     moved = np.array([[0, 6400, 0, 6400, 1], [6400, total, 0, 6400, 0], [6400, total, 6528, total + 128, 1]])
     plan, apart = plan_of(slices, total, total), plan_of(moved, total, total + 128)
-    units = units_of(with_units(apart.words, FEW), 3)
-    assert is_complete(units, tiles, 3) and units[:3].tolist() == [[50, head, 0] for head in range(3)]
-    behind = units[3:] - np.outer(units[3:, 0] > 50, [1, 0, 0])
-    listed = units_of(with_units(plan.words, FEW), 3)
-    assert abs(misses(apart, units, FEW.places, 24) - misses(plan, listed, FEW.places, 24)) < 0.02
+    work_tiles = units_of(with_work_tiles(apart.words, FEW), 3)
+    assert is_complete(work_tiles, tiles, 3) and work_tiles[:3].tolist() == [[50, head, 0] for head in range(3)]
+    behind = work_tiles[3:] - np.outer(work_tiles[3:, 0] > 50, [1, 0, 0])
+    listed = units_of(with_work_tiles(plan.words, FEW), 3)
+    assert abs(misses(apart, work_tiles, FEW.num_ctas, 24) - misses(plan, listed, FEW.num_ctas, 24)) < 0.02
     assert sorted(behind[:, 0].tolist()) == sorted(listed[:, 0].tolist())
 
 
@@ -213,27 +215,27 @@ def test_empty_tiles_begin():
     "tiles, heads", ((32, [8]), (40, [8]), (48, [8]), (56, [4, 4]), (64, [4, 4]), (80, [4, 4]), (96, [3, 3, 2]))
 )
 def test_sections_of_heads(tiles, heads):
-    """With 132 multiprocessors. A few long tiles behind all others are what everybody would wait for."""
+    """With 132 SMs. A few long tiles behind all others are what everybody would wait for."""
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    shape = UnitShape(8, 8, 132, 132)
-    units = units_of(with_units(plan.words, shape), 8)
+    shape = WorkTileShape(8, 8, 132, 132)
+    work_tiles = units_of(with_work_tiles(plan.words, shape), 8)
     ends = np.cumsum(heads)
-    assert [sorted(set(part[:, 1].tolist())) for part in np.split(units, ends[:-1] * tiles)] == [
+    assert [sorted(set(part[:, 1].tolist())) for part in np.split(work_tiles, ends[:-1] * tiles)] == [
         list(range(end - count, end)) for end, count in zip(ends.tolist(), heads)
     ]
-    counts = walks_of_tiles(plan).count[units[:, 0]]
+    counts = blocks_of_tiles(plan).count[work_tiles[:, 0]]
     end = max(starts_of(counts, 132) + counts)
     assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
 
 
 def test_groups_fill_a_period():
     total = 128 * 100
-    tiles = walks_of_tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
-    tile, group, cohort = unit_walks._cohorts(tiles)
-    assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(cohort) >= 0).all()
-    filled = cohort == cohort[0]
-    assert filled.sum() in (50, 51) and len(np.unique(cohort)) <= 2 and len(cohort) <= 51
+    tiles = blocks_of_tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
+    tile, group, batch = unit_walks._tile_groups(tiles)
+    assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(batch) >= 0).all()
+    filled = batch == batch[0]
+    assert filled.sum() in (50, 51) and len(np.unique(batch)) <= 2 and len(batch) <= 51
     count = np.bincount(group, tiles.count[tile])
     assert (abs(count[filled] - tiles.blocks) <= unit_walks._SLACK).all()
 
@@ -243,19 +245,19 @@ def test_what_fills_no_period_comes_together():
     total_q, many = 6400, 100 * 128
     slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
     plan = plan_of(slices, total_q, total_q + many)
-    tiles, shape = walks_of_tiles(plan), UnitShape(3, 8, 20, 20)
-    tile, group, cohort = unit_walks._cohorts(tiles)
-    _, which, sizes = np.unique(cohort, return_inverse=True, return_counts=True)
-    largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a period
+    tiles, shape = blocks_of_tiles(plan), WorkTileShape(3, 8, 20, 20)
+    tile, group, batch = unit_walks._tile_groups(tiles)
+    _, which, sizes = np.unique(batch, return_inverse=True, return_counts=True)
+    largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a wave
     alike = [tile[group == number].tolist() for number in np.flatnonzero(largest)]
     assert [len(group) for group in alike].count(1) > 60, "some fill a period with a short one"
-    units = units_of(with_units(plan.words, shape), 3)
+    work_tiles = units_of(with_work_tiles(plan.words, shape), 3)
     alone = {group[0] for group in alike}
-    at = [i for i, (tile, *_) in enumerate(units.tolist()) if tile in alone]
-    assert is_complete(units, len(plan.tiles), 3)
-    assert at[-1] - at[0] < len(at) + 2 * shape.places, "but for the periods that they begin and end with"
-    before = misses(plan, in_plan_order(plan.words, shape), shape.places, 24)
-    now = misses(plan, units, shape.places, 24)
+    at = [i for i, (tile, *_) in enumerate(work_tiles.tolist()) if tile in alone]
+    assert is_complete(work_tiles, len(plan.tiles), 3)
+    assert at[-1] - at[0] < len(at) + 2 * shape.num_ctas, "but for the periods that they begin and end with"
+    before = misses(plan, in_plan_order(plan.words, shape), shape.num_ctas, 24)
+    now = misses(plan, work_tiles, shape.num_ctas, 24)
     assert now < before / 1.5, (before, now)
 
 
@@ -263,7 +265,7 @@ def test_what_fills_no_period_comes_together():
     "options", (AttnOptions(0.3), AttnOptions(0.3, sm_margin=3), AttnOptions(0.3, deterministic=True))
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
-    """With steps of 80, here from 4 queries a key on, and no turns; there are four multiprocessors."""
+    """With steps of 80, here from 4 queries a key on, and no deterministic order; there are four SMs."""
     monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
     ffa, simulator = backend()
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
@@ -276,9 +278,10 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     assert narrow.header.words_work_tiles == 0 and bool(at) != options.deterministic
     if not at:
         return
-    units = work_tiles(memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2 * 8,), (1,), np.int32))
-    assert is_complete(units, len(wide.tiles), 2)
-    assert units[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]  # halves of heads
+    rows = rows_of(memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2 * 8,), (1,), np.int32))
+    assert is_complete(rows, len(wide.tiles), 2)
+    # halves of heads
+    assert rows[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -290,9 +293,9 @@ def test_units_at_the_end_are_split_as_the_library_asks(seed):
     heads, parts = int(rng.integers(1, 5)), int(rng.integers(2, 9))
     num_units = len(plan.tiles) * heads
     num_tail = int(rng.integers(0, num_units + 1))
-    shape = UnitShape(heads, 8, 40, 40, by_document=bool(seed % 2))
+    shape = WorkTileShape(heads, 8, 40, 40, by_document=bool(seed % 2))
     whole, split = (
-        with_units(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
+        with_work_tiles(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
         for tail in ((0, 1), (num_tail, parts))
     )
     kept = num_units - num_tail
@@ -307,7 +310,7 @@ def test_units_at_the_end_are_split_as_the_library_asks(seed):
 
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
-    """Of the call's heads, on its multiprocessors, of which there are four."""
+    """Of the call's heads, on its SMs, of which there are four."""
     monkeypatch.setattr(backward_steps, "wide_gains", lambda *_: True)
     ffa, simulator = backend()
     simulator.takes_list = True
@@ -323,5 +326,5 @@ def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(ma
 
 
 def test_a_list_needs_no_tiles():
-    words = with_units(plan_of(SliceTable([]), 10, 300).words, FEW)
+    words = with_work_tiles(plan_of(SliceTable([]), 10, 300).words, FEW)
     assert is_complete(units_of(words, 3), 3, 3)

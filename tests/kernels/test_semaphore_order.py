@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turns_model import (
+from semaphore_model import (
     Schedule,
     Unit,
     begins_apart,
@@ -18,7 +18,7 @@ from turns_model import (
     units_of,
 )
 
-from magi_attention.kernels.ffa.schedule.work_tiles import MANY_RANKS
+from magi_attention.kernels.ffa.schedule.work_tiles import MANY_TILES
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -33,10 +33,10 @@ def planner():
 def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, block: int = BLOCK) -> tuple[bool, str]:
     """Two runs with different CTAs slow; the mode that was used."""
     tiles = layers_by_rank(slices, total_q, total_k, TILE, block)
-    units = units_of(tiles, schedule)
-    first, second = (run(units, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
+    work_tiles = units_of(tiles, schedule)
+    first, second = (run(work_tiles, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
     assert first == second, "the order depends on who is slow"
-    contributions = [(u.head, head, at, u.rank) for u in units for head, at in u.steps]
+    contributions = [(u.head, head, at, u.rank) for u in work_tiles for head, at in u.steps]
     assert sorted(contributions) == sorted((*key, rank) for key, ranks in first.items() for rank in ranks)
     return mode_of(tiles, schedule)
 
@@ -52,12 +52,12 @@ def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, blo
         kinds=st.integers(1, 3),
         heads=st.integers(1, 3),
         most_timed=st.sampled_from((0, 1024)),
-        sections=st.integers(1, 3),
+        l2_groups=st.integers(1, 3),
         last_kinds=st.integers(0, 3),
         few_heads=st.sampled_from((0, 4)),
         few_if_kept=st.sampled_from((0, 1, 3)),
         most_apart=st.sampled_from((0, 1, 2)),
-        walked=st.sampled_from((0.0, 0.5, 1.5)),
+        traversed=st.sampled_from((0.0, 0.5, 1.5)),
     ),
     block=st.sampled_from((BLOCK, WIDE_BLOCK)),
 )
@@ -70,21 +70,21 @@ def test_random_masks(seed, sizes, count, schedule, block):
     seed=st.integers(0, 2**31),
     total=st.integers(1, 400),
     count=st.integers(1, 12),
-    ctas=st.integers(1, 3 * MANY_RANKS),
+    ctas=st.integers(1, 3 * MANY_TILES),
     kinds=st.integers(1, 3),
     heads=st.integers(1, 2),
 )
 def test_units_that_begin_apart(seed, total, count, ctas, kinds, heads):
-    """One section of units of one or two query heads, whose walks come round."""
+    """One L2 group of work tiles of one or two query heads, whose traverses come round."""
     schedule, rng = Schedule(ctas, kinds, heads, few_if_kept=4, most_apart=2), np.random.default_rng(seed)
     ends = np.unique(rng.integers(0, total + 1, count))
     slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2)))
     check(slices.array, total, total, schedule, seed)
     tiles = layers_by_rank(slices.array, total, total, TILE, BLOCK)
     assert begins_apart(tiles, "timed", schedule)
-    for unit in units_of(tiles, schedule):
-        at = [block for head, block in unit.steps if head == 0]
-        assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[unit.rank]), "comes round once"
+    for work_tile in units_of(tiles, schedule):
+        at = [block for head, block in work_tile.steps if head == 0]
+        assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[work_tile.rank]), "comes round once"
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
@@ -114,10 +114,10 @@ def test_tiles_that_are_split(seed, total, count, ctas, kinds, heads, parts, edg
 def test_parts_may_have_other_turns():
     """Those of a tile that begin when others end, one after the other."""
     tiles = layers_by_rank(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
-    units = units_of(tiles, Schedule(6, 1, 8, split=(3, 9, 2)))
-    turns = [(u.rank, {(at, turn) for (_, at), turn in zip(u.steps, u.turns)}) for u in units]
+    work_tiles = units_of(tiles, Schedule(6, 1, 8, split=(3, 9, 2)))
+    turns = [(u.rank, {(at, turn) for (_, at), turn in zip(u.steps, u.turns)}) for u in work_tiles]
     pairs = list(zip(turns[3:15:2], turns[4:15:2]))
-    assert len(units) == len(tiles) + 6 and all(a[0] == b[0] for a, b in pairs)
+    assert len(work_tiles) == len(tiles) + 6 and all(a[0] == b[0] for a, b in pairs)
     assert any(a[1] != b[1] for a, b in pairs)
     wholes = turns[:3] + turns[15:]
     assert any(len({at for at, _ in found}) < len(found) for _, found in wholes), "one for each part of its heads"
@@ -132,10 +132,10 @@ def test_every_way_to_order_is_met():
     }
     schedules = (
         Schedule(7, 1, 2),
-        Schedule(8, 2, 2, sections=2),
+        Schedule(8, 2, 2, l2_groups=2),
         Schedule(30, 2, 1),
-        Schedule(6, 2, 2, sections=3, last_kinds=1),
-        Schedule(5, 1, 1, most_timed=0, sections=2),
+        Schedule(6, 2, 2, l2_groups=3, last_kinds=1),
+        Schedule(5, 1, 1, most_timed=0, l2_groups=2),
     )
     for seed, slices in enumerate(families.values()):
         for schedule in schedules:
@@ -145,18 +145,18 @@ def test_every_way_to_order_is_met():
 
 
 def test_later_sections_have_turns_of_their_own():
-    """Where units walk in both directions: those behind the first begin at other times."""
+    """Where work tiles traverse in both directions: those behind the first begin at other times."""
     tiles = layers_by_rank(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
-    units = units_of(tiles, Schedule(6, 2, 2, sections=3, last_kinds=1))
-    turns = [{(u.rank, u.head % 2): u.turns for u in units if u.head // 2 == section} for section in range(3)]
+    work_tiles = units_of(tiles, Schedule(6, 2, 2, l2_groups=3, last_kinds=1))
+    turns = [{(u.rank, u.head % 2): u.turns for u in work_tiles if u.head // 2 == l2_group} for l2_group in range(3)]
     assert turns[0] != turns[1]
     assert turns[2] == {key: turns[1][key] for key in turns[2]} and len(turns[2]) == len(tiles)
-    one_way = Schedule(16, 2, 1, sections=2)
+    one_way = Schedule(16, 2, 1, l2_groups=2)
     assert one_way.is_one_way and len(expected_starts(tiles, "timed", False, one_way)) == 1
 
 
 def test_a_wrong_order_is_found():
-    """Two units start with a block for which the other has the first turn."""
+    """Two work tiles start with a block for which the other has the first turn."""
     blocks = ((0, 0), (0, 1))
     circle = [Unit(0, 0, blocks, (1, 0)), Unit(1, 0, blocks[::-1], (1, 0))]
     with pytest.raises(AssertionError, match="waits for another"):
@@ -164,13 +164,13 @@ def test_a_wrong_order_is_found():
 
 
 def test_units_taken_before_the_last_one_is_added_may_wait_in_a_circle():
-    """As the kernel once took them: the unit that a CTA waits for may be the one that it has in hand."""
+    """As the kernel once took them: the work tile that a CTA waits for may be the one that it has in hand."""
     tiles = layers_by_rank(np.array([[0, 200, 0, 200, 1]]), 200, 200, TILE, BLOCK)
-    units, stuck = units_of(tiles, Schedule(5, 1, 1)), 0
+    work_tiles, stuck = units_of(tiles, Schedule(5, 1, 1)), 0
     for seed in range(20):
-        run(units, 5, np.random.default_rng(seed))
+        run(work_tiles, 5, np.random.default_rng(seed))
         try:
-            run(units, 5, np.random.default_rng(seed), early=3)
+            run(work_tiles, 5, np.random.default_rng(seed), early=3)
         except AssertionError:
             stuck += 1
     assert stuck
