@@ -83,8 +83,9 @@ class Clock:
 
 def _work_tiles(schedule) -> WorkTileShape | None:
     """The shape of the work tiles that a plan lists, see ``BackwardCalls``; work lists are left out."""
-    has_list = schedule.has_order(is_deterministic=False)
-    return WorkTileShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, schedule.by_document) if has_list else None
+    if not schedule.has_order(is_deterministic=False):
+        return None
+    return WorkTileShape(HEADS_KV, HEADS // HEADS_KV, PROCESSORS, PROCESSORS, schedule.by_document)
 
 
 def one_rank(clock: Clock, slices: SliceTable, tokens: int) -> None:
