@@ -125,7 +125,7 @@ def test_as_chosen(lengths, monkeypatch):
 
 
 def nobody_waits(rank: int, world: int, way: str) -> bool:
-    """Beside other kernels, which hold multiprocessors while units are handed out."""
+    """Beside other kernels, which hold SMs while work tiles are scheduled."""
     steps, in_turns = WAYS[way]
     ffa_bwd.select_schedule = lambda *_: steps
     for lengths in ([300, 1300, 700], [128] * 20, [2000, 90]):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What turns rest on, compiled for the CPU: the warp that simulates how work_tiles are handed out
+// What semaphore targets rest on, compiled for the CPU: the warp that simulates the schedule
 // (bwd/schedule/simulate.cuh), as 32 threads that meet wherever its lanes do, and the order in
 // which work_tiles traversal their blocks (bwd/schedule/plan_reader.cuh). And what the last kernel
 // takes up (bwd/rows/postprocess_items.cuh).
@@ -104,7 +104,7 @@ struct Sizes {
   const int32_t* plan;
 };
 
-// The flags of a plan, and what its work_tiles are handed out by: late, ends_after, scale and
+// The flags of a plan, and what its schedule is simulated by: late, ends_after, scale and
 // has_second.
 extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contributes_twice,
                         int32_t* hand_out) {

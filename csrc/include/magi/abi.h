@@ -325,10 +325,10 @@ MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num
                                               int32_t tile_tokens, int32_t* strips,
                                               int64_t* num_strips);
 
-/* When work tiles start that take so long and are taken up in this order by whoever of `places` is
- * free first. */
+/* When work tiles start that take so long and are taken up in this order by the CTA of `num_ctas`
+ * that is free first. */
 MAGI_EXPORT magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles,
-                                             int32_t places, double* starts);
+                                             int32_t num_ctas, double* starts);
 
 /* Tiles that follow one another, by the blocks that they visit, those with none left out: the
  * longest that is left, and behind it the longest that still fit into what is left of `period`

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who gets which work tile of a backward, foreseen on the host: when work tiles start, and which
-// tiles go behind one another.
+// The schedule of a backward, simulated on the host: when work tiles start, and which tiles follow
+// one another.
 #include <algorithm>
 #include <exception>
 #include <functional>
@@ -37,9 +37,9 @@ class Left {
   std::vector<size_t> before_;  // itself, or a place nearer to what is left
 };
 
-void starts_of(const double* times, int64_t num_work_tiles, int32_t places, double* starts) {
+void starts_of(const double* times, int64_t num_work_tiles, int32_t num_ctas, double* starts) {
   std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-  for (int32_t i = 0; i < places; ++i) free_at.push(0.0);
+  for (int32_t i = 0; i < num_ctas; ++i) free_at.push(0.0);
   for (int64_t i = 0; i < num_work_tiles; ++i) {
     const double start = free_at.top();
     starts[i] = start;
@@ -80,20 +80,20 @@ int64_t group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period, in
 
 extern "C" {
 
-magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles, int32_t places,
+magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles, int32_t num_ctas,
                                  double* starts) {
-  if (num_work_tiles < 0 || places < 1 ||
+  if (num_work_tiles < 0 || num_ctas < 1 ||
       (num_work_tiles > 0 && (times == nullptr || starts == nullptr)))
     return magi::fail(
         MAGI_INVALID_ARGUMENT,
-        "num_work_tiles is %lld and places %d; give that many times and starts, and a place "
+        "num_work_tiles is %lld and num_ctas %d; give that many times and starts, and a CTA "
         "or more.",
-        (long long)num_work_tiles, places);
+        (long long)num_work_tiles, num_ctas);
   try {
-    magi::starts_of(times, num_work_tiles, places, starts);
+    magi::starts_of(times, num_work_tiles, num_ctas, starts);
     return MAGI_OK;
   } catch (const std::exception& error) {
-    return magi::fail(MAGI_CAPACITY, "No host memory to hand out %lld work_tiles: %s.",
+    return magi::fail(MAGI_CAPACITY, "No host memory to simulate %lld work tiles: %s.",
                       (long long)num_work_tiles, error.what());
   }
 }

@@ -23,7 +23,7 @@ struct BwdKernelParams {
   // All (d, token, head).
   CUtensorMap q_map, k_map, v_map, do_map, dk_map, dv_map;
   const int32_t* plan;  // of the transposed mask: its rows are keys, its columns queries
-  int32_t* workspace;   // [0] work tile counter, [1] CTAs that are done; kSplitWord and on
+  int32_t* workspace;   // [0] work tile counter, [1] CTAs that are done; kPlaceWord and on
   float* stats;         // (head, block of queries, stat_floats)
   float* dq_accum;      // (head, block of queries, block of 64 columns, dq_block_floats)
   // Only where dq is summed in order: the semaphores, (head, block of queries, pass); the semaphore
