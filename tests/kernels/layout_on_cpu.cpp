@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a backward is cut into work_tiles and what its workspace holds (bwd/workspace.h), compiled
+// How a backward is cut into work tiles and what its workspace holds (bwd/workspace.h), compiled
 // for the CPU.
 #include <cstdint>
 

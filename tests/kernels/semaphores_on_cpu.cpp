@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What semaphore targets rest on, compiled for the CPU: the warp that simulates the schedule
 // (bwd/schedule/simulate.cuh), as 32 threads that meet wherever its lanes do, and the order in
-// which work_tiles traversal their blocks (bwd/schedule/plan_reader.cuh). And what the last kernel
+// which work tiles traverse their blocks (bwd/schedule/plan_reader.cuh). And what the last kernel
 // takes up (bwd/rows/postprocess_items.cuh).
 #include <algorithm>
 #include <cstdint>
