@@ -80,5 +80,5 @@ def test_groups_of_tiles(seed):
 
 
 def test_nowhere_to_go():
-    with pytest.raises(ContractError, match="places 0"):
+    with pytest.raises(ContractError, match="num_ctas 0"):
         starts_of(np.ones(3), 0)

@@ -101,7 +101,7 @@ def starts_of(times: np.ndarray, num_ctas: int) -> np.ndarray:
     times = np.ascontiguousarray(times, dtype=np.float64)
     starts, library = np.empty(len(times)), load(PLANNER)
     status = library.magi_simulate_starts(times.ctypes.data, len(times), num_ctas, starts.ctypes.data)
-    check(library, status, "Handing out units")
+    check(library, status, "Simulating the schedule")
     return starts
 
 
