@@ -34,6 +34,7 @@ from test_ffa_backward_split import documents, inputs, workspaces  # noqa: F401
 
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
@@ -55,9 +56,12 @@ def wide_steps(monkeypatch):
 
 @pytest.fixture(autouse=True, params=("host", "device"))
 def known_to(request, monkeypatch):
-    """Who knows the ranges in the first call of a mask: with the host there is a list of units, else none."""
+    """Who knows the ranges: with the host there is a list of work tiles, else none. Calls that met now the one, now the
+    other would add in two orders."""
     if request.param == "host":
         monkeypatch.setattr(Inputs, "ranges", property(lambda self: self.slices.tensors()))
+    else:
+        monkeypatch.setattr(HostRanges, "find", lambda *_: None)
     return request.param
 
 
