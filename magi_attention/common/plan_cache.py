@@ -3,8 +3,8 @@
 
 A mask, a plan and what runs a plan have one each, as their attribute ``cache``. A table has a kind and a key::
 
-    STEPS: Kind[tuple[int, int], Steps] = Kind("steps of a mask")
-    steps = slices.cache.get(STEPS, (total_q, total_k), lambda: count_steps(slices, total_q, total_k))
+    BLOCKS: Kind[tuple[int, int], NDArray[np.int64]] = Kind("blocks of each tile")
+    blocks = slices.cache.get(BLOCKS, (total_q, total_k), lambda: count_blocks(slices, total_q, total_k))
 """
 
 from __future__ import annotations

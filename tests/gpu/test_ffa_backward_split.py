@@ -42,7 +42,7 @@ def ranges_on_the_host(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def narrow_steps(monkeypatch):
-    """Of 64 queries. The files of wide steps take the tests from here, but not this."""
+    """m-blocks have 64 queries. The files of m-blocks of 80 take the tests from here, but not this."""
     monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
 
 

@@ -173,7 +173,7 @@ def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
 
 
 def full_bytes(slices, plans, lists) -> int:
-    """Of what kernels read, and of the little that the host keeps of a mask."""
+    """Bytes of what kernels read, and of the little that the host keeps of a mask."""
     on_host = reached_bytes(slices.cache.values(_TILE_STEPS), slices.cache.values(_HOST_PLANS))
     return slices.array.nbytes + sum(p.plan.nbytes for p in plans) + sum(x.words.nbytes for x in lists) + on_host
 

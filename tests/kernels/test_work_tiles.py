@@ -310,7 +310,7 @@ def test_units_at_the_end_are_split_as_the_library_asks(seed):
 
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
-    """Of the call's heads, on its SMs, of which there are four."""
+    """The list has the call's heads, and as many CTAs as the call may use of four SMs."""
     monkeypatch.setattr(backward_steps, "wide_gains", lambda *_: True)
     ffa, simulator = backend()
     simulator.takes_list = True

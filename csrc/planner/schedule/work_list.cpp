@@ -43,8 +43,8 @@ Candidate select_early(const Tiles& tiles, const magi_schedule_shape& shape, int
                        bool* is_by_heads) {
   const int n = tiles.size();
   const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
-  // Of the shorter half by heads it is known that it ends about 8% after all SMs would if they
-  // shared the work evenly, and not before the longest tile.
+  // The shorter half by heads ends about 8% later than SMs that share the work evenly, and not
+  // before the longest tile.
   const double longest = tiles[0].time + kWorkTileTime,
                shorter = std::max(1.08 * whole.sum / num_sms, longest),
                worth = shape.block_m == 64 ? 1.06 : 1.04;

@@ -11,7 +11,7 @@ namespace magi {
 
 constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
-constexpr int kBlockM80 = 80;     // the same where that rounds to little more (kernels/block_m.py)
+constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
 
 template <typename T_, int kD_, bool kHasSoftcap_, bool kSemaphored_ = false,
           int kBlockM_ = kBlockM64>

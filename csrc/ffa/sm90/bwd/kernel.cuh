@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and walks all queries that
-// see it, of all query heads in the group: dk and dv stay in registers and are written once,
+// FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and visits all queries
+// that see it, of all query heads in the group: dk and dv stay in registers and are written once,
 // without atomics. dq is summed in float32 in L2: by vector reductions straight from the registers,
 // by bulk copies where steps are wide (kIsM80: 80 queries in place of 64, for keys that see many),
 // or by bulk copies in a fixed order or after a first one that stores (kSemaphored, see

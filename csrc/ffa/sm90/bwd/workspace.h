@@ -20,7 +20,7 @@ int64_t bwd_num_tiles_of_heads(const magi_ffa_bwd_params& a) {
 }
 
 // Among how many work tiles the query heads of a tile are shared out: as few as make two work tiles
-// for each multiprocessor, but no fewer than are asked for. The same on a device whatever is left
+// for each SM, but no fewer than are asked for. The same on a device whatever is left
 // free, so that sm_margin does not change results.
 template <typename C>
 int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
@@ -241,7 +241,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   return w;
 }
 
-// Of the workspace, and of the order that the caller may keep, 0 where there is none.
+// Sizes of the workspace, and of the order that the caller may keep (0: there is none).
 struct BwdBytes {
   int64_t workspace, order;
 };

@@ -22,7 +22,7 @@ _MOST_WORK_TILES = 3  # for each SM, from which on the last ones are short enoug
 # Halves must take no more than this share of the time as it is; measured, as is that of the even share, on 48 masks
 # of 4,096 tokens and 64 heads on 8.
 _GAIN = 0.9
-_HEAD_SPLITS: Kind[tuple[int, int, int, int, int], int] = Kind("head parts")
+_HEAD_SPLITS: Kind[tuple[int, int, int, int, int], int] = Kind("head splits of a backward")
 
 
 def head_splits(

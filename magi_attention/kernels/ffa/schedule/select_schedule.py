@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule of a backward: size of its m-blocks, way of dq, splits, and order of documents.
 
-* m-blocks of 64 or of 80 queries: ``block_m.py``. * Deterministic dq: single tiles may be split (``tile_splits.py``),
-or all of them (``head_splits.py``). * First writer: clearing ``dq_accum`` and rounding it takes as long whatever the
-mask. Where queries see few keys that is a good part of the time. Then the first writer of an m-block stores, and a
-single contribution is written rounded (``docs/log/ffa_backward_first_stores.md``).
-* Packed documents are mostly faster one after the other (``docs/log/ffa_backward_order.md``).
+* Size: m-blocks have 64 or 80 queries (``block_m.py``).
+* Splits: in deterministic order single tiles may be split (``tile_splits.py``), or all of them (``head_splits.py``).
+* Way of dq: clearing ``dq_accum`` and rounding it takes as long whatever the mask. Where queries see few keys that is
+  a good part of the time. Then the first writer of an m-block stores, and a single contribution is written rounded
+  (``docs/log/ffa_backward_first_stores.md``).
+* Order: packed documents are mostly faster one after the other (``docs/log/ffa_backward_order.md``).
 
 The thresholds are measured on an H100 (``docs/log/ffa_backward_modes.md`` says what each mode is worth).
 """
@@ -59,7 +60,7 @@ class _Stores(NamedTuple):
 
 _NEVER = _Stores(-1, -1)
 # By what was measured; head dims of 65 to 128 unless another is named.
-_OF_FEW = _Stores(1100, 1100, _LEAST_BY_DOCUMENT)  # where work tiles are listed by the kernels
+_OF_FEW = _Stores(1100, 1100, _LEAST_BY_DOCUMENT)  # work tiles for each SM
 _OF_MANY = _Stores(3600, 10_000, -0.04)
 _OF_SMALL_GROUPS = _Stores(400, 520, -0.04)  # of query heads of a kv head
 _OF_PARTS = _Stores(640)  # where heads are shared out
@@ -134,7 +135,7 @@ class RecentSchedules:
         return schedule
 
 
-_SCHEDULES: Kind[tuple[object, ...], BwdSchedule] = Kind("steps of a backward")
+_SCHEDULES: Kind[tuple[object, ...], BwdSchedule] = Kind("schedule of a backward")
 _GAINS: Kind[tuple[object, ...], float] = Kind("gain of one document after the other")
 
 

@@ -114,8 +114,8 @@ def _heads_of_part(group: int, parts: int) -> int:
 
 def _runs(tiles: int, group: int) -> Iterator[Split]:
     first = range(min(_FIRST, tiles) + 1)
-    num_ctas = sorted({*np.linspace(0, tiles, _EDGES + 1).round().astype(int).tolist(), *first})
+    edges = sorted({*np.linspace(0, tiles, _EDGES + 1).round().astype(int).tolist(), *first})
     for parts in _PARTS:
         if _heads_of_part(group, parts):
-            for begin, end in combinations(num_ctas if parts <= _MOST_IN_PAIRS else first, 2):
+            for begin, end in combinations(edges if parts <= _MOST_IN_PAIRS else first, 2):
                 yield Split(begin, end, parts)

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work tiles that are split, so that all multiprocessors end together. Each part leaves its dk and
-// dv in the workspace, and a kernel adds them in the order of the parts. Three cases:
+// Work tiles that are split, so that all SMs end together. Each part leaves its dk and dv in the
+// workspace, and a kernel adds them in the order of the parts. Three cases:
 //
-// Where there are about two work tiles for each multiprocessor, documents of different lengths
-// leave some idle at the end. There the host makes a work list (magi/schedule.h), in which some are
-// split: by query heads, or where one document ends and the next begins.
+// With about two work tiles for each SM, documents of different lengths leave some SMs idle at the
+// end. The host makes a work list (magi/schedule.h), in which some work tiles are split: by query
+// heads, or where one document ends and the next begins.
 //
-// Where there are more, in wide steps, the host splits the work tiles of the last round if they are
-// too few to fill it.
-// Under a full mask, where all are equal, that round would otherwise take as long as the others;
-// where the heaviest come first, parts of light ones cost little.
+// With more of them, in m-blocks of 80, the host splits the work tiles of the last round if they
+// are too few to fill it. Under a full mask all work tiles are equal, and that round would
+// otherwise take as long as the others. Where the heaviest come first, parts of light ones cost
+// little.
 //
-// In deterministic order there is no work list; the caller says which tiles are split
-// (kernels/ffa/schedule/tile_splits.py), all their work tiles by query heads.
+// In deterministic order there is no work list. The caller says which tiles are split
+// (kernels/ffa/schedule/tile_splits.py): all their work tiles, by query heads.
 #pragma once
 
 #include "ffa/sm90/bwd/params.h"
