@@ -48,7 +48,7 @@ PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES and NAMES have th
 # Single modules that a layer may import although not their whole layer.
 MODULE_EXCEPTIONS = {
     # Configuration is held in members of these enumerations and in plain numbers.
-    "config": {"common.enum", "common.floats", "common.integers"},
+    "config": {"common.enum", "common.scalars"},
     "env": {"common.enum"},
     "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }

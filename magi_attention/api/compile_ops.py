@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from magi_attention.api.handles import CompiledFacts, runtime_of
-from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.scalars import as_float
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype

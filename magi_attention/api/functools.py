@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from magi_attention.common import infer
 from magi_attention.common.enum import AttnMaskType
-from magi_attention.common.integers import as_int, as_window
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.scalars import as_int, as_window
 from magi_attention.errors import ContractError
 from magi_attention.meta import chunking
 

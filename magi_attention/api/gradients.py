@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError, UnsupportedError
 
 BUCKET_BYTES = 2**26

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport, check_member
 from magi_attention.common.enum import AttnMaskType
-from magi_attention.common.integers import as_int
 from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import type_codes
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb

@@ -24,7 +24,7 @@ _MASK_OF = {
 def read_mask(path: Path):
     """Mask of a JSON file with the keys total, q_ranges, k_ranges and types."""
     from magi_attention.api import Mask
-    from magi_attention.common.integers import as_int
+    from magi_attention.common.scalars import as_int
 
     text = read_text(path, "The mask file", UsageError)
     try:

@@ -239,8 +239,6 @@ class AttnMask:
 
     def visualize(self, save_path: str | None = None) -> None:
         """Draws the matrix with matplotlib, to ``save_path`` if given, else on the screen."""
-        from magi_attention.common.draw import draw_matrix
-
         draw_matrix(slices.to_dense(self._table.array, self._total_q, self._total_k), save_path, repr(self))
 
     def __eq__(self, other: object) -> bool:
@@ -254,3 +252,25 @@ class AttnMask:
 
     def __repr__(self) -> str:
         return f"AttnMask({self._total_q} x {self._total_k}, {len(self._table)} slices, area {self.area})"
+
+
+def draw_matrix(matrix: NDArray[np.bool_], save_path: str | None = None, title: str = "") -> None:
+    """Draws ``(rows, columns)`` to ``save_path``, or on the screen if None.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise UnsupportedError("Drawing needs matplotlib; run `pip install matplotlib`.") from None
+    figure, axes = plt.subplots(figsize=(8, 8))
+    axes.imshow(matrix, aspect="auto", interpolation="nearest", cmap="viridis")
+    axes.set_title(title)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    if save_path is None:
+        plt.show()
+    else:
+        figure.savefig(save_path, bbox_inches="tight")
+    plt.close(figure)

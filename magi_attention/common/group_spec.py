@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.integers import as_int, as_int_array, as_window
+from magi_attention.common.scalars import as_int, as_int_array, as_window
 from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, cut_k, trim
 from magi_attention.errors import ContractError
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.integers import as_pairs
+from magi_attention.common.scalars import as_pairs
 from magi_attention.errors import ContractError
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from magi_attention.common import infer
 from magi_attention.common.infer import CuSeqlens
-from magi_attention.common.integers import as_int, as_int_array, as_window
+from magi_attention.common.scalars import as_int, as_int_array, as_window
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import RangeError
 
 NaiveRange: TypeAlias = tuple[int, int] | list[int]

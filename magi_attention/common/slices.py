@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnMaskType
-from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.common.plan_cache import Kind, PlanCache
+from magi_attention.common.scalars import as_int_array, as_pairs
 from magi_attention.errors import ContractError, RangeError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import table_from_attn_arg

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from numbers import Real
 
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 
 

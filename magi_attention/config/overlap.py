@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.floats import as_float
+from magi_attention.common.scalars import as_float
 from magi_attention.config.checks import is_instance, set_ints
 from magi_attention.errors import ContractError
 

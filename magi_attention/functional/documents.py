@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.layout import TokenLayout, positions, roll
 

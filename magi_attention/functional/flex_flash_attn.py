@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.common.floats import as_float
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
 from magi_attention.kernels.ffa.launch_cache import KnownCalls

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from magi_attention.comm.transport.base import Transport
-from magi_attention.common.floats import as_number
-from magi_attention.common.integers import as_int
 from magi_attention.common.plan_cache import Kind, PlanCache, on_gpu
+from magi_attention.common.scalars import as_int, as_number
 from magi_attention.errors import ContractError
 from magi_attention.functional.first_use import ensure_plan
 from magi_attention.functional.inputs import refuse_dtensor

@@ -13,9 +13,8 @@ import torch
 
 from magi_attention.comm.symm.buffers import why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
-from magi_attention.common.floats import as_float
-from magi_attention.common.integers import as_int
 from magi_attention.common.plan_cache import PlanCache
+from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import torch
 
-from magi_attention.common.integers import as_int_array, as_pairs
 from magi_attention.common.plan_cache import Kind
+from magi_attention.common.scalars import as_int_array, as_pairs
 from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
 from magi_attention.errors import ContractError, RangeError
 

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from magi_attention.common.floats import as_float
+from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import ramps
+from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import Q0, Q1, areas, cut_q, trim
 from magi_attention.errors import ContractError
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.integers import as_int
 from magi_attention.common.intervals import Packing
+from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.errors import ContractError

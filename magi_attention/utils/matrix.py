@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from magi_attention.common.draw import draw_matrix
+from magi_attention.common.attn_mask import draw_matrix
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.errors import ContractError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from magi_attention.comm.collectives.work import GeneralWork
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport
-from magi_attention.common.integers import as_int
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 
 Group = dist.ProcessGroup | Transport | None

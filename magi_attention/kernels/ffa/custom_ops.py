@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.common.floats import as_float
+from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.ffa.backend import FfaBackend

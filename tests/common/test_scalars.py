@@ -20,9 +20,9 @@ from magi_attention.api import (
 from magi_attention.cli.common import UsageError
 from magi_attention.cli.explain import read_mask
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.common.integers import as_int, as_int_array
 from magi_attention.common.intervals import as_intervals
 from magi_attention.common.range import AttnRange
+from magi_attention.common.scalars import as_int, as_int_array
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.tables import table_from_attn_arg, table_from_indices, table_from_tensors
