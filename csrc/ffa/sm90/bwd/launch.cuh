@@ -378,8 +378,8 @@ magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k,
   if (r.order_is_made)
     return launch_rows(bwd_preprocess<T, C::kBlockM, Contributions::kKnown>, rows, beside, a.stream,
                        r, doing);
-  MAGI_RETURN(launch_rows(bwd_expect<kRowThreads, C::kBlockM>, dim3(1), beside, a.stream, r,
-                          "launching the plan of the turns"));
+  MAGI_RETURN(launch_rows(bwd_plan_semaphores<kRowThreads, C::kBlockM>, dim3(1), beside, a.stream,
+                          r, "launching the plan of the semaphores"));
   return launch_rows(bwd_preprocess<T, C::kBlockM, Contributions::kCounted>, counting, true,
                      a.stream, r, doing);
 }

@@ -47,7 +47,7 @@ struct SortedBlocks {
 
 // An item, of which block and how many add to it.
 struct PostprocessJob {
-  int block, head, d, turns;  // block -1: nothing is left
+  int block, head, d, contributions;  // block -1: nothing is left
 };
 
 // `counts`: there are semaphore targets. Of so many blocks.
@@ -61,11 +61,11 @@ __device__ __forceinline__ PostprocessJob postprocess_job(const BwdRowParams& p,
 }
 
 __device__ __forceinline__ bool is_complete(const BwdRowParams& p, const PostprocessJob& x) {
-  if (x.turns == 0) return true;
+  if (x.contributions == 0) return true;
   const int pass = x.d / (p.dim_blocks / p.passes);
   return load_acquire(p.dq_semaphore +
                       (static_cast<int64_t>(x.head) * p.num_m_blocks + x.block) * p.passes +
-                      pass) >= x.turns;
+                      pass) >= x.contributions;
 }
 
 // The warpgroups of a few CTAs take up items until there are no more. While one is on its way, the
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kRowThreads, postprocess_deterministic_ctas(kB
     if (block < 0) break;
     // The first to add stores, so where nobody did there is nothing.
     postprocess_columns<T, kBlockM>(
-        p, staged[group], block, head, d, fits && jobs[group][slot].turns > 0,
+        p, staged[group], block, head, d, fits && jobs[group][slot].contributions > 0,
         fits ? p.grad_scale : __int_as_float(0x7fffffff), [&] {
           if (leads) look_ahead(2 * gridDim.x + atomicAdd(p.workspace + kPlaceWord, 1));
         });

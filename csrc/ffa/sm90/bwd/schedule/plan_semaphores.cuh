@@ -14,7 +14,7 @@ namespace magi {
 
 // One CTA of kThreads: the flags of the plan, and when work tiles are expected to start.
 template <int kThreads, int kBlockM>
-__global__ void __launch_bounds__(kThreads) bwd_expect(const BwdRowParams p) {
+__global__ void __launch_bounds__(kThreads) bwd_plan_semaphores(const BwdRowParams p) {
   __shared__ int bands, others, contributes_twice;
   start_next_kernel();
   if (!bwd_plan_fits(p.plan, p.total_q, p.total_k)) return;

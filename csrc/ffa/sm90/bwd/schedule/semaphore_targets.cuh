@@ -96,10 +96,10 @@ __device__ __forceinline__ uint64_t contributions_of(const BwdRowParams& p, int 
 
 // One thread: so many visits add to a block, the last of them expected `last`. Unless a single one
 // writes dq itself the last kernel has to.
-__device__ __forceinline__ void write_contributions(const BwdRowParams& p, int block, int turns,
+__device__ __forceinline__ void write_contributions(const BwdRowParams& p, int block, int count,
                                                     int last) {
-  const bool is_direct = p.stores_direct && turns == 1;
-  p.contributions_of_block[block] = make_int2(turns, last);
+  const bool is_direct = p.stores_direct && count == 1;
+  p.contributions_of_block[block] = make_int2(count, last);
   p.direct_dq_store[block] = is_direct ? kDirectStoreBit : 0;
   if (!is_direct) p.summed[1 + atomicAdd(p.summed, 1)] = block;
 }
@@ -117,8 +117,9 @@ __device__ void assign_semaphore_targets(const BwdRowParams& p, int block, int t
   const int flags = p.order[0], per_tile = p.work_tiles_per_tile,
             work_tiles = p.num_tiles * per_tile;
   const int32_t* starts = p.order + 1 + p.num_tiles + table * work_tiles;
-  int32_t* turns = p.semaphore_targets +
-                   static_cast<int64_t>(block) * p.target_tables * work_tiles + table * work_tiles;
+  int32_t* targets = p.semaphore_targets +
+                     static_cast<int64_t>(block) * p.target_tables * work_tiles +
+                     table * work_tiles;
   const int tiles = flags & kTimed     ? p.num_tiles
                     : flags & kInWaves ? p.wave
                                        : kMaxWave;     // that are compared
@@ -138,12 +139,12 @@ __device__ void assign_semaphore_targets(const BwdRowParams& p, int block, int t
       for (int i = threadIdx.x; i < here; i += kThreads) {
         const uint64_t mine = contributions[i];
         if ((mine & 0xffff) == 0) continue;
-        int turn = before[i % width];
+        int target = before[i % width];
         for (int j = i % width; j < here; j += width)
           if (contributions[j] >> 16 < mine >> 16 ||
               (contributions[j] >> 16 == mine >> 16 && j < i))
-            turn += contributions[j] & 0xffff;
-        turns[order[first + i / width] * per_tile + kind + i % width] = turn;
+            target += contributions[j] & 0xffff;
+        targets[order[first + i / width] * per_tile + kind + i % width] = target;
         if (kind + i % width == 0)
           atomicMax(&last, min(first, 0x7ff) << 20 |
                                static_cast<int>(min(mine >> 16, static_cast<uint64_t>(0xfffff))));
