@@ -14,7 +14,6 @@ the least and the most, and how many are more than 2% from 1. The thresholds in
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +28,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of  # noqa: E402
-from kernel import environment, make_inputs, size_of  # noqa: E402
+from kernel import make_inputs, size_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
+from result_file import plain_settings, write_results  # noqa: E402
 from timing import LONG_LEAD_CYCLES, interleaved_us  # noqa: E402
 
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
@@ -168,10 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     print("\n".join(["", *summary([r["figures"] for r in records])]))
     if options.out:
-        settings = {k: v for k, v in vars(options).items() if k != "out"}
-        data = {"environment": environment(), "settings": settings, "results": records}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{options.out}.json").write_text(json.dumps(data, indent=1) + "\n")
+        write_results(options.out, plain_settings(options), results=records)
     return 0
 
 

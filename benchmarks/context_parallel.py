@@ -58,9 +58,10 @@ from cp_timing import (  # noqa: E402
 )
 from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
-from kernel import environment, make_inputs  # noqa: E402
+from kernel import make_inputs  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
+from result_file import environment, plain_settings  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 PEERS: dict[str, Callable[[Setting], Peer]] = {
@@ -322,8 +323,7 @@ def settings_of(bench: Bench) -> dict:
     """The command line, and what of the environment matters."""
     prefixes = ("MAGI_ATTENTION_", "NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
     names = sorted(n for n in os.environ if n.startswith(prefixes))
-    plain = {k: v for k, v in vars(bench.options).items() if k != "out"}
-    return plain | {
+    return plain_settings(bench.options) | {
         "world": bench.world,
         "communication": dist.get_backend(),
         "kernel_backend": bench.kernel.backend.name,

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
 from kernel import FLOPS_PER_PAIR
+from result_file import write_results
 
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -104,9 +104,7 @@ def tables(cells: Sequence[Cell]) -> Iterable:
 
 def save(cells: Sequence[Cell], environment: dict, settings: dict, out: Path) -> None:
     """Writes OUT.json. ``environment`` is the machine, versions and commit."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": environment, "settings": settings, "cells": [asdict(cell) for cell in cells]}
-    Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_results(out, settings, environment, cells=[asdict(cell) for cell in cells])
 
 
 def title_of(environment: dict, settings: dict) -> str:

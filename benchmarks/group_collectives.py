@@ -16,7 +16,6 @@ Results are compared with that first, bit for bit.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -30,9 +29,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from case_options import list_of, parse_size  # noqa: E402
-from kernel import environment, make_inputs  # noqa: E402
+from kernel import make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
 from peers import our_backend  # noqa: E402
+from result_file import plain_settings, write_results  # noqa: E402
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce  # noqa: E402
 from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
@@ -227,10 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 what = f"{x['tokens']} tokens beside a cast of {x['rows']} rows"
                 print(f"{what}: {x['alone_us']:.0f} us, {x['longer']:+.1%}")
             if options.out is not None:
-                settings = {n: x for n, x in vars(options).items() if n != "out"} | {"world": dist.get_world_size()}
-                whole = {"environment": environment(), "settings": settings, "results": cells, "beside": others}
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                Path(f"{options.out}.json").write_text(json.dumps(whole, indent=1) + "\n")
+                settings = plain_settings(options) | {"world": dist.get_world_size()}
+                write_results(options.out, settings, results=cells, beside=others)
     finally:
         dist.destroy_process_group()
     return 0

@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,17 +30,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
-from peers import Unfit, available, installed_peers  # noqa: E402
+from peers import Unfit, available  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
+from result_file import plain_settings, write_results  # noqa: E402
 from timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
 
-from magi_attention.launch.provenance import output_of  # noqa: E402
-from magi_attention.native.info import read_info  # noqa: E402
-from magi_attention.native.loader import find  # noqa: E402
-from magi_attention.native.toolchain import PLANNER  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 OURS = {"magi", "magi_host", "magi_det"}  # the public function; the kernels, with the mask known on the host
@@ -231,36 +224,6 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
 
 
-def commit() -> str | None:
-    """The commit of this checkout; or of what the installed libraries were built from; None if neither is known."""
-    if found := output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]):
-        return found
-    library = find(PLANNER)
-    record = read_info(library) if library else None
-    return record.revision or None if record else None
-
-
-def environment() -> dict:
-    """Machine, versions and commit, so that a number can be traced."""
-    found = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "host": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "peers": installed_peers(),
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "memory": properties.total_memory}
-        found["cudnn"] = torch.backends.cudnn.version()
-        fields = "driver_version,power.limit,clocks.max.sm"
-        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", "0"]
-        found["nvidia_smi"] = output_of(query, timeout_s=20)
-    return found
-
-
 def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str) -> bool:
     """One panel per mask, TFLOP/s over length; False without matplotlib."""
     try:
@@ -299,15 +262,12 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str
 
 def settings_of(options: argparse.Namespace) -> dict:
     """What decides what is measured: all options but those of files; documents and window if they are not as usual."""
-    usual = {k for k in ("documents", "window") if getattr(options, k) is None}
-    return {k: v for k, v in vars(options).items() if k not in usual | {"out", "show"}}
+    return plain_settings(options, ["show", *(k for k in ("documents", "window") if getattr(options, k) is None)])
 
 
 def save(results: Sequence[Result], names: Sequence[str], options: argparse.Namespace, out: Path) -> None:
     """Writes OUT.json and, with matplotlib, OUT.png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": environment(), "settings": settings_of(options), "results": [asdict(r) for r in results]}
-    Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
+    data = write_results(out, settings_of(options), results=[asdict(r) for r in results])
     shape = f"{options.heads[0]}:{options.heads[1]} heads, head dim {options.head_dim}, {options.dtype}"
     title = f"Attention {TITLES[options.direction]}, {data['environment'].get('gpu', 'no GPU')}, {shape}"
     draw(results, names, Path(f"{out}.png"), title)

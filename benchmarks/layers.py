@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -24,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from case_options import parse_size  # noqa: E402
-from kernel import environment  # noqa: E402
+from result_file import plain_settings, write_results  # noqa: E402
 
 from magi_attention.api import Mask, attend, flex_flash_attn_func, make_plan  # noqa: E402
 
@@ -117,9 +116,7 @@ def main() -> int:
     for name, ms in report.items():
         print(f"{ms:8.2f} ms a step  {name}")
     if options.out:
-        settings = {k: v for k, v in vars(options).items() if k != "out"}
-        data = {"environment": environment(), "settings": settings, "ms_per_step": report}
-        Path(f"{options.out}.json").write_text(json.dumps(data, indent=1) + "\n")
+        write_results(options.out, plain_settings(options), ms_per_step=report)
     return 0
 
 

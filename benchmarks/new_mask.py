@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernel import environment
 from masks import sample_documents
+from result_file import environment
 
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.common.mask import Mask

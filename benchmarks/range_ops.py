@@ -12,7 +12,6 @@ operations. Last, what a small call costs the host.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kernel import environment
+from result_file import plain_settings, write_results
 from timing import host_us, interleaved_us
 
 from magi_attention.comm.collectives.layout import Rows, copy_rows
@@ -131,10 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, us in host.items():
         print(f"host, {name}: {us:.1f} us")
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"megabytes": options.megabytes, "repeats": options.repeats}
-        data = {"environment": environment(), "settings": settings, "results": results, "host_us": host}
-        Path(f"{options.out}.json").write_text(json.dumps(data, indent=1) + "\n")
+        write_results(options.out, plain_settings(options), results=results, host_us=host)
     return 0
 
 

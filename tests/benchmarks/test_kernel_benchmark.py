@@ -19,6 +19,7 @@ import kernel  # noqa: E402
 import masks  # noqa: E402
 import peers  # noqa: E402
 import reference  # noqa: E402
+import result_file  # noqa: E402
 import timing  # noqa: E402
 from case_options import parse_size  # noqa: E402
 
@@ -175,22 +176,22 @@ def test_table_json_and_plot(tmp_path):
 
 def test_versions_of_the_peers_that_are_installed(monkeypatch):
     monkeypatch.setattr(peers, "_DISTRIBUTIONS", ("pytest", "no-such-kernels"))
-    assert peers.installed_peers() == kernel.environment()["peers"] == {"pytest": pytest.__version__}
+    assert peers.installed_peers() == result_file.environment()["peers"] == {"pytest": pytest.__version__}
 
 
 def test_where_the_commit_is_from(monkeypatch):
     """The checkout; without one, as in images, which have no git either, the library that is installed."""
     given = {"git": "1234567-dirty", "record": SimpleNamespace(revision="7654321")}
-    monkeypatch.setattr(kernel, "output_of", lambda argv, **_: given[argv[0]])
-    monkeypatch.setattr(kernel, "find", lambda name: Path(name))
-    monkeypatch.setattr(kernel, "read_info", lambda path: given["record"])
-    assert kernel.commit() == "1234567-dirty"
+    monkeypatch.setattr(result_file, "output_of", lambda argv, **_: given[argv[0]])
+    monkeypatch.setattr(result_file, "find", lambda name: Path(name))
+    monkeypatch.setattr(result_file, "read_info", lambda path: given["record"])
+    assert result_file.commit() == "1234567-dirty"
     given["git"] = None
-    assert kernel.commit() == "7654321"
+    assert result_file.commit() == "7654321"
     given["record"] = SimpleNamespace(revision="")
-    assert kernel.commit() is None
+    assert result_file.commit() is None
     given["record"] = None
-    assert kernel.commit() is None
+    assert result_file.commit() is None
 
 
 def test_summary():

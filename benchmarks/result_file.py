@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON file that a benchmark writes: where it ran, with which settings, and what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import installed_peers
+
+from magi_attention.launch.provenance import output_of
+from magi_attention.native.info import read_info
+from magi_attention.native.loader import find
+from magi_attention.native.toolchain import PLANNER
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def commit() -> str | None:
+    """The commit of this checkout; or of what the installed libraries were built from; None if neither is known."""
+    if found := output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]):
+        return found
+    library = find(PLANNER)
+    record = read_info(library) if library else None
+    return record.revision or None if record else None
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit, so that a number can be traced."""
+    found = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "host": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "peers": installed_peers(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "memory": properties.total_memory}
+        found["cudnn"] = torch.backends.cudnn.version()
+        fields = "driver_version,power.limit,clocks.max.sm"
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", "0"]
+        found["nvidia_smi"] = output_of(query, timeout_s=20)
+    return found
+
+
+def plain_settings(options: argparse.Namespace, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """All options but ``out`` and those of ``left_out``."""
+    return {name: value for name, value in vars(options).items() if name not in {"out", *left_out}}
+
+
+def write_results(
+    out: Path, settings: dict[str, Any], machine: dict[str, Any] | None = None, **measured: Any
+) -> dict[str, Any]:
+    """Writes OUT.json, makes its folder and returns what is in the file.
+
+    ``machine``: what ``environment`` gave, which is asked now if None. ``measured``: the entries beside it and the
+    settings.
+    """
+    data = {"environment": machine or environment(), "settings": settings, **measured}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
+    return data
