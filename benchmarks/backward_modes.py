@@ -4,7 +4,7 @@
     python benchmarks/backward_modes.py [--masks varlen_full,causal] [--seqlens 4K,8K,16K,32K] [--samples 3]
                                         [--deterministic] [--out benchmarks/results/NAME]
 
-A figure is the time of what is chosen over the time with the mode changed, in one run. Of a mode that is on, 0.90 says
+A figure is the time of what is chosen over the time with the mode changed, in one run. If a mode is on, 0.90 says
 that it saves a tenth. ``first writer`` and ``by document`` are also tried where they are off: there a figure above 1
 says that the mode would be faster. The last table has for each mode the cells where it counts, their geometric mean,
 the least and the most, and how many are more than 2% from 1. The thresholds in

@@ -10,7 +10,7 @@ count ``n * area * heads * head_dim`` operations, where area is the number of un
 forward, 10 backward (five products: the scores again and the gradients of P, q, k and v) and 14 for both, the forward
 and backward of one training step timed together.
 Writes NAME.json with machine, versions and commit, and NAME.png where matplotlib is installed; --show prints what such
-a file says, also where there is no GPU. Of documents that were drawn several times figures are means, and below the
+a file says, also where there is no GPU. If documents were drawn several times, figures are means, and below the
 table are the ratios of single draws.
 """
 

@@ -26,7 +26,7 @@ class Incomparable(Exception):
 @dataclass(frozen=True, order=True)
 class Cell:
     """What was timed. ``samples`` are the draws of documents over which the time is a mean; with several GPUs,
-    ``world``, ``seqlen`` is the tokens of one. Of rows ``mask`` says what ``seqlen`` counts."""
+    ``world``, ``seqlen`` is the tokens of one. For rows ``mask`` says what ``seqlen`` counts."""
 
     direction: str
     mask: str

@@ -5,8 +5,8 @@
     install.py --constraints FILE --more NAME ...                             further packages
     install.py --fingerprint                                                  version and hash of torch, as JSON
 
-Our wheels come with --no-deps. Of what they need, only that is installed which is not there, with every package that
-is there held at its version. Afterwards torch must have the same version and the same files. Standard library and pip.
+Our wheels come with --no-deps. What they need is installed only where it is not there, with every package that is there
+held at its version. Afterwards torch must have the same version and the same files. Standard library and pip.
 """
 
 from __future__ import annotations

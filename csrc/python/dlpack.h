@@ -38,8 +38,8 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// The table behind `torch.Tensor.__dlpack_c_exchange_api__`. Of its functions only one is called
-// here.
+// The table behind `torch.Tensor.__dlpack_c_exchange_api__`. Only one of its functions is
+// called here.
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;

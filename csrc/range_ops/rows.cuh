@@ -62,7 +62,7 @@ __device__ __forceinline__ Place place_in(const Walk& walk, int64_t chunk) {
   return {group * walk.rows_per_chunk + slot, first + lane, min(walk.vectors, first + kPiece)};
 }
 
-// Ranges laid out so that a row is found in them by bisection. Of one block, in shared memory.
+// The ranges of one block, in shared memory, laid out so that a row is found in them by bisection.
 struct RangeTable {
   int32_t start[MAGI_ROW_RANGES];
   int32_t

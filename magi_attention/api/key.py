@@ -130,7 +130,7 @@ def refuse_pickling(kind: str) -> NoReturn:
     raise UnsupportedError(
         f"A {kind} cannot be pickled, because it belongs to a process group of this process. Keep what it was made of, "
         "that is the ranges (or cu_seqlens), mask types and configuration, and make a key of them where it is wanted; "
-        "or keep a Plan (make_plan), which can be pickled. Of a module that holds a key save the state_dict."
+        "or keep a Plan (make_plan), which can be pickled. To save a module that holds a key, save its state_dict."
     )
 
 

@@ -163,8 +163,8 @@ def make_flex_key_for_new_mask_after_dispatch(
 ) -> DistAttnRuntimeKey:
     """Key of another mask over tokens that are already dispatched by ``key_for_dispatch``.
 
-    The dispatch (and so the balance) is that of the old key; heads default to its heads. Of a new config the
-    overlap and group-collective parts are taken. ``ValueError`` if the old key was never made or is cleared.
+    The dispatch (and so the balance) is that of the old key; heads default to its heads. A new config
+    gives its overlap and group-collective parts. ``ValueError`` if the old key was never made or is cleared.
     """
     old = _manager(key_for_dispatch, "The dist attn runtime key for dispatch does not exist!")
     _check_ranges(q_ranges, k_ranges)

@@ -61,7 +61,7 @@ class Plan(meta_plan.Plan):
         """This rank's rows of ``x``, a global tensor of ``total_tokens`` rows that all ranks hold.
 
         Shard token ids, before the first parameter: then gradients of all parameters add up over the ranks
-        (``sum_gradients``, ``set_gradient_sum``). Of an ``x`` that parameters made, every rank gets the whole gradient,
+        (``sum_gradients``, ``set_gradient_sum``). If parameters made ``x``, every rank gets its whole gradient,
         so a sum over ranks counts these parameters once for each rank; with ``is_partial_grad`` it gets the share of
         its own rows, which is to be summed as the other gradients are, and nothing is sent in the backward pass.
         """

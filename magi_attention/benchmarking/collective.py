@@ -64,8 +64,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def clock_offset(rank: int, peer: int, device: torch.device, rounds: int = 5) -> float:
-    """Seconds by which the clock of ``peer`` is ahead of rank 0's; only rank 0 gets the number. Of several round
-    trips the shortest says most."""
+    """Seconds by which the clock of ``peer`` is ahead of rank 0's; only rank 0 gets the number. The
+    shortest of several round trips says most."""
     best = (float("inf"), 0.0)
     for _ in range(rounds):
         stamp = torch.zeros(2, dtype=torch.float64, device=device)

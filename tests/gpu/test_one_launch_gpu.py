@@ -92,7 +92,7 @@ def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
 
     Odd seeds take wide steps in the backward, however short the mask is. Two of eight have so many heads that there is
     a last round to be shared out, for most numbers of tiles (with 132 multiprocessors, all but multiples of three).
-    Of ten seeds the last has a causal mask whose first rank reads no keys but its own.
+    The last of ten seeds has a causal mask whose first rank reads no keys but its own.
     """
     backward_steps.wide_gains = lambda *_: seed % 2 == 1
     rng = np.random.default_rng(seed)

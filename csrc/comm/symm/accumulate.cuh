@@ -99,8 +99,8 @@ __device__ __forceinline__ void store_sum(const float (&x)[8], void* to, int64_t
                  pack(x[6], x[7], dtype));
 }
 
-// The rows of one tensor: out = base + what each rank adds. Of rank `rank` that lies at `own`, rows
-// `own_stride` bytes apart; of the others at `data`, one after another.
+// The rows of one tensor: out = base + what each rank adds. What rank `rank` adds lies at `own`,
+// rows `own_stride` bytes apart; what others add lies at `data`, one after another.
 struct ReducedTensor {
   const char *data, *own;
   const void* base;

@@ -195,7 +195,8 @@ class A2AVLayout:
     def terms(self, device: torch.device, of_all_rows: bool) -> Terms:
         """Which rows of the reduce's wire buffer are added to which rows of its output, ranks ascending.
 
-        Of all output rows, or of those that something is added to. Local rows are none of them.
+        ``of_all_rows``: the terms list all output rows, else those that something is added to. Local rows are none of
+        them.
         """
 
         def make() -> Terms:

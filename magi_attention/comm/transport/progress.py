@@ -7,7 +7,7 @@ so it can say "rank 1 is alive and has not made this call" although rank 1 answe
 thread and no file that could be left over. What is read may be torn between two writes, so it serves for sentences
 only, never for decisions about data.
 
-Of a rank on another host, or in another PID namespace, nothing can be known this way (``look`` returns None).
+Nothing can be known this way about a rank on another host or in another PID namespace (``look`` returns None).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def missed(tiles: TileBlocks, work_tiles: np.ndarray, starts: np.ndarray, num_ct
 
     ``work_tiles`` (U, 3): tile, head and how many blocks are taken descending before the others; they start at
     ``starts`` (U,), blocks. The time between two visits of a block is compared with what it takes to read ``kept``
-    others at the rate of what is missed. Of one block in four, as it is the same for the others.
+    others at the rate of what is missed. One block in four is looked at: the others give the same.
     """
     lengths = tiles.count[work_tiles[:, 0]]
     before = np.cumsum(lengths)

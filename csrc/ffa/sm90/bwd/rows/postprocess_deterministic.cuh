@@ -16,10 +16,10 @@ namespace magi {
 
 constexpr int postprocess_deterministic_ctas(int queries) {
   return queries == kBlockM64 ? 4 : 3;
-}  // of a multiprocessor
+}  // of an SM
 
 // By a whole CTA: the blocks whose sums are to be rounded, in the order in which they should be
-// complete. Of more than it has threads that is the order in which they were counted.
+// complete. If they are more than its threads, that is the order in which they were counted.
 struct SortedBlocks {
   int blocks[kRowThreads];
   int keys[kRowThreads];
@@ -45,12 +45,12 @@ struct SortedBlocks {
   }
 };
 
-// An item, of which block and how many add to it.
+// An item: its block, head and columns, and how many contributions the block gets.
 struct PostprocessJob {
   int block, head, d, contributions;  // block -1: nothing is left
 };
 
-// `counts`: there are semaphore targets. Of so many blocks.
+// The `number`-th item of so many blocks. `counts`: there are semaphore targets.
 __device__ __forceinline__ PostprocessJob postprocess_job(const BwdRowParams& p,
                                                           const SortedBlocks& sorted, int blocks,
                                                           int number, bool counts) {

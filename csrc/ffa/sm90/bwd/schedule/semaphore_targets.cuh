@@ -7,13 +7,13 @@
 // at which a tile should get to the block, so that waits are short: the start of its work tile, by
 // a simulation of how work tiles are scheduled, and the block's place in its walk.
 //
-// The simulation counts with what makes work tiles late. Of the first, which begin together and
-// mostly with the same blocks, each has to wait for those before it: about a step. And in L2 groups
-// of heads behind the first work tiles begin when work tiles of the one before end, so those have a
-// table of semaphore targets of their own. Both matter where work tiles walk in both directions:
-// who is expected before another, and late, is waited for by all that meet. Where a block is few
-// steps, because few query heads share keys, no simulation is near enough: there all walk
-// backwards, one behind the other, which costs hits in L2 where query heads are many
+// The simulation counts with what makes work tiles late. The first begin together and
+// mostly with the same blocks, so each has to wait for those before it: about a step. And in L2
+// groups of heads behind the first work tiles begin when work tiles of the one before end, so those
+// have a table of semaphore targets of their own. Both matter where work tiles walk in both
+// directions: who is expected before another, and late, is waited for by all that meet. Where a
+// block is few steps, because few query heads share keys, no simulation is near enough: there all
+// walk backwards, one behind the other, which costs hits in L2 where query heads are many
 // (docs/log/ffa_backward_turns.md). With one query head to each kv head the start counts, too,
 // when all wait one behind the other at the last block: L2 groups have twice as many heads
 // (bwd_heads_per_l2_group), and where there is only one and L2 keeps what work tiles walk, these
