@@ -20,7 +20,6 @@ from test_ffa_backward_split import (  # noqa: F401
     test_a_graph_and_another_stream_read_the_same_list,
     test_a_plan_of_other_shapes_gives_nan,
     test_rows_with_delta_given_and_without_out,
-    test_sections_between_one_and_two,
     test_the_last_kernel_waits_for_what_is_missing,
     workspaces,
 )
@@ -61,6 +60,18 @@ def test_ways_to_split(listed):  # noqa: F811
         # A cut leaves one unit more, a tile that is split by heads three.
         assert any(0 < more < 3 * split for split, more in found), found
         assert any(0 < split and more == 3 * split for split, more in found), found
+
+
+def test_work_tiles_for_which_the_last_round_is_split(listed):  # noqa: F811
+    """16 tiles of 20 heads: the last round of wide steps splits its tiles without a list."""
+    for kind in (0, 1):
+        x = make_inputs(7, documents(7, 3, kind, 2048), 2048, 2048, (80, 20), (128, 128), torch.bfloat16, DEVICE)
+        dout = make_dout(x, 7)
+        got = differentiate(x, dout)
+        if has_132_multiprocessors():
+            assert listed() == (0, 0)
+        assert_grads(x, got, truth(x, dout), kind)
+        assert_same(differentiate(x, dout), got, torch.bfloat16, kind)
 
 
 def test_unseen_rows():
