@@ -65,20 +65,26 @@ def tokens_first(x_BHTD: torch.Tensor) -> torch.Tensor:
     return x_BHTD.squeeze(0).transpose(0, 1)
 
 
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention as attend
+def _sdpa(backend: str) -> Make:
+    """torch's own attention by one of its kernels: "CUDNN_ATTENTION", or "FLASH_ATTENTION", which is
+    FlashAttention-2."""
 
-    if case.name not in ("full", "causal"):
-        raise Unfit("torch calls cuDNN for full and causal masks only.")
-    q_BHTD, k_BHTD, v_BHTD = map(batched, (q, k, v))
+    def make(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention as attend
 
-    def run() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = attend(q_BHTD, k_BHTD, v_BHTD, is_causal=case.is_causal, enable_gqa=True)
-        return tokens_first(out)
+        if case.name not in ("full", "causal"):
+            raise Unfit("torch calls these kernels for full and causal masks only.")
+        q_BHTD, k_BHTD, v_BHTD = map(batched, (q, k, v))
 
-    return run
+        def run() -> torch.Tensor:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                out = attend(q_BHTD, k_BHTD, v_BHTD, is_causal=case.is_causal, enable_gqa=True)
+            return tokens_first(out)
+
+        return run
+
+    return make
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
@@ -224,7 +230,8 @@ def available(no_peers: bool = False) -> dict[str, Make]:
     found: dict[str, Make] = {"magi": _ours, "magi_host": _ours_host}
     if no_peers:
         return found
-    found["cudnn"] = _cudnn
+    found["cudnn"] = _sdpa("CUDNN_ATTENTION")
+    found["fa2"] = _sdpa("FLASH_ATTENTION")
     found["flex"] = _flex
     if _has("flash_attn_interface"):
         import flash_attn_interface as fa3

@@ -43,7 +43,8 @@ class OurGradients:
     def workspace_bytes(self) -> int | None:
         """For the prepared backward call, so there must have been one; None if it cannot be told."""
         # The options were made for this object, so they tell its calls from all others.
-        prepared = getattr(getattr(self._backend, "_backward", None), "_prepared", {}).values()
+        calls_of = getattr(self._backend, "calls_of", None)
+        prepared = calls_of(self._tensors[0]).backward._prepared.values() if calls_of else ()
         return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
 
 

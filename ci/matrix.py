@@ -34,7 +34,7 @@ _TABLES: dict[str, dict[str, type]] = {
     },
 }
 _ENTRIES: dict[str, dict[str, type]] = {
-    "archs": {"target": str, "gpus": str},
+    "archs": {"target": str, "sources": str, "cuda": list, "gpus": str},
     "cuda": {"oldest_nvcc": str, "min_driver": str, "image": str, "nvshmem": str, "guard": bool},
     "packages": {"name": str, "max_mb": int},
 }
@@ -94,6 +94,8 @@ def problems(data: dict) -> list[str]:
     for arch, row in data["archs"].items():
         if not re.fullmatch(rf"{arch[:2]}_{arch[2:]}[af]?", row["target"]):
             found.append(f"archs.{arch}.target is {row['target']}, which is another family.")
+        if not row["cuda"] or not set(row["cuda"]) <= set(data["cuda"]):
+            found.append(f"archs.{arch}.cuda is {row['cuda']}; name some of {', '.join(data['cuda'])}.")
     for cuda, row in data["cuda"].items():
         if not re.fullmatch(r"cu\d+", cuda) or version(row["oldest_nvcc"])[0] != int(cuda[2:]):
             found.append(f"cuda.{cuda}.oldest_nvcc is {row['oldest_nvcc']}, which is another major version.")
@@ -149,7 +151,7 @@ def version(text: str) -> tuple[int, ...]:
 
 def archs(data: dict, root: Path = ROOT) -> list[str]:
     """GPU families that have sources here."""
-    return [arch for arch in data["archs"] if (root / "csrc" / "ffa" / arch).is_dir()]
+    return [arch for arch, row in data["archs"].items() if (root / "csrc" / "ffa" / row["sources"]).is_dir()]
 
 
 def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
@@ -161,12 +163,14 @@ def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
             data["archs"][arch]["target"],
         )
         for arch in archs(data, root)
-        for cuda in data["cuda"]
+        for cuda in data["archs"][arch]["cuda"]
     ]  # fmt: skip
     if (root / "wheels" / "comm").is_dir():
         row = data["packages"]["comm"]
         names = {cuda: row["name"].format(cuda=cuda) for cuda in data["cuda"]}
-        plain = ",".join(data["archs"][arch]["target"].rstrip("af") for arch in archs(data, root))
+        # Attention runs beside transfers on the GPUs that have kernels of their own for it.
+        beside = (row for row in data["archs"].values() if row["sources"] != "portable")
+        plain = ",".join(row["target"].rstrip("af") for row in beside)
         out += [Wheel("comm", name, ("py3",), row["max_mb"], "", cuda, plain) for cuda, name in names.items()]
     row = data["packages"]["main"]
     tags = tuple(f"cp{python.replace('.', '')}" for python in data["pythons"])

@@ -102,6 +102,34 @@ BACKWARD = (
     ],
 )
 
+PORTABLE = (
+    (9.2, 5.2),
+    [
+        (
+            0.2, 4.2, 8.8, 0.7, HOST, "one parameter block, one tile plan",
+            "FfaBackend takes the library of the GPU's family",
+        ),  # fmt: skip
+        (0.2, 2.6, 2.0, 1.1, DEVICE, "ffa_sm90", "9.0: wgmma, TMA,\nwarp roles"),
+        (2.5, 2.6, 2.0, 1.1, DEVICE, "ffa_sm80", "8.0, 8.6, 8.9"),
+        (4.8, 2.6, 2.0, 1.1, DEVICE, "ffa_sm100", "10.0, 10.3"),
+        (7.0, 2.6, 2.0, 1.1, DEVICE, "ffa_sm120", "12.0, 12.1"),
+        (2.5, 1.2, 6.5, 0.9, PLAIN, "csrc/ffa/portable", "one source: mma.sync, ldmatrix, cp.async"),
+        (2.5, 0.1, 3.1, 0.7, PLAIN, "tiles for 163 KB", "8.0, 9.0, 10.x"),
+        (5.9, 0.1, 3.1, 0.7, PLAIN, "tiles for 99 KB", "8.6, 8.9, 12.x"),
+    ],
+    [
+        ((1.2, 4.2), (1.2, 3.7), ""),
+        ((3.5, 4.2), (3.5, 3.7), ""),
+        ((5.8, 4.2), (5.8, 3.7), ""),
+        ((8.0, 4.2), (8.0, 3.7), ""),
+        ((3.5, 2.6), (3.5, 2.1), ""),
+        ((5.8, 2.6), (5.8, 2.1), ""),
+        ((8.0, 2.6), (8.0, 2.1), ""),
+        ((4.0, 1.2), (4.0, 0.8), ""),
+        ((7.4, 1.2), (7.4, 0.8), ""),
+    ],
+)
+
 FUSED = (
     (9.2, 4.4),
     [
@@ -341,6 +369,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_backward.png": (lambda: BACKWARD, draw_boxes),
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
+    "design_portable.png": (lambda: PORTABLE, draw_boxes),
     "design_determinism.png": (determinism_content, draw_determinism),
 }
 

@@ -3,8 +3,8 @@
 
     python csrc/ffa/variants.py [folder]
 
-writes the generated files into ``csrc/ffa/sm90/inst`` (or the folder): one ``.cu`` per variant, so that they
-compile side by side, and ``variants.inc``, the table that the dispatcher reads. Nothing there is edited by hand
+writes the generated files of the Hopper kernels into ``csrc/ffa/sm90/inst`` (or the folder): one ``.cu`` per variant,
+so that they compile side by side, and ``variants.inc``, the table that the dispatcher reads. Nothing there is edited by hand
 or kept in version control. Plain Python without imports from the package, so that builds can load it by path.
 """
 
@@ -55,10 +55,10 @@ def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int) -> Variant 
     return Variant(kind, dtype, *min(fits, key=sum)) if fits else None
 
 
-def instance_source(v: Variant) -> str:
+def instance_source(v: Variant, kernels: str = "sm90") -> str:
     """Text of ``inst/<stem>.cu``; its macro defines ``extern "C" magi_status magi_ffa_<stem>(params)``."""
     return (
-        f'{_HEADER}#include "ffa/sm90/{v.kind}/launch.cuh"\n\n'
+        f'{_HEADER}#include "ffa/{kernels}/{v.kind}/launch.cuh"\n\n'
         f"MAGI_FFA_{v.kind.upper()}_INSTANCE(magi::{v.dtype}, {v.head_dim}, {v.head_dim_v}, {v.stem})\n"
     )
 
@@ -72,10 +72,11 @@ def dispatch_table(variants: Sequence[Variant]) -> str:
     return _HEADER + "".join(lines)
 
 
-def write_instances(folder: Path, variants: Sequence[Variant] = MANIFEST) -> list[Path]:
-    """Writes what differs, so that time stamps stay; removes instances of other variants. Returns the .cu files."""
+def write_instances(folder: Path, variants: Sequence[Variant] = MANIFEST, kernels: str = "sm90") -> list[Path]:
+    """Writes the instances of ``kernels``, "sm90" or "portable", where they differ, so that time stamps stay; removes
+    those of other variants. Returns the .cu files."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {f"{v.stem}.cu": instance_source(v) for v in variants}
+    texts = {f"{v.stem}.cu": instance_source(v, kernels) for v in variants}
     for stale in folder.glob("*.cu"):
         if stale.name not in texts:
             stale.unlink()

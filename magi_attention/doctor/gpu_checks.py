@@ -7,10 +7,10 @@ import re
 
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
+from magi_attention.native.families import capability_of, describe_capabilities, family_of
 
 # CUDA major version -> the oldest driver branch that runs it
 MINIMUM_DRIVER = {12: 525, 13: 580}
-KERNEL_ARCHS = {"sm90": "ffa_sm90"}  # arch -> library of this package
 # Bits of nvidia-smi's throttle reasons that mean trouble; a power cap under load does not.
 _SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
@@ -74,16 +74,17 @@ def check_gpus(system: System) -> Finding:
         listing = ", ".join(f"GPU {g.index}: {g.ecc_errors}" for g in broken)
         return Finding("gpu", ERROR, f"{names}; uncorrected memory errors: {listing}", "nvidia-smi --gpu-reset")
     for arch in sorted({g.arch for g in gpus}):
-        library = KERNEL_ARCHS.get(arch)
-        if library is None:
+        family = family_of(capability_of(arch))
+        if family is None:
             return Finding(
                 "gpu",
                 WARNING,
-                f"{names}; there are no kernels of this package for {arch}, only for {', '.join(KERNEL_ARCHS)}",
+                f"{names}; this package has kernels for compute capabilities {describe_capabilities()}, not for {arch}",
                 "MAGI_ATTENTION_KERNEL_BACKEND=sdpa_ol uses PyTorch's, which are slower",
             )
-        if not native[library][0]:
-            remedy = f"pip install 'magi_attention[{arch}]', or in a checkout python -m magi_attention.native.build"
+        if not native[family.library][0]:
+            build = f"python -m magi_attention.native.build --arch {family.name}"
+            remedy = f"pip install 'magi_attention[{family.name}]', or in a checkout {build}"
             evidence = f"{names}; the kernels for {arch} are not installed, PyTorch's are slower"
             return Finding("gpu", WARNING, evidence, remedy)
     if mig := [g for g in gpus if g.is_mig]:

@@ -147,11 +147,14 @@ class System:
         return None if text is None else sorted(text.split())
 
     def native_libraries(self) -> dict[str, tuple[bool, str | None]]:
-        """name -> (is its file there, why it does not load or None) of this package's libraries."""
-        from magi_attention.native import loader, toolchain, wheels
+        """name -> (is its file there, why it does not load or None) of this package's libraries: the planner, the
+        kernels of the GPUs here, and those of Hopper everywhere."""
+        from magi_attention.native import families, loader, toolchain, wheels
 
+        of_gpus = (families.family_of(families.capability_of(g.arch)) for g in self.gpus)
+        kernels = {families.SM90.library, *(family.library for family in of_gpus if family is not None)}
         found = {}
-        for name in (toolchain.PLANNER, toolchain.FFA_SM90):
+        for name in (toolchain.PLANNER, *sorted(kernels)):
             file = toolchain.library_file(name)
             is_there = (toolchain.LIB / file).is_file() or bool(wheels.libraries(file))
             found[name] = (is_there, loader.why_absent(name))

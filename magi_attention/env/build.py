@@ -21,6 +21,11 @@ def is_force_jit_build() -> bool:
     return registry.get("MAGI_ATTENTION_FORCE_JIT_BUILD")
 
 
+def is_portable_kernels() -> bool:
+    """Do 9.0 GPUs run the portable kernels, too?"""
+    return registry.get("MAGI_ATTENTION_PORTABLE_KERNELS")
+
+
 def is_build_verbose() -> bool:
     return registry.get("MAGI_ATTENTION_BUILD_VERBOSE")
 

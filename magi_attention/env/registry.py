@@ -122,6 +122,7 @@ _KERNELS = (
     _flag("NO_BUILD_CACHE", _J, "Do not memoise loaded kernel modules: each call looks its kernel up."),
     _text(PREFIX + "WORKSPACE_BASE", _J, "Folder that holds .cache/magi_attention; home if unset."),
     _flag("FORCE_JIT_BUILD", _J, "Ignore kernels compiled ahead and cached ones."),
+    _flag("PORTABLE_KERNELS", _J, "Run on a 9.0 GPU what GPUs without kernels of their own run, to compare."),
     _flag("BUILD_VERBOSE", _J, "Show compiler output."),
     _flag("BUILD_DEBUG", _J, "Debug symbols, keep intermediate files."),
     _int("NVCC_THREADS", _J, "nvcc --threads; 2 if unset when building ahead.", 4, 1),

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
+from magi_attention.errors import ContractError, NoBackendError
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
@@ -107,13 +107,8 @@ def _warn_once(reason: str) -> None:
 def default_registry() -> Registry:
     """The backends of this build. Immutable, so that all callers share one.
 
-    Loads the kernel library built ahead, if there is one, which touches no GPU. Without one "ffa" is in the list all
-    the same, because its kernels may be compiled at first use.
+    "ffa" is in the list whether a library is built ahead or not, because its kernels may be compiled at first use. No
+    library is loaded and no GPU touched before a problem asks for it.
     """
-    absent = [("fa4", "The FlashAttention-4 adaptor is not installed in this build.")]
-    backends: tuple[Backend, ...] = (SdpaOnlineBackend(), SdpaBackend())
-    try:
-        backends = (FfaBackend(), *backends)
-    except UnsupportedError as reason:
-        absent.insert(0, ("ffa", str(reason)))
-    return Registry(backends, tuple(absent))
+    absent = (("fa4", "The FlashAttention-4 adaptor is not installed in this build."),)
+    return Registry((FfaBackend(), SdpaOnlineBackend(), SdpaBackend()), absent)

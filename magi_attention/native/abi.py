@@ -336,16 +336,9 @@ FFA_FUNCTIONS: Functions = {
     "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
-    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, c_void_p)),
     "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),
     "magi_ffa_bwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_bwd": (c_int32, (ctypes.c_char_p,)),
-    "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
-    "magi_symm_control_bytes": (c_int64, (c_int32,)),
-    "magi_symm_put": (c_int32, (ctypes.c_char_p,)),
-    "magi_symm_unpack": (c_int32, (ctypes.c_char_p,)),
-    "magi_symm_recv_reduce": (c_int32, (ctypes.c_char_p,)),
-    "magi_symm_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_tile_transpose_device": (
         c_int32,
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -355,6 +348,18 @@ FFA_FUNCTIONS: Functions = {
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     ),
 }
+# Of libraries whose attention runs beside exchanges over NVLink.
+REMOTE_FUNCTIONS: Functions = {
+    "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, c_void_p)),
+    "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
+    "magi_symm_control_bytes": (c_int64, (c_int32,)),
+    "magi_symm_put": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_unpack": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_recv_reduce": (c_int32, (ctypes.c_char_p,)),
+    "magi_symm_reduce": (c_int32, (ctypes.c_char_p,)),
+}
+# Of libraries of portable kernels.
+PORTABLE_FUNCTIONS: Functions = {"magi_ffa_use_small_tiles": (None, (c_int32,))}
 # From rows.h: in the attention library, in those that are built ahead. Structs are packed by their parts.
 RAW = -1  # in place of a dtype
 ROWS_ALL, ROWS_INT32, RANGES_INT32, RANGES_INT64 = range(4)

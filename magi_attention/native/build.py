@@ -25,12 +25,14 @@ from pathlib import Path
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError
-from magi_attention.native import compile_report, info, toolchain
+from magi_attention.native import compile_report, families, info, toolchain
 from magi_attention.native.compile_report import Unit
 from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
 _STEP = Path(__file__).with_name("compile_step.py")
+# Between the products of a step, not inside them: fewer bytes with smaller tiles, which are slower.
+_PORTABLE_SPILLS = 256
 _VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
 
 
@@ -39,6 +41,7 @@ class Job:
     """What becomes one library: objects by source file, and how to compile and link them.
 
     ``archs`` and ``variants`` are for its record, see ``native.info``; ``libraries`` come after the objects.
+    ``spills``: bytes of register spills that are no fault of a kernel.
     Without ``is_guarded`` spills are no fault: calls into a library of device code save registers.
     """
 
@@ -51,6 +54,7 @@ class Job:
     variants: tuple[str, ...] = ()
     libraries: list[str] = field(default_factory=list)
     is_guarded: bool = True
+    spills: int = 0
 
 
 @dataclass
@@ -102,7 +106,8 @@ def planner_job(csrc: Path) -> Job:
 def ffa_job(
     csrc: Path, arch: str, variants: Sequence | None = None, threads: int | None = None, with_rows: bool = True
 ) -> Job:
-    """The kernels of ``arch``: attention, and exchanges over NVLink that it runs beside; generates the instances.
+    """The kernels of family ``arch``: attention, and on 9.0 exchanges over NVLink that it runs beside; generates the
+    instances.
     ``variants`` defaults to the manifest.
 
     ``with_rows``: the row kernels too, which the libraries of single variants do without.
@@ -112,14 +117,15 @@ def ffa_job(
     nvcc = str(toolchain.require_nvcc())
     threads = env.nvcc_threads(2) if threads is None else threads
     manifest = toolchain.load_manifest(csrc)
-    folder = csrc / "ffa" / arch
+    family = families.BY_NAME[arch]
+    folder = csrc / "ffa" / family.sources
     variants = manifest.MANIFEST if variants is None else variants
-    instances = manifest.write_instances(folder / "inst", variants)
-    symm = sorted((csrc / "comm" / "symm").glob("*.cu"))
+    instances = manifest.write_instances(folder / "inst", variants, family.sources)
+    symm = [] if family.is_portable else sorted((csrc / "comm" / "symm").glob("*.cu"))
     sources = [
         *sorted((csrc / "ffa" / "common").glob("*.cu")),
         *sorted(folder.glob("*.cu")),
-        *sorted((folder / "plan").glob("*.cu")),
+        *sorted((csrc / "ffa" / "plan").glob("*.cu")),
     ]
     sources += [*symm, *instances]
     sources += sorted((csrc / "range_ops").glob("*.cu")) if with_rows else []
@@ -129,15 +135,15 @@ def ffa_job(
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
     stems = tuple(sorted(v.stem for v in variants))
     return Job(
-        f"ffa_{arch}", sources, [nvcc, *flags, f"--threads={threads}"], link, _include(csrc),
-        (toolchain.target_of(arch),), stems,
+        family.library, sources, [nvcc, *flags, f"--threads={threads}"], link, [*_include(csrc), folder],
+        (family.target,), stems, spills=_PORTABLE_SPILLS if family.is_portable else 0,
     )  # fmt: skip
 
 
 def comm_job(csrc: Path) -> Job:
-    """The transfers over NVSHMEM, for every GPU family that has kernels."""
+    """The transfers over NVSHMEM, for the GPUs that run attention beside them."""
     nvcc, nvshmem = str(toolchain.require_nvcc()), toolchain.require_nvshmem()
-    targets = sorted({toolchain.plain_target(arch) for arch in toolchain.GENCODE})
+    targets = [toolchain.plain_target(families.SM90.name)]
     code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}" for target in targets]
     plain = [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
     sources = [csrc / "ffa" / "common" / "host.cu", *sorted((csrc / "comm").glob("*.cu"))]
@@ -190,7 +196,7 @@ def build(
         _run_ninja(ninja, folder, ["objects"], jobs)
         units = [compile_report.read_unit(path) for path in objects]
         try:
-            compile_report.check_units(units if job.is_guarded else [])
+            compile_report.check_units(units if job.is_guarded else [], job.spills)
         except BuildError as error:
             if guard:
                 raise BuildError(f"{error}\n{compile_report.table(units)}") from None
@@ -354,7 +360,7 @@ def report(built: Sequence[Built]) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", choices=sorted(toolchain.GENCODE), default="sm90", help="GPU architecture")
+    parser.add_argument("--arch", choices=list(families.BY_NAME), default="sm90", help="GPU family")
     parser.add_argument("--only", choices=("planner", "ffa", "host", "comm"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")

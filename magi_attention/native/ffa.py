@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
+from magi_attention.native.families import SM90, Family
 from magi_attention.native.loader import check, find, load
-from magi_attention.native.toolchain import FFA_SM90
 
 
 class FfaTile(NamedTuple):
@@ -38,21 +38,22 @@ class FfaLibrary:
         # (params as bytes) -> status; the bare function, because this call is on the path of every layer.
         self.forward_raw = library.magi_ffa_fwd
         self.backward_raw = library.magi_ffa_bwd
-        # The same with magi_ffa_remote and magi_box_push_params as bytes behind, the forward with an event.
-        self.forward_remote_raw = library.magi_ffa_fwd_remote
-        self.backward_remote_raw = library.magi_ffa_bwd_remote
+        # The same with magi_ffa_remote and magi_symm_put_params as bytes behind, the forward with an event; None where
+        # kernels do not run beside exchanges.
+        self.forward_remote_raw = getattr(library, "magi_ffa_fwd_remote", None)
+        self.backward_remote_raw = getattr(library, "magi_ffa_bwd_remote", None)
         self.forward_address = ctypes.cast(library.magi_ffa_fwd, ctypes.c_void_p).value  # for native callers
 
     @classmethod
-    def ahead(cls) -> FfaLibrary:
-        """The library built ahead; ``UnsupportedError`` if there is none, or none that can be used."""
-        return cls(load(FFA_SM90))
+    def ahead(cls, family: Family = SM90) -> FfaLibrary:
+        """The library of ``family`` built ahead; ``UnsupportedError`` if there is none, or none that can be used."""
+        return cls(load(family.library))
 
     @staticmethod
-    def is_ahead() -> bool:
-        """Is a library built ahead, whether it can be used or not?"""
+    def is_ahead(family: Family = SM90) -> bool:
+        """Is a library of ``family`` built ahead, whether it can be used or not?"""
         try:
-            return find(FFA_SM90) is not None
+            return find(family.library) is not None
         except UnsupportedError:  # in a wheel that does not fit
             return True
 
@@ -112,6 +113,10 @@ class FfaLibrary:
         arguments = (num_slices, total_q, total_k, tile.tokens, tile.groups, plan, plan_words, stream)
         status = self._library.magi_tile_plan_device(q_ranges, k_ranges, types, *arguments)
         self.check(status, "Planning tiles on the device")
+
+    def use_small_tiles(self, use: bool) -> None:
+        """Whether GPUs of more shared memory run the tiles of those with 99 KB. Portable kernels; for the process."""
+        self._library.magi_ffa_use_small_tiles(int(use))
 
     def check(self, status: int, what: str) -> None:
         check(self._library, status, what)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.native import abi, build, loader, toolchain
+from magi_attention.native import abi, build, families, loader, toolchain
 
 _log = logging.getLogger("magi_attention.native")
 
@@ -98,7 +98,7 @@ def compile_variant(variant, csrc: Path | None = None, arch: str = "sm90") -> Pa
 
 
 def _library(folder: Path, arch: str) -> Path:
-    return folder / "lib" / toolchain.library_file(f"ffa_{arch}")
+    return folder / "lib" / toolchain.library_file(families.BY_NAME[arch].library)
 
 
 def _is_usable(library: Path) -> bool:
@@ -144,7 +144,7 @@ def load_variant(
 def _load_variant(variant, arch: str) -> ctypes.CDLL:
     folder = compile_variant(variant, arch=arch)
     try:
-        return loader.load(f"ffa_{arch}", folder, is_kept=not env.is_no_build_cache())
+        return loader.load(families.BY_NAME[arch].library, folder, is_kept=not env.is_no_build_cache())
     except UnsupportedError as error:
         again = f"It was compiled at first use; delete {folder} to have that done again."
         raise UnsupportedError(f"{error} {again}") from None

@@ -10,10 +10,19 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi, info, wheels
-from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, HOST_MODULE, LIB, PLANNER, library_file
+from magi_attention.native import abi, families, info, wheels
+from magi_attention.native.toolchain import COMM, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
-_FUNCTIONS = {PLANNER: abi.PLANNER_FUNCTIONS, FFA_SM90: abi.FFA_FUNCTIONS, COMM: abi.COMM_FUNCTIONS}
+
+def _more(family: families.Family) -> abi.Functions:
+    return abi.PORTABLE_FUNCTIONS if family.is_portable else abi.REMOTE_FUNCTIONS
+
+
+_FUNCTIONS = {
+    PLANNER: abi.PLANNER_FUNCTIONS,
+    COMM: abi.COMM_FUNCTIONS,
+    **{f.library: {**abi.FFA_FUNCTIONS, **_more(f)} for f in families.FAMILIES},
+}
 _BUILD = "python -m magi_attention.native.build"
 
 

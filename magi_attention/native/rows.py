@@ -23,8 +23,8 @@ import torch
 from magi_attention.common.intervals import ramps
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.native import abi
+from magi_attention.native.families import describe_capabilities, family_of
 from magi_attention.native.loader import check, load
-from magi_attention.native.toolchain import FFA_SM90
 
 _log = logging.getLogger("magi_attention.native")
 
@@ -327,9 +327,12 @@ def row_kernels(x: torch.Tensor) -> RowKernels | None:
 def _kernels(index: int) -> RowKernels | None:
     capability = torch.cuda.get_device_capability(index)
     try:
-        if capability != (9, 0):
-            raise UnsupportedError(f"the kernels are built for compute capability 9.0, and this GPU has {capability}.")
-        library = load(FFA_SM90)
+        family = family_of(capability)
+        if family is None:
+            raise UnsupportedError(
+                f"there are kernels for compute capabilities {describe_capabilities()}, and this GPU has {capability}."
+            )
+        library = load(family.library)
         bind(library)
     except UnsupportedError as reason:
         _log.warning("Rows are moved by several torch operations each instead of one CUDA kernel: %s", reason)

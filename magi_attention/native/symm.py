@@ -7,20 +7,20 @@ import ctypes
 from collections.abc import Sequence
 
 from magi_attention.native import abi
+from magi_attention.native.families import SM90
 from magi_attention.native.loader import check, load
-from magi_attention.native.toolchain import FFA_SM90
 
 
 def control_bytes(world: int) -> int:
     """Bytes of the control words at the start of a buffer."""
-    return load(FFA_SM90).magi_symm_control_bytes(world)
+    return load(SM90.library).magi_symm_control_bytes(world)
 
 
 class _Launch:
     """A parameter block whose last addresses each call gives."""
 
     def __init__(self, function: str, prefix: bytes, what: str) -> None:
-        self._library = load(FFA_SM90)
+        self._library = load(SM90.library)
         self._call = getattr(self._library, function)
         self._prefix, self._what = prefix, what
 

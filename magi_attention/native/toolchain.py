@@ -16,12 +16,13 @@ from types import ModuleType
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError
+from magi_attention.native import families
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIB = PACKAGE / "lib"
-PLANNER, FFA_SM90, HOST, COMM = "planner", "ffa_sm90", "host", "comm"
+PLANNER, HOST, COMM = "planner", "host", "comm"
+FFA_SM90 = families.SM90.library
 HOST_MODULE = "_magi_host"
-GENCODE = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
 
 
@@ -37,7 +38,7 @@ def built_libraries() -> list[Path]:
 
 def nvcc_flags(arch: str) -> list[str]:
     """Flags of every CUDA object; part of what identifies a compiled variant."""
-    flags = ["-O3", "-std=c++17", GENCODE[arch], "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DNDEBUG"]
+    flags = ["-O3", "-std=c++17", families.BY_NAME[arch].gencode, "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DNDEBUG"]
     flags += ["--expt-relaxed-constexpr", "-cudart", "static", "-Xptxas", "-v,-warn-spills"]
     return flags + (["-lineinfo"] if env.is_build_debug() else [])
 
@@ -56,7 +57,7 @@ def strip_flags() -> list[str]:
 
 def target_of(arch: str) -> str:
     """What the code of ``arch`` is compiled for: "sm_90a" for "sm90"."""
-    return GENCODE[arch].rpartition("code=")[2]
+    return families.BY_NAME[arch].target
 
 
 def plain_target(arch: str) -> str:

@@ -33,7 +33,10 @@ class StandIn(SdpaOnlineBackend):
         super().__init__()
         self.calls: list[str] = []
         self.scale_error = scale_error
-        self._backward = SimpleNamespace(_prepared={})
+        self._prepared = {}
+
+    def calls_of(self, q):
+        return SimpleNamespace(backward=SimpleNamespace(_prepared=self._prepared))
 
     def forward_final(self, q, k, v, slices, options):
         self.calls.append("forward")
@@ -43,7 +46,7 @@ class StandIn(SdpaOnlineBackend):
     def backward_final(self, dout, q, k, v, out, lse, slices, options):
         self.calls.append("backward")
         call = SimpleNamespace(options=options, workspace_like=torch.zeros(1).expand(1234))
-        self._backward._prepared[id(options)] = call
+        self._prepared[id(options)] = call
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dk *= self.scale_error
         return grads

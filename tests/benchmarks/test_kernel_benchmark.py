@@ -106,11 +106,11 @@ def test_ours_says_when_it_is_not_there_and_peers_refuse_masks_they_lack():
     block = masks.make_case("varlen_block_causal", 64)
     q, k, v = kernel.make_inputs(block, (2, 1), 16, torch.bfloat16, "cpu")
     flash = peers._flash_attention(lambda *a, **k: None, lambda *a, **k: None)
-    for make in (peers._cudnn, flash):
+    for make in (peers._sdpa("CUDNN_ATTENTION"), peers._sdpa("FLASH_ATTENTION"), flash):
         with pytest.raises(peers.Unfit):
             make(q, k, v, block)
     assert list(peers.available(no_peers=True)) == ["magi", "magi_host"]
-    assert list(peers.available())[:4] == ["magi", "magi_host", "cudnn", "flex"]
+    assert list(peers.available())[:5] == ["magi", "magi_host", "cudnn", "fa2", "flex"]
 
 
 def test_flash_attention_gets_the_mask_in_its_own_terms():

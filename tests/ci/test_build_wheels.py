@@ -134,7 +134,7 @@ def test_the_project_of_kernels_refuses_what_it_cannot_build(tmp_path):
     # Only asked: setuptools cannot be imported into a process that has imported distutils of the standard library.
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("setup.py needs setuptools 77")
-    assert "MAGI_WHEEL_ARCH is ''; set it to one with sources here: sm90" in said()
+    assert "MAGI_WHEEL_ARCH is ''; set it to one with sources here: sm80, sm90, sm100, sm120" in said()
     assert "MAGI_WHEEL_ARCH is 'sm70'" in said(MAGI_WHEEL_ARCH="sm70")
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.native import toolchain
+from magi_attention.native import families
 from magi_attention.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,7 @@ def test_the_file_is_as_it_should_be():
         (("extra",), {}, "they must be"),
         (("pythons", 0), "3.10.1", "versions such as 3.10"),
         (("archs", "sm90", "target"), "sm_100f", "another family"),
+        (("archs", "sm90", "cuda"), ["cu11"], "archs.sm90.cuda is"),
         (("archs", "sm90"), {"target": "sm_90a"}, "archs.sm90 must have"),
         (("cuda", "cu13", "oldest_nvcc"), "12.9", "another major version"),
         (("cuda", "cu12", "image"), "quay.io/x/manylinux_2_28_x86_64_cuda13_1", "not named by the platform"),
@@ -64,12 +65,14 @@ def test_the_validator_can_fail(path, value, words):
 
 def test_wheels_follow_the_folders(tmp_path):
     assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["main"]
-    (tmp_path / "csrc" / "ffa" / "sm100").mkdir(parents=True)
+    (tmp_path / "csrc" / "ffa" / "portable").mkdir(parents=True)
     kernels = [w for w in matrix.wheels(DATA, tmp_path) if w.kind == "kernels"]
-    assert [w.name for w in kernels] == [f"magi-attention-kernels-sm100-{cuda}" for cuda in DATA["cuda"]]
-    assert {w.target for w in kernels} == {"sm_100f"} and kernels[0].file_name == "magi_attention_kernels_sm100_cu13"
+    named = ("sm80-cu13", "sm80-cu12", "sm100-cu13", "sm120-cu13")  # no nvcc of cu12 need know the last two
+    assert [w.name for w in kernels] == [f"magi-attention-kernels-{name}" for name in named]
+    assert [w.target for w in kernels] == ["sm_80", "sm_80", "sm_100", "sm_120"]
+    assert kernels[0].file_name == "magi_attention_kernels_sm80_cu13"
     (tmp_path / "wheels" / "comm").mkdir(parents=True)
-    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels", "kernels", "comm", "comm", "main"]
+    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels"] * 4 + ["comm"] * 2 + ["main"]
     with pytest.raises(SystemExit, match="No wheel is called magi_nothing; .*magi_attention"):
         matrix.find("magi_nothing", DATA)
 
@@ -94,7 +97,8 @@ def test_extras_pin_the_kernels_that_exist(project):
 
 def test_the_compiler_flags_agree():
     for arch in matrix.archs(DATA):
-        assert toolchain.target_of(arch) == DATA["archs"][arch]["target"]
+        family, row = families.BY_NAME[arch], DATA["archs"][arch]
+        assert (family.target, family.sources) == (row["target"], row["sources"])
     constraints = (ROOT / "ci" / "constraints.txt").read_text()
     torch = re.search(r"^torch==([\d.]+)", constraints, re.MULTILINE)[1]
     assert torch == DATA["torch"]["development"] and torch in DATA["torch"]["tested"]

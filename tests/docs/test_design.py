@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pages import DESIGN, ROOT, name_of, without_blocks
 
-NAMES = ["overview", "forward", "backward", "schedule", "fused_comm", "determinism"]
+NAMES = ["overview", "forward", "backward", "schedule", "fused_comm", "determinism", "portable"]
 FILES = re.compile(r"[\w./-]+\.(?:cuh|cu|cpp|h|py|md)")
 
 
@@ -50,7 +50,7 @@ def sentences_with_of(text: str) -> list[str]:
     return re.findall(r"(?:^|[.:!?|] +|\n\n|\* |\d\. )(Of [^.\n]*)", text)
 
 
-def test_there_are_the_six_pages():
+def test_there_are_these_pages():
     assert sorted(page.stem for page in DESIGN) == sorted(NAMES)
 
 

@@ -136,7 +136,14 @@ CASES = [
     (gpu_checks.check_gpus, {}, OK, "2 x NVIDIA H100 80GB HBM3 (sm90)", ""),
     (gpu_checks.check_gpus, CPU, SKIPPED, "no NVIDIA GPU", ""),
     (gpu_checks.check_gpus, {"gpus": smi(ecc="3")}, ERROR, "GPU 0: 3", "nvidia-smi --gpu-reset"),
-    (gpu_checks.check_gpus, {"gpus": smi(cap="12.1")}, WARNING, "no kernels of this package for sm121", "sdpa_ol"),
+    (gpu_checks.check_gpus, {"gpus": smi(cap="7.5")}, WARNING, "8.0, 8.6, 8.7, 8.9, 9.0, 10.0", "sdpa_ol"),
+    (
+        gpu_checks.check_gpus,
+        {"gpus": smi(cap="8.9"), "native": {"planner": (True, None), "ffa_sm80": (False, "not built")}},
+        WARNING,
+        "kernels for sm89 are not installed",
+        "pip install 'magi_attention[sm80]', or in a checkout python -m magi_attention.native.build --arch sm80",
+    ),
     (
         gpu_checks.check_gpus,
         {"native": {"ffa_sm90": (False, "not built")}},

@@ -68,9 +68,9 @@ def test_it_cuts_and_the_workspace_follows():
     many = make_inputs(0, masks.causal(6_000), 6_000, 6_000, (8, 1), (128, 128))
     for x in (many, few, many):
         backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x))
-    small, large = sorted({call.workspace_bytes for call in backend._forward._prepared.values()})
+    small, large = sorted({call.workspace_bytes for call in backend.calls_of(few.q).forward._prepared.values()})
     assert small < 10_000 < 1_000_000 < large
-    ((workspace, *_),) = backend._forward._workspaces.values()
+    ((workspace, *_),) = backend.calls_of(few.q).forward._workspaces.values()
     assert workspace.nbytes == large
     assert not workspace[:4096].any(), "counters must be back at zero"
     want, *_ = backend.forward_final(few.q, few.k, few.v, few.slices, options_of(few))

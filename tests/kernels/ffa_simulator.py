@@ -282,6 +282,9 @@ class CpuRuntime:
         self.has_caught_up = True  # the device, with the work that it was given
         self.copies = 0  # to the host
 
+    def capability(self, index: int) -> tuple[int, int]:
+        return 9, 0
+
     def stream(self, index: int) -> int:
         return self.current_stream
 

@@ -15,7 +15,7 @@ from known_case import KNOWN, Case
 from magi_attention.common.mask import Mask
 from magi_attention.errors import BuildError, NoBackendError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend, registry
+from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend
 from magi_attention.kernels.ffa import custom_ops as torch_ops
 from magi_attention.kernels.ffa import libraries as ffa_libraries
 from magi_attention.kernels.ffa.backend import FfaBackend
@@ -45,7 +45,9 @@ def compiled(monkeypatch):
     """In place of the compiler: (what was asked for, the simulator that stands for all that is compiled)."""
     asked, simulator = [], Simulator()
 
-    def load_variant(*shape, kind):
+    def load_variant(*shape_and_family, kind):
+        *shape, family = shape_and_family
+        assert family == "sm90"
         asked.append((kind, *shape))
         return simulator
 
@@ -61,11 +63,11 @@ class Stub(FfaLibrary):
         return library
 
     @classmethod
-    def ahead(cls):
+    def ahead(cls, family):
         raise UnsupportedError("Nothing is built ahead here.")
 
     @staticmethod
-    def is_ahead():
+    def is_ahead(family):
         return False
 
 
@@ -150,7 +152,7 @@ def test_the_registry_takes_what_can_be_compiled_and_says_what_is_missing(monkey
     choice = Registry((FfaBackend(), SdpaBackend()))
     for _ in range(3):
         assert choice.select(HOPPER, "ffa", explicit=True)[0].name == "ffa"
-    assert asked == [("fwd", "bf16", 128, 128)], "asked once for each shape"
+    assert asked == [("fwd", "bf16", 128, 128, "sm90")], "asked once for each shape"
     training = Problem(**{**vars(HOPPER), "needs_backward": True})
     with caplog.at_level(logging.WARNING, logger="magi_attention.kernels"):
         for _ in range(3):
@@ -164,7 +166,7 @@ def test_the_registry_takes_what_can_be_compiled_and_says_what_is_missing(monkey
         choice.select(training, "ffa", explicit=True)
     # Elsewhere nothing is asked, because nothing is to be compiled.
     del asked[:]
-    for change in ({"capability": (8, 0)}, {"capability": (10, 0)}, {"device_type": "cpu", "capability": None}):
+    for change in ({"capability": (7, 5)}, {"capability": (13, 0)}, {"device_type": "cpu", "capability": None}):
         assert choice.select(Problem(**{**vars(HOPPER), **change}))[0].name == "sdpa"
     assert not asked
 
@@ -172,15 +174,14 @@ def test_the_registry_takes_what_can_be_compiled_and_says_what_is_missing(monkey
 def test_a_library_that_cannot_be_used_is_not_replaced_in_silence(monkeypatch):
     class Old(Stub):
         @staticmethod
-        def is_ahead():
+        def is_ahead(family):
             return True
 
     monkeypatch.setattr(ffa_libraries, "FfaLibrary", Old)
-    registry.default_registry.cache_clear()
-    try:
-        assert dict(registry.default_registry().absent)["ffa"] == "Nothing is built ahead here."
-    finally:
-        registry.default_registry.cache_clear()
+    ffa = FfaBackend()
+    assert ffa.why_not(HOPPER) == "Nothing is built ahead here."
+    with pytest.raises(NoBackendError, match="ffa: Nothing is built ahead here."):
+        Registry((ffa, SdpaBackend())).select(HOPPER, "ffa", explicit=True)
 
 
 def test_a_compilation_that_fails_names_backend_kernel_and_remedy(monkeypatch):
@@ -217,10 +218,10 @@ template <int D, int DV> __global__ void kernel(float* x) { x[threadIdx.x] *= D 
 def sources_without_kernels(csrc: Path) -> Path:
     """A copy of the sources with the real dispatcher, a kernel that is compiled at once, and stubs beside it."""
     shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("inst", "range_ops"))
-    for path in (*csrc.glob("comm/symm/*.cu"), *csrc.glob("ffa/sm90/plan/*.cu")):
+    for path in (*csrc.glob("comm/symm/*.cu"), *csrc.glob("ffa/plan/*.cu")):
         path.unlink()
     (csrc / "ffa" / "sm90" / "fwd" / "launch.cuh").write_text(LAUNCH_SOURCE)
-    beside = [name for name in abi.FFA_FUNCTIONS if not name.startswith("magi_ffa")]
+    beside = [name for name in (*abi.FFA_FUNCTIONS, *abi.REMOTE_FUNCTIONS) if not name.startswith("magi_ffa")]
     exported = 'extern "C" __attribute__((visibility("default"))) long long'
     text = "".join(f"{exported} {name}() {{ return 0; }}\n" for name in beside)
     (csrc / "ffa" / "sm90" / "beside.cu").write_text(text)

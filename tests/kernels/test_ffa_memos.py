@@ -77,7 +77,7 @@ def test_plan_of_tensors_follows_every_edit(host_planning):
     run_and_check(RangeTensors(mask.q_ranges, mask.k_ranges, None))
     swapped = RangeTensors(mask.q_ranges, mask.k_ranges.flip(0), mask.types)
     run_and_check(swapped)
-    entries = ffa._range_plans._entries
+    entries = ffa._given.plans._entries
     assert entries
     del mask, swapped
     gc.collect()
@@ -109,7 +109,7 @@ def test_what_is_not_remembered():
             before = simulator.plans_made
             ffa.forward_final(q, k, v, inference, options)
             assert simulator.plans_made == before + 1
-    assert len(ffa._range_plans._entries) == 1
+    assert len(ffa._given.plans._entries) == 1
 
 
 def test_many_slices_are_planned_on_the_host():
@@ -185,7 +185,7 @@ def test_threads_share_the_plan_that_came_in_first():
 
     def work() -> None:
         barrier.wait()
-        found.append(ffa._range_plans.plan(slices, shape, torch.device("cpu"), 0, False))
+        found.append(ffa._given.plans.plan(slices, shape, torch.device("cpu"), 0, False))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

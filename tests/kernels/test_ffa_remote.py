@@ -174,8 +174,8 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
     first, later = rng.permutation(len(variants)), rng.integers(0, len(variants), 3 * len(variants))
     for i, n in enumerate([*first, *later]):
         if i == len(first):
-            monkeypatch.setattr(ffa._forward, "_call", None)
-            monkeypatch.setattr(ffa._backward, "_call", None)
+            monkeypatch.setattr(ffa._given.forward, "_call", None)
+            monkeypatch.setattr(ffa._given.backward, "_call", None)
         assert call(variants[n], forward, backward) == alone[n], f"variant {n}, call {i}"
 
 

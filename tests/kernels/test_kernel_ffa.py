@@ -197,7 +197,7 @@ def test_forced_jit_asks_for_the_shape_and_passes_errors_on(monkeypatch):
     asked = []
 
     def refuse(*shape, kind):
-        asked.append((kind, *shape))
+        asked.append((kind, *shape[:-1]))
         raise BuildError("no compiler")
 
     monkeypatch.setattr(jit, "load_variant", refuse)

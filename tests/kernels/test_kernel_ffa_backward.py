@@ -245,7 +245,7 @@ def test_plans_are_kept_and_follow_every_edit():
     many = RangeTensors(*(torch.zeros(300_000, 2, dtype=torch.int32) for _ in range(2)), None)
     with pytest.raises(UnsupportedError, match="CUDA graph"):
         ffa.backward_final(*full.tensors, many, full.options)
-    entries = ffa._range_plans._entries
+    entries = ffa._given.plans._entries
     assert entries
     died = weakref.ref(mask.q_ranges)
     del mask, untyped
@@ -307,7 +307,7 @@ def test_many_slices_and_wrong_ones_go_by_way_of_the_host():
 def test_prepared_calls_are_used_again():
     ffa, _ = backend()
     case = Case(Mask.causal(16).slices, 16, 16)
-    made = ffa._backward._prepared
+    made = ffa._given.backward._prepared
     for _ in range(3):
         ffa.backward(*case.tensors, case.slices, case.options)
     assert len(made) == 1

@@ -242,9 +242,9 @@ def test_entries_go_with_their_tensors(public):
     mask = tensors(Mask.causal(32).slices)
     for scale in (0.25, 0.5):
         flex_flash_attn_func(q, k, v, *mask, softmax_scale=scale)
-    died = weakref.ref(ffa._range_plans.find(mask, PlanShape(32, 32, ffa.library.tile(4, 2, 16, 16)), 7))
+    died = weakref.ref(ffa._given.plans.find(mask, PlanShape(32, 32, ffa.library.tile(4, 2, 16, 16)), 7))
     assert len(KNOWN) == 2
-    ffa._range_plans._entries.clear()
+    ffa._given.plans._entries.clear()
     assert died() is not None, "the plan is held by the calls that use it"
     q_ranges = mask.q_ranges
     del mask

@@ -108,7 +108,10 @@ def test_addresses_are_the_tail_of_the_parameters():
 def test_every_function_of_the_headers_is_bound_with_as_many_arguments():
     text = re.sub(r"/\*.*?\*/", "", "".join(h.read_text() for h in HEADERS), flags=re.DOTALL)
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
-    bound = {**abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.COMMON_FUNCTIONS}
+    bound = {
+        **abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.REMOTE_FUNCTIONS, **abi.PORTABLE_FUNCTIONS,
+        **abi.COMMON_FUNCTIONS,
+    }  # fmt: skip
     assert set(declared) == set(bound)
     for name, arguments in declared.items():
         count = 0 if arguments.strip() == "void" else arguments.count(",") + 1

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "ffa/common/dependent_launch.cuh"
+
 namespace magi {
 
 __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
@@ -93,18 +95,6 @@ __device__ __forceinline__ bool any_at_barrier(int id, int threads, bool mine) {
 // Barrier among `threads` threads of the CTA; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Programmatic dependent launch: lets the next kernel of the stream start when all CTAs have called
-// this or ended, ...
-__device__ __forceinline__ void start_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// ... and waits until the kernel before has ended and its writes can be seen. Returns at once in an
-// ordinary launch.
-__device__ __forceinline__ void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 template <int kRegisters>

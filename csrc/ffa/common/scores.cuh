@@ -2,13 +2,10 @@
 // Arithmetic on scores in accumulator registers: base-2 exponentials, packing to 16 bits, masks.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <cstdint>
 
-#include "ffa/common/wgmma.cuh"
+#include "ffa/common/types.cuh"
 
 namespace magi {
 
@@ -57,6 +54,12 @@ __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
 template <>
 __device__ __forceinline__ float2 unpack_pair<fp16>(uint32_t x) {
   return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+__device__ __forceinline__ float2 lds_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
 }
 
 // The lowest n bits; n may be 32.

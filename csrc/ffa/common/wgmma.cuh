@@ -7,15 +7,11 @@
 // accumulator, packed, are one k16 A fragment.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
-namespace magi {
+#include "ffa/common/types.cuh"
 
-using bf16 = __nv_bfloat16;
-using fp16 = __half;
+namespace magi {
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -11,25 +11,11 @@
 #include "ffa/common/mbarrier.cuh"
 #include "ffa/common/tma.cuh"
 #include "ffa/common/shared.cuh"
+#include "ffa/common/work_order.cuh"
 
 namespace magi {
 
 constexpr int kNoPart = INT_MIN;
-
-// Linear index of a work tile, whose parts are not counted -> (rank in the cost order, head work
-// tile). Inside an L2 group of heads the heaviest tiles of all its heads come first; L2 groups
-// follow one another so that what their CTAs read stays in L2.
-template <typename P>
-__device__ __forceinline__ void work_tile_coords(const P& p, int work_tile, int* order_idx,
-                                                 int* head_unit) {
-  const int per_l2_group = p.num_tiles * p.heads_per_l2_group;
-  const int l2_group = work_tile / per_l2_group;
-  const int in_l2_group = work_tile - l2_group * per_l2_group;
-  const int first = l2_group * p.heads_per_l2_group;
-  const int heads = min(p.heads_per_l2_group, p.head_units - first);
-  *order_idx = in_l2_group / heads;
-  *head_unit = first + in_l2_group - *order_idx * heads;
-}
 
 // How far a role is, in one register: work tiles so far in the low two bits, segments so far above.
 // Both rings have two stages; K and V have one, whose phase changes with every work tile.
@@ -44,14 +30,6 @@ struct PipelineState {
   __device__ __forceinline__ void next_work() { count = (count & ~3u) | ((count + 1) & 3); }
   __device__ __forceinline__ void next_segment() { count += 4; }
 };
-
-// The tile of that rank. The heads that come first may take their tiles in an order of their own.
-template <typename P>
-__device__ __forceinline__ int tile_of(const P& p, int order_at, int first_order_at, int work_tile,
-                                       int order_idx) {
-  const bool is_first = first_order_at != 0 && work_tile < p.num_tiles * p.heads_per_l2_group;
-  return p.plan[(is_first ? first_order_at : order_at) + order_idx];
-}
 
 // Publishes a work tile and stages the segment records of its tile; `desc` is where they begin and
 // how many they are.

@@ -349,6 +349,11 @@ MAGI_EXPORT magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, i
                                          double mean, const int32_t* proposals,
                                          const double* thresholds, int32_t steps, double* energy);
 
+/* Libraries of portable kernels only: whether GPUs whose CTAs may have 163 KB of shared memory or
+ * more run the tiles of those that have 99 KB. For tests and comparisons; plans of the backward
+ * made before belong to the other tiles. */
+MAGI_EXPORT void magi_ffa_use_small_tiles(int32_t use);
+
 /* Device producer of the tile plan: slices in device memory as int32 q_ranges (n, 2), k_ranges (n,
  * 2), types (n,) or NULL for all FULL. No host synchronisation; two kernels. Malformed slices (out
  * of range, end < start, unknown type) are ignored. One record per tile that a slice touches always

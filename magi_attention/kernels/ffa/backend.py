@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels as a backend, ``"ffa"``: flexible flash attention on Hopper GPUs.
+"""The CUDA kernels as a backend, ``"ffa"``: flexible flash attention on NVIDIA GPUs.
+
+Each GPU family has a library of its own (``native.families``); which one runs is told by the GPU of the operands.
 
 Strides are honoured if the copy engine can: last dim 1, others multiples of 8 elements, base address a multiple
 of 16 bytes. Other inputs are copied first; one log line says so.
@@ -10,6 +12,8 @@ from __future__ import annotations
 import torch
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.env import build as env
+from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.ffa.backward import BackwardCalls, Operands
 from magi_attention.kernels.ffa.forward import Final, ForwardCalls
 from magi_attention.kernels.ffa.host_ranges import HostRanges
@@ -26,13 +30,25 @@ from magi_attention.kernels.ffa.peer_kv import RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import RangePlans, RangeTensors
 from magi_attention.kernels.tables import SliceTables
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem
+from magi_attention.native.families import SM90, Family, describe_capabilities, family_of
 from magi_attention.native.ffa import FfaLibrary
 
 
-class FfaBackend:
-    """Forward and backward by the CUDA kernels of ``library``, by default the one built ahead.
+class FamilyCalls:
+    """Forward and backward of one GPU family, with what they keep."""
 
-    Kernels that it lacks are compiled at first use, where that is possible (``FfaLibraries``).
+    def __init__(self, libraries: FfaLibraries, host_planning: bool, tables: SliceTables) -> None:
+        self.libraries = libraries
+        self.plans = RangePlans(libraries, host_planning, tables)
+        self.forward = ForwardCalls(libraries, self.plans)
+        self.backward = BackwardCalls(libraries, self.plans)
+
+
+class FfaBackend:
+    """Forward and backward by the CUDA kernels of ``library``, by default by those of the operands' GPU family.
+
+    Kernels that are not built ahead are compiled at first use, where that is possible (``FfaLibraries``). With
+    ``portable``, by default as MAGI_ATTENTION_PORTABLE_KERNELS says, 9.0 GPUs run the portable kernels, too.
     ``host_planning`` plans masks given as tensors on the host, which waits for the device but checks every range;
     by default the device plans and the ranges are trusted, unless the bound of the plan is above
     ``DEVICE_PLAN_BYTES``. What an instance keeps are memos: prepared calls,
@@ -42,20 +58,23 @@ class FfaBackend:
     name = "ffa"
 
     def __init__(
-        self, library: FfaLibrary | None = None, runtime: CudaRuntime | None = None, host_planning: bool = False
-    ) -> None:
-        self._libraries = FfaLibraries.find() if library is None else FfaLibraries(library)
+        self, library: FfaLibrary | None = None, runtime: CudaRuntime | None = None, host_planning: bool = False,
+        portable: bool | None = None,
+    ) -> None:  # fmt: skip
         self._runtime = runtime
-        tables = SliceTables()  # of masks that come as range tensors
-        self._range_plans = RangePlans(self._libraries, host_planning, tables)
-        self._forward = ForwardCalls(self._libraries, self._range_plans)
-        self._backward = BackwardCalls(self._libraries, self._range_plans)
-        self._host_ranges = HostRanges(tables)
+        self._host_planning = host_planning
+        self._portable = env.is_portable_kernels() if portable is None else portable
+        self._tables = SliceTables()  # of masks that come as range tensors
+        self._host_ranges = HostRanges(self._tables)
+        self._given = None if library is None else FamilyCalls(FfaLibraries(library), host_planning, self._tables)
+        self._of_family: dict[Family, FamilyCalls] = {}
+        self._of_device: dict[int, FamilyCalls] = {}
 
     @property
     def library(self) -> FfaLibrary:
-        """Any library at hand, for what does not depend on the kernels in it: tiles and planners."""
-        return self._libraries.at_hand
+        """The library given, else that of 9.0 GPUs, for what does not depend on the kernels in it, such as planners."""
+        family = family_of(SM90.capabilities[0], self._portable) or SM90
+        return (self._given or self._family_calls(family)).libraries.at_hand
 
     @property
     def runtime(self) -> CudaRuntime:
@@ -68,13 +87,40 @@ class FfaBackend:
         """Could a call be launched at all?"""
         return self._runtime is not None or CudaRuntime.exists()
 
+    def calls_of(self, q: torch.Tensor) -> FamilyCalls:
+        """Those for the device of ``q``."""
+        index = q.get_device()
+        return self._of_device.get(index) or self._find(index)
+
+    def _find(self, index: int) -> FamilyCalls:
+        found = self._given
+        if found is None:
+            family = family_of(self.runtime.capability(index), self._portable)
+            if family is None:
+                raise UnsupportedError(f"There are no kernels for GPU {index}; ask why_not before a call.")
+            found = self._family_calls(family)
+        self._of_device[index] = found
+        return found
+
+    def _family_calls(self, family: Family) -> FamilyCalls:
+        found = self._of_family.get(family)
+        if found is None:
+            found = FamilyCalls(FfaLibraries.find(family), self._host_planning, self._tables)
+            self._of_family[family] = found
+        return found
+
+    def runs_beside_exchanges(self, q: torch.Tensor) -> bool:
+        """Does ``forward_fused`` exist for the device of ``q``?"""
+        return not self.calls_of(q).libraries.family.is_portable
+
     def why_not(self, problem: Problem) -> str | None:
         """None if the kernels can run the problem, else a sentence."""
         p = problem
         if p.device_type != "cuda":
             return f"The CUDA kernels run on NVIDIA GPUs, not on {p.device_type} tensors."
-        if p.capability != (9, 0):
-            return f"The kernels are built for compute capability 9.0 (H100, H200), not for {p.capability}."
+        family = SM90 if self._given is not None else family_of(p.capability, self._portable)
+        if family is None or p.capability not in family.capabilities:
+            return f"The kernels are built for compute capabilities {describe_capabilities()}, not for {p.capability}."
         if p.dtype not in DTYPES:
             return f"The CUDA kernels compute bfloat16 and float16, not {p.dtype}."
         for dim in (p.head_dim, p.head_dim_v):
@@ -85,7 +131,8 @@ class FfaBackend:
         if not p.options.softmax_scale > 0:
             return f"softmax_scale is {p.options.softmax_scale}; the CUDA kernels need a positive one."
         kinds = ("fwd", "bwd") if p.needs_backward else ("fwd",)
-        return self._libraries.why_not(kinds, p.dtype, p.head_dim, p.head_dim_v)
+        libraries = (self._given or self._family_calls(family)).libraries
+        return libraries.why_not(kinds, p.dtype, p.head_dim, p.head_dim_v)
 
     def forward(
         self,
@@ -99,13 +146,14 @@ class FfaBackend:
     ) -> Partial:
         """See ``Backend.forward``: out and lse in float32, merged into ``init`` inside the kernel."""
         if init is None:
-            return Partial(*self._forward.run(self.runtime, q, k, v, slices, options, sink, None, torch.float32))
+            calls = self.calls_of(q)
+            return Partial(*calls.forward.run(self.runtime, q, k, v, slices, options, sink, None, torch.float32))
         _check_init(init, q, v)
         # The kernel writes dense rows: buffers of other layouts go through a copy.
         work = Partial(init.out.contiguous(), init.lse.contiguous(), init.max_logits)
         if options.return_max_logits and work.max_logits is None:
             work.max_logits = init.max_logits = minus_inf(q)
-        self._forward.run(self.runtime, q, k, v, slices, options, sink, work, torch.float32)
+        self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, work, torch.float32)
         for mine, theirs in ((work.out, init.out), (work.lse, init.lse)):
             if mine is not theirs and mine.data_ptr() != theirs.data_ptr():
                 theirs.copy_(mine)
@@ -124,7 +172,7 @@ class FfaBackend:
 
         For results that nothing is merged into: out is rounded once, inside the kernel.
         """
-        return self._forward.run(self.runtime, q, k, v, slices, options, sink, None, None)
+        return self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, None, None)
 
     def backward(
         self,
@@ -145,7 +193,8 @@ class FfaBackend:
         ``dout`` is rounded to q's dtype. An ``out`` that q's dtype cannot hold, as ``forward`` gives it, counts whole.
         """
         x = Operands(dout, q, k, v, out if delta is None else None, lse, delta)
-        return self._backward.run(self.runtime, x, slices, options, sink, init, torch.float32, keeps_delta=init is None)
+        calls, is_first = self.calls_of(q), init is None
+        return calls.backward.run(self.runtime, x, slices, options, sink, init, torch.float32, keeps_delta=is_first)
 
     def backward_final(
         self,
@@ -160,7 +209,7 @@ class FfaBackend:
         sink: torch.Tensor | None = None,
     ) -> Grads:
         """Gradients of ``forward_final``: dq, dk, dv in q's dtype, rounded once in the kernel; dsink float32."""
-        return self._backward.run(
+        return self.calls_of(q).backward.run(
             self.runtime, Operands(dout, q, k, v, out, lse, None), slices, options, sink, None, q.dtype
         )
 
@@ -170,11 +219,12 @@ class FfaBackend:
         """The slices of a mask given as range tensors, if the host knows them by now, for a faster backward.
 
         The first call of a mask starts to read its ranges. None with ``deterministic``, because whether the host knows
-        them is a matter of time, and the two backwards add in different orders.
+        them is a matter of time, and the two backwards add in different orders; and for portable kernels, which make
+        the same of both.
         """
         if isinstance(mask, SliceTable):
             return mask
-        if options.deterministic:
+        if options.deterministic or self.calls_of(q).libraries.family.is_portable:
             return None
         runtime, index = self.runtime, q.get_device()
         if index != runtime.current_device():
@@ -194,7 +244,7 @@ class FfaBackend:
     ) -> Final:
         """``forward_final`` over k, v and the keys that other ranks are putting, with this rank's put. ``event`` is
         that of CUDA to be recorded behind it, 0 for none."""
-        return self._forward.run_fused(self.runtime, q, k, v, remote, options, sink, event)
+        return self.calls_of(q).forward.run_fused(self.runtime, q, k, v, remote, options, sink, event)
 
     def backward_fused(
         self,
@@ -209,7 +259,8 @@ class FfaBackend:
         sink: torch.Tensor | None = None,
     ) -> RemoteGrads:
         """Gradients of ``forward_fused``; those of remote keys go to their owners."""
-        return self._backward.run_fused(self.runtime, Operands(dout, q, k, v, out, lse, None), remote, options, sink)
+        x = Operands(dout, q, k, v, out, lse, None)
+        return self.calls_of(q).backward.run_fused(self.runtime, x, remote, options, sink)
 
     def prepared(
         self,
@@ -226,7 +277,7 @@ class FfaBackend:
         """
         if self._runtime is None:  # nothing has run
             return None
-        return self._forward.prepared(self._runtime, q, k, v, mask, options, sink)
+        return self.calls_of(q).forward.prepared(self._runtime, q, k, v, mask, options, sink)
 
 
 def _check_init(init: Partial, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, RecentSchedules, select_schedule
+from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules, select_schedule
 from magi_attention.kernels.ffa.schedule.work_list import ListShape
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
@@ -204,9 +204,12 @@ class BackwardCalls:
         """What calls with these operands share."""
         remote = mask if isinstance(mask, RemoteKeys) else None
         num_sms = runtime.num_sms(x.q.get_device())
-        schedule = select_schedule(x.q.shape, x.v.shape, mask, options, num_sms)
-        if remote is None:
-            schedule = self._recent.best(schedule, x.q.shape, x.v.shape, options)
+        if self._libraries.family.is_portable:
+            schedule = UNKNOWN  # these kernels make their own
+        else:
+            schedule = select_schedule(x.q.shape, x.v.shape, mask, options, num_sms)
+            if remote is None:
+                schedule = self._recent.best(schedule, x.q.shape, x.v.shape, options)
         is_on_host = isinstance(mask, SliceTable)
         key = _key(x, options, not is_accumulating, grad_dtype, schedule, is_on_host, remote)
         call = self._prepared.get(key)

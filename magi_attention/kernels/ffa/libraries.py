@@ -13,6 +13,7 @@ import torch
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.kernels.ffa.operands import DTYPES
+from magi_attention.native.families import SM90, Family
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.loader import why_absent
 from magi_attention.native.toolchain import PLANNER
@@ -22,30 +23,31 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 class FfaLibraries:
-    """The kernel libraries of one backend. ``ahead`` is the one built ahead, or None and ``why`` a sentence about that.
+    """The kernel libraries of one GPU family.
+
+    ``ahead`` is the one built ahead, or None and ``why`` a sentence about that; with ``is_misfit`` there is one, which
+    cannot be used.
 
     ``kind`` is "fwd" or "bwd" everywhere.
     """
 
-    def __init__(self, ahead: FfaLibrary | None, why: str = "") -> None:
+    def __init__(
+        self, ahead: FfaLibrary | None, why: str = "", family: Family = SM90, is_misfit: bool = False
+    ) -> None:
         self._ahead = ahead
         self._why = why
+        self.family = family
+        self._is_misfit = is_misfit
         self._compiled: FfaLibrary | None = None  # the last one
         self._refusals: dict[tuple[object, ...], str | None] = {}
 
     @classmethod
-    def find(cls) -> FfaLibraries:
-        """Those of this installation.
-
-        Raises:
-            UnsupportedError: there is a library built ahead, but of another version or for another machine.
-        """
+    def find(cls, family: Family = SM90) -> FfaLibraries:
+        """Those of this installation. Touches no GPU."""
         try:
-            return cls(FfaLibrary.ahead())
+            return cls(FfaLibrary.ahead(family), family=family)
         except UnsupportedError as error:
-            if FfaLibrary.is_ahead():
-                raise
-            return cls(None, str(error))
+            return cls(None, str(error), family, FfaLibrary.is_ahead(family))
 
     @property
     def at_hand(self) -> FfaLibrary:
@@ -61,6 +63,8 @@ class FfaLibraries:
 
     def why_not(self, kinds: tuple[str, ...], dtype: torch.dtype, head_dim: int, head_dim_v: int) -> str | None:
         """None if the kernels of ``kinds`` are built or can be compiled here, else a sentence. Compiles nothing."""
+        if self._is_misfit:
+            return self._why
         key = (kinds, dtype, head_dim, head_dim_v)
         if key not in self._refusals:
             missing = [self._why_no_kernel(kind, dtype, head_dim, head_dim_v) for kind in kinds]
@@ -73,7 +77,7 @@ class FfaLibraries:
             return None
         from magi_attention.native import jit  # the compiler drivers, which most runs do not need
 
-        reason = jit.why_not(_NAMES[dtype], head_dim, head_dim_v, kind=kind)
+        reason = jit.why_not(_NAMES[dtype], head_dim, head_dim_v, self.family.name, kind=kind)
         if reason is None:
             return None
         return f"{self._lack(kind, dtype, head_dim, head_dim_v)} It cannot be compiled at first use either. {reason}"
@@ -88,10 +92,12 @@ class FfaLibraries:
         """
         if not env.is_force_jit_build() and self._has(kind, dtype, head_dim, head_dim_v):
             return self._ahead  # type: ignore[return-value]
+        if self._is_misfit:
+            raise UnsupportedError(self._why)
         from magi_attention.native import jit
 
         try:
-            library = FfaLibrary(jit.load_variant(_NAMES[dtype], head_dim, head_dim_v, kind=kind))
+            library = FfaLibrary(jit.load_variant(_NAMES[dtype], head_dim, head_dim_v, self.family.name, kind=kind))
         except BuildError as error:
             raise BuildError(
                 f"{self._lack(kind, dtype, head_dim, head_dim_v)} Backend 'ffa' was to compile it and could not; "

@@ -37,6 +37,10 @@ class CudaRuntime:
     def on_device(self, index: int) -> Any:
         return torch.cuda.device(index)
 
+    def capability(self, index: int) -> tuple[int, int]:
+        """Compute capability of the device."""
+        return torch.cuda.get_device_capability(index)
+
     def event(self) -> torch.cuda.Event:
         """To be recorded on one stream and waited for by another."""
         return torch.cuda.Event()

@@ -293,7 +293,8 @@ magi_status combine_splits(const magi_ffa_bwd_params& a, const BwdKernelParams& 
                      a.accumulate};
   const int64_t most = j.dk_count > j.dv_count ? j.dk_count : j.dv_count;
   const dim3 grid(static_cast<uint32_t>((most / 4 + kRowThreads - 1) / kRowThreads));
-  return launch_last(a, bwd_combine<T>, grid, j, "launching the sum of the heads' parts");
+  return launch_last(a, bwd_combine<T, kRowThreads>, grid, j,
+                     "launching the sum of the heads' parts");
 }
 
 inline BwdCombinePartialsParams combine_partials_params(const magi_ffa_bwd_params& a,

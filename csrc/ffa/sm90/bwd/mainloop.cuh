@@ -14,6 +14,7 @@
 
 #include "ffa/common/scores.cuh"
 #include "ffa/common/tma.cuh"
+#include "ffa/common/wgmma.cuh"
 #include "ffa/sm90/bwd/rows/dq_layout.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
@@ -22,12 +23,6 @@ namespace magi {
 
 constexpr int kDsBarrier = 1;     // of both warpgroups
 constexpr int kGroupBarrier = 2;  // + warpgroup
-
-__device__ __forceinline__ float2 lds_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
 
 __device__ __forceinline__ void add_to_global_x4(float* address, float a, float b, float c,
                                                  float d) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ffa/common/combine_heads.cuh"
+
 #include "comm/symm/barrier.cuh"
 #include "ffa/sm90/peer_kv.cuh"
 
@@ -115,14 +117,6 @@ struct BwdRowParams {
   int32_t stores_direct;
   int32_t *direct_dq_store, *summed;
   RankBarrier barrier;  // of the last kernel, with other tiles
-};
-
-// The kernel that adds up the parts of dk and dv.
-struct BwdCombineParams {
-  const float *dk_parts, *dv_parts;
-  void *dk, *dv;
-  int64_t dk_count, dv_count;  // values, multiples of 8
-  int32_t parts, grads_are_float, accumulate;
 };
 
 // The kernel that does so for split work tiles; both gradients are (total_k, heads_kv, head dim).

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ffa/sm90/fwd/producer.cuh"
-#include "ffa/sm90/fwd/softmax.cuh"
+#include "ffa/common/softmax.cuh"
 
 namespace magi {
 

@@ -8,7 +8,7 @@
 #include "ffa/common/wgmma.cuh"
 #include "ffa/sm90/fwd/epilogue.cuh"
 #include "ffa/sm90/fwd/producer.cuh"
-#include "ffa/sm90/fwd/softmax.cuh"
+#include "ffa/common/softmax.cuh"
 #include "ffa/sm90/fwd/combine.cuh"
 #include "ffa/sm90/fwd/block_iter.cuh"
 

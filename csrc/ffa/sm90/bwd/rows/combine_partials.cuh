@@ -3,7 +3,7 @@
 // they left.
 #pragma once
 
-#include "ffa/sm90/bwd/rows/combine.cuh"
+#include "ffa/common/combine_heads.cuh"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"
 #include "ffa/sm90/bwd/schedule/work_list.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The transposed mask from range tensors on the device.
-#include "ffa/sm90/plan/params.cuh"
+#include "ffa/plan/params.cuh"
 
 namespace magi {
 namespace tile {

@@ -3,12 +3,18 @@
 // a part each.
 #pragma once
 
-#include "ffa/common/mbarrier.cuh"
+#include "ffa/common/dependent_launch.cuh"
 #include "ffa/common/scores.cuh"
-#include "ffa/sm90/bwd/config.h"
-#include "ffa/sm90/bwd/params.h"
 
 namespace magi {
+
+// The kernel that adds up the parts of dk and dv.
+struct BwdCombineParams {
+  const float *dk_parts, *dv_parts;
+  void *dk, *dv;
+  int64_t dk_count, dv_count;  // values, multiples of 8
+  int32_t parts, grads_are_float, accumulate;
+};
 
 // Four values of a gradient at `to_at` from their parts at `at`, in the order of the parts, which
 // are `count` values apart.
@@ -31,10 +37,10 @@ __device__ __forceinline__ void combine_four(const float* values, int parts, int
   *to = sum;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) bwd_combine(const BwdCombineParams p) {
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads) bwd_combine(const BwdCombineParams p) {
   wait_for_kernel_before();
-  const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x);
+  const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
   if (at < p.dk_count)
     combine_four<T>(p.dk_parts, p.parts, at, p.dk_count, p.dk, at, p.grads_are_float, p.accumulate);
   if (at < p.dv_count)

@@ -7,8 +7,8 @@
 // run; what they hold does not, and equals what the host producer makes. Slices with a range
 // outside [0, total), with end < start or of an unknown type are left out.
 
-#include "ffa/sm90/plan/finish.cuh"
-#include "ffa/sm90/plan/tiles.cuh"
+#include "ffa/plan/finish.cuh"
+#include "ffa/plan/tiles.cuh"
 
 namespace magi {
 namespace tile {

@@ -3,7 +3,7 @@
 // builds its segments.
 #pragma once
 
-#include "ffa/sm90/plan/params.cuh"
+#include "ffa/plan/params.cuh"
 
 namespace magi {
 namespace tile {

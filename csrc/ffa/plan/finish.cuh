@@ -3,7 +3,7 @@
 // the header, the others mark the segments that may touch unseen keys.
 #pragma once
 
-#include "ffa/sm90/plan/params.cuh"
+#include "ffa/plan/params.cuh"
 
 namespace magi {
 namespace tile {

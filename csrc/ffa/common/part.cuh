@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of the forward that are cut along the keys, because there are too few of them to fill the
+// GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace magi {
+
+constexpr int kMaxParts =
+    16;  // the last part reads the others' outputs, some 70 KB each at head dim 128
+constexpr int kBlocksOfPart = 4;  // key blocks of 128 below which cutting does not pay
+
+// Which part of a tile a work tile is.
+struct Part {
+  int32_t index, count;
+
+  __host__ __device__ static Part of_word(int32_t word) { return {word & 0xffff, word >> 16}; }
+  __host__ __device__ int32_t word() const { return index | count << 16; }
+
+  // The piece [lo, hi) of a segment's visit range: whole blocks, counted from the right; empty if
+  // the segment is short.
+  template <typename C>
+  __device__ __forceinline__ int2 piece(int2 visit) const {
+    if constexpr (C::kPlain) return visit;
+    const int blocks = (visit.y - visit.x + C::kBlockN - 1) / C::kBlockN;
+    const int first = static_cast<int64_t>(blocks) * index / count;
+    const int last = static_cast<int64_t>(blocks) * (index + 1) / count;
+    return make_int2(max(visit.x, visit.y - last * C::kBlockN), visit.y - first * C::kBlockN);
+  }
+};
+
+}  // namespace magi

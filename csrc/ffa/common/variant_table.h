@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of a library, and the choice among them.
+#pragma once
+
+#include "magi/abi.h"
+
+namespace magi {
+
+template <typename Params>
+struct Variant {
+  int32_t dtype, head_dim, head_dim_v;
+  magi_status (*launch)(const Params*, const magi_ffa_remote*);
+  magi_status (*workspace)(const Params*, int64_t*);
+};
+using FwdVariant = Variant<magi_ffa_fwd_params>;
+using BwdVariant = Variant<magi_ffa_bwd_params>;
+
+// The narrowest variant that holds the shape; padding columns are zeros.
+template <typename Params>
+struct Finder {
+  const Params& p;
+  const Variant<Params>* best = nullptr;
+  Variant<Params> kept{};
+
+  void offer(const Variant<Params>& v) {
+    if (v.dtype != p.dtype || v.head_dim < p.head_dim || v.head_dim_v < p.head_dim_v) return;
+    if (best != nullptr && v.head_dim + v.head_dim_v >= kept.head_dim + kept.head_dim_v) return;
+    kept = v;
+    best = &kept;
+  }
+  template <typename Other>
+  void offer(const Variant<Other>&) {}
+};
+
+// The kernel for a call, after the checks of its parameters.
+magi_status choose(const magi_ffa_fwd_params& p, FwdVariant* found);
+magi_status choose(const magi_ffa_bwd_params& p, BwdVariant* found);
+
+}  // namespace magi

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of one forward variant: checks and launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ffa/common/host.h"
+#include "ffa/portable/budget.h"
+#include "ffa/portable/fwd/kernel.cuh"
+
+namespace magi::portable {
+
+// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and
+// outputs.
+constexpr int64_t kL2GroupBytes = 33ll << 20;
+
+// Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The
+// same on a device whatever is left free, so that sm_margin does not change results.
+inline int fwd_max_parts(int64_t work_tiles, int sms) {
+  if (work_tiles < 1 || work_tiles >= sms || kArrivalsAt + work_tiles > kPartialsAt) return 1;
+  const int64_t parts = sms / work_tiles;
+  return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
+}
+
+template <typename C>
+int64_t fwd_workspace_bytes(int64_t work_tiles, int parts) {
+  return 4ll * kPartialsAt +
+         (parts > 1 ? 8ll * work_tiles * parts * pairs_of_part<C>() * C::kThreads : 0);
+}
+
+inline int64_t fwd_num_tiles(const magi_ffa_fwd_params& a) {
+  return (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens;
+}
+
+template <typename C>
+magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t work_tiles = fwd_num_tiles(a) * (a.heads_q / a.pack);
+  *bytes = fwd_workspace_bytes<C>(work_tiles, fwd_max_parts(work_tiles, sms));
+  return MAGI_OK;
+}
+
+inline int log2_of(int power) {
+  int log = 0;
+  while (power >> (log + 1)) ++log;
+  return log;
+}
+
+inline void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+  k->q = a.q;
+  k->k = a.k;
+  k->v = a.v;
+  k->q_stride_token = a.q_stride_token;
+  k->q_stride_head = a.q_stride_head;
+  k->k_stride_token = a.k_stride_token;
+  k->k_stride_head = a.k_stride_head;
+  k->v_stride_token = a.v_stride_token;
+  k->v_stride_head = a.v_stride_head;
+  k->plan = a.plan;
+  k->workspace = a.workspace;
+  k->partials = reinterpret_cast<float*>(a.workspace + kPartialsAt);
+  k->out = a.out;
+  k->lse = a.lse;
+  k->max_logits = a.max_logits;
+  k->sink = a.sink;
+  k->out_stride_token = a.out_stride_token;
+  k->out_stride_head = a.out_stride_head;
+  k->total_q = a.total_q;
+  k->total_k = a.total_k;
+  k->heads_q = a.heads_q;
+  k->head_units = a.heads_q / a.pack;
+  k->pack = a.pack;
+  k->pack_log2 = log2_of(a.pack);
+  k->tile_tokens = a.tile_tokens;
+  k->num_tiles = static_cast<int>(fwd_num_tiles(a));
+  k->head_dim = a.head_dim;
+  k->head_dim_v = a.head_dim_v;
+  k->kv_head_of_head_unit = k->head_units / a.heads_kv;
+  const int64_t head_bytes = 2ll * a.total_k * (a.head_dim + a.head_dim_v);
+  const int64_t fitting = kL2GroupBytes / (head_bytes > 0 ? head_bytes : 1);
+  const int64_t heads = (fitting < 1 ? 1 : fitting) * k->kv_head_of_head_unit;
+  k->heads_per_l2_group = heads < k->head_units ? static_cast<int>(heads) : k->head_units;
+  k->sink_count = a.sink != nullptr ? a.sink_count : 0;
+  k->sink_per_row = a.sink_per_row;
+  k->out_is_float = a.out_dtype == MAGI_FP32;
+  k->accumulate = a.accumulate;
+  k->has_softcap = a.softcap > 0.f;
+  k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
+  k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
+  k->unscale = 1.f / k->scale_log2;
+  // P must fit its type: bf16 reaches as far as float32, fp16 ends at 2^16.
+  const float slack_log2 = a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f;
+  k->slack = slack_log2 * k->unscale;
+}
+
+inline magi_status check_fwd_layout(const magi_ffa_fwd_params& a) {
+  if (a.tile_tokens * a.pack != 128 || (a.pack & (a.pack - 1)) != 0)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "pack %d times tile_tokens %d is not the tile of 128 rows; ask magi_ffa_fwd_tile.",
+                a.pack, a.tile_tokens);
+  const int multiple = a.out_dtype == MAGI_FP32 ? 2 : 8;
+  if (reinterpret_cast<uintptr_t>(a.out) % (2 * multiple + (multiple == 2 ? 4 : 0)) ||
+      a.out_stride_token % multiple || a.out_stride_head % multiple)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "out must begin at a multiple of 16 bytes (8 if float32) and have strides that are "
+                "multiples of %d elements.",
+                multiple);
+  return MAGI_OK;
+}
+
+template <typename C>
+magi_status launch_fwd(const magi_ffa_fwd_params& a) {
+  MAGI_RETURN(check_fwd_layout(a));
+  FwdKernelParams k;
+  fwd_scalars(a, &k);
+  if (k.num_tiles == 0) return MAGI_OK;
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units;
+  if (work_tiles >= (1ll << 31) - (1 << 16))
+    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
+                static_cast<long long>(work_tiles));
+  k.max_parts = fwd_max_parts(work_tiles, sms);
+  const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
+  if (a.workspace_bytes < need)
+    return fail(MAGI_CAPACITY,
+                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
+                static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([] {
+    return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                C::smem_bytes(C::kBlockM));
+  }));
+  // A margin of SMs is room for so many CTAs fewer.
+  const int64_t work = work_tiles * k.max_parts;
+  const int room = C::kCtasPerSm * (sms - a.sm_margin > 1 ? sms - a.sm_margin : 1);
+  const int grid = work < room ? static_cast<int>(work) : room;
+  ffa_fwd<C>
+      <<<grid, C::kThreads, C::smem_bytes(a.tile_tokens), static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+}
+
+}  // namespace magi::portable
+
+#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                           \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,                \
+                                         const magi_ffa_remote*) {                         \
+    return magi::portable::with_budget([&](auto small) {                                   \
+      return magi::portable::launch_fwd<                                                   \
+          magi::portable::FwdConfig<TYPE, D, DV, decltype(small)::value>>(*params);        \
+    });                                                                                    \
+  }                                                                                        \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params,    \
+                                                     int64_t* bytes) {                     \
+    return magi::portable::with_budget([&](auto small) {                                   \
+      return magi::portable::fwd_workspace<                                                \
+          magi::portable::FwdConfig<TYPE, D, DV, decltype(small)::value>>(*params, bytes); \
+    });                                                                                    \
+  }
