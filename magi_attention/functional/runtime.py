@@ -265,7 +265,8 @@ class AttnRuntime:
         mode = self.policy.stage_mode
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
             return None
-        if not isinstance(backend, FfaBackend) or not q.is_cuda or not backend.runs_beside_exchanges(q):
+        runs_beside = getattr(backend, "runs_beside_exchanges", None)
+        if q.device.type != "cuda" or runs_beside is None or not runs_beside(q):
             if mode == "fused" and not self._has_said_why:
                 self._has_said_why = True
                 _log.warning(
