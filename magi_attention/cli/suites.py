@@ -9,8 +9,9 @@ import os
 import shlex
 import sys
 import time
+from pathlib import Path
 
-from magi_attention.cli import launch
+from magi_attention.cli import launch, suite_report
 from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file, sources
 
 # suite -> marker expression of pytest
@@ -41,8 +42,19 @@ def command_test(args: argparse.Namespace) -> int:
         return 0
     started = time.perf_counter()
     os.chdir(sources())
+    if args.suite == "gpu":
+        return run_gpu_suite(command)
     code = run_child(command, child_environment(1))
     print(f"The tests took {time.perf_counter() - started:.0f} s.")
+    return code
+
+
+def run_gpu_suite(command: list[str]) -> int:
+    """The tests, and a report of them beside the machine's."""
+    folder = suite_report.new_folder(Path("runs"))
+    junit = folder / "junit.xml"
+    code = run_child([*command, f"--junitxml={junit}"], child_environment(1))
+    print(suite_report.summary(suite_report.write_report(folder, junit, code)))
     return code
 
 

@@ -49,6 +49,11 @@ def is_prebuild_ffa() -> bool:
     return registry.get("MAGI_ATTENTION_PREBUILD_FFA")
 
 
+def build_compute_capability() -> str:
+    """Compute capabilities that kernels are built for, such as "80,90"; empty if unset."""
+    return registry.get("MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY")
+
+
 def is_skip_cuda_build() -> bool:
     return registry.get("MAGI_ATTENTION_SKIP_CUDA_BUILD")
 

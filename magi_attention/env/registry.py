@@ -138,7 +138,7 @@ _BUILD = (
     _text("CXX", _B, "C++ compiler of the host libraries.", "c++"),
     _flag("SKIP_MAGI_ATTN_EXT_BUILD", _B, "Skip the C++ helpers.", has_effect=False),
     _flag("SKIP_MAGI_ATTN_COMM_BUILD", _B, "Skip the native collectives.", has_effect=False),
-    _text(PREFIX + "BUILD_COMPUTE_CAPABILITY", _B, "Comma list such as 90,100.", has_effect=False),
+    _text(PREFIX + "BUILD_COMPUTE_CAPABILITY", _B, "GPUs to build for, such as 80,90; those of this machine if unset."),
     _flag("ALLOW_BUILD_WITH_CUDA12", _B, "Allow CUDA 12; it always is here.", has_effect=False),
     _flag("FORCE_CXX11_ABI", _B, "C++ ABI override; native code here is C.", has_effect=False),
     _flag("DISABLE_SM90_FEATURES", _B, "Collectives for older GPUs.", has_effect=False),

@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from magi_attention.env import build as env
 from magi_attention.errors import BuildError
 from magi_attention.native import compile_report, families, info, toolchain
 from magi_attention.native.compile_report import Unit
+from magi_attention.native.families import Family
 from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
@@ -298,9 +300,42 @@ def _run_ninja(ninja: Path, folder: Path, targets: list[str], jobs: int | None) 
         raise BuildError(f"Compilation failed in {folder}; {remedy}. The compiler said:\n{done.stdout}")
 
 
+def chosen_families() -> list[Family]:
+    """The GPU families whose kernels are built where nothing else is asked for.
+
+    Those of MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY; else those of the GPUs that nvidia-smi lists; else Hopper's.
+
+    Raises:
+        BuildError: the variable names a GPU for which there are no kernels, or no GPU at all.
+    """
+    asked = env.build_compute_capability()
+    names = re.split(r"[,\s]+", asked.strip()) if asked.strip() else _capabilities_here()
+    found: dict[Family, None] = {}
+    for name in names:
+        digits = name.replace(".", "")
+        family = families.family_of(families.capability_of(digits)) if digits.isdecimal() else None
+        if family is not None:
+            found[family] = None
+        elif asked:
+            raise BuildError(
+                f"MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY is {asked!r}, and there are no kernels for {name!r}; give a "
+                f"comma list out of {families.describe_capabilities()}, with or without the points."
+            )
+    return list(found) or [families.SM90]
+
+
+def _capabilities_here() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return said.stdout.split() if said.returncode == 0 else []
+
+
 def build_all(
     only: str | None = None,
-    arch: str = "sm90",
+    arch: str | None = None,
     variants: Sequence[str] = (),
     lib: Path = LIB,
     folder: Path | None = None,
@@ -311,6 +346,7 @@ def build_all(
 ) -> list[Built]:
     """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all three (None) into ``lib``; ``"comm"`` only if asked for.
 
+    ``arch`` is the name of a GPU family, by default ``chosen_families``.
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
     and defaults to ``build/native`` beside ``csrc``. ``release`` goes into the record of each.
     """
@@ -321,9 +357,11 @@ def build_all(
         built.append(build(planner_job(csrc), folder / PLANNER, lib / library_file(PLANNER), jobs, guard, release))
     if only in (None, "ffa"):
         # The lock also covers the generated instances, which two builds of one tree would share.
-        with locked(folder):
-            job = ffa_job(csrc, arch, _chosen(csrc, variants) if variants else None)
-            built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard, release))
+        names = [family.name for family in chosen_families()] if arch is None else [arch]
+        for name in names:
+            with locked(folder):
+                job = ffa_job(csrc, name, _chosen(csrc, variants) if variants else None)
+                built.append(build(job, folder / job.name, lib / library_file(job.name), jobs, guard, release))
     if only in (None, "host"):
         # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
         file = library_file(HOST)
@@ -360,7 +398,7 @@ def report(built: Sequence[Built]) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", choices=list(families.BY_NAME), default="sm90", help="GPU family")
+    parser.add_argument("--arch", choices=list(families.BY_NAME), help="GPU family, by default that of the GPUs here")
     parser.add_argument("--only", choices=("planner", "ffa", "host", "comm"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")

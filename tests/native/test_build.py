@@ -243,3 +243,26 @@ def test_command_line(monkeypatch, capsys, tmp_path, tree):
     assert build.main(["--only", "ffa"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: The CUDA kernels need nvcc") and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "asked, here, names",
+    (
+        ("", [], ["sm90"]),
+        ("", ["8.6", "8.9", "9.0"], ["sm80", "sm90"]),
+        ("", ["7.5"], ["sm90"]),
+        ("90,100", ["8.0"], ["sm90", "sm100"]),
+        ("12.0 8.0", [], ["sm120", "sm80"]),
+    ),
+)
+def test_kernels_are_built_for_the_gpus_here_or_those_asked_for(monkeypatch, asked, here, names):
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY", asked)
+    monkeypatch.setattr(build, "_capabilities_here", lambda: here)
+    assert [family.name for family in build.chosen_families()] == names
+
+
+@pytest.mark.parametrize("asked", ("75", "hopper", "90,"))
+def test_a_gpu_without_kernels_is_refused_with_those_that_have_some(monkeypatch, asked):
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY", asked)
+    with pytest.raises(BuildError, match="there are no kernels for .*; give a comma list out of 8.0, 8.6.*12.1"):
+        build.chosen_families()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of the GPU suite, out of what pytest writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from magi_attention.cli import suite_report, suites
+
+TESTS = '''
+import pytest
+def test_fine(): pass
+def test_wrong(): assert 1 == 2, "one is not two"
+@pytest.mark.skip(reason="needs another GPU")
+def test_left_out(): pass
+@pytest.fixture
+def broken(): raise OSError("no device")
+def test_error(broken): pass
+'''
+
+
+def test_what_ran_and_how_it_went(tmp_path):
+    (tmp_path / "test_gpu_things.py").write_text(TESTS)
+    junit = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "test_gpu_things.py"]
+    status = subprocess.run(command, cwd=tmp_path, capture_output=True).returncode
+    path = suite_report.write_report(tmp_path, junit, status)
+    report = json.loads(path.read_text())
+    assert report["status"] == 1 and report["tests"]["counts"] == {"passed": 1, "failed": 2, "skipped": 1}
+    assert report["tests"]["skipped"] == {"needs another GPU": 1}
+    (wrong, error) = report["tests"]["failures"]
+    assert wrong["test"] == "test_gpu_things::test_wrong" and "one is not two" in wrong["text"]
+    assert error["test"].endswith("test_error") and "no device" in error["text"]
+    assert report["machine"]["libraries"] and report["machine"]["doctor"]
+    said = suite_report.summary(path)
+    assert "1 passed, 2 failed, 1 skipped" in said and str(path) in said and "test_wrong" in said
+
+
+def test_pytest_that_ends_early_leaves_a_report_too(tmp_path):
+    path = suite_report.write_report(tmp_path, tmp_path / "junit.xml", 4)
+    assert json.loads(path.read_text())["status"] == 4 and "No test ran" in suite_report.summary(path)
+
+
+@pytest.mark.parametrize("status", (0, 1))
+def test_the_suite_ends_as_pytest_does(status, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(suites, "run_child", lambda command, _: seen.append(command) or status)
+    assert suites.run_gpu_suite(["pytest", "-m", "gpu"]) == status
+    assert seen[0][-1].startswith("--junitxml=runs/gpu-suite-") and "The report is runs/" in capsys.readouterr().out
