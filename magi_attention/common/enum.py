@@ -137,6 +137,7 @@ class MagiAttentionKernelBackend(ValueEnum):
     SDPA = "sdpa"
     SDPA_OL = "sdpa_ol"
     FA4 = "fa4"
+    CUDNN_FLEX = "cudnn_flex"
 
 
 class MagiAttentionPrecision(ValueEnum):

@@ -86,7 +86,7 @@ _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 _GENERAL = (
     Variable(PREFIX + "LOG_LEVEL", "level", "WARN", _G, "Level of the package logger; unknown is WARN.", _LEVELS),
     _flag("SANITY_CHECK", _G, "Expensive checks, among them that slices are disjoint."),
-    _choice("KERNEL_BACKEND", _G, "Kernel backend.", "ffa", ("ffa", "sdpa", "sdpa_ol", "fa4")),
+    _choice("KERNEL_BACKEND", _G, "Kernel backend.", "ffa", ("ffa", "sdpa", "sdpa_ol", "fa4", "cudnn_flex")),
     _flag("SDPA_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=sdpa."),
     _flag("FA4_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=fa4."),
     _choice("PRECISION", _G, "Cast q, k, v to this and out back.", None, ("bf16", "fp16", "fp32", "fp64")),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from magi_attention.errors import ContractError, NoBackendError
+from magi_attention.kernels.cudnn_flex.backend import CudnnFlexBackend
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
@@ -59,8 +60,9 @@ class Registry:
     ) -> tuple[Backend, str]:
         """The backend to run ``problem`` with, and a sentence that says why this one.
 
-        ``prefer`` is a name or None. If the preferred backend cannot run: ``NoBackendError`` when the user
-        asked for it by name (``explicit``), else the first backend in order that can, and one log line
+        ``prefer`` is a name or None. "ffa", which is the default, gives way to a backend that is ahead of it on the
+        GPU (``preference``), unless the user asked for it. If the preferred backend cannot run: ``NoBackendError``
+        when the user asked for it by name (``explicit``), else the first backend in order that can, and one log line
         per reason on logger ``magi_attention.kernels``.
         """
         if prefer is not None and prefer not in self.names:
@@ -70,9 +72,13 @@ class Registry:
             why_not = backend.why_not(problem)
             if why_not is not None:
                 refusals[backend.name] = why_not
+        usable = [b for b in self.backends if b.name not in refusals]
+        usable.sort(key=lambda b: -_preference(b, problem))  # stable: else in order
+        is_first_choice = bool(usable) and not explicit and _preference(usable[0], problem) > 0 and prefer == "ffa"
+        if is_first_choice and usable[0].name != prefer:
+            return usable[0], f"Backend '{usable[0].name}' is preferred to '{prefer}' on {problem.capability}."
         if prefer is not None and prefer not in refusals:
             return self._named(prefer), f"Backend '{prefer}' was asked for and can run."
-        usable = [b for b in self.backends if b.name not in refusals]
         if not usable or (explicit and prefer is not None):
             lines = "\n".join(f"  {name}: {refusals.get(name, 'can run')}" for name in self.names)
             wanted = f"Kernel backend '{prefer}' cannot run" if explicit else "No kernel backend can run"
@@ -88,6 +94,12 @@ class Registry:
 
     def _named(self, name: str) -> Backend:
         return next(b for b in self.backends if b.name == name)
+
+
+def _preference(backend: Backend, problem: Problem) -> int:
+    """How far ahead of others a backend says it is for a problem; 0 of those that say nothing."""
+    preference = getattr(backend, "preference", None)
+    return 0 if preference is None else preference(problem)
 
 
 def _describe(problem: Problem) -> str:
@@ -111,4 +123,4 @@ def default_registry() -> Registry:
     library is loaded and no GPU touched before a problem asks for it.
     """
     absent = (("fa4", "The FlashAttention-4 adaptor is not installed in this build."),)
-    return Registry((FfaBackend(), SdpaOnlineBackend(), SdpaBackend()), absent)
+    return Registry((FfaBackend(), CudnnFlexBackend(), SdpaOnlineBackend(), SdpaBackend()), absent)

@@ -21,6 +21,7 @@ import peers_backward  # noqa: E402
 
 from magi_attention.common.slices import SliceTable, empty_slices, to_dense  # noqa: E402
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints  # noqa: E402
 from magi_attention.testing.masks import random_slices  # noqa: E402
 
 HEADS, DIM = (4, 2), 16
@@ -40,14 +41,14 @@ def check_form(endpoints: np.ndarray, total_q: int, total_k: int) -> None:
     assert endpoints.min(initial=0) >= 0 and endpoints.max(initial=0) <= total_k
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_endpoints_equal_the_dense_mask(seed):
     rng = np.random.default_rng(seed)
-    for attempt in range(25):
+    for attempt in range(100):
         total_q, total_k = (int(n) for n in rng.integers(1, 90, 2))
         slices = random_slices(rng, total_q, total_k, max_slices=int(rng.integers(1, 24)))
         print(f"seed {seed}, attempt {attempt}: {total_q} x {total_k}, slices {slices.tolist()}")
-        endpoints = peers.key_endpoints(slices, total_q)
+        endpoints = key_endpoints(slices, total_q)
         check_form(endpoints, total_q, total_k)
         want = to_dense(slices, total_q, total_k)
         assert np.array_equal(seen_by(endpoints, total_k), want)
@@ -59,7 +60,7 @@ def test_endpoints_equal_the_dense_mask(seed):
 
 def test_masks_without_pairs():
     for slices in (empty_slices(), np.array([[2, 5, 3, 3, 0], [1, 1, 0, 4, 1]])):
-        endpoints = peers.key_endpoints(slices, 6)
+        endpoints = key_endpoints(slices, 6)
         assert endpoints.shape == (1, 1, 6) and not endpoints.any()
 
 
@@ -67,13 +68,13 @@ def test_masks_without_pairs():
 def test_endpoints_of_the_benchmark(name):
     case = masks.make_case(name, 2600, sample=3, window=700 if "window" in name else None)
     slices = case.mask.slices.array
-    endpoints = peers.key_endpoints(slices, case.seqlen)
+    endpoints = key_endpoints(slices, case.seqlen)
     check_form(endpoints, case.seqlen, case.seqlen)
     assert np.array_equal(seen_by(endpoints, case.seqlen), case.mask.to_dense())
     assert endpoints.shape[1] == (3 if case.is_varlen or case.window else 1)
     if case.is_varlen:  # counted from the first key of its document, a row has one interval
         origin = np.repeat(case.cu_seqlens[:-1], case.documents)
-        by_document = peers.key_endpoints(slices, case.seqlen, origin)
+        by_document = key_endpoints(slices, case.seqlen, origin)
         check_form(by_document, case.seqlen, max(case.documents))
         assert by_document.shape[1] == 1
         assert np.array_equal(
@@ -179,7 +180,7 @@ def test_it_is_left_out_where_it_is_missing(monkeypatch):
 def test_large_masks_stay_exact():
     """Row sums of a mask that is too large to be dense: 32K tokens of short documents."""
     case = masks.make_case("varlen_causal", 32768, document=37)
-    endpoints = peers.key_endpoints(case.mask.slices.array, case.seqlen)[0].astype(np.int64)
+    endpoints = key_endpoints(case.mask.slices.array, case.seqlen)[0].astype(np.int64)
     padded = np.concatenate([np.zeros((1, case.seqlen), dtype=np.int64), endpoints])
     counts = (padded[1::2] - padded[::2]).sum(axis=0)
     assert np.array_equal(counts, np.arange(case.seqlen) % 37 + 1)

@@ -79,7 +79,7 @@ def test_unknown_names():
 def test_registration_gives_a_new_registry():
     registry = default_registry()
     mine = registry.with_backend(Picky(None, name="fa4"), before="sdpa")
-    assert [b.name for b in mine.backends if b.name != "ffa"] == ["sdpa_ol", "fa4", "sdpa"]
+    assert [b.name for b in mine.backends if b.name != "ffa"] == ["cudnn_flex", "sdpa_ol", "fa4", "sdpa"]
     assert "fa4" not in dict(mine.absent) and mine.select(problem(), "fa4", explicit=True)[0].name == "fa4"
     assert registry is default_registry() and "fa4" not in [b.name for b in registry.backends]
     with pytest.raises(FrozenInstanceError):
