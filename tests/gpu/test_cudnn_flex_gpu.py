@@ -50,10 +50,12 @@ def differentiate(x: Inputs, dout: torch.Tensor, deterministic: bool = False) ->
     return grads
 
 
-@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (96, 80)), ids=str)
-def test_families(dims):
+@pytest.mark.parametrize(
+    "dims, heads", (((64, 64), (4, 2)), ((128, 128), (4, 2)), ((96, 96), (5, 1)), ((96, 80), (3, 3))), ids=str
+)
+def test_families(dims, heads):
     for seed, slices in enumerate(masks.mask_families(400).values()):
-        x = make_inputs(seed, slices, 400, 400, (4, 2), dims, device=DEVICE)
+        x = make_inputs(seed, slices, 400, 400, heads, dims, device=DEVICE)
         assert_right(x, attend(x))
         dout = make_dout(x, seed)
         assert_grads(x, differentiate(x, dout), truth(x, dout), (seed, dims))

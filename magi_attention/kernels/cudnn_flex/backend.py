@@ -85,6 +85,9 @@ class CudnnFlexBackend:
             return f"cudnn.flex_attention has no kernels for head dims {dims}, only for {fine}."
         if p.num_heads_kv == 0 or p.num_heads_q % p.num_heads_kv:
             return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
+        is_uneven = p.num_heads_q != p.num_heads_kv and p.head_dim != p.head_dim_v
+        if p.capability == (9, 0) and p.needs_backward and is_uneven:
+            return f"cudnn.flex_attention has no backward of grouped heads on 9.0 for head dims {dims}, which differ."
         if p.options.softcap:
             return "cudnn.flex_attention has no softcap."
         if not p.options.softmax_scale > 0:

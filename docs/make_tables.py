@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of pages that the code knows best, between their marks.
+
+    python docs/make_tables.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from magi_attention.native import capabilities
+
+DOCS = Path(__file__).resolve().parent
+_MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables() -> dict[str, str]:
+    """Name of each page -> its table."""
+    return {"gpus.md": capabilities.as_markdown()}
+
+
+def with_table(page: str, table: str) -> str:
+    """The text of a page with ``table`` between its marks."""
+    text, count = _MARKS.subn(lambda marks: f"{marks[1]}{table}\n{marks[2]}", page)
+    if count != 1:
+        raise SystemExit("The page has no marks for its table, or several; see docs/gpus.md.")
+    return text
+
+
+if __name__ == "__main__":
+    for name, table in tables().items():
+        page = DOCS / name
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+        print(page)
