@@ -127,11 +127,11 @@ def test_a_known_call_launches_the_compiled_kernel(monkeypatch, one_variant):
 
 
 def test_nothing_is_built_ahead(monkeypatch, caplog, cache):
-    def nothing():
+    def nothing(family):
         raise UnsupportedError("Nothing is built ahead here.")
 
     monkeypatch.setattr(FfaLibrary, "ahead", staticmethod(nothing))
-    monkeypatch.setattr(FfaLibrary, "is_ahead", staticmethod(lambda: False))
+    monkeypatch.setattr(FfaLibrary, "is_ahead", staticmethod(lambda family: False))
     use(monkeypatch, FfaBackend())
     x = problem((64, 64), torch.float16)
     with caplog.at_level(logging.WARNING, logger="magi_attention.native"):
