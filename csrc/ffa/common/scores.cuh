@@ -78,7 +78,7 @@ __device__ __forceinline__ int columns_below(int limit, int q) {
 }
 
 // -inf outside each row's interval of columns, which are counted from the block's first, k0. One
-// bit per element: the compiler semaphore targets the tests into predicate moves.
+// bit per element: the compiler turns the tests into predicate moves.
 template <int kBlockN>
 __device__ __forceinline__ void mask_scores(float (&s)[kBlockN / 2], int k0, const int2 (&keys)[2],
                                             int lane) {

@@ -6,8 +6,8 @@
 
 namespace magi {
 
-// Linear index of a work tile, whose parts are not counted -> (rank in the cost order, head work
-// tile). Inside an L2 group of heads the heaviest tiles of all its heads come first; L2 groups
+// Linear index of a work tile, whose parts are not counted -> (rank in the cost order, head
+// unit). Inside an L2 group of heads the heaviest tiles of all its heads come first; L2 groups
 // follow one another so that what their CTAs read stays in L2.
 template <typename P>
 __device__ __forceinline__ void work_tile_coords(const P& p, int work_tile, int* order_idx,

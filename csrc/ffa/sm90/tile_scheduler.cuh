@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Schedules the work tiles of a kernel: one lane per CTA takes them from a counter, the heaviest
 // first, and stages them and the segment records of their tiles in shared memory. A work tile is a
-// tile of the plan for one head work tile, or a part of that.
+// tile of the plan for one head unit, or a part of that.
 #pragma once
 
 #include <climits>

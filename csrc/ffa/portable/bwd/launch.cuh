@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "ffa/common/combine_heads.cuh"
 #include "ffa/common/host.h"
 #include "ffa/portable/budget.h"
@@ -23,17 +25,21 @@ int64_t bwd_num_m_blocks(const magi_ffa_bwd_params& a) {
 
 // Among how many work tiles the query heads of a tile are shared out: as few as make four work
 // tiles for each SM. In deterministic order all, up to 16: then CTAs that run side by side have few
-// tiles of one head, and few wait for each other. The same on a device whatever is left free, so
-// that sm_margin does not change results.
+// tiles of one head, and few wait for each other; but their parts of dk and dv take no more than a
+// gigabyte, or than the sum of dq. The same on a device whatever is left free, so that sm_margin
+// does not change results.
 template <typename C>
 int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
   constexpr int kPerSm = 4, kMostInOrder = 16;
   const int group = a.heads_q / a.heads_kv;
   const bool in_order = a.dq_mode == MAGI_DQ_DETERMINISTIC;
   const int64_t work_tiles = bwd_num_tiles<C>(a) * a.heads_kv;
+  const int64_t dq_bytes = 4ll * a.total_q * a.heads_q * C::kD;
+  const int64_t of_split = 4ll * a.total_k * a.heads_kv * (a.head_dim + a.head_dim_v);
   int splits = 1;
   for (int more = 1; more <= group && (!in_order || more <= kMostInOrder); ++more) {
     if (group % more != 0) continue;
+    if (in_order && more > 1 && more * of_split > std::max<int64_t>(1ll << 30, dq_bytes)) break;
     splits = more;
     if (!in_order && work_tiles * splits >= kPerSm * sms) break;
   }

@@ -16,7 +16,7 @@ struct FwdConfig {
   static constexpr bool kPlain = false;  // tiles may be cut along the keys
   static constexpr int kGroups = 2;      // row groups of the plan
   static constexpr int kBlockM = 128;
-  // With 4 warps two CTAs share a multiprocessor: while one waits, the other computes.
+  // With 4 warps two CTAs share an SM: while one waits, the other computes.
   static constexpr int kWarps = kD <= 128 ? 4 : 8;
   static constexpr int kBlockN = kD <= 64    ? 128
                                  : kD <= 128 ? (kSmall ? 32 : 64)

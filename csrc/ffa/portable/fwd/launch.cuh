@@ -4,17 +4,14 @@
 
 #include <cuda_runtime.h>
 
+#include "ffa/common/fwd_scalars.h"
 #include "ffa/common/host.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/fwd/kernel.cuh"
 
 namespace magi::portable {
 
-// Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and
-// outputs.
-constexpr int64_t kL2GroupBytes = 33ll << 20;
-
-// Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The
+// Into how many parts a tile may be cut: only where there is an SM for each part. The
 // same on a device whatever is left free, so that sm_margin does not change results.
 inline int fwd_max_parts(int64_t work_tiles, int sms) {
   if (work_tiles < 1 || work_tiles >= sms || kArrivalsAt + work_tiles > kPartialsAt) return 1;
@@ -47,7 +44,7 @@ inline int log2_of(int power) {
   return log;
 }
 
-inline void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
+inline void fwd_operands(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   k->q = a.q;
   k->k = a.k;
   k->v = a.v;
@@ -57,41 +54,9 @@ inline void fwd_scalars(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
   k->k_stride_head = a.k_stride_head;
   k->v_stride_token = a.v_stride_token;
   k->v_stride_head = a.v_stride_head;
-  k->plan = a.plan;
-  k->workspace = a.workspace;
-  k->partials = reinterpret_cast<float*>(a.workspace + kPartialsAt);
-  k->out = a.out;
-  k->lse = a.lse;
-  k->max_logits = a.max_logits;
-  k->sink = a.sink;
-  k->out_stride_token = a.out_stride_token;
-  k->out_stride_head = a.out_stride_head;
-  k->total_q = a.total_q;
   k->total_k = a.total_k;
-  k->heads_q = a.heads_q;
-  k->head_units = a.heads_q / a.pack;
-  k->pack = a.pack;
-  k->pack_log2 = log2_of(a.pack);
-  k->tile_tokens = a.tile_tokens;
-  k->num_tiles = static_cast<int>(fwd_num_tiles(a));
   k->head_dim = a.head_dim;
-  k->head_dim_v = a.head_dim_v;
-  k->kv_head_of_head_unit = k->head_units / a.heads_kv;
-  const int64_t head_bytes = 2ll * a.total_k * (a.head_dim + a.head_dim_v);
-  const int64_t fitting = kL2GroupBytes / (head_bytes > 0 ? head_bytes : 1);
-  const int64_t heads = (fitting < 1 ? 1 : fitting) * k->kv_head_of_head_unit;
-  k->heads_per_l2_group = heads < k->head_units ? static_cast<int>(heads) : k->head_units;
-  k->sink_count = a.sink != nullptr ? a.sink_count : 0;
-  k->sink_per_row = a.sink_per_row;
-  k->out_is_float = a.out_dtype == MAGI_FP32;
-  k->accumulate = a.accumulate;
-  k->has_softcap = a.softcap > 0.f;
-  k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
-  k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
-  k->unscale = 1.f / k->scale_log2;
-  // P must fit its type: bf16 reaches as far as float32, fp16 ends at 2^16.
-  const float slack_log2 = a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f;
-  k->slack = slack_log2 * k->unscale;
+  k->pack_log2 = log2_of(a.pack);
 }
 
 inline magi_status check_fwd_layout(const magi_ffa_fwd_params& a) {
@@ -113,7 +78,8 @@ template <typename C>
 magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   MAGI_RETURN(check_fwd_layout(a));
   FwdKernelParams k;
-  fwd_scalars(a, &k);
+  fwd_scalars(a, kPartialsAt, &k);
+  fwd_operands(a, &k);
   if (k.num_tiles == 0) return MAGI_OK;
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));

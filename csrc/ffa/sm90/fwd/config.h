@@ -40,8 +40,7 @@ struct FwdConfig {
   static constexpr uint32_t kVAt = kKAt + kKStages * kKBytes;
   static constexpr uint32_t kBarriersAt =
       kVAt + kVStages * kVBytes;  // the output is staged over the rows of Q
-  static constexpr uint32_t kSegmentsAt =
-      kBarriersAt + 256;  // 25 barriers and two work tile partials
+  static constexpr uint32_t kSegmentsAt = kBarriersAt + 256;  // 25 barriers and two work tiles
   static constexpr uint32_t kSegmentStages = 2;
   static constexpr uint32_t kSegmentHeader = 128;  // bytes of magi_tile_segment
 

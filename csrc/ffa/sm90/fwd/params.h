@@ -11,7 +11,7 @@
 namespace magi {
 
 struct FwdKernelParams {
-  // Q and out: (d, head in pack, token, head work tile); K and V: (d, token, kv head).
+  // Q and out: (d, head in pack, token, head unit); K and V: (d, token, kv head).
   CUtensorMap q_map, k_map, v_map, out_map;
   const int32_t* plan;
   int32_t* workspace;  // [0] work tile counter, [1] CTAs that are done, [2] those that need no more
@@ -22,11 +22,11 @@ struct FwdKernelParams {
   float* max_logits;
   const float* sink;
   int64_t out_stride_token, out_stride_head;  // elements
-  int32_t total_q, heads_q, head_units;       // head work tiles = heads_q / pack
+  int32_t total_q, heads_q, head_units;       // head units = heads_q / pack
   int32_t pack, tile_tokens, num_tiles, head_dim_v;
-  int32_t kv_head_of_head_unit;  // kv head = head work tile / this
+  int32_t kv_head_of_head_unit;  // kv head = head unit / this
   int32_t max_parts;             // into which a tile may be cut along the keys
-  int32_t heads_per_l2_group;    // head work tiles whose keys and values are kept in L2 together
+  int32_t heads_per_l2_group;    // head units whose keys and values are kept in L2 together
   int32_t sink_count, sink_per_row;
   int32_t out_is_float, accumulate;
   float scale;       // of raw scores before softcap, or 1

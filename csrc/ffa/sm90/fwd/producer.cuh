@@ -47,7 +47,7 @@ struct FwdSmem {
   __device__ uint32_t v_raw(uint32_t s) const {
     return bar(22 + s);
   }  // arrived, but with rows to be cleared
-  // A work tile as four words: tile (-1: no more work), head work tile, number of segments,
+  // A work tile as four words: tile (-1: no more work), head unit, number of segments,
   // Part::word.
   __device__ uint32_t work_tile(uint32_t s) const { return bar(26) + 16 * s; }
 

@@ -23,7 +23,7 @@ constexpr int most_apart(int dim_blocks) { return dim_blocks == 1 ? 2 : 1; }
 
 // A L2 group of heads, in ticks of one head.
 struct ScheduleModel {
-  int tiles, per_tile;  // work tiles of each tile: one for each head work tile, or for each part of
+  int tiles, per_tile;  // work tiles of each tile: one for each head unit, or for each part of
                         // those that are split
   int split_begin, split_end, parts,
       split_ticks;  // ranks that are, in how many parts, and what a block of one takes
