@@ -130,6 +130,6 @@ def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
 
 
 def test_sections_are_those_of_the_kernel() -> None:
-    source = (csrc_or_skip() / "ffa" / "sm90" / "fwd" / "launch.cuh").read_text()
+    source = (csrc_or_skip() / "ffa" / "common" / "fwd_scalars.h").read_text()
     factor, shift = re.search(r"kL2GroupBytes = (\d+)ll << (\d+);", source).groups()
     assert int(factor) << int(shift) == _L2_GROUP_BYTES
