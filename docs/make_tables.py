@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from magi_attention.native import capabilities
+from magi_attention.native.families import gpu_table
 
 DOCS = Path(__file__).resolve().parent
 _MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -17,7 +17,7 @@ _MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)"
 
 def tables() -> dict[str, str]:
     """Name of each page -> its table."""
-    return {"gpus.md": capabilities.as_markdown()}
+    return {"gpus.md": gpu_table()}
 
 
 def with_table(page: str, table: str) -> str:

@@ -7,8 +7,7 @@ import re
 
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
-from magi_attention.native import capabilities
-from magi_attention.native.families import capability_of, describe_capabilities, family_of
+from magi_attention.native.families import capability_of, describe_capabilities, family_of, was_run
 
 # CUDA major version -> the oldest driver branch that runs it
 MINIMUM_DRIVER = {12: 525, 13: 580}
@@ -88,7 +87,7 @@ def check_gpus(system: System) -> Finding:
             remedy = f"pip install 'magi_attention[{family.name}]', or in a checkout {build}"
             evidence = f"{names}; the kernels for {arch} are not installed, PyTorch's are slower"
             return Finding("gpu", WARNING, evidence, remedy)
-    if new := sorted({g.arch for g in gpus if not capabilities.was_run(capability_of(g.arch))}):
+    if new := sorted({g.arch for g in gpus if not was_run(capability_of(g.arch))}):
         evidence = f"{names}; nobody has said yet how the kernels for {', '.join(new)} do"
         return Finding("gpu", OK, evidence, "magi test --suite gpu runs their tests and leaves a report to send")
     if mig := [g for g in gpus if g.is_mig]:

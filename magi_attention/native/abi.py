@@ -348,7 +348,7 @@ FFA_FUNCTIONS: Functions = {
         (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     ),
 }
-# Of libraries whose attention runs beside exchanges over NVLink.
+# In libraries whose attention runs beside exchanges over NVLink.
 REMOTE_FUNCTIONS: Functions = {
     "magi_ffa_fwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, c_void_p)),
     "magi_ffa_bwd_remote": (c_int32, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)),
@@ -358,7 +358,7 @@ REMOTE_FUNCTIONS: Functions = {
     "magi_symm_recv_reduce": (c_int32, (ctypes.c_char_p,)),
     "magi_symm_reduce": (c_int32, (ctypes.c_char_p,)),
 }
-# Of libraries of portable kernels.
+# In libraries of portable kernels.
 PORTABLE_FUNCTIONS: Functions = {"magi_ffa_use_small_tiles": (None, (c_int32,))}
 # From rows.h: in the attention library, in those that are built ahead. Structs are packed by their parts.
 RAW = -1  # in place of a dtype

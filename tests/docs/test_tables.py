@@ -8,8 +8,7 @@ import sys
 import pytest
 from pages import ROOT
 
-from magi_attention.native import capabilities
-from magi_attention.native.families import FAMILIES
+from magi_attention.native.families import FAMILIES, GPU_ROWS, row_of, was_run
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -28,7 +27,7 @@ def test_a_page_without_marks_is_refused():
 
 
 def test_every_gpu_with_kernels_has_one_row():
-    listed = [c for row in capabilities.ROWS for c in row.capabilities]
+    listed = [c for row in GPU_ROWS for c in row.capabilities]
     assert sorted(listed) == sorted({c for family in FAMILIES for c in family.capabilities})
-    assert capabilities.was_run((9, 0)) and not capabilities.was_run((8, 0)) and not capabilities.was_run((7, 5))
-    assert capabilities.row_of((7, 5)) is None and capabilities.row_of((12, 1)).install == "sm120"
+    assert was_run((9, 0)) and not was_run((8, 0)) and not was_run((7, 5))
+    assert row_of((7, 5)) is None and row_of((12, 1)).install == "sm120"

@@ -4,8 +4,8 @@
 // alone is slow at it, and the other has to keep stores coming.
 #pragma once
 
-#include "ffa/common/mbarrier.cuh"
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/mbarrier.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "magi/symm.h"
 
 namespace magi {

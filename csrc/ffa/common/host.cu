@@ -20,6 +20,12 @@ magi_status multiprocessors(int* count) {
   return MAGI_OK;
 }
 
+magi_status check_workspace(int64_t have, int64_t need, const char* ask) {
+  if (have >= need) return MAGI_OK;
+  return fail(MAGI_CAPACITY, "The workspace has %lld bytes and the call needs %lld; ask %s.",
+              static_cast<long long>(have), static_cast<long long>(need), ask);
+}
+
 // The driver is not linked: its entry point is looked up once.
 static PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   static std::atomic<void*> known{nullptr};

@@ -58,6 +58,9 @@ class DeviceOnce {
 
 magi_status multiprocessors(int* count);
 
+// A sentence if the caller's workspace is too small; `ask` is the function that tells its size.
+magi_status check_workspace(int64_t have, int64_t need, const char* ask);
+
 // Launches a kernel that may start while the one before in the stream is ending; it waits for it
 // where it has to.
 template <typename Params>

@@ -7,8 +7,8 @@
 
 #include "comm/symm/signal.cuh"
 #include "magi/abi.h"
-#include "ffa/common/mbarrier.cuh"
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/mbarrier.cuh"
+#include "ffa/sm90/tma.cuh"
 
 namespace magi {
 

@@ -8,8 +8,8 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/common/mbarrier.cuh"
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/mbarrier.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/common/work_order.cuh"
 

@@ -185,6 +185,8 @@ def _plan_of(
     def make() -> _MaskPlan:
         endpoints = torch.from_numpy(key_endpoints(trim(slices.array), q_BTHD.shape[1])).to(q_BTHD.device)
         plan = _module().create_mask_plan(endpoints, q_BTHD, k_BTHD, v_BTHD, build_backward=is_backward)
+        if endpoints.is_cuda:  # other streams may use the plan next, so it has to be there
+            torch.cuda.current_stream(endpoints.device).synchronize()
         return _MaskPlan(plan, endpoints, {})
 
     return slices.cache.get(_PLANS, (*key, is_backward), make)

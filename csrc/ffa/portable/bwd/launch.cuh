@@ -200,10 +200,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   BwdKernelParams k;
   const int splits = bwd_num_head_splits<C>(a, sms);
   const BwdWorkspace w = bwd_layout<C>(a, splits);
-  if (a.workspace_bytes < w.bytes)
-    return fail(MAGI_CAPACITY,
-                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
-                static_cast<long long>(a.workspace_bytes), static_cast<long long>(w.bytes));
+  MAGI_RETURN(check_workspace(a.workspace_bytes, w.bytes, "magi_ffa_bwd_workspace"));
   bwd_scalars<C>(a, splits, &k);
   k.heads_per_l2_group = bwd_heads_per_l2_group(k, sms);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);

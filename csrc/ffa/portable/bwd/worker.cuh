@@ -94,7 +94,7 @@ struct BwdWorker {
     }
   }
 
-  // Of the keys of the tile: which queries see them.
+  // For each key of the tile the queries [first, end) that see it.
   __device__ __forceinline__ const int2* intervals_of(uint32_t segment) const {
     return reinterpret_cast<const int2*>(p.plan + record_of(segment) + kSegmentHeaderWords);
   }

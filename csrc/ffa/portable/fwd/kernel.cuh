@@ -90,14 +90,14 @@ __device__ void zero_unseen_rows(const FwdKernelParams& p, uint32_t v, uint32_t 
   }
 }
 
-// Of the group of rows at row0: whether a block has keys that its tokens see, ...
+// Whether tokens of the row group at row0 see any key of a block, ...
 template <typename C>
 __device__ __forceinline__ bool is_visited(uint32_t record, int row0, int k0) {
   const int2 visit = lds_int2(record + 32 + 16 * (row0 / (C::kBlockM / C::kGroups)));
   return k0 + C::kBlockN > visit.x && k0 < visit.y;
 }
 
-// ... and whether some that some of its tokens do not see.
+// ... and whether one of them does not see all of its keys.
 template <typename C>
 __device__ __forceinline__ bool is_masked(uint32_t record, int row0, int k0) {
   const int2 full = lds_int2(record + 40 + 16 * (row0 / (C::kBlockM / C::kGroups)));

@@ -89,10 +89,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
                 static_cast<long long>(work_tiles));
   k.max_parts = fwd_max_parts(work_tiles, sms);
   const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
-  if (a.workspace_bytes < need)
-    return fail(MAGI_CAPACITY,
-                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
-                static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
+  MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   static DeviceOnce configured;
   MAGI_RETURN(configured.run([] {
     return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -4,7 +4,7 @@
 // of these lanes also asks for the keys of each work tile.
 #pragma once
 
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "ffa/common/atomics.cuh"
 #include "ffa/sm90/bwd/producer.cuh"
 

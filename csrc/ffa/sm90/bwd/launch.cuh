@@ -398,10 +398,7 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   int64_t needs[5];
   MAGI_RETURN(bwd_workspace<C>(a, needs));
   const int64_t need = needs[0];
-  if (a.workspace_bytes < need)
-    return fail(MAGI_CAPACITY,
-                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_bwd_workspace.",
-                static_cast<long long>(a.workspace_bytes), static_cast<long long>(need));
+  MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_bwd_workspace"));
   if (reinterpret_cast<uintptr_t>(a.workspace) % 128 ||
       reinterpret_cast<uintptr_t>(a.order) % 128 || reinterpret_cast<uintptr_t>(a.work_list) % 16)
     return fail(

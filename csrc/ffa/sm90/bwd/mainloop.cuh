@@ -13,8 +13,8 @@
 #pragma once
 
 #include "ffa/common/scores.cuh"
-#include "ffa/common/tma.cuh"
-#include "ffa/common/wgmma.cuh"
+#include "ffa/sm90/tma.cuh"
+#include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/bwd/rows/dq_layout.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"

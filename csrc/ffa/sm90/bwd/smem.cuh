@@ -4,7 +4,7 @@
 #pragma once
 
 #include "magi/abi.h"
-#include "ffa/common/mbarrier.cuh"
+#include "ffa/sm90/mbarrier.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"

@@ -4,7 +4,7 @@
 // in the order of the keys whoever it is, so that results do not depend on timing.
 #pragma once
 
-#include "ffa/common/mbarrier.cuh"
+#include "ffa/sm90/mbarrier.cuh"
 #include "ffa/common/part.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"

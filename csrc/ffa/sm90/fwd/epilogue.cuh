@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ffa/common/out_rows.cuh"
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
 #include "ffa/common/softmax.cuh"

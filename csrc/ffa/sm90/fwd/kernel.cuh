@@ -5,7 +5,7 @@
 // lane, and a warp that clears V rows which no query sees), the others compute.
 #pragma once
 
-#include "ffa/common/wgmma.cuh"
+#include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/fwd/epilogue.cuh"
 #include "ffa/sm90/fwd/producer.cuh"
 #include "ffa/common/softmax.cuh"

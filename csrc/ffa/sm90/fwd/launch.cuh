@@ -111,10 +111,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
                 (long long)work_tiles);
   k.max_parts = fwd_max_parts(work_tiles, sms);
   const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
-  if (a.workspace_bytes < need)
-    return fail(MAGI_CAPACITY,
-                "The workspace has %lld bytes and the call needs %lld; ask magi_ffa_fwd_workspace.",
-                (long long)a.workspace_bytes, (long long)need);
+  MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
   return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);

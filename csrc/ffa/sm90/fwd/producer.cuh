@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/common/mbarrier.cuh"
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/mbarrier.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"

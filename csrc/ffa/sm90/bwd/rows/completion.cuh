@@ -10,7 +10,7 @@
 // have theirs.
 #pragma once
 
-#include "ffa/common/mbarrier.cuh"
+#include "ffa/sm90/mbarrier.cuh"
 #include "ffa/common/atomics.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/sm90/bwd/params.h"

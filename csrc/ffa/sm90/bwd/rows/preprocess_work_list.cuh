@@ -7,7 +7,7 @@
 // stores.
 #pragma once
 
-#include "ffa/common/tma.cuh"
+#include "ffa/sm90/tma.cuh"
 #include "ffa/common/atomics.cuh"
 #include "ffa/sm90/bwd/rows/completion.cuh"
 #include "ffa/sm90/bwd/rows/preprocess.cuh"

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/mbarrier.cuh"
+#include "ffa/sm90/mbarrier.cuh"
 
 namespace magi {
 
