@@ -265,13 +265,12 @@ class AttnRuntime:
         mode = self.policy.stage_mode
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
             return None
-        runs_beside = getattr(backend, "runs_beside_exchanges", None)
-        if q.device.type != "cuda" or runs_beside is None or not runs_beside(q):
+        if q.device.type != "cuda" or not hasattr(backend, "forward_fused"):
             if mode == "fused" and not self._has_said_why:
                 self._has_said_why = True
                 _log.warning(
                     "Attention runs stage by stage over the process group: keys that arrive while a kernel runs "
-                    "need the Hopper kernels of the ffa backend, not %s on %s.", backend.name, q.device.type,
+                    "need the ffa backend on GPUs, not %s on %s.", backend.name, q.device.type,
                 )  # fmt: skip
             return None
         if self._fused is None:

@@ -72,6 +72,26 @@ def test_a_gpu_each_needs_no_wish() -> None:
     assert symm_buffers._overlap([A, B]) is None and symm_buffers._judge([A, B]) is None
 
 
+@pytest.mark.parametrize(
+    "capability, portable, has_kernels",
+    [((9, 0), "0", True), ((9, 0), "1", False), ((8, 0), "0", False), ((12, 0), "0", False), ((7, 5), "0", False)],
+)
+def test_the_group_hears_of_a_gpu_whose_kernels_stay_alone(capability, portable, has_kernels, monkeypatch) -> None:
+    monkeypatch.setenv("MAGI_ATTENTION_PORTABLE_KERNELS", portable)
+    monkeypatch.setattr(symm_buffers.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(symm_buffers.torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(symm_buffers.torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d}"))
+    monkeypatch.setattr(symm_buffers.torch.cuda, "get_device_capability", lambda d: capability if d == 1 else (9, 0))
+    view = View.own()
+    assert (view.device, view.uuid) == (1, "GPU-1")
+    reason = symm_buffers._judge([A, view])
+    if has_kernels:
+        assert view.missing is None
+    else:
+        name = "{}.{}".format(*capability)
+        assert f"On rank 1 the attention kernels for compute capability {name} do not run" in reason
+
+
 @pytest.mark.parametrize("before", [None, "0", "1"])
 def test_torch_is_told_of_the_overlap_and_only_then(before, monkeypatch) -> None:
     name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -51,9 +51,6 @@ class Spy:
         assert event == 5
         self._stream_order.exit()
 
-    def runs_beside_exchanges(self, q):
-        return True
-
     def forward_fused(self, q, k, v, remote, options, sink, event):
         assert event == 5
         self.say(remote)

@@ -2,7 +2,7 @@
 """Boxes: memory of every rank that all ranks of one NVLink domain can address.
 
 ``csrc/include/magi/symm.h`` has the protocol. The memory is torch's symmetric memory; a buffer grows when a plan
-needed_signals more, which is collective, and never shrinks.
+needs more, which is collective, and never shrinks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch.distributed as dist
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.streams import OrderedStream, OrderedStreams
 from magi_attention.comm.transport.torch import TorchTransport, attached
+from magi_attention.env import build
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
+from magi_attention.native.families import family_of
 from magi_attention.native.stream_order import StreamOrder
 from magi_attention.native.symm import Put, RecvReduce, Reduce, Unpack, control_bytes
 
@@ -254,7 +256,12 @@ class View:
         boot = "/proc/sys/kernel/random/boot_id"
         host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
         device = torch.cuda.current_device()
-        return cls(host, device, str(torch.cuda.get_device_properties(device).uuid))
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        major, minor = torch.cuda.get_device_capability(device)
+        family = family_of((major, minor), build.is_portable_kernels())
+        has_kernels = family is not None and not family.is_portable
+        lack = f"the attention kernels for compute capability {major}.{minor} do not run beside exchanges over NVLink"
+        return cls(host, device, uuid, None if has_kernels else lack)
 
 
 def why_no_symm_buffers(transport: Transport, by_wish: bool = False) -> str | None:

@@ -109,10 +109,6 @@ class FfaBackend:
             self._of_family[family] = found
         return found
 
-    def runs_beside_exchanges(self, q: torch.Tensor) -> bool:
-        """Does ``forward_fused`` exist for the device of ``q``?"""
-        return not self.calls_of(q).libraries.family.is_portable
-
     def why_not(self, problem: Problem) -> str | None:
         """None if the kernels can run the problem, else a sentence."""
         p = problem
