@@ -9,6 +9,7 @@ run does it once per mask. ``Unfit`` says why an implementation cannot run a cas
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from masks import Case
 
-from magi_attention.kernels import AttnOptions
+from magi_attention.kernels import AttnOptions, Problem
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints
 from magi_attention.kernels.registry import default_registry
 
@@ -28,12 +29,13 @@ class Unfit(Exception):
     """This implementation cannot run this case; the text says why."""
 
 
-def our_backend():
-    """The backend of the CUDA kernels; ``Unfit`` where it is not there."""
-    backend = next((b for b in default_registry().backends if b.name == "ffa"), None)
-    if backend is None:
-        raise Unfit(dict(default_registry().absent)["ffa"])
-    return backend
+# Backends of ours that call a published wheel, as ``attend`` calls them. Without magi_ it is the function of the wheel.
+OUR_WHEELS = ("magi_fa4", "magi_cudnn_flex")
+
+
+def our_backend(name: str = "ffa"):
+    """A backend of ours, by default that of our CUDA kernels."""
+    return next(b for b in default_registry().backends if b.name == name)
 
 
 def forward_of(backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
@@ -45,6 +47,20 @@ def forward_of(backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case:
 def _ours_host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
     """The kernel with the mask known on the host, as ``attend`` and ``calc_attn`` call it."""
     return forward_of(our_backend(), q, k, v, case)
+
+
+def our_wheel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    """The backend of ours that calls a wheel, one of ``OUR_WHEELS``; ``Unfit`` where it cannot run."""
+    backend = our_backend(name.removeprefix("magi_"))
+    reason = backend.why_not(Problem.of(q, k, v, AttnOptions(q.shape[2] ** -0.5), needs_backward=True))
+    if reason is not None:
+        raise Unfit(reason)
+    return backend
+
+
+def _our_wheel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    """The kernels of a wheel as ``attend`` and ``calc_attn`` call them."""
+    return forward_of(our_wheel(name, q, k, v), q, k, v, case)
 
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
@@ -207,7 +223,9 @@ def available(no_peers: bool = False) -> dict[str, Make]:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
         found["fa4"] = _flash_attention(flash_attn_func, flash_attn_varlen_func)
+        found["magi_fa4"] = partial(_our_wheel, "magi_fa4")
     if _has("cudnn.flex_attention"):
         found["cudnn_flex"] = _cudnn_flex(is_thd=False)
         found["cudnn_flex_thd"] = _cudnn_flex(is_thd=True)
+        found["magi_cudnn_flex"] = partial(_our_wheel, "magi_cudnn_flex")
     return found

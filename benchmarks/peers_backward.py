@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 from masks import Case
-from peers import Make, our_backend
+from peers import OUR_WHEELS, Make, our_backend, our_wheel
 
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.types import FinalBackend
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Case], Callable[[], Grads]]
@@ -24,7 +24,7 @@ class OurGradients:
     """``backward_final`` of ``backend``, by default ours; with ``is_both`` after its ``forward_final``, in one call."""
 
     def __init__(
-        self, q, k, v, dout, case: Case, is_both: bool, deterministic: bool = False, backend: FfaBackend | None = None
+        self, q, k, v, dout, case: Case, is_both: bool, deterministic: bool = False, backend: FinalBackend | None = None
     ) -> None:
         self._backend = backend or our_backend()
         self._tensors, self._dout, self._slices = (q, k, v), dout, case.mask.slices
@@ -48,8 +48,14 @@ class OurGradients:
         return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
 
 
-def ours(is_both: bool, deterministic: bool = False) -> MakeGrads:
-    return lambda q, k, v, dout, case: OurGradients(q, k, v, dout, case, is_both, deterministic)
+def ours(is_both: bool, deterministic: bool = False, wheel: str | None = None) -> MakeGrads:
+    """``wheel``: one of ``OUR_WHEELS``."""
+
+    def make_grads(q, k, v, dout, case: Case) -> Callable[[], Grads]:
+        backend = None if wheel is None else our_wheel(wheel, q, k, v)
+        return OurGradients(q, k, v, dout, case, is_both, deterministic, backend)
+
+    return make_grads
 
 
 def by_autograd(make: Make, is_both: bool) -> MakeGrads:
@@ -78,6 +84,8 @@ def gradient_makers(makers: Mapping[str, Make], is_both: bool) -> dict[str, Make
     for name, make in makers.items():
         if name == "magi_host":
             grads |= {name: ours(is_both), "magi_det": ours(is_both, deterministic=True)}
+        elif name in OUR_WHEELS:
+            grads[name] = ours(is_both, wheel=name)
         else:
             grads[name] = by_autograd(make, is_both)
     return grads

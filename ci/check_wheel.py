@@ -146,9 +146,27 @@ def check_files(path: Path, wheel: matrix.Wheel, names: list[str]) -> list[str]:
         wanted = {f"libmagi_ffa_{wheel.arch}.so"}
     else:
         wanted = {"libmagi_comm.so"}
+    found += check_objects(wheel, names)
     if libraries != wanted:
         have, need = ", ".join(sorted(libraries)) or "no library", ", ".join(sorted(wanted))
         found.append(f"holds {have}; by its name it is {need}.")
+    return found
+
+
+def check_objects(wheel: matrix.Wheel, names: list[str]) -> list[str]:
+    """What is wrong with kernels of FlashAttention-4 among the files."""
+    objects = [n for n in names if n.endswith(".o")]
+    if not objects:
+        return []
+    found, folders = [], {n.rpartition("/")[0] for n in objects}
+    if wheel.arch != "sm100" or len(folders) != 1 or "/flash_attn_4/" not in objects[0]:
+        return [f"holds objects in {', '.join(sorted(folders))}; only the wheel sm100 has them, in one folder."]
+    kinds = {Path(n).name.partition("-")[0] for n in objects}
+    if kinds != {"fwd", "bwd", "bwd_pre", "bwd_post"} or any("-sm_100f-" not in n for n in objects):
+        found.append(f"holds objects of {', '.join(sorted(kinds))}; all must be for sm_100f, in both directions.")
+    for package in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"):
+        if not any(n.startswith(f"{next(iter(folders))}/{package}.LICENSE") for n in names):
+            found.append(f"holds kernels with code of {package}, but not its licence.")
     return found
 
 

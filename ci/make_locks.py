@@ -31,7 +31,7 @@ LOCKS: dict[str, tuple[str, ...]] = {
     "gpu": ("rich", "tomli", "setuptools", "hypothesis", "ninja", "pybind11", "pytest", "pyyaml"),
     "wheels": ("cibuildwheel",),
 }
-BACKENDS = ("cudnn-flex",)
+BACKENDS = ("cudnn-flex", "fa4")
 HEADER = "# Made by ci/make_locks from pyproject.toml and ci/constraints.txt; edit those and run it again.\n"
 
 

@@ -200,6 +200,8 @@ def cibuildwheel(wheel: Wheel, data: dict) -> dict[str, str]:
         "CIBW_ARCHS": platform["machine"],
         "MAGI_WHEEL_ARCH": wheel.arch,
         "MAGI_WHEEL_CUDA": wheel.cuda,
+        # The Python that wheels/kernels/pyproject.toml prepares, to compile kernels of FlashAttention-4.
+        "MAGI_WHEEL_FA4": "/tmp/fa4/bin/python" if wheel.arch == "sm100" else "",
         "MAGI_WHEEL_NVSHMEM": data["cuda"][wheel.cuda]["nvshmem"] if wheel.kind == "comm" else "",
     }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheels of ci/matrix.json and checks them. Called as ci/build_wheels.
 
-    ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice]
+    ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice] [--fa4]
     ci/build_wheels --engine cibuildwheel [--dry-run]
 
 Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
@@ -11,6 +11,8 @@ CUDA toolkit: the one found, and those of --cuda-home. Libraries are linked for 
 --system-linker leaves that out, and the wheel then gets the tag that auditwheel grants. --twice builds everything a
 second time, in another folder without what the first left, and compares. Collectives are built again in the same
 folder: they hold linked device code, into which nvcc puts the path of the sources. In a manylinux image that is fixed.
+
+With --fa4, as for a release, the wheel sm100 brings kernels of FlashAttention-4; their compiler is 1.5 GB to fetch.
 
 On a runner, cibuildwheel does the same in a manylinux image. Builds of one commit have its time and revision inside.
 """
@@ -38,6 +40,7 @@ from magi_attention.native import toolchain  # noqa: E402
 
 WORK = ROOT / "build" / "wheels"
 TOOLS = ROOT / "wheels" / "tools.txt"
+FA4_TOOLS = ROOT / "wheels" / "fa4_tools.txt"
 
 
 def say(text: str) -> None:
@@ -178,9 +181,13 @@ def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str]) -> 
     return Path(shutil.move(str(made), str(out / made.name)))
 
 
-def build_one(wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None) -> Path:
-    """One wheel into ``out``."""
+def build_one(
+    wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None, fa4: Path | None
+) -> Path:
+    """One wheel into ``out``. ``fa4``: a Python that compiles kernels of FlashAttention-4."""
     environment = build_environment(python, source, is_portable)
+    if fa4 is not None:
+        environment |= {"MAGI_WHEEL_FA4": str(fa4)}
     if wheel.kind == "comm":
         environment |= {"PYTHONPATH": str(nvshmem_of(wheel.cuda, python))}
     if nvcc is not None:
@@ -233,7 +240,9 @@ def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: b
         started = time.monotonic()
         python = environment_of(interpreter, WORK / f"venv-{version}")
         name, nvcc_says = f"{wheel.name} {version}", run([nvcc, "--version"]) if nvcc else ""
-        text = f"{key} {revision()[0]} {options.system_linker} {TOOLS.read_text()} {nvcc_says}"
+        with_fa4 = options.fa4 and wheel.arch == "sm100"
+        fa4 = environment_of(interpreter, WORK / f"venv-fa4-{version}", FA4_TOOLS) if with_fa4 else None
+        text = f"{key} {revision()[0]} {options.system_linker} {TOOLS.read_text()} {nvcc_says} {with_fa4}"
         stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
         known = state.get(name, {})
         path = out / known.get("file", "none")
@@ -242,7 +251,7 @@ def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: b
             if is_fresh and wheel.kind == "comm":
                 place = WORK / "source"
                 shutil.rmtree(place / "build" / "wheels" / wheel.name, ignore_errors=True)
-            path = build_one(wheel, python, place, out, not options.system_linker, nvcc)
+            path = build_one(wheel, python, place, out, not options.system_linker, nvcc, fa4)
             for other in out.glob(f"{path.name.rsplit('-', 1)[0]}-*.whl"):
                 if other != path:
                     other.unlink()
@@ -297,6 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cuda-home", action="append", default=[], metavar="DIR", help="a further CUDA toolkit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
     parser.add_argument("--system-linker", action="store_true", help="link for the glibc of this machine")
+    parser.add_argument("--fa4", action="store_true", help="compile kernels of FlashAttention-4 into the wheel sm100")
     parser.add_argument("--twice", action="store_true", help="build again in another folder and compare")
     parser.add_argument("--dry-run", action="store_true", help="with cibuildwheel: print the commands")
     options = parser.parse_args(arguments)

@@ -69,8 +69,11 @@ class Native(Distribution):
         return True
 
 
-def library_command(name: str, folder: str, cuda: str, compile_into: Callable) -> type[build_py]:
-    """The build command: ``compile_into(release, lib, objects)`` gives the libraries that go into ``folder``."""
+def library_command(
+    name: str, folder: str, cuda: str, compile_into: Callable, add_to: Callable[[Path], None] | None = None
+) -> type[build_py]:
+    """The build command: ``compile_into(release, lib, objects)`` gives the libraries that go into ``folder``, and
+    ``add_to`` puts further files there."""
     work = ROOT / "build" / "wheels" / name  # objects stay there, so that a build that was cut short goes on
 
     class BuildPy(build_py):
@@ -81,6 +84,8 @@ def library_command(name: str, folder: str, cuda: str, compile_into: Callable) -
                 self.mkpath(str(package))
                 self.copy_file(str(built.path), str(package / built.path.name))
                 print(f"{built.path.name}: {len(built.units)} objects in {built.seconds:.0f} s.", file=sys.stderr)
+            if add_to is not None:
+                add_to(package)
 
     return BuildPy
 

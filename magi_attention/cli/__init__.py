@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `magi run | test | explain | env | version` and the launcher's verbs.
+"""The command line: `magi run | test | explain | env | version | precompile` and the launcher's verbs.
 
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong and nothing was started, 130 interrupted.
 """
@@ -16,6 +16,7 @@ from magi_attention.cli.bench import BENCHMARKS, command_bench
 from magi_attention.cli.common import UsageError
 from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import BLOCK, FOLDER, command_explain
+from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.run import command_run, example_options_given
 from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.errors import MagiError
@@ -152,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
     env.set_defaults(function=command_env)
     env.add_argument("--set", action="store_true", help="only those that are set")
     commands.add_parser("version", help="print versions").set_defaults(function=command_version)
+    add_precompile(commands)
     add_launcher(commands)
     return top
 

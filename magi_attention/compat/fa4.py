@@ -3,7 +3,7 @@
 
 They prefer the backend "fa4". Where it cannot run, the first backend that can takes the call, after one
 log line. ``attn_arg`` is any object with ``q_ranges``, ``k_ranges`` and ``attn_type_map``; tile sizes and
-areas that it may carry are hints which the torch backends do not need.
+areas that it may carry are hints that no backend needs.
 """
 
 from __future__ import annotations

@@ -17,6 +17,11 @@ def workspace_base_dir() -> str:
     return registry.get("MAGI_ATTENTION_WORKSPACE_BASE") or str(Path.home())
 
 
+def fa4_cache_dir() -> str:
+    """Folder for kernels of FlashAttention-4 that are compiled on this machine; empty if unset."""
+    return registry.get("MAGI_ATTENTION_FFA_FA4_CACHE_DIR")
+
+
 def is_force_jit_build() -> bool:
     return registry.get("MAGI_ATTENTION_FORCE_JIT_BUILD")
 

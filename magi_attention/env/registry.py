@@ -127,7 +127,7 @@ _KERNELS = (
     _flag("BUILD_DEBUG", _J, "Debug symbols, keep intermediate files."),
     _int("NVCC_THREADS", _J, "nvcc --threads; 2 if unset when building ahead.", 4, 1),
     _int("MAX_JOBS", _J, "Compilations at a time.", None, 1),
-    _text(PREFIX + "FFA_FA4_CACHE_DIR", _J, "Precompiled FA4 kernels.", has_effect=False),
+    _text(PREFIX + "FFA_FA4_CACHE_DIR", _J, "Folder of compiled kernels of FlashAttention-4; in .cache if unset."),
 )
 _BUILD = (
     Variable(PREFIX + "PREBUILD_FFA", "flag", True, _B, "Compile the attention kernels when installing."),

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from magi_attention.errors import ContractError, NoBackendError
 from magi_attention.kernels.cudnn_flex.backend import CudnnFlexBackend
+from magi_attention.kernels.fa4.backend import Fa4Backend
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
@@ -24,24 +25,23 @@ _log = logging.getLogger("magi_attention.kernels")
 
 @dataclass(frozen=True)
 class Registry:
-    """Backends in order of preference, and the names known to be absent with the reason of each.
+    """Backends in order of preference.
 
     ``tables`` are those of masks that come as values, for whichever backend runs.
     """
 
     backends: tuple[Backend, ...]
-    absent: tuple[tuple[str, str], ...] = ()
     tables: SliceTables = field(default_factory=SliceTables, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that ``select`` knows, installed or not."""
-        return tuple(b.name for b in self.backends) + tuple(name for name, _ in self.absent)
+        """All names that ``select`` knows, whether they can run here or not."""
+        return tuple(b.name for b in self.backends)
 
     def with_backend(self, backend: Backend, before: str | None = None) -> Registry:
         """A new registry that also holds ``backend``: ahead of ``before``, by default ahead of all.
 
-        A backend or an absence note of the same name is replaced.
+        A backend of the same name is replaced.
         """
         others = tuple(b for b in self.backends if b.name != backend.name)
         place = 0
@@ -52,8 +52,7 @@ class Registry:
                     f"No backend is called {before!r}; the names are {', '.join(self.names)}."
                 )
             place = found[0]
-        absent = tuple(entry for entry in self.absent if entry[0] != backend.name)
-        return replace(self, backends=others[:place] + (backend,) + others[place:], absent=absent)
+        return replace(self, backends=others[:place] + (backend,) + others[place:])
 
     def select(
         self, problem: Problem, prefer: str | None = None, explicit: bool = False
@@ -67,23 +66,21 @@ class Registry:
         """
         if prefer is not None and prefer not in self.names:
             raise ContractError(f"Unknown kernel backend {prefer!r}; use one of {', '.join(self.names)}.")
-        refusals = dict(self.absent)
-        for backend in self.backends:
-            why_not = backend.why_not(problem)
-            if why_not is not None:
-                refusals[backend.name] = why_not
+        # Only those in question are asked, because a backend may load a wheel to answer.
+        ahead = [] if explicit or prefer != "ffa" else [b for b in self.backends if _preference(b, problem) > 0]
+        for backend in sorted(ahead, key=lambda b: -_preference(b, problem)):
+            if backend.why_not(problem) is None:
+                return backend, f"Backend '{backend.name}' is preferred to '{prefer}' on {problem.capability}."
+        if prefer is not None and self._named(prefer).why_not(problem) is None:
+            return self._named(prefer), f"Backend '{prefer}' was asked for and can run."
+        refusals = {b.name: reason for b in self.backends if (reason := b.why_not(problem)) is not None}
         usable = [b for b in self.backends if b.name not in refusals]
         usable.sort(key=lambda b: -_preference(b, problem))  # stable: else in order
-        is_first_choice = bool(usable) and not explicit and _preference(usable[0], problem) > 0 and prefer == "ffa"
-        if is_first_choice and usable[0].name != prefer:
-            return usable[0], f"Backend '{usable[0].name}' is preferred to '{prefer}' on {problem.capability}."
-        if prefer is not None and prefer not in refusals:
-            return self._named(prefer), f"Backend '{prefer}' was asked for and can run."
         if not usable or (explicit and prefer is not None):
             lines = "\n".join(f"  {name}: {refusals.get(name, 'can run')}" for name in self.names)
-            wanted = f"Kernel backend '{prefer}' cannot run" if explicit else "No kernel backend can run"
+            who = f"Kernel backend '{prefer}' cannot run" if explicit else "No kernel backend can run"
             raise NoBackendError(
-                f"{wanted} this problem ({_describe(problem)}). Choose another backend or change the "
+                f"{who} this problem ({_describe(problem)}). Choose another backend or change the "
                 f"inputs; what each backend says:\n{lines}"
             )
         if prefer is None:
@@ -122,5 +119,4 @@ def default_registry() -> Registry:
     "ffa" is in the list whether a library is built ahead or not, because its kernels may be compiled at first use. No
     library is loaded and no GPU touched before a problem asks for it.
     """
-    absent = (("fa4", "The FlashAttention-4 adaptor is not installed in this build."),)
-    return Registry((FfaBackend(), CudnnFlexBackend(), SdpaOnlineBackend(), SdpaBackend()), absent)
+    return Registry((FfaBackend(), CudnnFlexBackend(), Fa4Backend(), SdpaOnlineBackend(), SdpaBackend()))

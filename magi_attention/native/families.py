@@ -100,11 +100,13 @@ GPU_ROWS = (
     ),
     GpuRow(
         "H100, H200, H800, H20", ((9, 0),), "our Hopper kernels (`ffa`)",
-        "portable `ffa`, `cudnn_flex`, `sdpa_ol`, `sdpa`", "sm90", "all tests, on an H100",
+        "portable `ffa`, `cudnn_flex`, `fa4`, `sdpa_ol`, `sdpa`", "sm90", "all tests, on an H100",
     ),
     GpuRow(
-        "B200, GB200; B300, GB300", ((10, 0), (10, 3)), "`cudnn_flex` where it can, else our portable kernels (`ffa`)",
-        "`sdpa_ol`, `sdpa`", "sm100,cudnn-flex", "compiled for sm_100, not run; `cudnn_flex` was run on an H100",
+        "B200, GB200; B300, GB300", ((10, 0), (10, 3)),
+        "`cudnn_flex` where it can, else `fa4`, else our portable kernels (`ffa`)",
+        "`sdpa_ol`, `sdpa`", "sm100,cudnn-flex,fa4",
+        "compiled for sm_100, not run; `cudnn_flex` and `fa4` were run on an H100",
     ),
     GpuRow(
         "RTX 50, RTX PRO 6000; GB10", ((12, 0), (12, 1)), _PORTABLE, "`sdpa_ol`, `sdpa`", "sm120",

@@ -171,12 +171,11 @@ def test_wrong_and_failing_gradients_are_not_timed(monkeypatch):
     assert results["cudnn"].reason.startswith("TypeError")
 
 
-def test_ours_says_when_it_is_not_there(monkeypatch):
-    registry = SimpleNamespace(backends=[], absent=[("ffa", "No CUDA kernels here.")])
-    monkeypatch.setattr(peers, "default_registry", lambda: registry)
+@pytest.mark.parametrize("name", peers.OUR_WHEELS)
+def test_a_wheel_says_why_it_cannot_run(name):
     case = masks.make_case("causal", 8)
-    with pytest.raises(peers.Unfit, match="No CUDA kernels"):
-        peers_backward.ours(True)(*inputs(case), case)
+    with pytest.raises(peers.Unfit, match="not on cpu tensors"):
+        peers_backward.ours(True, wheel=name)(*inputs(case), case)
 
 
 class FakeEvent:

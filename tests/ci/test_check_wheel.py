@@ -123,6 +123,22 @@ def test_doctored_files(tmp_path, targets):
         check_wheel.check(wheel(tmp_path, {INSIDE: good}, name="other"))
 
 
+def test_kernels_of_flash_attention_4():
+    folder, blackwell = "magi_attention_kernels/sm100_cu13/flash_attn_4/r", replace(KERNELS, arch="sm100")
+    names = [f"{folder}/{kind}-sm_100f-x.o" for kind in ("fwd", "bwd", "bwd_pre", "bwd_post")]
+    names += [f"{folder}/{p}.LICENSE" for p in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")]
+    assert check_wheel.check_objects(blackwell, names) == [] == check_wheel.check_objects(KERNELS, [INSIDE])
+    for wheel_, files, word in (
+        (KERNELS, names, "only the wheel sm100"),
+        (blackwell, [*names, "elsewhere/bwd-sm_100f-x.o"], "in one folder"),
+        (blackwell, [n for n in names if "bwd_pre" not in n], "in both directions"),
+        (blackwell, [*names, f"{folder}/bwd-sm_90a-x.o"], "for sm_100f"),
+        (blackwell, names[:-1], "not its licence"),
+    ):
+        (found,) = check_wheel.check_objects(wheel_, files)
+        assert word in found
+
+
 def test_doctored_size(tmp_path, targets):
     data = {**DATA, "packages": {**DATA["packages"], "kernels": {**DATA["packages"]["kernels"], "max_mb": 0}}}
     (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: library(tmp_path)}), data)

@@ -142,6 +142,8 @@ def test_cibuildwheel_settings():
     kernels = matrix.cibuildwheel(matrix.find("magi-attention-kernels-sm90-cu12", DATA), DATA)
     assert "cuda12" in kernels["CIBW_MANYLINUX_X86_64_IMAGE"] and kernels["MAGI_WHEEL_ARCH"] == "sm90"
     assert len(kernels["CIBW_BUILD"].split()) == 1
+    with_fa4 = [w.name for w in matrix.wheels(DATA) if matrix.cibuildwheel(w, DATA)["MAGI_WHEEL_FA4"]]
+    assert with_fa4 == ["magi-attention-kernels-sm100-cu13"]
     printed = subprocess.run(
         [sys.executable, str(ROOT / "ci" / "matrix.py"), "--cibuildwheel", "magi_attention"],
         capture_output=True, text=True, check=True,

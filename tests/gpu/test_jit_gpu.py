@@ -66,7 +66,7 @@ def explicit_backend(monkeypatch, cache):
 
 
 def use(monkeypatch, backend: FfaBackend) -> None:
-    registry = Registry((backend, SdpaBackend()), (("sdpa_ol", "not here"), ("fa4", "not here")))
+    registry = Registry((backend, SdpaBackend()))
     monkeypatch.setattr(torch_ops, "default_registry", lambda: registry)
 
 

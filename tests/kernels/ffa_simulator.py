@@ -326,7 +326,7 @@ def public_backend(monkeypatch) -> tuple[FfaBackend, Simulator]:
         monkeypatch.delenv(name, raising=False)
     simulator = Simulator()
     ffa = Anywhere(simulator, CpuRuntime())
-    registry = Registry((ffa, SdpaBackend()), (("sdpa_ol", "not here"), ("fa4", "not here")))
+    registry = Registry((ffa, SdpaBackend()))
     monkeypatch.setattr(torch_ops, "default_registry", lambda: registry)
     flex_flash_attn_func.known_calls.forget()
     return ffa, simulator

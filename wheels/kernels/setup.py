@@ -4,8 +4,11 @@
     MAGI_WHEEL_ARCH=sm90 pip wheel --no-deps wheels/kernels
 
 The CUDA version is that of the nvcc which is found (CUDA_HOME, else PATH); MAGI_WHEEL_CUDA=cu13 makes sure of it.
+MAGI_WHEEL_FA4 names a Python with wheels/fa4_tools.txt; the wheel sm100 then brings kernels of FlashAttention-4, too.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,10 +27,17 @@ def kernels(release, lib: Path, objects: Path) -> list:
     return build.build_all("ffa", ARCH, (), lib, objects, csrc=ROOT / "csrc", guard=guard, release=release)
 
 
+def fa4_objects(package: Path) -> None:
+    """Kernels of FlashAttention-4 for 10.0 and 10.3, compiled by the Python of MAGI_WHEEL_FA4."""
+    command = [os.environ["MAGI_WHEEL_FA4"], ROOT / "wheels" / "fa4_objects.py", package]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+WITH_FA4 = ARCH == "sm100" and bool(os.environ.get("MAGI_WHEEL_FA4"))
 setup_native(
     HERE,
     NAME,
     f"CUDA kernels of magi_attention for {MATRIX['archs'][ARCH]['gpus']} (CUDA {CUDA[2:]})",
     [],
-    library_command(NAME, f"{ARCH}_{CUDA}", CUDA, kernels),
+    library_command(NAME, f"{ARCH}_{CUDA}", CUDA, kernels, fa4_objects if WITH_FA4 else None),
 )

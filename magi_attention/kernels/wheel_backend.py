@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backends share that call the kernels of a published wheel: ``cudnn_flex`` and ``fa4``.
+
+Such kernels take (batch, tokens, heads, head dim) tensors in 16 bits, and so they give partial results rounded to the
+dtype of q. A sink joins by its share of the softmax, which is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from magi_attention.common.slices import SliceTable, trim
+from magi_attention.kernels.reference.correction import sink_bwd_from_delta
+from magi_attention.kernels.reference.operands import (
+    check_operands,
+    finish_backward,
+    finish_forward,
+    row_delta,
+    unseen_rows,
+)
+from magi_attention.kernels.types import AttnOptions, Grads, Partial
+
+DTYPES = (torch.bfloat16, torch.float16)
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class WheelKernels(Protocol):
+    """The kernels of a wheel for masks with at least one pair. All tensors are contiguous, and 0 in rows that take part
+    in nothing. ``_BTHD`` is (1, tokens, heads, head dim), ``_BHT`` (1, heads, tokens)."""
+
+    def attend(
+        self, qkv: QKV, slices: SliceTable, options: AttnOptions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``(out_BTHD, lse_BHT, max_logits (heads,) or None)``."""
+        ...
+
+    def differentiate(
+        self, qkv: QKV, out_BTHD: torch.Tensor, dout_BTHD: torch.Tensor, lse_BHT: torch.Tensor,
+        slices: SliceTable, options: AttnOptions,
+    ) -> QKV:  # fmt: skip
+        """``(dq_BTHD, dk_BTHD, dv_BTHD)``."""
+        ...
+
+
+class WheelBackend(WheelKernels):
+    """A ``FinalBackend`` on the kernels of a wheel."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+        init: Partial | None = None,
+    ) -> Partial:
+        """See ``Backend.forward``. out is rounded to the dtype of q before anything is merged."""
+        new = self._partial(q, k, v, slices, options)
+        new.out = new.out.float()
+        return finish_forward(new, options, sink, init)
+
+    @torch.no_grad()
+    def forward_final(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See ``FinalBackend.forward_final``. With a sink out is rounded twice."""
+        new = self._partial(q, k, v, slices, options)
+        if sink is not None:
+            new.out = new.out.float()
+            new = finish_forward(new, options, sink, None)
+        return new.out.to(q.dtype), new.lse, new.max_logits
+
+    def _partial(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, options: AttnOptions
+    ) -> Partial:
+        """Without a sink; out in the dtype of q."""
+        check_operands(q, k, v, slices)
+        if _has_no_pairs(q, k, slices):
+            return _nothing(q, v, options)
+        with torch.cuda.device_of(q):
+            out, lse, top = self.attend(_batched(q, k, v, slices), slices, options)
+        return Partial(out[0], lse[0].t().contiguous(), top)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
+        init: Grads | None = None,
+    ) -> Grads:
+        """See ``Backend.backward``. The kernel works delta out of ``out``; a given ``delta`` is used for sinks only."""
+        grads = self._gradients(dout, q, k, v, out, lse, slices, options, sink, delta)
+        grads.dq, grads.dk, grads.dv = grads.dq.float(), grads.dk.float(), grads.dv.float()
+        return finish_backward(grads, init)
+
+    @torch.no_grad()
+    def backward_final(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        slices: SliceTable,
+        options: AttnOptions,
+        sink: torch.Tensor | None = None,
+    ) -> Grads:
+        """See ``FinalBackend.backward_final``."""
+        return self._gradients(dout, q, k, v, out, lse, slices, options, sink, None)
+
+    def _gradients(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, slices: SliceTable, options: AttnOptions, sink: torch.Tensor | None,
+        delta: torch.Tensor | None,
+    ) -> Grads:  # fmt: skip
+        """dq, dk and dv in the dtype of q."""
+        check_operands(q, k, v, slices)
+        if _has_no_pairs(q, k, slices):
+            grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)))
+        else:
+            rows = unseen_rows(slices, q.shape[0], k.shape[0])[0]
+            out_BTHD, dout_BTHD = (_blank(x.to(q.dtype), rows)[None] for x in (out, dout))
+            lse_BHT = lse.float().t().contiguous()[None]
+            with torch.cuda.device_of(q):
+                made = self.differentiate(_batched(q, k, v, slices), out_BTHD, dout_BTHD, lse_BHT, slices, options)
+            grads = Grads(*(x[0] for x in made))
+        if sink is not None:
+            # A row that sees no key in any stage has an out of 0 and so a delta of 0, whatever its dout holds.
+            delta = row_delta(out, dout, delta).masked_fill((out == 0).all(-1), 0.0)
+            grads.dsink = sink_bwd_from_delta(sink, lse.float(), delta, options.sink_layout)
+        return grads
+
+
+def _batched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable) -> QKV:
+    """(1, T, H, D) contiguous; rows that take part in nothing are 0, because a weight of 0 leaves a NaN a NaN."""
+    q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
+    return _blank(q, q_unseen)[None], _blank(k, k_unseen)[None], _blank(v, k_unseen)[None]
+
+
+def _blank(x: torch.Tensor, rows: np.ndarray | None) -> torch.Tensor:
+    """``x``, contiguous and at a multiple of 128 bytes, with these rows 0."""
+    if rows is None:
+        return x.contiguous() if not x.data_ptr() % 128 else x.clone(memory_format=torch.contiguous_format)
+    blanked = x.clone(memory_format=torch.contiguous_format)
+    blanked[torch.from_numpy(rows).to(x.device)] = 0
+    return blanked
+
+
+def _has_no_pairs(q: torch.Tensor, k: torch.Tensor, slices: SliceTable) -> bool:
+    return not q.shape[0] or not k.shape[0] or not len(trim(slices.array))
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor, options: AttnOptions) -> Partial:
+    """What queries get that see no key."""
+    rows, heads = q.shape[:2]
+    lse = torch.full((rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
+    top = torch.full((heads,), float("-inf"), dtype=torch.float32, device=q.device)
+    out = torch.zeros((rows, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    return Partial(out, lse, top if options.return_max_logits else None)
