@@ -30,7 +30,11 @@ LOCKS: dict[str, tuple[str, ...]] = {
     # Beside a torch and a numpy that are there: those of a GPU machine fit its driver.
     "gpu": ("rich", "tomli", "setuptools", "hypothesis", "ninja", "pybind11", "pytest", "pyyaml"),
     "wheels": ("cibuildwheel",),
+    # Beside what "test" has.
+    "integrations": ("accelerate", "torch", "transformers", "trl"),
 }
+BESIDE = {"integrations": "test"}
+PYTHONS = {"integrations": "3.11"}  # older ones have no such packages
 BACKENDS = ("cudnn-flex", "fa4")
 HEADER = "# Made by ci/make_locks from pyproject.toml and ci/constraints.txt; edit those and run it again.\n"
 
@@ -77,15 +81,35 @@ def write(lock: str, project: dict) -> Path:
         kept = Path(folder) / path.name
         kept.write_text(path.read_text() if path.is_file() else "")
         line = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--universal"]
-        line += ["--generate-hashes", "--no-header", "--no-annotate", "--python-version", oldest_python(project)]
+        line += ["--generate-hashes", "--no-header", "--no-annotate"]
+        line += ["--python-version", PYTHONS.get(lock, oldest_python(project))]
         line += ["--constraints", str(CONSTRAINTS), "--output-file", str(kept), str(wanted)]
         done = subprocess.run(line, capture_output=True, text=True)
         if done.returncode:
             remedy = "`pip install uv` brings it" if "No module named uv" in done.stderr else "its words are above"
             print(done.stderr, file=sys.stderr)
             raise SystemExit(f"ci/make_locks: uv did not resolve {lock}; {remedy}.")
-        path.write_text(HEADER + kept.read_text())
+        there = names(FOLDER / f"{BESIDE[lock]}.txt") if lock in BESIDE else set()
+        path.write_text(HEADER + "".join(e for e in entries(kept.read_text()) if name_of(e) not in there))
     return path
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def entries(text: str) -> list[str]:
+    """A lock's requirements with their hashes."""
+    return re.findall(r"^[\w.-]+==.*\n(?:    .*\n)*", text, re.MULTILINE)
+
+
+def name_of(entry: str) -> str:
+    return normal(entry.partition("==")[0])
+
+
+def names(path: Path) -> set[str]:
+    """What a lock holds."""
+    return {name_of(entry) for entry in entries(path.read_text())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LOG = ROOT / "docs" / "log"
 OWN = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent != LOG or path.name == "README.md")
+FRAMEWORKS = ROOT / "docs" / "frameworks"  # whose code needs their packages: tests/integrations runs it
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md")]
 PAGES = [README, *OWN, *OTHERS]

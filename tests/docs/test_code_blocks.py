@@ -8,11 +8,14 @@ of the page that begins with "before the code:".
 from __future__ import annotations
 
 import pytest
-from pages import OWN, README, ROOT, blocks, name_of, setup
+from pages import FRAMEWORKS, OWN, README, ROOT, blocks, name_of, setup
 
 from magi_attention.testing.spawn import run_processes
 
-WITH_CODE = [page for page in (README, *OWN) if any(block.language == "python" for block in blocks(page))]
+WITH_CODE = [
+    page for page in (README, *OWN)
+    if page.parent != FRAMEWORKS and any(block.language == "python" for block in blocks(page))
+]  # fmt: skip
 
 
 def run_pages(rank: int, world: int, names: list[str]) -> list[str]:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packing collator against a plain loop over documents; it needs neither transformers nor a process group."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.api import Mask
+from magi_attention.errors import ContractError
+from magi_attention.integrations.packing import IGNORE_INDEX, PackingCollator
+
+
+def draw(seed: int) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    examples = []
+    for _ in range(int(rng.integers(1, 6))):
+        lengths = rng.integers(1, 30, int(rng.integers(1, 4)))
+        example = {"input_ids": rng.integers(0, 100, lengths.sum()).tolist()}
+        if rng.random() < 0.5 or len(lengths) > 1:
+            example["seq_lengths"] = lengths.tolist()
+        if rng.random() < 0.5:
+            kept = rng.random(lengths.sum()) < 0.7
+            example["labels"] = np.where(kept, example["input_ids"], IGNORE_INDEX).tolist()
+        elif rng.random() < 0.5:
+            example["completion_mask"] = (rng.random(lengths.sum()) < 0.7).astype(int).tolist()
+        examples.append(example)
+    return examples
+
+
+def rows_by_hand(examples: list[dict]) -> list[tuple[int, int, int]]:
+    """(token, position, label of the next token) of every token, document by document."""
+    rows = []
+    for x in examples:
+        tokens, at = x["input_ids"], 0
+        mask = x.get("completion_mask", [1] * len(tokens))
+        labels = x.get("labels") or [t if m else IGNORE_INDEX for t, m in zip(tokens, mask)]
+        for length in x.get("seq_lengths", [len(tokens)]):
+            for i in range(length):
+                rows.append((tokens[at + i], i, labels[at + i + 1] if i + 1 < length else IGNORE_INDEX))
+            at += length
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_have_all_rows_once(seed):
+    examples, cp_size = draw(seed), 1 + seed % 4
+    print(f"seed {seed}: {examples}")
+    want, got = rows_by_hand(examples), {}
+    for rank in range(cp_size):
+        batch = PackingCollator(cp_size, rank, windows=[7])(examples)
+        plan = batch["magi_plans"].full
+        assert batch["labels"] is batch["shift_labels"] and batch["input_ids"].shape == (1, plan.shard_sizes[rank])
+        columns = (batch[name][0].tolist() for name in ("input_ids", "position_ids", "labels"))
+        for place, row in zip(plan.position_array(rank).tolist(), zip(*columns)):
+            if place < len(want):
+                assert place not in got
+                got[place] = row
+            else:
+                assert row[2] == IGNORE_INDEX  # a pad row
+    assert [got[place] for place in range(len(want))] == want
+
+
+def test_plans_of_windows_have_the_tokens_of_the_full_one():
+    examples = [{"input_ids": list(range(50))}, {"input_ids": list(range(30))}]
+    plans = PackingCollator(2, 1, windows=[8, 8, 3])(examples)["magi_plans"]
+    assert set(plans.windows) == {3, 8} and plans.of(None) is plans.full
+    for window, plan in plans.windows.items():
+        assert np.array_equal(plan.position_array(1), plans.full.position_array(1))
+        dense = Mask.varlen([0, 50, 80], causal=True).to_dense() & ~np.tri(80, 80, -window, dtype=bool)
+        assert plan.areas.sum() == dense.sum()
+    with pytest.raises(ContractError, match=r"window of 5, and the batch was planned for \[3, 8\]"):
+        plans.of(5)
+    again = pickle.loads(pickle.dumps(plans))
+    assert again.full == plans.full and again.windows[8] == plans.windows[8]
+
+
+def test_tensors_are_taken_too():
+    batch = PackingCollator()([{"input_ids": torch.arange(5), "labels": torch.arange(5)}])
+    assert batch["labels"].tolist() == [[1, 2, 3, 4, IGNORE_INDEX]]
+
+
+@pytest.mark.parametrize(
+    "examples, word",
+    (
+        ([], "no examples"),
+        ([{"text": "a"}], "needs 'input_ids'"),
+        ([{"input_ids": []}], "at least one token"),
+        ([{"input_ids": [[1, 2]]}], "one dimension"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1]}], "must add up"),
+        ([{"input_ids": [1, 2], "seq_lengths": [2, 0]}], "must add up"),
+    ),
+)
+def test_bad_examples_get_a_sentence(examples, word):
+    with pytest.raises(ContractError, match=word):
+        PackingCollator()(examples)
+
+
+@pytest.mark.parametrize("bad", ({"cp_size": 0}, {"cp_size": 2, "cp_rank": 2}, {"windows": [0]}))
+def test_bad_settings_get_a_sentence(bad):
+    with pytest.raises(ContractError):
+        PackingCollator(**bad)

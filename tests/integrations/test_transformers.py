@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers with the real package: attention against its own, and training over ranks against one process.
+
+In processes started by torchrun and accelerate. ci/integrations installs the packages and runs these tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
+
+from launching import ACCELERATE, assert_same_steps, launch, launch_both  # noqa: E402
+from tiny_models import CONFIGS, make_documents, make_model  # noqa: E402
+from transformers import TrainingArguments  # noqa: E402
+
+from magi_attention.errors import ContractError, UnsupportedError  # noqa: E402
+from magi_attention.integrations.packing import PackingCollator  # noqa: E402
+from magi_attention.integrations.transformers import ContextParallelTrainer, register, windows_of  # noqa: E402
+
+register()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_are_as_if_alone(name):
+    ours, theirs = (make_model(name, attention) for attention in ("magi", "eager"))
+    theirs.load_state_dict(ours.state_dict())
+    documents = [x for x in make_documents(12) if len(x["input_ids"]) > 1]
+    got = ours(**PackingCollator(windows=windows_of(ours.config))(documents), use_cache=False)
+    logits, losses, labels = [], [], 0
+    for x in documents:
+        ids = torch.tensor([x["input_ids"]])
+        alone = theirs(input_ids=ids, labels=ids, use_cache=False)
+        logits.append(alone.logits[0])
+        losses.append(alone.loss * (ids.shape[1] - 1))
+        labels += ids.shape[1] - 1
+    want = torch.cat(logits)
+    assert torch.allclose(got.logits[0, : len(want)], want, rtol=1e-4, atol=1e-5)
+    loss = sum(losses) / labels
+    assert torch.allclose(got.loss, loss, rtol=1e-6)
+    got.loss.backward()
+    loss.backward()
+    for (parameter, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters()):
+        assert (a.grad is None) == (b.grad is None), parameter
+        assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5), parameter
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_ranks_train_as_one(name, tmp_path):
+    one, two = launch_both(tmp_path, {"model": name, "arguments": {"max_steps": 50}})
+    assert_same_steps(one, two, 50)
+    losses = [x["loss"] for x in one["log"] if "grad_norm" in x]
+    assert losses[-1] < 0.8 * losses[0], "it learns nothing, so equal losses say little"
+
+
+def test_replicas_of_groups(tmp_path):
+    """Two groups of two ranks, beside two groups of one."""
+    settings = {"model": "llama", "arguments": {"max_steps": 8, "gradient_accumulation_steps": 2}}
+    four = launch(tmp_path, {**settings, "cp_size": 2}, 4)
+    assert_same_steps(launch(tmp_path, {**settings, "cp_size": 1}, 2), four, 8)
+
+
+def test_accumulation_checkpointing_workers_and_evaluation(tmp_path):
+    arguments = {
+        "max_steps": 6, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "dataloader_num_workers": 1,
+    }  # fmt: skip
+    one, two = launch_both(tmp_path, {"model": "gemma3", "arguments": arguments, "evaluate": True})
+    assert_same_steps(one, two, 6)
+    assert abs(one["eval"]["eval_loss"] - two["eval"]["eval_loss"]) < 1e-5
+    a, b = (np.array(result["predicted"]) for result in (one, two))
+    assert np.allclose(a, b[:, : a.shape[1]], atol=1e-4)
+
+
+def test_resume_gives_the_same_bits(tmp_path):
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    settings = {"model": "llama", "arguments": arguments, "folder": str(tmp_path / "run")}
+    straight = launch(tmp_path / "a", settings, 2)
+    resumed = launch(tmp_path / "b", {**settings, "resume": str(tmp_path / "run" / "checkpoint-3")}, 2)
+    tails = [[(x["loss"], x["grad_norm"]) for x in r["log"] if x.get("step", 0) > 3 and "loss" in x]
+             for r in (straight, resumed)]  # fmt: skip
+    assert len(tails[0]) == 3 and tails[0] == tails[1]
+
+
+def test_compiled(tmp_path):
+    arguments = {"max_steps": 3}
+    plain = launch(tmp_path / "plain", {"model": "llama", "arguments": arguments}, 2)
+    compiled = {**arguments, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    assert_same_steps(plain, launch(tmp_path / "compiled", {"model": "llama", "arguments": compiled}, 2), 3)
+
+
+def test_started_by_accelerate(tmp_path):
+    settings = {"model": "llama", "arguments": {"max_steps": 3}}
+    by_torchrun = launch(tmp_path / "torchrun", settings, 2)
+    assert launch(tmp_path / "accelerate", settings, 2, by=ACCELERATE)["log"][:3] == by_torchrun["log"][:3]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------
+
+
+def make_trainer(tmp_path, attention="magi", model=None, **arguments) -> ContextParallelTrainer:
+    model = make_model("llama", attention) if model is None else model
+    options = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
+    return ContextParallelTrainer(model, options, train_dataset=make_documents(4))
+
+
+def test_the_trainer_refuses_what_ranks_cannot_share(tmp_path):
+    for settings, error, word in (
+        ({"attention": "sdpa"}, ContractError, "attn_implementation='magi'"),
+        ({"average_tokens_across_devices": False}, ContractError, "average_tokens_across_devices"),
+        ({"label_smoothing_factor": 0.1}, UnsupportedError, "label_smoothing_factor"),
+    ):
+        with pytest.raises(error, match=word):
+            make_trainer(tmp_path, **settings)
+    with pytest.raises(ContractError, match="a divisor of the 1 processes"):
+        ContextParallelTrainer(make_model("llama", "magi"), TrainingArguments(str(tmp_path), use_cpu=True), cp_size=2)
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ContractError, match="no eval_dataset"):
+        trainer.evaluate()
+
+
+def test_attention_refuses_other_batches():
+    model = make_model("llama", "magi")
+    batch = PackingCollator()(make_documents(3))
+    plans = batch.pop("magi_plans")
+    with pytest.raises(ContractError, match="got no plans"):
+        model(**batch)
+    twice = {name: x.expand(2, -1) for name, x in batch.items()}
+    with pytest.raises(ContractError, match="2 rows"):
+        model(**twice, magi_plans=plans)
+    padded = torch.ones_like(batch["input_ids"])
+    padded[0, 0] = 0
+    with pytest.raises(ContractError, match="padded"):
+        model(**batch, attention_mask=padded, magi_plans=plans)
+    with pytest.raises(UnsupportedError, match="attention_dropout"):
+        make_model_with_dropout().train()(**batch, magi_plans=plans)
+
+
+def make_model_with_dropout():
+    model = make_model("llama", "magi")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return model
