@@ -7,7 +7,7 @@ It needs no process group, so workers of a DataLoader run it. All ranks of a gro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,19 @@ from magi_attention.errors import ContractError
 IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True)
 class LayerPlans:
     """The plans of one packed sequence, all with the same tokens on each rank: for layers that see whole documents, and
-    by window for layers with one. ``group`` is what the calls of attention get."""
+    by window for layers with one. ``group`` is what the calls of attention get.
 
-    full: Plan
-    windows: Mapping[int, Plan] = field(default_factory=dict)
-    group: Any = None
+    No dataclass and no container, because wrappers of models build those anew.
+    """
+
+    def __init__(self, full: Plan, windows: Mapping[int, Plan], group: Any = None) -> None:
+        self.full, self.windows, self.group = full, windows, group
+
+    def in_group(self, group: Any) -> LayerPlans:
+        """The same plans for calls in ``group``."""
+        return LayerPlans(self.full, self.windows, group)
 
     def of(self, window: int | None) -> Plan:
         """The plan of a layer whose tokens see ``window`` tokens, themselves included; None for no window."""

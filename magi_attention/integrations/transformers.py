@@ -14,7 +14,6 @@ one's own works with ``PackingCollator`` and ``model(**batch)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -196,7 +195,7 @@ class ContextParallelMixin:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
-        return {**inputs, "magi_plans": replace(inputs["magi_plans"], group=self.cp_group), "use_cache": False}
+        return {**inputs, "magi_plans": inputs["magi_plans"].in_group(self.cp_group), "use_cache": False}
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any

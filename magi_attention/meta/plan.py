@@ -152,7 +152,7 @@ class Plan:
         return hash(self.fingerprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: getattr(self, name) for name in _FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=PlanCache())
@@ -339,6 +339,12 @@ class Plan:
         """``arrays``, which the plan is about to hold."""
         self.cache.count(name, arrays)
         return arrays
+
+
+# FSDP2 builds every dataclass among the arguments of a module anew, to cast its tensors. A plan must stay the object that
+# holds what was made for it, so it does not look like one.
+_FIELDS = tuple(f.name for f in fields(Plan) if f.init)
+del Plan.__dataclass_fields__  # type: ignore[attr-defined]
 
 
 def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> None:

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a Llama with FSDP2 and context parallelism on packed text, in native PyTorch.
+
+    torchrun --nproc-per-node 4 examples/fsdp2_llama.py --config 1b --cp 2 --seq-len 32768 --compile --out runs/fsdp2
+    torchrun --nproc-per-node 2 examples/fsdp2_llama.py --config tiny --device cpu --steps 20 --out runs/fsdp2
+    python examples/fsdp2_llama.py --plot runs/fsdp2/curve.json runs/other/curve.json --out runs/fsdp2
+
+``--cp`` ranks share a sequence; the rest is data parallel. Parameters are sharded over all ranks. ``--attention sdpa`` is
+the same model with torch's attention, document by document, for comparison; it needs ``--cp 1``.
+
+A step: pack -> Mask -> make_plan -> shard -> blocks with attend() -> loss on sharded labels -> gradients summed by FSDP2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
+from data import Batch, packed_batches  # noqa: E402
+from model import Block, Llama, ModelConfig, rotary_tables  # noqa: E402
+
+from magi_attention.api import Mask, Plan, attend, make_plan, set_gradient_sum  # noqa: E402
+
+CONFIGS = {
+    "tiny": ModelConfig(width=64, num_layers=2, num_heads_q=4, num_heads_kv=2, head_dim=16, hidden=128),
+    "1b": ModelConfig(width=2048, num_layers=16, num_heads_q=32, num_heads_kv=8, head_dim=64, hidden=8192),
+}
+
+
+class PlannedBlock(Block):
+    """The plan is an argument, so a compiled block serves every plan."""
+
+    def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+        return super().forward(x_TC, cos, sin, lambda q, k, v: attend(q, k, v, plan, group)[0])
+
+
+class SdpaBlock(Block):
+    """torch's attention of each document; ``plan`` is a plan for one rank."""
+
+    def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, plan: Plan, group: None) -> Tensor:
+        return super().forward(x_TC, cos, sin, lambda q, k, v: by_document(q, k, v, plan))
+
+
+@torch.compiler.disable
+def by_document(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
+    out = torch.zeros_like(q_THD)
+    bounds = list(plan.cu_seqlens)
+    for begin, end in zip(bounds, bounds[1:]):
+        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        out[begin:end] = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+class PackedLlama(Llama):
+    """Llama whose forward takes a plan. ``recomputes``: activations of blocks are computed again in the backward."""
+
+    def __init__(self, config: ModelConfig, seed: int, block: type[Block], recomputes: bool) -> None:
+        super().__init__(config, seed)
+        self.recomputes = recomputes
+        for one in self.blocks:
+            one.__class__ = block  # the same parameters with another forward
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+        """Logits (T, vocabulary)."""
+        cos, sin = rotary_tables(positions_T, self.config.head_dim, self.config.rope_base)
+        x_TC = self.embedding(tokens_T)
+        cos, sin = cos.to(x_TC.dtype), sin.to(x_TC.dtype)
+        for block in self.blocks:
+            if self.recomputes:
+                x_TC = checkpoint(block, x_TC, cos, sin, plan, group, use_reentrant=False)
+            else:
+                x_TC = block(x_TC, cos, sin, plan, group)
+        return self.head(self.norm(x_TC))
+
+
+@dataclass
+class Place:
+    """Where this rank stands: ``cp`` of its group, ``replica`` among the groups."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    cp_group: dist.ProcessGroup | None
+    replica: int
+
+    @classmethod
+    def make(cls, device: str, cp: int) -> Place:
+        world = dist.get_world_size()
+        if cp < 1 or world % cp:
+            raise SystemExit(f"--cp is {cp}; give a divisor of the {world} ranks.")
+        mesh = init_device_mesh(device, (world // cp, cp), mesh_dim_names=("dp", "cp"))
+        where = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)) if device == "cuda" else None)
+        return cls(where, mesh, mesh.get_group("cp"), mesh.get_local_rank("dp"))
+
+
+class Trainer:
+    """Model, optimizer and data of a rank."""
+
+    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+        self.args, self.place = args, place
+        block = SdpaBlock if args.attention == "sdpa" else PlannedBlock
+        self.model = PackedLlama(CONFIGS[args.config], args.seed, block, args.recompute).to(place.device)
+        low = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        everyone = place.mesh["dp", "cp"]._flatten("fsdp")
+        for one in self.model.blocks:
+            if args.compile:
+                one.compile(fullgraph=args.attention == "magi")
+            fully_shard(one, mesh=everyone, mp_policy=policy)
+        fully_shard(self.model, mesh=everyone, mp_policy=policy)
+        set_gradient_sum(self.model)  # ranks hold other tokens of one batch
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+        # Ranks of a group draw the same sequence, other groups another one.
+        self.batches = packed_batches(args.data, args.seq_len, args.seed + 1000 * place.replica, args.max_document)
+        self.done = 0
+
+    def loss(self, batch: Batch) -> Tensor:
+        """This rank's share of the mean over all labels of all groups."""
+        place, shape = self.place, CONFIGS[self.args.config]
+        plan = make_plan(
+            Mask.varlen(batch.cu_seqlens, causal=True), self.args.cp, num_heads_q=shape.num_heads_q,
+            num_heads_kv=shape.num_heads_kv, head_dim=shape.head_dim,
+        )  # fmt: skip
+        tokens = plan.shard(batch.tokens.to(place.device), group=place.cp_group)
+        labels = plan.labels(tokens, group=place.cp_group)
+        positions = plan.positions(place.cp_group, place.device, per_document=True)
+        logits = self.model(tokens, positions, plan, place.cp_group)
+        count = (labels != -100).sum()
+        dist.all_reduce(count)
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / count
+
+    def step(self) -> Tensor:
+        """The loss of the whole step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(next(self.batches))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.done += 1
+        total = loss.detach()
+        dist.all_reduce(total)
+        return total
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoints.save({"model": model, "optimizer": optimizer, "done": self.done}, checkpoint_id=folder)
+
+    def resume(self, folder: Path) -> None:
+        """Continues behind the step at which ``folder`` was written, with the batches of the steps to come."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "done": 0}
+        checkpoints.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.done = state["done"]
+        for _ in range(self.done):
+            next(self.batches)
+
+
+def train(args: argparse.Namespace, place: Place) -> dict:
+    """What is written as curve.json."""
+    trainer, out, losses, seconds = Trainer(args, place), Path(args.out), [], []
+    if args.resume:
+        trainer.resume(Path(args.resume))
+    while trainer.done < args.steps:
+        begin = time.perf_counter()
+        losses.append(trainer.step().item())
+        seconds.append(time.perf_counter() - begin)
+        if dist.get_rank() == 0:
+            tokens = args.seq_len * (dist.get_world_size() // args.cp)
+            print(f"step {trainer.done}/{args.steps}  loss {losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s")
+        if args.save_every and trainer.done % args.save_every == 0:
+            trainer.save(out / f"step-{trainer.done}")
+    warm = sorted(seconds[len(seconds) // 2 :])
+    tokens = args.seq_len * (dist.get_world_size() // args.cp)
+    memory = torch.cuda.max_memory_allocated() if place.device.type == "cuda" else None
+    return {
+        "losses": losses, "tokens_per_second": tokens / warm[len(warm) // 2], "peak_bytes": memory,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()), "ranks": dist.get_world_size(),
+        "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if memory else None, "arguments": vars(args),
+    }  # fmt: skip
+
+
+def plot(files: list[str], out: Path) -> None:
+    """Loss curves of several runs, and how far each is from the first, as loss_curves.png."""
+    import matplotlib.pyplot as plt
+
+    curves = [json.loads(Path(file).read_text()) for file in files]
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    for curve in curves:
+        a, losses = curve["arguments"], curve["losses"]
+        name = f"{a['attention']}, {curve['ranks']} ranks, cp {a['cp']}: {curve['tokens_per_second']:,.0f} tokens/s"
+        above.plot(range(1, len(losses) + 1), losses, label=name)
+        below.plot(range(1, len(losses) + 1), [x - y for x, y in zip(losses, curves[0]["losses"])])
+    above.set_ylabel("loss")
+    above.legend()
+    below.set_ylabel("difference from the first")
+    below.set_xlabel("step")
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "loss_curves.png", dpi=120)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", required=True, help="folder for curve.json and checkpoints")
+    add("--config", choices=CONFIGS, default="tiny")
+    add("--cp", type=int, help="ranks that share a sequence; all of them without it")
+    add("--attention", choices=("magi", "sdpa"), default="magi")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters in forward and backward")
+    add("--data", help="text file or folder; the standard library's sources without it")
+    add("--steps", type=int, default=20)
+    add("--seq-len", type=int, default=8192)
+    add("--max-document", type=int, default=4096, help="bytes; longer ones are cut")
+    add("--learning-rate", type=float, default=3e-4)
+    add("--seed", type=int, default=0)
+    add("--compile", action="store_true", help="compile each block")
+    add("--recompute", action="store_true", help="compute activations again in the backward")
+    add("--save-every", type=int, default=0, help="steps between checkpoints; none without it")
+    add("--resume", help="folder of a checkpoint")
+    add("--plot", nargs="+", metavar="CURVE", help="only draw these curves")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.plot:
+        plot(args.plot, Path(args.out))
+        return
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    os.environ.setdefault("RANK", "0")  # without torchrun, one process
+    for name, value in (("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")):
+        os.environ.setdefault(name, value)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        args.cp = dist.get_world_size() if args.cp is None else args.cp
+        if args.attention == "sdpa" and args.cp != 1:
+            raise SystemExit("--attention sdpa does not share a sequence; give --cp 1.")
+        result = train(args, Place.make(args.device, args.cp))
+        if dist.get_rank() == 0:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            (Path(args.out) / "curve.json").write_text(json.dumps(result, indent=1) + "\n")
+        dist.barrier()
+    finally:
+        with suppress(ValueError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

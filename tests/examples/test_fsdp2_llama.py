@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FSDP2 example on CPUs: ranks and replicas against one process, resuming, and the picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from magi_attention.testing.waiting import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "fsdp2_llama.py"
+SMALL = ("--device", "cpu", "--dtype", "fp32", "--seq-len", "1024", "--max-document", "300", "--steps", "6")
+
+
+def run(out: Path, ranks: int, *options: str) -> dict:
+    """curve.json of a run."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(SCRIPT), *SMALL, "--out", str(out), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads((out / "curve.json").read_text())
+
+
+def side_by_side(*calls: tuple) -> list[dict]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda call: run(*call), calls))
+
+
+def near(a: dict, b: dict) -> bool:
+    return len(a["losses"]) == len(b["losses"]) and all(
+        abs(x - y) < 1e-5 * x for x, y in zip(a["losses"], b["losses"])
+    )
+
+
+def test_ranks_train_as_one_process_and_as_sdpa(tmp_path):
+    one, two, compiled, sdpa = side_by_side(
+        (tmp_path / "1", 1), (tmp_path / "2", 2), (tmp_path / "c", 2, "--compile", "--recompute"),
+        (tmp_path / "s", 1, "--attention", "sdpa"),
+    )  # fmt: skip
+    assert near(one, two) and near(one, compiled) and near(one, sdpa)
+    assert one["losses"][0] > one["losses"][-1]
+
+
+def test_replicas_of_groups(tmp_path):
+    plain, grouped = side_by_side((tmp_path / "a", 2, "--cp", "1"), (tmp_path / "b", 4, "--cp", "2"))
+    assert near(plain, grouped)
+
+
+def test_resuming_gives_the_same_bits(tmp_path):
+    straight = run(tmp_path, 2, "--save-every", "3")
+    resumed = run(tmp_path / "again", 2, "--resume", str(tmp_path / "step-3"))
+    assert straight["losses"][3:] == resumed["losses"]
+
+
+def test_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    curve = {"losses": [3.0, 2.5], "tokens_per_second": 10.0, "ranks": 2, "arguments": {"attention": "magi", "cp": 2}}
+    (tmp_path / "curve.json").write_text(json.dumps(curve))
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--plot", str(tmp_path / "curve.json")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=DEADLINE_S)
+    assert (tmp_path / "loss_curves.png").stat().st_size > 1000
