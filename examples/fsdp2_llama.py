@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 examples/fsdp2_llama.py --config tiny --device cpu --steps 20 --out runs/fsdp2
     python examples/fsdp2_llama.py --plot runs/fsdp2/curve.json runs/other/curve.json --out runs/fsdp2
 
-``--cp`` ranks share a sequence; the rest is data parallel. Parameters are sharded over all ranks. ``--attention sdpa`` is
-the same model with torch's attention, document by document, for comparison; it needs ``--cp 1``.
+``--cp`` ranks share a sequence; the rest is data parallel. Parameters are sharded over all ranks. With
+``--attention sdpa``, which needs ``--cp 1``, it is the same model with torch's attention, document by document.
 
-A step: pack -> Mask -> make_plan -> shard -> blocks with attend() -> loss on sharded labels -> gradients summed by FSDP2.
+A step: pack -> Mask -> make_plan -> shard -> blocks with attend() -> loss on sharded labels -> FSDP2 sums gradients.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ def plot(files: list[str], out: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     for curve in curves:
         a, losses = curve["arguments"], curve["losses"]
-        name = f"{a['attention']}, {curve['ranks']} ranks, cp {a['cp']}: {curve['tokens_per_second']:,.0f} tokens/s"
+        where = f"{a['attention']}, ranks: {curve['ranks']}, cp: {a['cp']}"
+        name = f"{where}, {curve['tokens_per_second']:,.0f} tokens/s"
         above.plot(range(1, len(losses) + 1), losses, label=name)
         below.plot(range(1, len(losses) + 1), [x - y for x, y in zip(losses, curves[0]["losses"])])
     above.set_ylabel("loss")

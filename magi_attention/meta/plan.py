@@ -341,10 +341,10 @@ class Plan:
         return arrays
 
 
-# FSDP2 builds every dataclass among the arguments of a module anew, to cast its tensors. A plan must stay the object that
-# holds what was made for it, so it does not look like one.
+# FSDP2 builds every dataclass among the arguments of a module anew, to cast its tensors. A plan must stay the object
+# that holds what was made for it, so it does not look like one.
 _FIELDS = tuple(f.name for f in fields(Plan) if f.init)
-del Plan.__dataclass_fields__  # type: ignore[attr-defined]
+del Plan.__dataclass_fields__
 
 
 def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> None:
