@@ -27,6 +27,7 @@ from magi_attention.api import attend
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.packing import LayerPlans, PackingCollator
+from magi_attention.integrations.validate import of_layers
 
 NAME = "magi"
 _CHUNKED = "chunked_attention"
@@ -145,6 +146,9 @@ class ContextParallelMixin:
             raise ContractError(
                 f"The model's attention is {name!r}; call register() and load it with attn_implementation={NAME!r}."
             )
+        for finding in of_layers(model, model.config.get_text_config(), self.cp_size):
+            if finding.level == "error":
+                raise UnsupportedError(f"{finding.text} {finding.remedy}")
         if args.n_gpu > 1:
             raise ContractError("One process drives several GPUs; start one for each by torchrun or accelerate launch.")
         if not args.average_tokens_across_devices:

@@ -118,6 +118,9 @@ def test_the_trainer_refuses_what_ranks_cannot_share(tmp_path):
     trainer = make_trainer(tmp_path)
     with pytest.raises(ContractError, match="no eval_dataset"):
         trainer.evaluate()
+    trainer.model.mixer, trainer.cp_size = torch.nn.Conv1d(4, 4, 3), 2
+    with pytest.raises(UnsupportedError, match="Conv1d mixes neighbouring tokens"):
+        trainer._check(2)
 
 
 def test_attention_refuses_other_batches():

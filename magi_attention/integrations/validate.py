@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``validate``: says before training what of a model will not work over context-parallel ranks, and what to change.
+
+    for finding in validate(model, mesh):
+        print(finding)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
+from magi_attention.errors import MagiError
+from magi_attention.kernels import AttnOptions, Problem, default_registry
+
+# Layers that mix tokens other than by attention, by what configs and classes call them. The tokens of a rank are not
+# contiguous, so such a layer computes something else.
+_MIXING_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "rwkv")
+_MIXING_CLASSES = ("Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Rwkv", "RWKV", "RecurrentBlock", "LinearAttention")
+_POOLED = (nn.LSTM, nn.GRU, nn.RNN, nn.Conv1d)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``level`` is "error" for what is wrong or refused, "warning" for what is slow or needs care."""
+
+    level: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.text} {self.remedy}"
+
+
+def validate(
+    model: nn.Module, mesh: Any = None, config: Any = None, *, dtype: torch.dtype | None = None, cp_dim: str = "cp"
+) -> list[Finding]:
+    """What will not work, errors first; empty if nothing was found.
+
+    ``model`` may be on the meta device. ``config`` is by default the model's: any object with the attribute names of
+    transformers; what it lacks is not looked at. ``mesh`` is a DeviceMesh with a dimension ``cp_dim``, or None for one
+    rank. ``dtype`` is what attention will compute in, by default that of the parameters.
+    """
+    config = getattr(model, "config", None) if config is None else config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    cp_size = 1
+    found: list[Finding] = []
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        if cp_dim in names:
+            cp_size = mesh.size(names.index(cp_dim))
+        else:
+            found.append(Finding("error", f"The mesh has dimensions {tuple(names)}, none is {cp_dim!r}.",
+                                 "Name one so, or give cp_dim=."))  # fmt: skip
+    found += _of_settings()
+    found += of_layers(model, text, cp_size)
+    if text is not None:
+        found += _of_attention(text)
+        found += _of_kernels(model, text, dtype)
+    return sorted(dict.fromkeys(found), key=lambda finding: finding.level != "error")
+
+
+def _of_settings() -> Iterator[Finding]:
+    try:
+        check_flag_comb(RuntimeFlags.from_env())
+    except MagiError as error:
+        yield Finding("error", str(error), "`magi env --set` lists what is set.")
+
+
+def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
+    """What of the layers other than attention does not work if ranks hold parts of a sequence."""
+    if cp_size == 1:
+        return
+    remedy = "Run it with cp 1, or gather the sequence around it (plan.gather, plan.shard)."
+    kinds = set(getattr(config, "layer_types", None) or ())
+    for kind in sorted(k for k in kinds if any(word in k for word in _MIXING_TYPES)):
+        yield Finding("error", f"Layers of type {kind!r} mix neighbouring tokens, and ranks hold others.", remedy)
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_conv = isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1
+        if any(word in kind for word in _MIXING_CLASSES) or (isinstance(module, _POOLED) and not is_conv):
+            said = f"{kind} mixes neighbouring tokens, and ranks hold others (first at {name})."
+            yield Finding("error", said, remedy)
+            return
+    if getattr(config, "router_aux_loss_coef", 0) and getattr(config, "output_router_logits", False):
+        yield Finding("warning", "The auxiliary loss of experts is taken over the tokens of each rank.",
+                      "Its mean over ranks is not that of the whole sequence.")  # fmt: skip
+
+
+def _of_attention(config: Any) -> Iterator[Finding]:
+    dropout = getattr(config, "attention_dropout", 0.0) or 0.0
+    if dropout:
+        yield Finding("error", f"attention_dropout is {dropout}, and attention has none.", "Set it to 0.")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        yield Finding("error", "Some layers have chunked attention, for which no plans are made.",
+                      "Give them masks of your own by Mask.block_causal and plan.with_mask.")  # fmt: skip
+    if getattr(config, "is_causal", True) is False:
+        yield Finding("error", "The model is not causal; PackingCollator plans causal masks.",
+                      "Make plans with Mask.varlen(cu_seqlens).")  # fmt: skip
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation is not None and implementation != "magi":
+        yield Finding("error", f"Attention is {implementation!r}, which sees the tokens of its own rank only.",
+                      "Call register() and load the model with attn_implementation='magi'.")  # fmt: skip
+
+
+def _of_kernels(model: nn.Module, config: Any, dtype: torch.dtype | None) -> Iterator[Finding]:
+    """Which backend runs attention of these shapes on the machine here, and why not our kernels."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not heads:
+        return
+    heads_kv = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+    if heads % heads_kv:
+        yield Finding("error", f"{heads} query heads are no multiple of {heads_kv} kv heads.", "Change the config.")
+        return
+    if dtype is None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if not torch.cuda.is_available():
+        return
+    capability = torch.cuda.get_device_capability()
+    problem = Problem("cuda", dtype, heads, heads_kv, dim, dim, AttnOptions(dim**-0.5), needs_backward=True,
+                      capability=capability)  # fmt: skip
+    ours = next(b for b in default_registry().backends if b.name == "ffa")
+    reason = ours.why_not(problem)
+    if reason is not None:
+        runs = default_registry().select(problem)[0].name
+        yield Finding("warning", f"{reason} Backend {runs!r} runs instead.", "docs/gpus.md says what runs where.")
+
+
+__all__ = ["Finding", "of_layers", "validate"]
