@@ -13,8 +13,6 @@ of a packed one. So data, rotary embeddings and loss stay as they are, and only 
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -26,9 +24,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from magi_attention.api import Mask, Plan, attend
+from magi_attention.api import Plan, attend
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.planner import plan_for_partitions
+from magi_attention.integrations.zigzag import zigzag_plan
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -160,33 +158,4 @@ def _bounds_of(packed: PackedSeqParams) -> tuple[int, ...]:
     return found
 
 
-@lru_cache(maxsize=64)  # the layers of some batches; equal calls give the plan that has been used
-def zigzag_plan(
-    bounds: tuple[int, ...], cp_size: int, is_causal: bool = True, window: tuple[int, int] | None = None
-) -> Plan:
-    """The plan of documents between ``bounds`` where rank r holds chunks r and ``2 cp_size - 1 - r`` of each document.
-
-    ``window`` is (left, right) as Megatron gives it, -1 for no bound. ``ContractError`` if a document's length is no
-    multiple of ``2 cp_size``.
-    """
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
-    if cp_size > 1 and (bad := [n for n in lengths if n % (2 * cp_size)]):
-        raise ContractError(f"A document has {bad[0]} tokens; pad it to a multiple of 2 * {cp_size}, for the ranks.")
-    if window is None or tuple(window) == (-1, -1):
-        mask = Mask.varlen(bounds, causal=is_causal)
-    else:
-        mask = Mask.varlen(bounds, window=(window[0], 0 if is_causal else window[1]))
-    if cp_size == 1:
-        size, owners = bounds[-1], [[0]]
-    else:
-        size = gcd(*(n // (2 * cp_size) for n in lengths if n))
-        owners = [[] for _ in range(cp_size)]
-        for begin, length in zip(bounds, lengths):
-            per_part = length // (2 * cp_size) // size
-            for part in range(2 * cp_size):
-                first = begin // size + part * per_part
-                owners[min(part, 2 * cp_size - 1 - part)] += range(first, first + per_part)
-    return plan_for_partitions(mask.slices, bounds[-1], 0, size, owners, cu_seqlens=mask.cu_seqlens, plan_type=Plan)
-
-
-__all__ = ["CoreAttention", "use_magi", "zigzag_plan"]
+__all__ = ["CoreAttention", "use_magi"]

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from magi_attention.errors import ContractError, UnsupportedError  # noqa: E402
-from magi_attention.integrations.megatron import CoreAttention, _bounds_of, zigzag_plan  # noqa: E402
+from magi_attention.integrations.megatron import CoreAttention, _bounds_of  # noqa: E402
 
 SCRIPT = "use_megatron.py"
 
@@ -56,21 +56,6 @@ def test_both(one, tmp_path):
     compare(launch(tmp_path, {"tp": 2, "cp": 2}, 4, SCRIPT), one, with_norms=False)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_the_layout_is_megatrons(seed):
-    rng = np.random.default_rng(seed)
-    cp_size = int(rng.integers(1, 5))
-    lengths = 2 * cp_size * rng.integers(1, 8, int(rng.integers(1, 6)))
-    bounds = tuple(np.concatenate([[0], lengths.cumsum()]).tolist())
-    plan = zigzag_plan(bounds, cp_size)
-    for rank in range(cp_size):
-        rows = []
-        for a, b in zip(bounds, bounds[1:]):
-            parts = np.array_split(np.arange(a, b), 2 * cp_size)
-            rows += [*parts[rank], *parts[-1 - rank]] if cp_size > 1 else list(range(a, b))
-        assert plan.position_array(rank).tolist() == rows
-
-
 def make(**changes) -> CoreAttention:
     settings = {"attention_dropout": 0.0, **changes.pop("config", {})}
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
@@ -100,8 +85,6 @@ def test_refusals_are_sentences():
     with pytest.raises(ContractError, match="end at 6"):
         make()(q[:, 0], q[:, 0], q[:, 0], None, packed_seq_params=packed)
     assert _bounds_of(packed) is _bounds_of(packed)
-    with pytest.raises(ContractError, match="A document has 6 tokens"):
-        zigzag_plan((0, 8, 14), 2)
 
 
 def test_batches_of_several_sequences():
