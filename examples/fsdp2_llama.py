@@ -14,6 +14,7 @@ A step: pack -> Mask -> make_plan -> shard -> blocks with attend() -> loss on sh
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -260,6 +261,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
             (Path(args.out) / "curve.json").write_text(json.dumps(result, indent=1) + "\n")
+        gc.collect()  # nothing may keep a group alive beyond its end
         dist.barrier()
     finally:
         with suppress(ValueError):

@@ -12,6 +12,7 @@ with all of the factor on q, since kv heads are shared.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -94,6 +95,17 @@ class Trainer:
             block.qkv.weight[: len(factors)] *= factors[:, None]
 
 
+def train(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+    trainer = Trainer(args, world, device)
+    steps = [trainer.step() for _ in range(args.steps)]
+    if rank == 0:
+        losses, greatest = zip(*steps)
+        worst = max(max(layer) for layer in greatest[-1])
+        print(f"{args.steps} steps: loss {losses[0]:.3f} to {losses[-1]:.3f}, greatest logit {worst:.1f}")
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        (Path(args.out) / "logits.json").write_text(json.dumps({"losses": losses, "logits": greatest}))
+
+
 def main() -> None:
     args = arguments()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -103,15 +115,9 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        trainer = Trainer(args, world, device)
-        steps = [trainer.step() for _ in range(args.steps)]
-        if rank == 0:
-            losses, greatest = zip(*steps)
-            worst = max(max(layer) for layer in greatest[-1])
-            print(f"{args.steps} steps: loss {losses[0]:.3f} to {losses[-1]:.3f}, greatest logit {worst:.1f}")
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / "logits.json").write_text(json.dumps({"losses": losses, "logits": greatest}))
+        train(args, rank, world, device)
         if world > 1:
+            gc.collect()  # nothing may keep the group alive beyond its end
             dist.barrier()
     finally:
         if world > 1:
