@@ -108,8 +108,10 @@ class WheelBackend(WheelKernels):
         init: Grads | None = None,
     ) -> Grads:
         """See ``Backend.backward``. The kernel works delta out of ``out``; a given ``delta`` is used for sinks only."""
-        grads = self._gradients(dout, q, k, v, out, lse, slices, options, sink, delta)
+        grads = self.backward_final(dout, q, k, v, out, lse, slices, options)
         grads.dq, grads.dk, grads.dv = grads.dq.float(), grads.dk.float(), grads.dv.float()
+        if sink is not None:
+            grads.dsink = _sink_gradient(sink, dout, out, lse, delta, options)
         return finish_backward(grads, init)
 
     @torch.no_grad()
@@ -126,14 +128,6 @@ class WheelBackend(WheelKernels):
         sink: torch.Tensor | None = None,
     ) -> Grads:
         """See ``FinalBackend.backward_final``."""
-        return self._gradients(dout, q, k, v, out, lse, slices, options, sink, None)
-
-    def _gradients(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, slices: SliceTable, options: AttnOptions, sink: torch.Tensor | None,
-        delta: torch.Tensor | None,
-    ) -> Grads:  # fmt: skip
-        """dq, dk and dv in the dtype of q."""
         check_operands(q, k, v, slices)
         if _has_no_pairs(q, k, slices):
             grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)))
@@ -145,10 +139,17 @@ class WheelBackend(WheelKernels):
                 made = self.differentiate(_batched(q, k, v, slices), out_BTHD, dout_BTHD, lse_BHT, slices, options)
             grads = Grads(*(x[0] for x in made))
         if sink is not None:
-            # A row that sees no key in any stage has an out of 0 and so a delta of 0, whatever its dout holds.
-            delta = row_delta(out, dout, delta).masked_fill((out == 0).all(-1), 0.0)
-            grads.dsink = sink_bwd_from_delta(sink, lse.float(), delta, options.sink_layout)
+            grads.dsink = _sink_gradient(sink, dout, out, lse, None, options)
         return grads
+
+
+def _sink_gradient(
+    sink: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None,
+    options: AttnOptions,
+) -> torch.Tensor:  # fmt: skip
+    # A row that sees no key in any stage has an out of 0 and so a delta of 0, whatever its dout holds.
+    delta = row_delta(out, dout, delta).masked_fill((out == 0).all(-1), 0.0)
+    return sink_bwd_from_delta(sink, lse.float(), delta, options.sink_layout)
 
 
 def _batched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable) -> QKV:
