@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table
-from magi_attention.errors import MagiError
+from magi_attention.errors import MagiError, NoBackendError
 from magi_attention.launch.textfile import read_text
 
 BLOCK, FOLDER = 1024, "runs/explain"  # defaults of --block and --out
@@ -144,6 +144,30 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
     )
 
 
+def show_kernels(args: argparse.Namespace) -> None:
+    """Which backend computes attention of these heads on this machine and why, and what the others say."""
+    import torch
+
+    from magi_attention.env import general
+    from magi_attention.kernels import AttnOptions, Problem, default_registry
+
+    has_gpu = torch.cuda.is_available()
+    problem = Problem(
+        "cuda" if has_gpu else "cpu", torch.bfloat16, args.heads_q, args.heads_kv, args.head_dim, args.head_dim,
+        AttnOptions(args.head_dim**-0.5), needs_backward=True,
+        capability=torch.cuda.get_device_capability() if has_gpu else None,
+    )  # fmt: skip
+    registry, asked = default_registry(), general.kernel_backend().value
+    try:
+        why = registry.select(problem, asked, general.is_kernel_backend_explicit())[1]
+    except NoBackendError:
+        why = f"Backend {asked!r} was asked for and cannot run."
+    where = torch.cuda.get_device_name() if has_gpu else "the CPU"
+    answers = [[name, reason or "can run"] for name, reason in registry.answers(problem).items()]
+    show_table(f"Kernels on {where}, bfloat16", [["backend", "what it says"], *answers])
+    print(why)
+
+
 def command_explain(args: argparse.Namespace) -> int:
     if args.pictures:
         need_matplotlib()
@@ -161,6 +185,7 @@ def command_explain(args: argparse.Namespace) -> int:
     show_table("Ranks", describe.rank_table(plan, numbers))
     heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
+    show_kernels(args)
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
     if advice:
         print(advice)

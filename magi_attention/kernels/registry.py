@@ -73,7 +73,7 @@ class Registry:
                 return backend, f"Backend '{backend.name}' is preferred to '{prefer}' on {problem.capability}."
         if prefer is not None and self._named(prefer).why_not(problem) is None:
             return self._named(prefer), f"Backend '{prefer}' was asked for and can run."
-        refusals = {b.name: reason for b in self.backends if (reason := b.why_not(problem)) is not None}
+        refusals = {name: reason for name, reason in self.answers(problem).items() if reason is not None}
         usable = [b for b in self.backends if b.name not in refusals]
         usable.sort(key=lambda b: -_preference(b, problem))  # stable: else in order
         if not usable or (explicit and prefer is not None):
@@ -88,6 +88,10 @@ class Registry:
         reason = f"Backend '{usable[0].name}' runs in place of '{prefer}': {refusals[prefer]}"
         _warn_once(reason)
         return usable[0], reason
+
+    def answers(self, problem: Problem) -> dict[str, str | None]:
+        """What each backend says to a problem, in order: None if it can run it, else a sentence why not."""
+        return {backend.name: backend.why_not(problem) for backend in self.backends}
 
     def _named(self, name: str) -> Backend:
         return next(b for b in self.backends if b.name == name)

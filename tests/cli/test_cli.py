@@ -43,6 +43,20 @@ def test_explain_says_where_another_dispatch_moves_less(capsys):
     assert "--dispatch" not in printed and re.search(r"this plan, all stages +0 B", printed)  # a document each
 
 
+def test_explain_says_which_backend_runs_and_why(monkeypatch, capsys):
+    """Each backend has a line, and a backend that was asked for and cannot run is no error here."""
+    monkeypatch.delenv("MAGI_ATTENTION_KERNEL_BACKEND", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = ["explain", "--docs", "512", "--cp", "2", "--no-pictures"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "Kernels on the CPU" in printed and "Backend 'sdpa_ol' runs in place of 'ffa'" in printed
+    assert re.search(r"fa4 .*runs on NVIDIA GPUs", printed) and re.search(r"sdpa_ol +can run", printed)
+    monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "fa4")
+    assert main(arguments) == 0
+    assert "'fa4' was asked for and cannot run" in capsys.readouterr().out
+
+
 def test_explain_a_mask_file(tmp_path, capsys):
     mask = {"total": 512, "q_ranges": [[0, 256], [256, 512]], "k_ranges": [[0, 256], [0, 512]]}
     file = tmp_path / "mask.json"
