@@ -64,9 +64,8 @@ class CoreAttention(MegatronModule):
             raise UnsupportedError(f"attention_dropout is {dropout}; set it to 0 (--attention-dropout 0).")
         if attention_type != "self":
             raise UnsupportedError(f"attention_type is {attention_type!r}; keep another core_attention for it.")
-        if attn_mask_type not in (*_CAUSAL, AttnMaskType.no_mask):
-            raise UnsupportedError(f"{attn_mask_type} is a mask of tensors; use causal, no_mask or packed sequences.")
-        self.is_causal = attn_mask_type in _CAUSAL
+        self.attn_mask_type = attn_mask_type
+        _check_mask(attn_mask_type, None)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if is_local else None
@@ -105,29 +104,30 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query (S, B, H, D) or, packed, (T, H, D); so key and value. Gives (S, B, H D) or (T, H D). ``attention_mask``
-        is not looked at where the layer is causal."""
+        """query (S, B, H, D) or, packed, (T, H, D); so key and value. Gives (S, B, H D) or (T, H D). The
+        ``attention_mask`` of a causal layer is not looked at, as it says nothing new."""
         if attention_bias is not None:
             raise UnsupportedError("attention_bias is given; use rotary or absolute positions.")
-        if attention_mask is not None and not self.is_causal:
-            raise UnsupportedError("attention_mask is a tensor; give documents by packed_seq_params.")
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        _check_mask(kind, attention_mask)
+        is_causal = kind in _CAUSAL
         if packed_seq_params is not None:
             group = self.cp_group if packed_seq_params.cp_group is None else packed_seq_params.cp_group
-            plan = self._plan(_bounds_of(packed_seq_params), query, group)
+            plan = self._plan(_bounds_of(packed_seq_params), query, group, is_causal)
             return self._attend(query, key, value, plan, group)
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
-        plan = self._plan((0, query.shape[0] * cp_size), query[:, 0], self.cp_group)
+        plan = self._plan((0, query.shape[0] * cp_size), query[:, 0], self.cp_group, is_causal)
         rows = [self._attend(query[:, b], key[:, b], value[:, b], plan, self.cp_group) for b in range(query.shape[1])]
         return torch.stack(rows, dim=1)
 
-    def _plan(self, bounds: tuple[int, ...], q_THD: torch.Tensor, group: Any) -> Plan:
+    def _plan(self, bounds: tuple[int, ...], q_THD: torch.Tensor, group: Any, is_causal: bool) -> Plan:
         cp_size = 1 if group is None else group.size()
         if bounds[-1] != q_THD.shape[0] * cp_size:
             raise ContractError(
                 f"Documents end at {bounds[-1]}, and {cp_size} ranks hold {q_THD.shape[0]} tokens each; pad each "
                 f"document to a multiple of {2 * cp_size} and give cu_seqlens_q_padded."
             )
-        return zigzag_plan(bounds, cp_size, self.is_causal, self.window)
+        return zigzag_plan(bounds, cp_size, is_causal, self.window)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: Any) -> torch.Tensor:
         sink = None if self.softmax_offset is None else self.softmax_offset[None].float()
@@ -147,6 +147,14 @@ class CoreAttention(MegatronModule):
             state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )  # fmt: skip
+
+
+def _check_mask(kind: AttnMaskType, mask: torch.Tensor | None) -> None:
+    """Padding and masks of one's own are in tensors, which are not read."""
+    if kind not in (*_CAUSAL, AttnMaskType.padding, AttnMaskType.no_mask):
+        raise UnsupportedError(f"{kind} is a mask of tensors; use causal, no_mask or packed sequences.")
+    if mask is not None and kind is not AttnMaskType.causal:
+        raise UnsupportedError(f"attention_mask is a tensor, and {kind} reads it; give documents by packed_seq_params.")
 
 
 def _bounds_of(packed: PackedSeqParams) -> tuple[int, ...]:

@@ -81,6 +81,10 @@ def test_refusals_are_sentences():
         make()(q, q, q, None, attention_bias=q)
     with pytest.raises(UnsupportedError, match="packed_seq_params"):
         make(attn_mask_type=AttnMaskType.no_mask)(q, q, q, torch.ones(1))
+    for kind in (AttnMaskType.padding_causal, AttnMaskType.padding):
+        with pytest.raises(UnsupportedError, match="reads it"):
+            make()(q, q, q, torch.ones(1), attn_mask_type=kind)
+    assert not torch.equal(make()(q, q, q, None), make()(q, q, q, None, attn_mask_type=AttnMaskType.no_mask))
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 6]))
     with pytest.raises(ContractError, match="end at 6"):
         make()(q[:, 0], q[:, 0], q[:, 0], None, packed_seq_params=packed)
