@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from magi_attention.native.families import gpu_table
+from magi_attention.native.families import gpu_table, install_table
 
-DOCS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 _MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def tables() -> dict[str, str]:
-    """Name of each page -> its table."""
-    return {"gpus.md": gpu_table()}
+    """Path of each page -> its table."""
+    return {"README.md": install_table(), "docs/install.md": install_table(), "docs/gpus.md": gpu_table()}
 
 
 def with_table(page: str, table: str) -> str:
@@ -30,6 +30,6 @@ def with_table(page: str, table: str) -> str:
 
 if __name__ == "__main__":
     for name, table in tables().items():
-        page = DOCS / name
+        page = ROOT / name
         page.write_text(with_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
         print(page)

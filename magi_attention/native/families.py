@@ -73,7 +73,7 @@ def describe_capabilities() -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in known)
 
 
-# ---- what was run where: the table of docs/gpus.md and the doctor's words. A row says what was run, not what should
+# ---- what was run where: the tables of pages and the doctor's words. A row says what was run, not what should
 # work; change ``seen`` when somebody has run ``magi test --suite gpu`` there.
 
 
@@ -140,5 +140,15 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
+def install_table() -> str:
+    """The table of README.md and docs/install.md: what each GPU installs."""
+    lines = ["| your GPU | command |", "|---|---|", "| none, or none of these | `pip install magi_attention` |"]
+    for install in dict.fromkeys(row.install for row in GPU_ROWS):
+        gpus = "; ".join(row.gpus for row in GPU_ROWS if row.install == install)
+        lines.append(f"| {gpus} | `pip install 'magi_attention[{install}]'` |")
+    return "\n".join(lines)
+
+
 __all__ = ["BY_LIBRARY", "BY_NAME", "FAMILIES", "GPU_ROWS", "SM90", "Capability", "Family", "GpuRow"]
-__all__ += ["capability_of", "describe_capabilities", "family_of", "gpu_table", "row_of", "was_run"]
+__all__ += ["capability_of", "describe_capabilities", "family_of", "gpu_table", "install_table"]
+__all__ += ["row_of", "was_run"]
