@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from test_ffa_backward import SPECIAL, differentiate
 
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import NoBackendError
+from magi_attention.functional.fa4 import fa4_bwd, fa4_fwd, ffa_fa4_func
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.kernels.fa4.backend import Fa4Backend
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.types import AttnOptions, Grads, Problem
@@ -258,6 +261,38 @@ def test_max_logits(backend):
             attend(x, return_max_logits=True)
         return
     assert_right(x, attend(x, return_max_logits=True))
+
+
+@pytest.mark.parametrize("entry", ("fa4_fwd", "ffa_fa4_func", "MAGI_ATTENTION_FA4_BACKEND"))
+def test_published_entries_of_fa4_run_fa4(entry, monkeypatch):
+    """They fall back to other backends, so calls are counted, too."""
+    if (reason := why_not("fa4", dims=(128, 128))) is not None:
+        pytest.skip(reason)
+    calls = []
+    for name in ("attend", "differentiate"):
+        run = getattr(Fa4Backend, name)
+        monkeypatch.setattr(Fa4Backend, name, lambda *a, run=run, name=name: (calls.append(name), run(*a))[1])
+    for name in custom_ops.WATCHED:
+        monkeypatch.delenv(name, raising=False)
+    x = make_inputs(6, masks.causal(700), 700, 700, (8, 2), (128, 128), device=DEVICE)
+    dout = make_dout(x)
+    if entry == "fa4_fwd":
+        arg = SimpleNamespace(**dict(zip(("q_ranges", "k_ranges", "attn_type_map"), x.ranges)))
+        out, lse = fa4_fwd(x.q, x.k, x.v, None, arg, x.scale)
+        grads = Grads(*fa4_bwd(dout, x.q, x.k, x.v, None, out, lse, arg, x.scale)[:3])
+    else:
+        if entry == "MAGI_ATTENTION_FA4_BACKEND":
+            monkeypatch.setenv(entry, "1")
+            call = lambda *qkv: flex_flash_attn_func(*qkv, *x.ranges, softmax_scale=x.scale)  # noqa: E731
+        else:
+            call = lambda *qkv: ffa_fa4_func(*qkv, *x.ranges, softmax_scale=x.scale)  # noqa: E731
+        leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        out, second = call(*leaves)
+        out, lse = out.detach(), getattr(second, "lse", second)
+        grads = Grads(*torch.autograd.grad(call(*leaves)[0], leaves, dout))
+    assert set(calls) == {"attend", "differentiate"}
+    assert_right(x, Result(out, lse, None))
+    assert_grads(x, grads, truth(x, dout), entry)
 
 
 def test_kernels_of_fa4_that_were_compiled_ahead_are_used(tmp_path, monkeypatch):
