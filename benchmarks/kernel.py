@@ -297,14 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("This benchmark needs a CUDA GPU, and torch sees none.", file=sys.stderr)
         return 2
     makers = available(options.no_peers)
+    if options.direction != "forward":
+        makers = gradient_makers(makers, is_both=options.direction == "both")
     if options.only:
         unknown = [n for n in options.only if n not in makers]
         if unknown:
             print(f"{', '.join(unknown)}: not installed here; there are {', '.join(makers)}.", file=sys.stderr)
             return 2
         makers = {n: makers[n] for n in makers if n in options.only}
-    if options.direction != "forward":
-        makers = gradient_makers(makers, is_both=options.direction == "both")
     results: list[Result] = []
     for mask in options.masks:
         for seqlen in options.seqlens:
