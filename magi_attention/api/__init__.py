@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions.
 
-New code: ``Mask, make_plan, Plan, attend``. Existing code: the functions of the published 1.1.x API, on top of
-the same plans. ``AttnPolicy`` says how a plan is run.
+New code: ``Mask, make_plan, Plan, attend, attend_replicated_kv``. Existing code: the functions of the published 1.1.x
+API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
 """
 
 from magi_attention.api.functools import (
@@ -36,6 +36,7 @@ from magi_attention.api.magi_attn_interface import (
 )
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
+from magi_attention.api.replicated_kv import attend_replicated_kv
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.ranges import AttnRanges
@@ -87,6 +88,7 @@ __all__ = [
     "ToppHeapDispatchAlg",
     "UniformOverlapAlg",
     "attend",
+    "attend_replicated_kv",
     "calc_attn",
     "clear_cache",
     "compute_pad_size",
