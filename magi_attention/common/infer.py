@@ -8,14 +8,14 @@ least ``sk - 1``, is unlimited. With more queries than keys the first ``sq - sk`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.scalars import as_int, as_int_array, as_window
-from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, cut_k, trim
+from magi_attention.common.scalars import as_int, as_int_array, as_pairs, as_window
+from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, INVCAUSAL, cut_k, trim
 from magi_attention.errors import ContractError
 
 if TYPE_CHECKING:
@@ -124,6 +124,37 @@ def varlen_slices(
         return window_slices(segments, *window, prefix)
     kind = np.full((len(segments), 1), CAUSAL if causal else FULL)
     return np.concatenate([segments, kind], axis=1)
+
+
+def causal_slices_with_blocks(
+    cu: NDArray[np.int64], blocks: Iterable[Iterable[int]], window: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Causal or windowed documents, and the later keys of each block: a triangle beside the band, so that no pair is in
+    two slices."""
+    left, right = as_window(window)
+    if right != 0:
+        raise ContractError(f"window is {(left, right)}; a query sees later keys in its block alone, so give (w, 0).")
+    start, end = _as_blocks(blocks, cu).T
+    later = np.stack([start, end - 1, start + 1, end, np.full_like(start, INVCAUSAL)], axis=1)
+    return np.concatenate([varlen_slices(cu, cu, window=(left, 0)), later[end - start > 1]])
+
+
+def _as_blocks(blocks: Iterable[Iterable[int]], cu: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Token ranges inside documents, ascending and disjoint."""
+    pairs = as_pairs(blocks, "blocks")
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    start, end = pairs.T
+    limit = cu[np.minimum(np.searchsorted(cu, start, side="right"), len(cu) - 1)]  # the end of the document
+    for is_bad, what in (
+        (start >= end, "is empty; leave it out, ranges are half-open with start < end"),
+        ((start < 0) | (end > cu[-1]), f"is not inside the {cu[-1]} tokens; blocks are ranges of the packed sequence"),
+        (end > limit, "reaches into another document; cut it there"),
+        (end > np.append(start, cu[-1])[1:], "overlaps the next one; blocks are disjoint"),
+    ):
+        bad = np.flatnonzero(is_bad)
+        if len(bad):
+            raise ContractError(f"Block [{start[bad[0]]}, {end[bad[0]]}) {what}.")
+    return pairs
 
 
 def dense_slices(mask: NDArray[np.generic]) -> NDArray[np.int64]:

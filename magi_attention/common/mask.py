@@ -135,6 +135,21 @@ class Mask:
         return cls._from_rows(rows, "block causal", int(cu[-1]), cu)
 
     @classmethod
+    def causal_with_blocks(
+        cls, cu_seqlens: CuSeqlens | int, blocks: Iterable[Iterable[int]], *, window: tuple[int, int] = (-1, 0)
+    ) -> Mask:
+        """Causal documents in which the tokens of a block see each other in both directions (images in a text).
+
+        ``blocks`` are half-open token ranges of the packed sequence, in any order, each inside one document, disjoint.
+        A block is one image, for instance; tokens after it see it as they see any token. ``window=(w, 0)`` leaves w
+        keys before a query, those of its block included; behind it the query sees its block to the end, as in the
+        sliding layers of Gemma 3. ``cu_seqlens`` may be one total length.
+        """
+        cu = _as_documents(cu_seqlens)
+        array = infer.causal_slices_with_blocks(cu, blocks, window)
+        return cls(SliceTable(array), int(cu[-1]), int(cu[-1]), "causal with blocks", _unchecked(cu))
+
+    @classmethod
     def prefix_lm(cls, cu_seqlens: CuSeqlens | int, prefix: int | Sequence[int]) -> Mask:
         """In every document the first ``prefix`` tokens see each other; the rest is causal.
 

@@ -81,6 +81,30 @@ def test_block_causal() -> None:
     same(Mask.block_causal(10, 3), dense(10, lambda i, j: j // 3 <= i // 3))
 
 
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(0, 45), max_size=12),
+    left=st.integers(-1, 9),
+    data=st.data(),
+)
+def test_causal_with_blocks(lengths, cuts, left, data) -> None:
+    cu = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    edges = np.unique([*cu, *(cut for cut in cuts if cut < cu[-1])]).tolist()  # no range between two crosses a document
+    blocks = [(a, b) for a, b in zip(edges, edges[1:]) if data.draw(st.booleans())]
+    block_of = {i: n for n, (a, b) in enumerate(blocks) for i in range(a, b)}
+
+    def rule(i, j):
+        is_later_in_block = j > i and i in block_of and block_of[i] == block_of.get(j)
+        is_near = j <= i and (left == -1 or i - j <= left)
+        return doc_of(cu, i) == doc_of(cu, j) and (is_near or is_later_in_block)
+
+    mask = Mask.causal_with_blocks(cu, data.draw(st.permutations(blocks)), window=(left, 0))
+    same(mask, dense(cu[-1], rule))
+    assert mask.cu_seqlens == Mask.varlen(cu).cu_seqlens
+    assert len(mask.slices) <= (1 if left == -1 else 3) * len(lengths) + len(blocks)
+
+
 def test_prefix_lm() -> None:
     same(Mask.prefix_lm(9, 4), dense(9, lambda i, j: j <= i or (i < 4 and j < 4)))
     prefixes = [2, 0, 7, 3, 1]
@@ -149,6 +173,12 @@ def test_from_dense_finds_diagonals() -> None:
         (lambda: Mask.varlen([0, 4], causal=True, window=(1, 0)), "causal=False"),
         (lambda: Mask.sliding_window(4, (-2, 0)), "-1 for unlimited"),
         (lambda: Mask.block_causal(8, 0), "block length"),
+        (lambda: Mask.causal_with_blocks([0, 4, 9], [[2, 4], [5, 8], [6, 9]]), "\\[5, 8\\) overlaps the next"),
+        (lambda: Mask.causal_with_blocks([0, 4, 9], [[3, 5]]), "\\[3, 5\\) reaches into another document"),
+        (lambda: Mask.causal_with_blocks([0, 4, 9], [[7, 10]]), "not inside the 9 tokens"),
+        (lambda: Mask.causal_with_blocks([0, 4, 9], [[-1, 2]]), "not inside the 9 tokens"),
+        (lambda: Mask.causal_with_blocks(9, [[3, 3]]), "is empty"),
+        (lambda: Mask.causal_with_blocks(9, [[3, 5]], window=(4, 1)), "give \\(w, 0\\)"),
         (lambda: Mask.prefix_lm([0, 4], 5), "document length"),
         (lambda: Mask.prefix_tree([1, 1], [-1, 1]), "earlier nodes"),
         (lambda: Mask.from_slices([[0, 9]], [[0, 4]], "full", total_q=8, total_k=8), "beyond the 8 q tokens"),
