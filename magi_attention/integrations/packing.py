@@ -41,7 +41,7 @@ class LayerPlans:
         if window not in self.windows:
             raise ContractError(
                 f"A layer has a sliding window of {window}, and the batch was planned for {sorted(self.windows)}; give "
-                f"PackingCollator(windows=[{window}])."
+                f"PackingCollator(windows=[{window}]). Prefix trees have no windows."
             )
         return self.windows[window]
 
