@@ -39,6 +39,12 @@ def test_code_blocks_run_on_two_ranks():
     assert run_processes(2, run_pages, names, timeout_s=600) == [names, names]
 
 
+def test_odd_sizes_run_on_three_ranks():
+    """The page compares with one process by itself; no number in it divides by three."""
+    names = ["docs/odd-sizes.md"]
+    assert run_processes(3, run_pages, names) == [names] * 3
+
+
 @pytest.mark.parametrize("page", [README, *OWN], ids=name_of)
 def test_other_blocks_have_a_known_language(page):
     assert {block.language for block in blocks(page)} <= {"", "python", "json", "toml"}
