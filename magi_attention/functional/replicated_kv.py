@@ -37,7 +37,7 @@ def replicated_ranges(
     key = tuple(cu_q.tolist()), tuple(cu_k.tolist())
     found = layout.cache.find(_RANGES, None)
     if found is None or found[:2] != key:
-        layout.cache.pop(_RANGES, None)  # why: a plan may outlive any number of prompts
+        layout.cache.pop(_RANGES, None)  # a plan may outlive any number of prompts
         made = _Made(*key, _ranges(layout, cu_q, cu_k))
         layout.cache.get(_RANGES, None, lambda: made)
         return made.ranges
