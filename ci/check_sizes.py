@@ -16,7 +16,7 @@ PYTHON_FILE = (400, 600)  # soft, hard; lines
 CUDA_FILE = (500, 900)
 PYTHON_FUNCTION = (60, 120)
 CUDA_SUFFIXES = {".cu", ".cuh", ".h", ".hpp", ".c", ".cc", ".cpp"}
-FOLDERS = ("magi_attention", "csrc", "ci", "docker", "docs", "wheels", "examples", "benchmarks", "tests")
+FOLDERS = ("magi_attention", "csrc", "ci", "docker", "docs", "wheels", "examples", "extensions", "benchmarks", "tests")
 
 # "path" or "path::function" -> why it may exceed the hard limit
 WAIVERS: dict[str, str] = {}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OF_A_CHECKOUT = ("ci", "docker", "docs", "native")  # checks, images, pages, and how native sources are built
+# checks, images, pages, the distribution beside the package, and how native sources are built
+OF_A_CHECKOUT = ("ci", "docker", "docs", "extensions", "native")
 collect_ignore = [] if (ROOT / "csrc").is_dir() else list(OF_A_CHECKOUT)
 
 

@@ -13,7 +13,10 @@ LOG = ROOT / "docs" / "log"
 OWN = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent != LOG or path.name == "README.md")
 FRAMEWORKS = ROOT / "docs" / "frameworks"  # whose code needs their packages: tests/integrations runs it
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
-OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md")]
+OTHERS = [
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / folder / "README.md" for folder in ("docker", "extensions")),
+]
 PAGES = [README, *OWN, *OTHERS]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SETUP = re.compile(r"^<!-- before the code:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)

@@ -6,13 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from dense import assert_equal_gradients, dense_attention
+
+from magi_attention.errors import ContractError
 from magi_attn_extensions import dsa_attn_func, gathered_attention
 from magi_attn_extensions.dsa_interface import BACKENDS
 
-from magi_attention.errors import ContractError
-
 # (Tq, Tk, Hq, Hk, D, top-k); the last two are the published sizes
-SIZES = [(7, 9, 4, 2, 8, 4), (5, 3, 3, 3, 5, 3), (1, 6, 4, 1, 16, 1), (128, 128, 8, 2, 64, 16), (256, 512, 16, 4, 128, 32)]
+SIZES = [
+    (7, 9, 4, 2, 8, 4), (5, 3, 3, 3, 5, 3), (1, 6, 4, 1, 16, 1), (128, 128, 8, 2, 64, 16), (256, 512, 16, 4, 128, 32),
+]  # fmt: skip
 
 
 def draw(sizes, seed, padded=True, dtype=torch.float64):
@@ -36,8 +38,7 @@ def dense(leaves, indices, scale=None, block=1):
     return dense_attention(q, k, v, allowed.repeat_interleave(q.shape[1] // k.shape[1], 0), scale)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes, seed", [(s, i) for s in SIZES for i in range(4 if s[0] < 128 else 1)], ids=str)
 def test_top_k_attention_is_dense_attention(sizes, seed, monkeypatch):
     """Also with so small a budget that a block has a few queries only."""
     if sizes[0] < 128:
@@ -85,7 +86,7 @@ def test_other_dtypes_and_the_same_bits_again(dtype):
         runs.append([out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
     assert runs[0][0].dtype == dtype and runs[0][1].dtype == torch.float32
-    tolerance = 4 * torch.finfo(dtype).eps
+    tolerance = 32 * torch.finfo(dtype).eps
     torch.testing.assert_close(runs[0][0].double(), want, rtol=tolerance, atol=tolerance)
 
 

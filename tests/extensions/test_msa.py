@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 from dense import dense_attention
-from magi_attn_extensions import MSA, gathered_attention
-from magi_attn_extensions.MSA import selection
 
 from magi_attention import api
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.solver.dispatch_solver import MinHeapDispatchAlg
+from magi_attn_extensions import MSA, gathered_attention
+from magi_attn_extensions.MSA import selection
 
 BLOCK = 128
 HEADS, HEADS_KV, DIM, INDEX_DIM = 4, 2, 8, 6
@@ -86,9 +86,9 @@ def test_the_layout_is_that_of_the_dense_key_and_positions_are_of_documents():
     def rank(transport):
         how = DispatchConfig(chunk_size=64)
         key = MSA.make_magi_msa_key(bounds, transport, dispatch_config=how)
-        cu = torch.tensor(bounds, dtype=torch.int32)
+        cu, config = torch.tensor(bounds, dtype=torch.int32), DistAttnConfig(dispatch_config=how)
         dense = api.magi_attn_varlen_key(
-            cu, cu, HEADS, HEADS_KV, DIM, 0, transport, causal=True, dist_attn_config=DistAttnConfig(dispatch_config=how)
+            cu, cu, HEADS, HEADS_KV, DIM, 0, transport, causal=True, dist_attn_config=config
         )
         local = MSA.dispatch(x, key, pad_value=total - 1)
         assert torch.equal(local, api.dispatch(x, dense, pad_value=total - 1))

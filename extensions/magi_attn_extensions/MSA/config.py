@@ -27,8 +27,8 @@ class MsaConfig:
     ``topk_blocks`` blocks are selected, the first ``init_blocks`` of the document and the query's own and the
     ``local_blocks`` - 1 before it always. ``softmax_scale`` None is ``D ** -0.5``. ``score_in_fp32`` False forms scores
     in the dtype of ``index_q``. ``high_precision_reduce`` sends keys and values and sums their gradients over the ranks
-    in float32, not in their dtype. Without effect: ``indexer_softmax_scale``, as a positive factor does not change which
-    scores are best; ``deterministic``, as results are the same bits on every run.
+    in float32, not in their dtype. Without effect: ``indexer_softmax_scale``, as a positive factor does not change
+    which scores are best; ``deterministic``, as results are the same bits on every run.
 
     ``UnsupportedError`` for ``kl_loss_coeff`` and ``lse_loss_coeff`` other than 0: the indexer learns nothing here.
     """
@@ -48,8 +48,8 @@ class MsaConfig:
     def __post_init__(self) -> None:
         if self.kl_loss_coeff or self.lse_loss_coeff:
             raise UnsupportedError(
-                "kl_loss_coeff and lse_loss_coeff must be 0: no loss of the indexer is computed. Freeze its parameters, "
-                "or train it by a loss of your own on index_q and index_k."
+                "kl_loss_coeff and lse_loss_coeff must be 0: no loss of the indexer is computed. Freeze its "
+                "parameters, or train it by a loss of your own on index_q and index_k."
             )
         if self.indexer_softmax_scale is not None and not self.indexer_softmax_scale > 0:
             raise ContractError(f"indexer_softmax_scale is {self.indexer_softmax_scale}; give a positive number.")

@@ -31,7 +31,7 @@ class MagiMsaKey:
     runtime_key: Any
     cu_seqlens: tuple[int, ...]
     config: MsaConfig
-    # of this rank's rows (T,): the position in the document; its first key; the key at which what it sees ends, which is
+    # Of this rank's rows (T,): the position in the document; its first key; the key before which what it sees ends,
     # 0 for a row that only pads. And the pieces of ``select_packed``.
     positions: torch.Tensor = field(compare=False, repr=False)
     first: torch.Tensor = field(compare=False, repr=False)
@@ -74,7 +74,7 @@ def undispatch(x: torch.Tensor, key: MagiMsaKey) -> torch.Tensor:
 
 
 def get_position_ids(key: MagiMsaKey) -> torch.Tensor:
-    """int64 (T,): positions of this rank's rows in their documents; rows that only pad repeat that of the last token."""
+    """int64 (T,): positions of this rank's rows in their documents; a row that only pads has that of the last token."""
     return key.positions
 
 
