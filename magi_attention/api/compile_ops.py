@@ -12,15 +12,17 @@ import torch
 from magi_attention.api.handles import CompiledFacts, runtime_of
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float
+from magi_attention.errors import ContractError
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
 from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.dropout import dropout_of
 from magi_attention.kernels.types import as_scale
 
 _OPTIONS = (
     "Tensor? sink, SymInt handle, str group, int policy, SymInt tail_rows, ScalarType? precision, "
-    "float? softmax_scale, float softcap, bool return_max_logits"
+    "float? softmax_scale, float softcap, bool return_max_logits, float dropout_p, SymInt dropout_seed"
 )
 _FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BWD = (
@@ -29,25 +31,26 @@ _BWD = (
 )
 
 
-def _call(runtime: AttnRuntime, tensors: tuple, scale, softcap, return_max_logits, needs_backward) -> tuple:
+def _call(runtime: AttnRuntime, tensors: tuple, options: tuple, dropout: tuple, needs_backward: bool) -> tuple:
     """The call, and q, k, v in the dtype that is computed in."""
     q, k, v, sink = tensors
     precision = runtime.policy.precision
     if precision is not None:
         q, k, v = (x.to(precision) for x in (q, k, v))
-    call: AttnCall = runtime.call(q, k, v, sink, scale, softcap, return_max_logits, None, needs_backward)
+    call: AttnCall = runtime.call(q, k, v, sink, *options, None, needs_backward, dropout_of(*dropout))
     return call, q, k, v
 
 
 @torch.library.custom_op("magi_attention::dist_attn_fwd", mutates_args=(), schema=_FWD)
 def dist_attn_fwd(
     q, k, v, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap, return_max_logits,
-    needs_backward,
+    dropout_p, dropout_seed, needs_backward,
 ):  # fmt: skip
     """``(out, lse, max_logits or empty, k and v of the last stage or empty)``."""
     runtime = runtime_of(handle, group, policy)
     with runtime.transport.guard("attention forward, input check"):
-        call, *qkv = _call(runtime, (q, k, v, sink), softmax_scale, softcap, return_max_logits, needs_backward)
+        options, dropout = (softmax_scale, softcap, return_max_logits), (dropout_p, dropout_seed)
+        call, *qkv = _call(runtime, (q, k, v, sink), options, dropout, needs_backward)
     got = run_forward(call, *qkv, sink)
     max_logits = got.lse.new_empty(0) if got.max_logits is None else got.max_logits
     # In one launch there is no tail, but room for it.
@@ -58,7 +61,7 @@ def dist_attn_fwd(
 @dist_attn_fwd.register_fake
 def _(
     q, k, v, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap, return_max_logits,
-    needs_backward,
+    dropout_p, dropout_seed, needs_backward,
 ):  # fmt: skip
     computed = precision or q.dtype
     acc, heads = accumulation_dtype(computed), q.shape[1]
@@ -74,11 +77,12 @@ def _(
 @torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD)
 def dist_attn_bwd(
     dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap,
-    return_max_logits,
+    return_max_logits, dropout_p, dropout_seed,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink or empty)`` in the dtypes of q, k, v and sink."""
     runtime = runtime_of(handle, group, policy)
-    call, *qkv = _call(runtime, (q, k, v, sink), softmax_scale, softcap, return_max_logits, True)
+    options, dropout = (softmax_scale, softcap, return_max_logits), (dropout_p, dropout_seed)
+    call, *qkv = _call(runtime, (q, k, v, sink), options, dropout, True)
     tail = (k_tail, v_tail) if runtime.keeps_tail else ()
     dtype = qkv[0].dtype
     dq, dk, dv, dsink = run_backward(call, dout.to(dtype), *qkv, sink, out.to(dtype), lse, tail)
@@ -105,7 +109,7 @@ def _save(ctx, inputs, output) -> None:
 def _grad(ctx, dout, *_):
     sink = ctx.saved_tensors[-1]
     dq, dk, dv, dsink = dist_attn_bwd(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None if sink is None else dsink, *[None] * 9
+    return dq, dk, dv, None if sink is None else dsink, *[None] * 11
 
 
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
@@ -120,14 +124,19 @@ def compiled_attn(
     softmax_scale: float | None,
     softcap: float,
     return_max_logits: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """``attend`` and ``calc_attn`` while a model is traced."""
     has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     scale = None if softmax_scale is None else as_scale(softmax_scale)
     return_max_logits = bool(return_max_logits)
+    if dropout_p and dropout_seed is None:
+        raise ContractError("dropout_p needs dropout_seed; give an integer, another one for each layer and step.")
     got = dist_attn_fwd(
         q, k, v, sink, facts.handle, facts.group, facts.policy, facts.tail_rows, facts.precision, scale,
-        as_float(softcap, "softcap"), return_max_logits, torch.is_grad_enabled() and has_grad,
+        as_float(softcap, "softcap"), return_max_logits, dropout_p, dropout_seed or 0,
+        torch.is_grad_enabled() and has_grad,
     )  # fmt: skip
     return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
 

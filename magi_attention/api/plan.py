@@ -40,6 +40,7 @@ from magi_attention.functional import layout as token_layout
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
 from magi_attention.kernels import default_registry
+from magi_attention.kernels.dropout import dropout_of
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
 from magi_attention.meta.planner import build_plan, plan_for_partitions
@@ -268,6 +269,8 @@ def attend(
     return_max_logits: bool = False,
     policy: AttnPolicy | None = None,
     trace: Trace | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Attention of this rank's tokens over the whole sequence under the plan's mask.
 
@@ -275,6 +278,9 @@ def attend(
     out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) or None)``.
     ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it. ``softcap`` > 0 caps
     logits; ``sink`` ``(S, Hq)`` holds extra logits, the same on all ranks. Differentiable in q, k, v and sink.
+    ``dropout_p`` > 0 drops that share of the weights after the softmax, by ``dropout_seed``: an integer, the same on
+    all ranks, and another one for each layer and step. Which weights go depends on the seed, the head and the global
+    positions of query and key alone, so it is the same for any number of ranks.
     Collective over the group. Gradients of parameters are those of this rank's tokens: sum them over the group
     (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
     (dicts of rank, lane, stage, start, end).
@@ -282,7 +288,10 @@ def attend(
     if is_compiling():
         if trace is not None:
             raise ContractError("trace= collects nothing in a compiled model; leave it out, or call attend uncompiled.")
-        return compiled_attn(q, k, v, sink, plan._facts(group, policy), softmax_scale, softcap, return_max_logits)
+        facts = plan._facts(group, policy)
+        options = (softmax_scale, softcap, return_max_logits, dropout_p, dropout_seed)
+        return compiled_attn(q, k, v, sink, facts, *options)
     runtime = plan._runtime(group, policy)
-    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace)
+    dropout = dropout_of(dropout_p, dropout_seed)
+    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, softmax_scale, softcap, return_max_logits, trace, dropout)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

@@ -21,14 +21,13 @@ import torch
 
 from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.common.slices import SliceTable
-from magi_attention.functional.runtime import AttnCall, AttnRuntime, Trace, accumulation_dtype
+from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.double_backward import once_differentiable
+from magi_attention.kernels.dropout import Dropout
 from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.rows.kernels import rounded
-
-HOST = -1
 
 
 def dist_attn(
@@ -41,20 +40,22 @@ def dist_attn(
     softcap: float = 0.0,
     return_max_logits: bool = False,
     trace: Trace | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Attention of this rank's queries over all keys that the plan's mask allows.
 
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``: this rank's tokens, any strides. ``sink`` is
-    ``(S, Hq)``, the same on all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype, lse ``(T, Hq)`` (natural log,
-    float32, or float64 for float64 inputs) and max_logits ``(Hq,)`` over all ranks or None. Collective over the
-    group; differentiable in q, k, v and sink. If a rank fails, the others raise ``PeerFailureError``.
+    ``(S, Hq)``, the same on all ranks, and so is ``dropout``. Returns out ``(T, Hq, Dv)`` in q's dtype, lse
+    ``(T, Hq)`` (natural log, float32, or float64 for float64 inputs) and max_logits ``(Hq,)`` over all ranks or None.
+    Collective over the group; differentiable in q, k, v and sink. If a rank fails, the others raise
+    ``PeerFailureError``.
     """
     with runtime.transport.guard("attention forward, input check"):
         precision = runtime.policy.precision
         out_dtype = q.dtype if isinstance(q, torch.Tensor) else None
         if precision is not None:
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
-        call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace)
+        call = runtime.call(q, k, v, sink, softmax_scale, softcap, return_max_logits, trace, dropout=dropout)
     out, lse, max_logits = _apply(q, k, v, sink, call)
     if out.dtype != out_dtype:  # asked here, because every layer passes by and to() unpacks longer to find out
         out = out.to(out_dtype)
@@ -130,7 +131,8 @@ def run_backward(
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.is_local and prepared.final is not None:
-            grads = prepared.final.backward_final(dout, q, k, v, out, lse, runtime.part.host, options, sink)
+            run, dropout = prepared.final.backward_final, call.dropout_mask(HOST, q.device)
+            grads = run(dout, q, k, v, out, lse, runtime.part.host, options, sink, dropout)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         else:
@@ -163,17 +165,18 @@ def _forward_blocking(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> _Forward:
     """One kernel over all keys, which are fetched first unless all are here."""
-    runtime, prepared, slices = call.runtime, call.prepared, call.runtime.part.host
+    runtime, prepared, slices, keys = call.runtime, call.prepared, call.runtime.part.host, HOST
     if not runtime.is_local:
         start = time.perf_counter()
         k_remote, v_remote = runtime.comms[0].fetch(k, v).wait()
         call.record("comm", 0, start)
         k, v, slices = torch.cat([k, k_remote]), torch.cat([v, v_remote]), runtime.part.joined
-    start = time.perf_counter()
+        keys = JOINED
+    start, dropout = time.perf_counter(), call.dropout_mask(keys, q.device)
     if prepared.final is not None:
-        got = _Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink))
+        got = _Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink, dropout))
     else:
-        partial = prepared.backend.forward(q, k, v, slices, prepared.forward_alone, sink)
+        partial = prepared.backend.forward(q, k, v, slices, prepared.forward_alone, sink, None, dropout)
         got = _Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
     call.record("compute", HOST, start)
     return got
@@ -199,7 +202,8 @@ def _forward_staged(
     while waiting and runtime.policy.prefetch_all:
         fetch_next()
     start = time.perf_counter()
-    partial = prepared.backend.forward(q, k, v, runtime.part.host, prepared.forward, sink)
+    dropout = call.dropout_mask(HOST, q.device)
+    partial = prepared.backend.forward(q, k, v, runtime.part.host, prepared.forward, sink, None, dropout)
     call.record("compute", HOST, start)
     for s, stage in enumerate(stages):
         k_stage, v_stage = fetches.pop(s).wait()
@@ -208,7 +212,8 @@ def _forward_staged(
         if len(stage.slices):
             start = time.perf_counter()
             options = prepared.forward if fetches else prepared.forward_alone
-            partial = prepared.backend.forward(q, k_stage, v_stage, stage.slices, options, init=partial)
+            dropout = call.dropout_mask(s, q.device)
+            partial = prepared.backend.forward(q, k_stage, v_stage, stage.slices, options, None, partial, dropout)
             call.record("compute", s, start)
         if s == len(stages) - 1 and runtime.keeps_tail:
             tail = (k_stage, v_stage)
@@ -233,10 +238,10 @@ class _Backward:
         self.delta: torch.Tensor | None = None
 
     def _attend(
-        self, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, stage: int, options: AttnOptions,
+        self, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, keys: int, options: AttnOptions,
         sink: torch.Tensor | None = None, into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Grads:  # fmt: skip
-        """Adds to dq, and to (dk, dv) of ``into`` where given; dsink is that of these keys alone."""
+        """Adds to dq, and to (dk, dv) of ``into`` where given; dsink is that of these keys alone. ``keys``: which."""
         start = time.perf_counter()
         init = None
         if self.dq is not None or into is not None:
@@ -247,10 +252,11 @@ class _Backward:
             init = Grads(self.dq, *(into or self._zeros(k, v)))
         backend = self.call.prepared.backend
         operands = (self.dout, self.q, k, v, self.out, self.lse)
-        grads = backend.backward(*operands, slices, options, sink, self.delta, init)
+        dropout = self.call.dropout_mask(keys, self.q.device)
+        grads = backend.backward(*operands, slices, options, sink, self.delta, init, dropout)
         if init is None:
             self.dq, self.delta = grads.dq, grads.delta
-        self.call.record("compute", stage, start)
+        self.call.record("compute", max(keys, HOST), start)
         return grads
 
     def _zeros(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +271,7 @@ class _Backward:
         k_remote, v_remote = comm.fetch(self.k, self.v).wait()
         keys, values = torch.cat([self.k, k_remote]), torch.cat([self.v, v_remote])
         options = self.call.prepared.backward_alone
-        grads = self._attend(keys, values, self.runtime.part.joined, HOST, options, self.sink)
+        grads = self._attend(keys, values, self.runtime.part.joined, JOINED, options, self.sink)
         dk, dv = grads.dk[:rows], grads.dv[:rows]
         self._return_rows(0, grads.dk[rows:], grads.dv[rows:], dk, dv).wait()
         reduce_dsink(self.call, grads.dsink)

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from magi_attention.comm.symm.buffers import why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
-from magi_attention.common.plan_cache import PlanCache
+from magi_attention.common.intervals import Packing
+from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
@@ -21,12 +23,15 @@ from magi_attention.functional.fused import FusedAttention, PreparedFused
 from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.stage_comm import StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
+from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import FinalBackend, as_scale, options_of
 from magi_attention.meta.plan import Plan, RankPlan
 
 _log = logging.getLogger("magi_attention.functional")
 _MAX_PREPARED = 256
+HOST, JOINED = -1, -2  # in place of a stage: local keys alone, or followed by those of all stages
+_POSITIONS: Kind[tuple[int, torch.device], torch.Tensor] = Kind("positions of keys, by stage and device")
 DSINK_REDUCES = ("none", "sum", "avg")
 STAGE_MODES = ("staged", "fused", "auto")
 Trace = list[dict[str, Any]]  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
@@ -93,6 +98,14 @@ class AttnCall:
     runtime: AttnRuntime
     prepared: Prepared
     trace: Trace | None = None
+    dropout: Dropout | None = None
+
+    def dropout_mask(self, keys: int, device: torch.device) -> DropoutMask | None:
+        """Dropout over local queries and the keys of a stage, ``HOST`` or ``JOINED``."""
+        if self.dropout is None:
+            return None
+        positions = self.runtime.positions
+        return DropoutMask(self.dropout, positions(HOST, device), positions(keys, device))
 
     def record(self, lane: str, stage: int, start: float) -> None:
         if self.trace is not None:
@@ -152,6 +165,18 @@ class AttnRuntime:
         """Degree 0: fetch everything, then one kernel over local and fetched keys."""
         return self.plan.degree == 0 and self.plan.num_stages == 1
 
+    def positions(self, keys: int, device: torch.device) -> torch.Tensor:
+        """int32: where the keys of a stage, ``HOST`` or ``JOINED`` lie in the whole sequence."""
+
+        def make() -> torch.Tensor:
+            stages = self.part.stages
+            remote = stages if keys == JOINED else [] if keys == HOST else [stages[keys]]
+            parts = [self.plan.position_array(self.transport.rank)] if keys < 0 else []
+            parts += [Packing(stage.recv_ranges).positions() for stage in remote]
+            return torch.from_numpy(np.concatenate(parts)).to(device, torch.int32)
+
+        return self.cache.get(_POSITIONS, (keys, device), make)
+
     def call(
         self,
         q: torch.Tensor,
@@ -163,6 +188,7 @@ class AttnRuntime:
         return_max_logits: bool,
         trace: Trace | None = None,
         needs_backward: bool | None = None,
+        dropout: Dropout | None = None,
     ) -> AttnCall:
         """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard.
 
@@ -183,7 +209,7 @@ class AttnRuntime:
                 type(q), q.shape, q.dtype, q.device, type(k), k.shape, k.dtype, k.device,
                 type(v), v.shape, v.dtype, v.device,
                 None if sink is None else (type(sink), sink.shape, sink.dtype, sink.device),
-                needs_backward, softmax_scale, softcap, return_max_logits,
+                needs_backward, softmax_scale, softcap, return_max_logits, None if dropout is None else dropout.p,
             )  # fmt: skip
         except AttributeError:
             self._check_inputs(q, k, v, sink)
@@ -193,40 +219,51 @@ class AttnRuntime:
             self._check_inputs(q, k, v, sink)
         if prepared is None or not self.transport.knows(prepared.use):
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            self._agree(q, k, v, sink, scale, softcap, return_max_logits)
+            self._agree(q, k, v, sink, scale, softcap, return_max_logits, dropout)
         if self.policy.check:
-            self._compare_ranks(q, k, v)
+            self._compare_ranks(q, k, v, dropout)
         if prepared is None:
-            prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits)
+            prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits, dropout)
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
-        return AttnCall(self, prepared, trace)
+        return AttnCall(self, prepared, trace, dropout)
 
     def _prepare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, needs_backward: bool,
-        scale: float, softcap: float, with_max: bool,
+        scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
     ) -> Prepared:  # fmt: skip
-        policy = self.policy
+        policy, share = self.policy, 0.0 if dropout is None else dropout.p
         forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
         options = [
-            options_of(scale, softcap, "sh", policy.deterministic, margin, is_forward and with_max)
+            options_of(scale, softcap, "sh", policy.deterministic, margin, is_forward and with_max, share)
             for is_forward, margin in ((True, forward), (True, 0), (False, backward), (False, 0))
         ]
         problem = Problem.of(q, k, v, options[0], sink, needs_backward=needs_backward)
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
         final = backend if isinstance(backend, FinalBackend) else None
-        use = self._use(q, k, v, sink, with_max)
-        attention = self._fused_attention(backend, q)
+        use = self._use(q, k, v, sink, with_max, dropout)
+        if dropout is not None:
+            self._refuse_one_launch()
+        attention = self._fused_attention(backend, q) if dropout is None else None
         fused = None if attention is None else PreparedFused(attention, cast(FfaBackend, backend))
         return Prepared(use, backend, final, fused, *options)
 
     def _use(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool
-    ) -> str:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool,
+        dropout: Dropout | None,
+    ) -> str:  # fmt: skip
         """What may not differ between ranks in all calls alike."""
-        sinks = None if sink is None else sink.shape[0]
-        return repr((self.plan.fingerprint, *self._shapes(q, k, v), sinks, with_max, self._settings))
+        sinks, share = None if sink is None else sink.shape[0], 0 if dropout is None else dropout.p
+        return repr((self.plan.fingerprint, *self._shapes(q, k, v), sinks, with_max, share, self._settings))
+
+    def _refuse_one_launch(self) -> None:
+        """Calls with dropout go stage by stage, and one launch may have been asked for."""
+        if self.policy.stage_mode == "fused" and not self.is_local:
+            raise UnsupportedError(
+                "MAGI_ATTENTION_NATIVE_GRPCOLL=1 runs attention in one launch, which has no dropout; unset it, or set "
+                "dropout_p to 0."
+            )
 
     @cached_property
     def _settings(self) -> str:
@@ -240,11 +277,11 @@ class AttnRuntime:
 
     def _agree(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-        scale: float, softcap: float, with_max: bool,
+        scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
     ) -> None:  # fmt: skip
         """At the first use of the plan with such tensors: do all ranks do the same? Before anything travels or memory
         is shared."""
-        use = self._use(q, k, v, sink, with_max)
+        use = self._use(q, k, v, sink, with_max, dropout)
         if self.transport.knows(use):
             return
         refuse_capture(q)
@@ -256,6 +293,7 @@ class AttnRuntime:
             "softcap": repr(softcap),
             "sinks per head": "none" if sink is None else str(sink.shape[0]),
             "return of max logits": str(with_max),
+            "dropout": "none" if dropout is None else f"p {dropout.p!r}, seed {dropout.seed} at the first call",
             "settings": self._settings,
         }
         self.transport.agree((use, self.plan.fingerprint), record, judge, "attention forward")
@@ -331,11 +369,12 @@ class AttnRuntime:
                 "every rank."
             )
 
-    def _compare_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _compare_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: Dropout | None) -> None:
         """Compares plans and shapes over the group, so that a mismatch is an error instead of a hang."""
-        mine = (self.plan.fingerprint, tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:]), str(q.dtype))
+        shapes = (tuple(x.shape[1:]) for x in (q, k, v))
+        mine = (self.plan.fingerprint, *shapes, str(q.dtype), str(dropout))
         everyone = self.transport.all_gather_object(mine)
-        names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype")
+        names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype", "dropout")
         for what, values in zip(names, zip(*everyone)):
             if len(set(values)) > 1:
                 listing = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))

@@ -95,7 +95,7 @@ def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
 def _of_attention(config: Any) -> Iterator[Finding]:
     dropout = getattr(config, "attention_dropout", 0.0) or 0.0
     if dropout:
-        yield Finding("error", f"attention_dropout is {dropout}, and attention has none.", "Set it to 0.")
+        yield Finding("error", f"attention_dropout is {dropout}, and no integration passes it on.", "Set it to 0.")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         yield Finding("error", "Some layers have chunked attention, for which no plans are made.",
                       "Give them masks of your own by Mask.block_causal and plan.with_mask.")  # fmt: skip

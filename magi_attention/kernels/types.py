@@ -22,6 +22,7 @@ import torch
 from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.dropout import DropoutMask
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,7 +37,8 @@ class AttnOptions:
     Logits are ``s = softmax_scale * q.k``, and ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The scale may be any
     finite number: with 0 all keys that a query sees weigh the same.
     ``sink_layout`` is ``"sh"`` for sinks (S, Hq) or ``"ssh"`` for (Tq, S, Hq). ``sm_margin`` (>= 0) is the
-    number of SMs that a GPU kernel leaves free. ``deterministic`` asks for bitwise repeatable results.
+    number of SMs that a GPU kernel leaves free. ``deterministic`` asks for bitwise repeatable results. With
+    ``dropout_p`` > 0 calls get a ``DropoutMask`` of that share.
     """
 
     softmax_scale: float
@@ -45,6 +47,12 @@ class AttnOptions:
     deterministic: bool = False
     sm_margin: int = 0
     return_max_logits: bool = False
+    dropout_p: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Do all weights come from bare logits, without softcap and dropout?"""
+        return not self.softcap and not self.dropout_p
 
     def __post_init__(self) -> None:
         if self.sink_layout == "shd":
@@ -57,8 +65,19 @@ class AttnOptions:
             raise ContractError(f"softmax_scale is {self.softmax_scale}; give a finite number.")
         if not 0 <= self.softcap < math.inf:
             raise ContractError(f"softcap is {self.softcap}; give 0 (off) or a positive finite number.")
+        if not 0 <= self.dropout_p < 1:
+            raise ContractError(f"dropout_p is {self.dropout_p}; give a share of at least 0 and below 1.")
         if self.sm_margin < 0:
             raise ContractError(f"sm_margin is {self.sm_margin}; give 0 or a positive number of SMs.")
+
+
+def check_dropout(options: AttnOptions, dropout: DropoutMask | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ``ContractError`` unless options and mask say the same, and the mask fits the rows."""
+    share = 0.0 if dropout is None else dropout.dropout.p
+    if options.dropout_p != share:
+        raise ContractError(f"dropout_p is {options.dropout_p} in the options and {share} in the call; give one.")
+    if dropout is not None:
+        dropout.check(q, k)
 
 
 def as_scale(softmax_scale: object) -> float:
@@ -159,8 +178,9 @@ class Backend(Protocol):
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         init: Partial | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Partial:
-        """Attention of q over the pairs of ``slices``.
+        """Attention of q over the pairs of ``slices``, of those that stay under ``dropout``.
 
         With ``init`` the new partial result is merged into its tensors in place and ``init`` is returned.
         ``sink`` adds its mass once, so a staged computation passes it to one stage only.
@@ -180,6 +200,7 @@ class Backend(Protocol):
         sink: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
         init: Grads | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """Gradients of the pairs of ``slices``.
 
@@ -203,6 +224,7 @@ class FinalBackend(Backend, Protocol):
         slices: SliceTable,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``(out in q's dtype, lse, max_logits or None)``."""
         ...
@@ -218,6 +240,7 @@ class FinalBackend(Backend, Protocol):
         slices: SliceTable,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """Gradients in the dtype of q, that of the sink in the accumulation dtype."""
         ...

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from magi_attention.common.slices import SliceTable, trim
+from magi_attention.errors import ContractError
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.correction import sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import (
     check_operands,
@@ -58,8 +60,10 @@ class WheelBackend(WheelKernels):
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         init: Partial | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Partial:
         """See ``Backend.forward``. out is rounded to the dtype of q before anything is merged."""
+        _refuse(dropout)
         new = self._partial(q, k, v, slices, options)
         new.out = new.out.float()
         return finish_forward(new, options, sink, init)
@@ -73,8 +77,10 @@ class WheelBackend(WheelKernels):
         slices: SliceTable,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See ``FinalBackend.forward_final``. With a sink out is rounded twice."""
+        _refuse(dropout)
         new = self._partial(q, k, v, slices, options)
         if sink is not None:
             new.out = new.out.float()
@@ -106,9 +112,10 @@ class WheelBackend(WheelKernels):
         sink: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
         init: Grads | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """See ``Backend.backward``. The kernel works delta out of ``out``; a given ``delta`` is used for sinks only."""
-        grads = self.backward_final(dout, q, k, v, out, lse, slices, options)
+        grads = self.backward_final(dout, q, k, v, out, lse, slices, options, dropout=dropout)
         grads.dq, grads.dk, grads.dv = grads.dq.float(), grads.dk.float(), grads.dv.float()
         if sink is not None:
             grads.dsink = _sink_gradient(sink, dout, out, lse, delta, options)
@@ -126,8 +133,10 @@ class WheelBackend(WheelKernels):
         slices: SliceTable,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """See ``FinalBackend.backward_final``."""
+        _refuse(dropout)
         check_operands(q, k, v, slices)
         if _has_no_pairs(q, k, slices):
             grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)))
@@ -141,6 +150,11 @@ class WheelBackend(WheelKernels):
         if sink is not None:
             grads.dsink = _sink_gradient(sink, dout, out, lse, None, options)
         return grads
+
+
+def _refuse(dropout: DropoutMask | None) -> None:
+    if dropout is not None:
+        raise ContractError("The kernels of this wheel have no dropout; ask why_not before a call.")
 
 
 def _sink_gradient(

@@ -8,7 +8,7 @@ import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -78,7 +78,7 @@ _INTS = (
     *("pack", "tile_tokens", "accumulate", "sm_margin", "sink_count", "sink_per_row"),
 )
 _STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out") for dim in ("token", "head"))
-_POINTERS = ("q", "k", "v", "out", "lse", "max_logits", "sink", "plan", "workspace", "stream")
+_POINTERS = ("q", "k", "v", "out", "lse", "max_logits", "sink", "plan", "workspace", "stream", "dropout")
 
 _BWD_INTS = (
     *("version", "dtype", "grad_dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
@@ -91,6 +91,18 @@ _BWD_POINTERS = (
 )
 
 
+class Dropout(ctypes.Structure):
+    """``magi_dropout``."""
+
+    _fields_ = [
+        ("q_positions", c_void_p),
+        ("k_positions", c_void_p),
+        *((name, c_uint32) for name in ("seed_q", "seed_head", "seed_k", "threshold")),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
 class FfaFwdParams(ctypes.Structure):
     """``magi_ffa_fwd_params``. Strides in elements, addresses as integers."""
 
@@ -98,6 +110,7 @@ class FfaFwdParams(ctypes.Structure):
         *((name, c_int32) for name in _INTS),
         ("softmax_scale", c_float),
         ("softcap", c_float),
+        ("has_dropout", c_int32),
         *((name, c_int64) for name in _STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _POINTERS),
@@ -166,16 +179,18 @@ class FfaBwdParams(ctypes.Structure):
             (name, c_int32)
             for name in ("num_head_splits", "split_begin", "split_end", "splits_per_split_tile", "direct_dq_store")
         ),
+        ("has_dropout", c_int32),
         *((name, c_int64) for name in _BWD_STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _BWD_POINTERS),
         ("order_is_made", c_int64),
         ("stream", c_void_p),
+        ("dropout", c_void_p),
     ]
 
 
 FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
-FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 2}Q")
+FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 3}Q")
 
 
 class SymmBuffer(ctypes.Structure):

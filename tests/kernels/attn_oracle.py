@@ -26,6 +26,7 @@ class Case:
     softcap: float = 0.0
     sink: torch.Tensor | None = None
     sink_layout: str = "sh"
+    kept: torch.Tensor | None = None  # (heads, tq, tk), weights of dropout
 
     def cast(self, dtype: torch.dtype) -> list[torch.Tensor]:
         return [x.to(dtype) for x in (self.q, self.k, self.v, self.dout)]
@@ -104,13 +105,39 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> Truth:
         safe = full.masked_fill(empty[..., None], 0.0)
         p = torch.softmax(safe, -1).masked_fill(empty[..., None], 0.0)[..., : k.shape[0]]
         lse = torch.logsumexp(safe, -1).masked_fill(empty, NEG_INF)
-    out = torch.einsum("hqk,khd->qhd", p, vr)
+    kept = torch.ones_like(p) if case.kept is None else case.kept.to(dtype)
+    out = torch.einsum("hqk,khd->qhd", p * kept, vr)
     inputs = [q, k, v] + ([] if sink is None else [sink])
     grads = torch.autograd.grad(out, inputs, dout, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs)]
     top = s.detach().flatten(1)
     top = top.amax(1) if top.shape[1] else top.new_full((q.shape[1],), NEG_INF)
     return Truth(out.detach(), lse.detach().T, top, *grads[:3], None if sink is None else grads[3])
+
+
+def dropout_weights(seed: int, share: float, heads: int, q: np.ndarray, k: np.ndarray) -> torch.Tensor:
+    """(heads, q, k) float64: the definition of attention dropout in ``docs/dropout.md``, in 32-bit integers. ``q`` and
+    ``k`` are positions."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.uint32)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    state, seeds = seed % 2**64, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        seeds.append(np.uint32((z ^ (z >> 31)) >> 32))
+    with np.errstate(over="ignore"):
+        of_q, of_k = mix(q.astype(np.uint32) ^ seeds[0]), mix(k.astype(np.uint32) ^ seeds[2])
+        of_head = mix(np.arange(heads, dtype=np.uint32) ^ seeds[1])
+        pair = mix(of_head[:, None] ^ of_q)[:, :, None] ^ of_k
+        pair = pair * np.uint32(0x85EBCA6B)
+        pair = (pair ^ (pair >> np.uint32(15))) * np.uint32(0xC2B2AE35)
+    return torch.from_numpy((pair >= np.uint32(round(share * 2**32))) / (1 - share))
 
 
 def assert_same(name: str, got: torch.Tensor, want: torch.Tensor, tol: float) -> None:

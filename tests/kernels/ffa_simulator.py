@@ -66,6 +66,28 @@ def load_operand(p, name: str, rows: int, heads: int, dim: int) -> np.ndarray:
     return to_float(memory(getattr(p, name), (rows, heads, dim), strides, np.uint16), p.dtype)
 
 
+def kept_weights(p) -> np.ndarray:
+    """(queries, heads, keys): weights of dropout, from ``magi_dropout`` of parameters ``p``; 1 without."""
+    assert bool(p.dropout) == bool(p.has_dropout)
+    if not p.dropout:
+        return np.ones((1, 1, 1))
+    drop = abi.Dropout.from_address(p.dropout)
+    q = memory(drop.q_positions, (p.total_q,), (1,), np.int32).astype(np.uint32)
+    k = memory(drop.k_positions, (p.total_k,), (1,), np.int32).astype(np.uint32)
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    with np.errstate(over="ignore"):
+        of_head = mix(np.arange(p.heads_q, dtype=np.uint32) ^ np.uint32(drop.seed_head))
+        of_row = mix(mix(q ^ np.uint32(drop.seed_q))[:, None] ^ of_head)
+        pair = (of_row[..., None] ^ mix(k ^ np.uint32(drop.seed_k))) * np.uint32(0x85EBCA6B)
+        pair = (pair ^ (pair >> np.uint32(15))) * np.uint32(0xC2B2AE35)
+    return np.where(pair >= drop.threshold, np.float64(drop.scale), 0.0)
+
+
 def gradients(p: abi.FfaBwdParams, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """dq, dk, dv and delta in float64; ``allowed`` is the dense mask (queries, keys)."""
     share = p.heads_q // p.heads_kv
@@ -86,8 +108,9 @@ def gradients(p: abi.FfaBwdParams, allowed: np.ndarray) -> tuple[np.ndarray, np.
         tanh = np.tanh(s / p.softcap)
         s, slope = p.softcap * tanh, 1.0 - tanh**2
     weights = np.where(allowed[:, None], np.exp(s - np.where(nothing, 0.0, lse)[..., None]), 0.0)
-    ds = weights * (einsum("qhd,khd->qhk", dout, v) - delta[..., None]) * slope * p.softmax_scale
-    dk, dv = einsum("qhk,qhd->khd", ds, q), einsum("qhk,qhd->khd", weights, dout)
+    kept = kept_weights(p)
+    ds = weights * (einsum("qhd,khd->qhk", dout, v) * kept - delta[..., None]) * slope * p.softmax_scale
+    dk, dv = einsum("qhk,qhd->khd", ds, q), einsum("qhk,qhd->khd", weights * kept, dout)
     dk, dv = (x.reshape(p.total_k, p.heads_kv, share, -1).sum(2) for x in (dk, dv))
     return einsum("qhk,khd->qhd", ds, k), dk, dv, delta
 
@@ -249,7 +272,7 @@ class Simulator:
         lse_new = np.logaddexp.reduce(np.concatenate(parts, axis=2), axis=2, initial=-np.inf)
         with np.errstate(invalid="ignore"):
             weights = np.where(np.isneginf(s), 0.0, np.exp(s - lse_new[..., None]))
-        out_new = einsum("qhk,khd->qhd", weights, v)
+        out_new = einsum("qhk,khd->qhd", weights * kept_weights(p), v)
         if p.max_logits:
             top = memory(p.max_logits, (p.heads_q,), (1,), np.float32)
             np.maximum(top, s.max(axis=(0, 2), initial=-np.inf), out=top)

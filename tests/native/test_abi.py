@@ -20,6 +20,7 @@ STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
     "magi_tile_segment": abi.TileSegment,
+    "magi_dropout": abi.Dropout,
     "magi_ffa_fwd_params": abi.FfaFwdParams,
     "magi_ffa_bwd_params": abi.FfaBwdParams,
     "magi_ffa_remote": abi.FfaRemote,

@@ -21,6 +21,22 @@ inline magi_status check_shapes(int32_t version, int32_t heads_q, int32_t heads_
   return MAGI_OK;
 }
 
+inline magi_status check_dropout(int32_t has_dropout, const magi_dropout* dropout) {
+  // Questions for a workspace come without addresses.
+  if (dropout == nullptr) return MAGI_OK;
+  if (!has_dropout) return fail(MAGI_INVALID_ARGUMENT, "dropout is given; set has_dropout.");
+  if (dropout->q_positions == nullptr || dropout->k_positions == nullptr || !(dropout->scale > 0.f))
+    return fail(MAGI_INVALID_ARGUMENT, "dropout needs positions of both sides and a scale > 0.");
+  return MAGI_OK;
+}
+
+// Before a launch.
+template <typename Params>
+magi_status check_dropout_is_given(const Params& p) {
+  if (!p.has_dropout || p.dropout != nullptr) return MAGI_OK;
+  return fail(MAGI_INVALID_ARGUMENT, "has_dropout is set and dropout is NULL; give it.");
+}
+
 inline magi_status check_fwd(const magi_ffa_fwd_params& p) {
   MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
   if (p.pack != 1 && p.pack != p.heads_q / p.heads_kv)
@@ -35,7 +51,7 @@ inline magi_status check_fwd(const magi_ffa_fwd_params& p) {
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k and sm_margin must be >= 0.");
   if (p.tile_tokens < 1)
     return fail(MAGI_INVALID_ARGUMENT, "tile_tokens is %d; ask magi_ffa_fwd_tile.", p.tile_tokens);
-  return MAGI_OK;
+  return check_dropout(p.has_dropout, p.dropout);
 }
 
 inline magi_status check_bwd(const magi_ffa_bwd_params& p) {
@@ -50,7 +66,7 @@ inline magi_status check_bwd(const magi_ffa_bwd_params& p) {
     return fail(MAGI_INVALID_ARGUMENT, "dq_mode is %d; choose one of magi_dq_mode.", p.dq_mode);
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k and sm_margin must be >= 0.");
-  return MAGI_OK;
+  return check_dropout(p.has_dropout, p.dropout);
 }
 
 }  // namespace magi

@@ -93,6 +93,7 @@ magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* b
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) {
   magi::FwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
+  MAGI_RETURN(magi::check_dropout_is_given(*params));
   return kernel.launch(params, nullptr);
 }
 
@@ -105,6 +106,7 @@ magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* n
 magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) {
   magi::BwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
+  MAGI_RETURN(magi::check_dropout_is_given(*params));
   return kernel.launch(params, nullptr);
 }
 

@@ -48,6 +48,7 @@ void fwd_scalars(const magi_ffa_fwd_params& a, int partials_at, P* k) {
   // P must fit its type: bf16 reaches as far as float32, fp16 ends at 2^16.
   const float slack_log2 = a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f;
   k->slack = slack_log2 * k->unscale;
+  k->dropout = a.dropout != nullptr ? *a.dropout : magi_dropout{};
 }
 
 }  // namespace magi

@@ -24,6 +24,13 @@ magi_status check_remote(const magi_ffa_remote& r, int32_t total_k, int32_t dtyp
   return MAGI_OK;
 }
 
+template <typename Params>
+magi_status check_no_dropout(const Params& p) {
+  if (!p.has_dropout) return MAGI_OK;
+  return fail(MAGI_UNSUPPORTED,
+              "There is no dropout beside keys that arrive; run the stages one by one.");
+}
+
 // This rank's rows of k and v, on their way before the kernel that runs beside them.
 template <typename Params>
 magi_status put_keys(const Params& p, const magi_symm_put_params* put) {
@@ -44,6 +51,7 @@ magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ff
                                 const magi_symm_put_params* put, void* event) {
   magi::FwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
+  MAGI_RETURN(magi::check_no_dropout(*params));
   if (remote != nullptr) MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
   MAGI_RETURN(magi::put_keys(*params, put));
   MAGI_RETURN(kernel.launch(params, remote));
@@ -54,6 +62,7 @@ magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ff
                                 const magi_symm_put_params* put) {
   magi::BwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
+  MAGI_RETURN(magi::check_no_dropout(*params));
   if (remote != nullptr) {
     MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
     if (params->accumulate || params->grad_dtype == MAGI_FP32)

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 17
+#define MAGI_ABI_VERSION 18
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -179,6 +179,24 @@ typedef struct {
                                multiples of 16 bytes; of each call */
 } magi_ffa_remote;
 
+/* ---- attention dropout
+ * -------------------------------------------------------------------------------
+ *
+ * A pair of a query at q_positions[row] and a key at k_positions[column] stays in head h if
+ *   last(mix(mix(q_position ^ seed_q) ^ mix(h ^ seed_head)) ^ mix(k_position ^ seed_k)) >=
+ * threshold, where mix is the finaliser of MurmurHash3 and last(x) = (y ^ y >> 15) * 0xc2b2ae35
+ * with y = x * 0x85ebca6b, in 32 bits. The weights of pairs that stay, after the softmax, are
+ * multiplied by scale, those of others are 0. lse and max_logits know nothing of it.
+ */
+typedef struct {
+  const int32_t* q_positions; /* device: (total_q,) */
+  const int32_t* k_positions; /* device: (total_k,) */
+  uint32_t seed_q, seed_head, seed_k;
+  uint32_t threshold; /* share of pairs that go, in units of 2^-32 */
+  float scale;        /* > 0 */
+  int32_t reserved;
+} magi_dropout;
+
 /* ---- FFA forward
  * -------------------------------------------------------------------------------------
  *
@@ -200,6 +218,7 @@ typedef struct {
                            float32 */
   float softmax_scale;  /* > 0 */
   float softcap;        /* > 0, or 0 for none */
+  int32_t has_dropout;  /* 1: dropout is not NULL. Not with magi_ffa_fwd_remote */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
@@ -214,6 +233,7 @@ typedef struct {
   int32_t* workspace;  /* workspace_bytes, 16-byte aligned, zeroed once by the caller, reusable on
                           one stream */
   void* stream;        /* cudaStream_t */
+  const magi_dropout* dropout; /* in host memory, read by the call; or NULL */
 } magi_ffa_fwd_params;
 
 /* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and
@@ -270,6 +290,8 @@ tiles are shared out */
                       dq is written at once, not by way of the sum: the same bits. Faster from a
                       tenth of the blocks on, else slower. Not with MAGI_DQ_ATOMIC, softcap, split
                       tiles, accumulate, grad_dtype MAGI_FP32 or magi_ffa_bwd_remote */
+  int32_t has_dropout; /* 1: dropout is not NULL. As with softcap, steps are of 64, without
+                          direct_dq_store; not with magi_ffa_bwd_remote */
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;
@@ -294,6 +316,7 @@ tiles are shared out */
   int64_t order_is_made; /* 1: such a call was launched with this order before, so what it made need
                             not be made again; 0 is always right */
   void* stream;          /* cudaStream_t */
+  const magi_dropout* dropout; /* that of the forward, in host memory, read by the call; or NULL */
 } magi_ffa_bwd_params;
 
 /* Tile the kernel wants: *tile_tokens keys in *num_groups groups, for the planner. */

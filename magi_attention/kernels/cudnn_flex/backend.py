@@ -81,6 +81,8 @@ class CudnnFlexBackend(WheelBackend):
                 return f"cudnn.flex_attention has no backward on 9.0 for head dims {dims}; that of v is the larger."
         if p.options.softcap:
             return "cudnn.flex_attention has no softcap."
+        if p.options.dropout_p:
+            return "cudnn.flex_attention has no dropout."
         if not p.options.softmax_scale > 0:
             return f"softmax_scale is {p.options.softmax_scale}; this backend needs a positive one."
         if p.options.deterministic and p.needs_backward and dims == (256, 256):

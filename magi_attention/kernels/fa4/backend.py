@@ -63,6 +63,8 @@ class Fa4Backend(WheelBackend):
             return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
         if p.options.return_max_logits:
             return "FlashAttention-4 does not give the greatest logits (return_max_logits)."
+        if p.options.dropout_p:
+            return "FlashAttention-4 has no dropout."
         if p.options.sm_margin:
             return "FlashAttention-4 leaves no SMs free (sm_margin)."
         if not p.options.softmax_scale > 0:

@@ -14,6 +14,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.env import build as env
 from magi_attention.errors import UnsupportedError
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.ffa.backward import BackwardCalls, Operands
 from magi_attention.kernels.ffa.forward import Final, ForwardCalls
 from magi_attention.kernels.ffa.host_ranges import HostRanges
@@ -139,17 +140,19 @@ class FfaBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         init: Partial | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Partial:
         """See ``Backend.forward``: out and lse in float32, merged into ``init`` inside the kernel."""
         if init is None:
             calls = self.calls_of(q)
-            return Partial(*calls.forward.run(self.runtime, q, k, v, slices, options, sink, None, torch.float32))
+            got = calls.forward.run(self.runtime, q, k, v, slices, options, sink, None, torch.float32, dropout)
+            return Partial(*got)
         _check_init(init, q, v)
         # The kernel writes dense rows: buffers of other layouts go through a copy.
         work = Partial(init.out.contiguous(), init.lse.contiguous(), init.max_logits)
         if options.return_max_logits and work.max_logits is None:
             work.max_logits = init.max_logits = minus_inf(q)
-        self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, work, torch.float32)
+        self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, work, torch.float32, dropout)
         for mine, theirs in ((work.out, init.out), (work.lse, init.lse)):
             if mine is not theirs and mine.data_ptr() != theirs.data_ptr():
                 theirs.copy_(mine)
@@ -163,12 +166,13 @@ class FfaBackend:
         slices: SliceTable | RangeTensors,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Final:
         """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq) float32, max_logits (Hq,) float32 or None)``.
 
         For results that nothing is merged into: out is rounded once, inside the kernel.
         """
-        return self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, None, None)
+        return self.calls_of(q).forward.run(self.runtime, q, k, v, slices, options, sink, None, None, dropout)
 
     def backward(
         self,
@@ -183,6 +187,7 @@ class FfaBackend:
         sink: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
         init: Grads | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """See ``Backend.backward``: gradients in float32, added to those of ``init`` inside the kernel.
 
@@ -190,7 +195,8 @@ class FfaBackend:
         """
         x = Operands(dout, q, k, v, out if delta is None else None, lse, delta)
         calls, is_first = self.calls_of(q), init is None
-        return calls.backward.run(self.runtime, x, slices, options, sink, init, torch.float32, keeps_delta=is_first)
+        run = calls.backward.run
+        return run(self.runtime, x, slices, options, sink, init, torch.float32, keeps_delta=is_first, dropout=dropout)
 
     def backward_final(
         self,
@@ -203,11 +209,11 @@ class FfaBackend:
         slices: SliceTable | RangeTensors,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """Gradients of ``forward_final``: dq, dk, dv in q's dtype, rounded once in the kernel; dsink float32."""
-        return self.calls_of(q).backward.run(
-            self.runtime, Operands(dout, q, k, v, out, lse, None), slices, options, sink, None, q.dtype
-        )
+        x = Operands(dout, q, k, v, out, lse, None)
+        return self.calls_of(q).backward.run(self.runtime, x, slices, options, sink, None, q.dtype, dropout=dropout)
 
     def slices_of(
         self, mask: SliceTable | RangeTensors, q: torch.Tensor, k: torch.Tensor, options: AttnOptions

@@ -17,6 +17,7 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.ffa.operands import (
     DTYPES,
@@ -36,7 +37,7 @@ from magi_attention.kernels.ffa.schedule.work_list import ListShape
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import row_delta
-from magi_attention.kernels.types import AttnOptions, Grads
+from magi_attention.kernels.types import AttnOptions, Grads, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.stream_order import StreamOrder
@@ -97,6 +98,7 @@ class BackwardCalls:
     def run(
         self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
         sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype, keeps_delta: bool = False,
+        dropout: DropoutMask | None = None,
     ) -> Grads:  # fmt: skip
         """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned.
 
@@ -105,7 +107,9 @@ class BackwardCalls:
         index = x.q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta)
+                return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta, dropout)
+        if dropout is not None or options.dropout_p:
+            check_dropout(options, dropout, x.q, x.k)
         call = self._call(runtime, x, mask, options, into is not None, grad_dtype)
         if sink is not None:
             check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
@@ -115,7 +119,7 @@ class BackwardCalls:
             return _run_empty(call, x, sink, into)
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
-            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta)
+            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta, dropout)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the order
         kept = plan.order_of((call.prefix, stream), call.order_bytes, capturing)
@@ -131,6 +135,7 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), grads.dq.data_ptr(),
             grads.dk.data_ptr(), grads.dv.data_ptr(), plan.address, work.data_ptr(),
             plan.work_list, *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
+            0 if dropout is None else dropout.address,
         )  # fmt: skip
         self._launch(call, call.prefix + tail, None, runtime, index, stream, capturing)
         if kept is not None and not capturing:
@@ -171,7 +176,7 @@ class BackwardCalls:
         sums = work_at + call.sums_at[0], work_at + call.sums_at[1]
         tail = _pack_addresses(
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
-            dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream,
+            dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream, 0,
         )  # fmt: skip
         beside = remote.params + _pack_sums(*sums), remote.put
         self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
@@ -246,6 +251,7 @@ class BackwardCalls:
             softcap=options.softcap, dq_mode=order, block_m=schedule.block_m,
             num_head_splits=schedule.num_head_splits, split_begin=schedule.split.begin, split_end=schedule.split.end,
             splits_per_split_tile=schedule.split.parts, direct_dq_store=int(stores_direct),
+            has_dropout=int(options.dropout_p > 0),
             **stride_fields(q=q, k=k, v=v, out=out, dout=x.dout),
         )  # fmt: skip
         is_empty = tq == 0 or tk == 0

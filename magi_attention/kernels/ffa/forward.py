@@ -8,7 +8,7 @@ ten addresses and makes one C call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.ffa.operands import (
@@ -31,7 +32,7 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
-from magi_attention.kernels.types import AttnOptions, Partial
+from magi_attention.kernels.types import AttnOptions, Partial, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 
@@ -68,22 +69,25 @@ class ForwardCalls:
         self, runtime: CudaRuntime, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         mask: SliceTable | RangeTensors, options: AttnOptions,
         sink: torch.Tensor | None, into: Partial | None, out_dtype: torch.dtype | None,
+        dropout: DropoutMask | None = None,
     ) -> Final:  # fmt: skip
         """out, lse and max_logits, or ``into`` with the result joined to it; ``out_dtype`` None is q's."""
         index = q.get_device()
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run(runtime, q, k, v, mask, options, sink, into, out_dtype)
+                return self.run(runtime, q, k, v, mask, options, sink, into, out_dtype, dropout)
+        if dropout is not None or options.dropout_p:
+            check_dropout(options, dropout, q, k)
         call = self._call(q, k, v, options, sink, into, out_dtype, k.shape[0])
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             if 0 in call.out_like.shape or not k.shape[0]:
                 return self._run_empty(runtime, q, k, v, options, sink, into, out_dtype, call)
             q, k, v = (dense(x) for x in (q, k, v))
-            return self.run(runtime, q, k, v, mask, options, sink, into, out_dtype)
+            return self.run(runtime, q, k, v, mask, options, sink, into, out_dtype, dropout)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
-        return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, None)
+        return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, None, dropout)
 
     def run_fused(
         self,
@@ -163,6 +167,7 @@ class ForwardCalls:
     def _launch(
         self, call: _Prepared, addresses: tuple[int, int, int], sink: torch.Tensor | None, into: Partial | None,
         plan_at: int, index: int, stream: int, capturing: bool, beside: tuple[bytes, bytes | None, int] | None,
+        dropout: DropoutMask | None = None,
     ) -> Final:  # fmt: skip
         if into is None:
             out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
@@ -177,6 +182,7 @@ class ForwardCalls:
         tail = _pack_addresses(
             *addresses, out.data_ptr(), lse.data_ptr(), 0 if max_logits is None else max_logits.data_ptr(),
             0 if sink is None or not sink.numel() else sink.data_ptr(), plan_at, work[1], stream,
+            0 if dropout is None else dropout.address,
         )  # fmt: skip
         library = call.library
         if beside is None:
@@ -213,7 +219,8 @@ class ForwardCalls:
             total_q=tokens, total_k=total_k, heads_q=heads, heads_kv=k.shape[1], head_dim=dim,
             head_dim_v=v.shape[2], pack=tile.pack, tile_tokens=tile.tokens, accumulate=int(into is not None),
             sm_margin=options.sm_margin, sink_count=sink_count, sink_per_row=int(options.sink_layout == "ssh"),
-            softmax_scale=options.softmax_scale, softcap=options.softcap, **stride_fields(q=q, k=k, v=v),
+            softmax_scale=options.softmax_scale, softcap=options.softcap, has_dropout=int(options.dropout_p > 0),
+            **stride_fields(q=q, k=k, v=v),
             out_stride_token=heads * v.shape[2], out_stride_head=v.shape[2],
         )  # fmt: skip
         is_empty = 0 in out_shape or total_k == 0
@@ -236,6 +243,7 @@ class ForwardCalls:
         """No query rows: nothing to do. No key rows: one key that nobody sees, so that a sink still counts."""
         if 0 not in call.out_like.shape:
             k, v = (q.new_zeros((1, *x.shape[1:])) for x in (k, v))
+            options = replace(options, dropout_p=0.0)
             return self.run(runtime, q, k, v, SliceTable(_NO_SLICES), options, sink, into, out_dtype)
         if into is not None:
             return into.out, into.lse, into.max_logits

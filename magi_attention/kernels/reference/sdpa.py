@@ -6,6 +6,7 @@
     dc = p * (dp - delta)    ds = dc * (1 - (c / softcap)^2) or dc       delta = sum_d out * dout
     dq = scale * ds k        dk = scale * ds^T q
 
+With dropout, whose weights w are 0 or 1 / (1 - its p): out = (w p) v, dv = (w p)^T dout, dp = w dout v^T.
 Memory is O(Hq * Tq * Tk). It computes in float64 for float64 inputs and in float32 else, on any device.
 """
 
@@ -18,6 +19,7 @@ import torch
 
 from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable, trim
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.correction import safe_lse, safe_softmax, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import (
     check_operands,
@@ -29,7 +31,7 @@ from magi_attention.kernels.reference.operands import (
     tokens_first,
     unseen_rows,
 )
-from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype
+from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
 
 
 def allowed_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
@@ -70,13 +72,18 @@ class SdpaBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         init: Partial | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Partial:
         """See ``Backend.forward``."""
         check_operands(q, k, v, slices)
+        check_dropout(options, dropout, q, k)
         _, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
         logits, _ = _logits(q, k, slices, options)
         lse = safe_lse(logits)
-        out = torch.matmul(safe_softmax(logits, lse), heads_first(v, v.shape[1], k_unseen))
+        p = safe_softmax(logits, lse)
+        if dropout is not None:
+            p *= _drop_weights(dropout, p)
+        out = torch.matmul(p, heads_first(v, v.shape[1], k_unseen))
         new = Partial(tokens_first(out), tokens_first(lse))
         if options.return_max_logits:
             new.max_logits = _max_per_head(logits)
@@ -96,9 +103,11 @@ class SdpaBackend:
         sink: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
         init: Grads | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """See ``Backend.backward``."""
         check_operands(q, k, v, slices)
+        check_dropout(options, dropout, q, k)
         heads = k.shape[1]
         q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
         delta = row_delta(out, dout, delta)
@@ -106,7 +115,12 @@ class SdpaBackend:
         p = safe_softmax(logits, heads_first(lse[..., None], heads)[..., 0])
         do_h = heads_first(dout, heads, q_unseen)
         dp = torch.matmul(do_h, heads_first(v, heads, k_unseen).transpose(-1, -2))
+        weights = None if dropout is None else _drop_weights(dropout, p)
+        if weights is not None:
+            dp *= weights
         ds = p * (dp - heads_first(delta[..., None], heads, q_unseen))
+        if weights is not None:
+            p *= weights
         if slope is not None:
             ds *= slope
         ds *= options.softmax_scale
@@ -137,6 +151,11 @@ def _logits(
         logits = logits * options.softcap
     allowed = allowed_pairs(trim(slices.array), q.shape[0], k.shape[0])
     return logits.masked_fill_(~torch.from_numpy(allowed).to(q.device), float("-inf")), slope
+
+
+def _drop_weights(dropout: DropoutMask, p_HGTT: torch.Tensor) -> torch.Tensor:
+    heads = p_HGTT.shape[0] * p_HGTT.shape[1]
+    return dropout.weights(heads).view(p_HGTT.shape).to(p_HGTT.dtype)
 
 
 def _max_per_head(logits: torch.Tensor) -> torch.Tensor:

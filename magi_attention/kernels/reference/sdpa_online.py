@@ -23,6 +23,7 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
+from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.block_iter import KeyTile, TileMask, block_walk
 from magi_attention.kernels.reference.correction import sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import (
@@ -35,7 +36,7 @@ from magi_attention.kernels.reference.operands import (
     tokens_first,
     unseen_rows,
 )
-from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype
+from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
@@ -68,11 +69,13 @@ class SdpaOnlineBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         init: Partial | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Partial:
         """See ``Backend.forward``."""
         check_operands(q, k, v, slices)
+        check_dropout(options, dropout, q, k)
         tq, hq, _ = q.shape
-        run = _Forward(self, q, k, v, slices, options)
+        run = _Forward(self, q, k, v, slices, options, dropout)
         new = Partial(
             run.k_HTD.new_zeros(tq, hq, v.shape[2]), run.k_HTD.new_full((tq, hq), float("-inf")), None
         )
@@ -96,11 +99,13 @@ class SdpaOnlineBackend:
         sink: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
         init: Grads | None = None,
+        dropout: DropoutMask | None = None,
     ) -> Grads:
         """See ``Backend.backward``."""
         check_operands(q, k, v, slices)
+        check_dropout(options, dropout, q, k)
         delta = row_delta(out, dout, delta)
-        run = _Backward(self, dout, q, k, v, lse, delta, slices, options)
+        run = _Backward(self, dout, q, k, v, lse, delta, slices, options, dropout)
         for block in block_walk(slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles)
         grads = Grads(
@@ -125,10 +130,11 @@ class _Tiles:
         v: torch.Tensor,
         slices: SliceTable,
         options: AttnOptions,
+        dropout: DropoutMask | None,
         buffers: int,
         transposed: bool,
     ) -> None:
-        heads = k.shape[1]
+        heads, self.dropout = k.shape[1], dropout
         self.q_unseen, self.k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
         cap = options.softcap
         # With a cap the product is s / cap; without, it is s in base 2 already.
@@ -162,6 +168,13 @@ class _Tiles:
         torch.minimum(view, ceiling, out=view)
 
 
+    def drop_weights(self, dropout: DropoutMask, q0: int, q1: int, tile: KeyTile) -> torch.Tensor:
+        """Of a tile, in the layout of its scores."""
+        weights = dropout.weights(self.heads * self.group, slice(q0, q1), slice(tile.k0, tile.k1))
+        rows = weights.to(self.k_HTD.dtype).view(self.heads, self.group * (q1 - q0), -1)
+        return rows.transpose(1, 2) if self.transposed else rows
+
+
 class _Forward(_Tiles):
     def __init__(
         self,
@@ -171,8 +184,9 @@ class _Forward(_Tiles):
         v: torch.Tensor,
         slices: SliceTable,
         options: AttnOptions,
+        dropout: DropoutMask | None,
     ) -> None:
-        super().__init__(sizes, q, k, v, slices, options, buffers=1, transposed=False)
+        super().__init__(sizes, q, k, v, slices, options, dropout, buffers=1, transposed=False)
 
     def block(self, q0: int, q1: int, tiles: tuple[KeyTile, ...], result: Partial) -> None:
         q_HRD = self.rows(self.q_HGTD, q0, q1)
@@ -194,12 +208,14 @@ class _Forward(_Tiles):
             if m_old is not None:
                 m = torch.maximum(m, m_old)
             p = s.sub_(m).exp2_()
-            v_HKD = self.v_HTD[:, tile.k0 : tile.k1]
+            v_HKD, in_tile = self.v_HTD[:, tile.k0 : tile.k1], p.sum(-1, keepdim=True)
+            if self.dropout is not None:
+                p.mul_(self.drop_weights(self.dropout, q0, q1, tile))
             if m_old is None:
-                mass, acc = p.sum(-1, keepdim=True), torch.bmm(p, v_HKD)
+                mass, acc = in_tile, torch.bmm(p, v_HKD)
             else:
                 decay = m_old.sub_(m).exp2_()
-                mass.mul_(decay).add_(p.sum(-1, keepdim=True))
+                mass.mul_(decay).add_(in_tile)
                 acc.mul_(decay).baddbmm_(p, v_HKD)
             m_old = m
         self._store(q0, q1, m, mass, acc, result)
@@ -233,9 +249,10 @@ class _Backward(_Tiles):
         delta: torch.Tensor,
         slices: SliceTable,
         options: AttnOptions,
+        dropout: DropoutMask | None,
     ) -> None:
         buffers = 2 if options.softcap == 0 else 3
-        super().__init__(sizes, q, k, v, slices, options, buffers=buffers, transposed=True)
+        super().__init__(sizes, q, k, v, slices, options, dropout, buffers=buffers, transposed=True)
         heads, acc = self.heads, accumulation_dtype(q.dtype)
         self.do_HGTD = heads_first(dout.to(acc), heads, self.q_unseen)
         # A row with lse -inf sees nothing, so it is among the blanked ones and its shift is 0.
@@ -266,10 +283,15 @@ class _Backward(_Tiles):
                 s.mul_(self.cap_base2).add_(minus_lse)
             if tile.pieces is not None:
                 self.apply_mask(s, tile, tile.pieces, q1 - q0)
-            p = s.exp2_()
-            self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p, do_HRD)
-            ds = self.buffer(1, *shape)
-            torch.baddbmm(minus_delta, v_HKD, do_HRD.transpose(1, 2), out=ds).mul_(p)
+            p, ds = s.exp2_(), self.buffer(1, *shape)
+            if self.dropout is None:
+                self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p, do_HRD)
+                torch.baddbmm(minus_delta, v_HKD, do_HRD.transpose(1, 2), out=ds)
+            else:
+                weights = self.drop_weights(self.dropout, q0, q1, tile)
+                self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p * weights, do_HRD)
+                torch.bmm(v_HKD, do_HRD.transpose(1, 2), out=ds).mul_(weights).add_(minus_delta)
+            ds.mul_(p)
             if slope is not None:
                 ds.mul_(slope)
             self.dk_HTD[:, tile.k0 : tile.k1].baddbmm_(ds, q_HRD)

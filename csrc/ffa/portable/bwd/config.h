@@ -22,9 +22,11 @@ constexpr BwdShape bwd_shape(int head_dim, bool small) {
   return small ? BwdShape{32, 32, 4, 2, 1, 1} : BwdShape{64, 64, 8, 4, 1, 1};
 }
 
-template <typename T_, int kD_, bool kSmall>
+// kDropout_: with attention dropout.
+template <typename T_, int kD_, bool kSmall, bool kDropout_ = false>
 struct BwdConfig {
   using T = T_;
+  static constexpr bool kDropout = kDropout_;
   static constexpr BwdShape kShape = bwd_shape(kD_, kSmall);
   static constexpr int kD = kD_;  // head dim of all operands, padded
   static constexpr int kBlockM = kShape.queries;

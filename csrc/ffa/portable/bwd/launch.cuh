@@ -144,6 +144,9 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int splits, BwdKernelParams* k) {
   k->scale = k->has_softcap ? a.softmax_scale / a.softcap : 1.f;
   k->scale_log2 = (k->has_softcap ? a.softcap : a.softmax_scale) * kLog2e;
   k->grad_scale = a.softmax_scale;
+  k->dropout = a.dropout != nullptr ? *a.dropout : magi_dropout{};
+  k->dropout_log2_scale = a.dropout != nullptr ? log2f(a.dropout->scale) : 0.f;
+  k->dropout_inverse_scale = a.dropout != nullptr ? 1.f / a.dropout->scale : 1.f;
 }
 
 // Head units whose tiles come first, the heaviest of all before the others: as many as have a work
@@ -214,20 +217,27 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   return cuda_status(cudaGetLastError(), "launching the end of the backward");
 }
 
+// Calls `run` with the configuration for a call on the current device.
+template <typename T, int kD, typename Run>
+magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
+  return with_budget([&](auto small) {
+    constexpr bool kSmall = decltype(small)::value;
+    return a.has_dropout ? run(BwdConfig<T, kD, kSmall, true>{}) : run(BwdConfig<T, kD, kSmall>{});
+  });
+}
+
 }  // namespace magi::portable
 
 #define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                        \
   extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params,             \
                                          const magi_ffa_remote*) {                      \
-    return magi::portable::with_budget([&](auto small) {                                \
-      return magi::portable::launch_bwd<                                                \
-          magi::portable::BwdConfig<TYPE, D, decltype(small)::value>>(*params);         \
+    return magi::portable::with_bwd_config<TYPE, D>(*params, [&](auto config) {         \
+      return magi::portable::launch_bwd<decltype(config)>(*params);                     \
     });                                                                                 \
   }                                                                                     \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, \
                                                      int64_t* needs) {                  \
-    return magi::portable::with_budget([&](auto small) {                                \
-      return magi::portable::bwd_workspace<                                             \
-          magi::portable::BwdConfig<TYPE, D, decltype(small)::value>>(*params, needs);  \
+    return magi::portable::with_bwd_config<TYPE, D>(*params, [&](auto config) {         \
+      return magi::portable::bwd_workspace<decltype(config)>(*params, needs);           \
     });                                                                                 \
   }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "magi/abi.h"
+
 namespace magi::portable {
 
 struct BwdKernelParams {
@@ -20,8 +22,9 @@ struct BwdKernelParams {
   int32_t* semaphore;  // of each head and block of queries: 1 + the last tile that has added to dq;
                        // zero at the start; or NULL
   float* dq_accum;     // of each head and block, in the order of fragments; zero at the start
-  float* stats;        // of each head and block: lse (base 2) of its rows, then delta
-  void *dq, *dk, *dv;  // dk and dv: of the call, or the parts of head splits
+  float*
+      stats;  // of each head and block: offsets of the exponents (base 2) of its rows, then delta
+  void *dq, *dk, *dv;                      // dk and dv: of the call, or the parts of head splits
   int64_t dk_stride_part, dv_stride_part;  // elements
   int32_t total_q, total_k, heads_q, heads_kv;
   int32_t head_units;  // kv heads times num_head_splits
@@ -36,6 +39,9 @@ struct BwdKernelParams {
   float scale_log2;  // of the (capped) score, times log2(e)
   float grad_scale;
   int32_t has_softcap;
+  magi_dropout dropout;  // without positions: none
+  // P has the factor of dropout in its exponent, so dP and delta go without it; 0 and 1 for none.
+  float dropout_log2_scale, dropout_inverse_scale;
 };
 
 }  // namespace magi::portable

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kRowThreads)
     if (lane != 0) continue;
     const bool is_seen = exists && lse != -INFINITY;  // a row that sees nothing may hold anything
     delta = is_seen ? delta : 0.f;
-    stats[row] = is_seen ? lse * kLog2e : INFINITY;
-    stats[C::kBlockM + row] = delta;
+    stats[row] = is_seen ? lse * kLog2e - p.dropout_log2_scale : INFINITY;
+    stats[C::kBlockM + row] = delta * p.dropout_inverse_scale;
     if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
   }
 }

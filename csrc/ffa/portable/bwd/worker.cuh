@@ -2,6 +2,7 @@
 // A CTA of the backward at work on a work tile: what it copies, scores, adds and writes.
 #pragma once
 
+#include "ffa/common/dropout.cuh"
 #include "ffa/common/softmax.cuh"
 #include "ffa/portable/bwd/products.cuh"
 #include "ffa/portable/bwd/rows.cuh"
@@ -142,12 +143,33 @@ struct BwdWorker {
         mask_scores<C::kQueries>(s[atom], q0, queries, lane);
       }
     }
-    write_scores(s, dp, first_key, first_query, stage, lane);
+    Staying<C::kQueries> staying[C::kAtoms];
+    if constexpr (C::kDropout) {
+#pragma unroll
+      for (int atom = 0; atom < C::kAtoms; ++atom)
+        staying[atom] = drop(dp[atom], first_key + 16 * atom, q0, head_of(step.segment), lane);
+    }
+    write_scores(s, dp, staying, first_key, first_query, stage, lane);
+  }
+
+  // Which pairs of 16 keys stay; dP of the others becomes 0.
+  __device__ __forceinline__ Staying<C::kQueries> drop(float (&dp)[C::kQueries / 2], int first_key,
+                                                       int q0, int head, int lane) const {
+    const int key = TileHeads::load<C>(smem).tile * C::kBlockN + first_key + lane / 4;
+    const uint32_t k_hashes[2] = {dropout_k_hash(p.dropout, key, p.total_k),
+                                  dropout_k_hash(p.dropout, key + 8, p.total_k)};
+    const auto staying =
+        staying_queries<C::kQueries>(p.dropout, k_hashes, q0, p.total_q, head, lane);
+#pragma unroll
+    for (int i = 0; i < C::kQueries / 2; ++i) dp[i] = staying.has(i) ? dp[i] : 0.f;
+    return staying;
   }
 
   // The swizzle of a lane's rows is that of the lane, since they lie multiples of 8 apart.
+  // `staying`: with dropout.
   __device__ __forceinline__ void write_scores(const float (&s)[C::kAtoms][C::kQueries / 2],
                                                const float (&dp)[C::kAtoms][C::kQueries / 2],
+                                               const Staying<C::kQueries> (&staying)[C::kAtoms],
                                                int first_key, int first_query, int stage,
                                                int lane) const {
     constexpr int kRow = C::kScoreRowBytes, kPanel = kRow / 2;  // columns of a panel
@@ -174,7 +196,9 @@ struct BwdWorker {
             ds1 = p1 > 0.f ? ds1 * (1.f - s1 * s1) : 0.f;
           }
           const uint32_t at = to + (16 * atom + 8 * r) * kRow;
-          sts_int(smem + C::kPAt + at, pack_pair<T>(p0, p1));
+          uint32_t pair = pack_pair<T>(p0, p1);
+          if constexpr (C::kDropout) pair &= pair_mask(staying[atom], 4 * j + 2 * r);
+          sts_int(smem + C::kPAt + at, pair);
           sts_int(smem + C::kDsAt + at, pack_pair<T>(ds0, ds1));
         }
     }

@@ -8,18 +8,20 @@
 namespace magi::portable {
 
 // kSmall: for GPUs whose CTAs have 99 KB of shared memory (sm_86, 89, 120), else 163 KB or more.
-template <typename T_, int kD_, int kDv_, bool kSmall>
+// kDropout_: with attention dropout, whose hashes take registers.
+template <typename T_, int kD_, int kDv_, bool kSmall, bool kDropout_ = false>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;         // head dim of q and k, padded to 64
   static constexpr int kDv = kDv_;       // head dim of v and out, padded to 64
   static constexpr bool kPlain = false;  // tiles may be cut along the keys
-  static constexpr int kGroups = 2;      // row groups of the plan
+  static constexpr bool kDropout = kDropout_;
+  static constexpr int kGroups = 2;  // row groups of the plan
   static constexpr int kBlockM = 128;
   // With 4 warps two CTAs share an SM: while one waits, the other computes.
   static constexpr int kWarps = kD <= 128 ? 4 : 8;
-  static constexpr int kBlockN = kD <= 64    ? 128
-                                 : kD <= 128 ? (kSmall ? 32 : 64)
+  static constexpr int kBlockN = kD <= 64    ? (kDropout ? 64 : 128)
+                                 : kD <= 128 ? (kSmall || kDropout ? 32 : 64)
                                  : kD <= 192 ? 64
                                              : (kSmall ? 32 : 64);
   static constexpr int kThreads = 32 * kWarps;

@@ -5,6 +5,7 @@
 // the other one is multiplied.
 #pragma once
 
+#include "ffa/common/dropout.cuh"
 #include "ffa/common/part.cuh"
 #include "ffa/common/work_order.cuh"
 #include "ffa/portable/fwd/block_iter.cuh"
@@ -104,13 +105,29 @@ __device__ __forceinline__ bool is_masked(uint32_t record, int row0, int k0) {
   return k0 < full.x || k0 + C::kBlockN > full.y;
 }
 
+// P of 16 rows of the work tile in `slot`.
+template <typename C>
+__device__ __forceinline__ void drop(const FwdKernelParams& p, float (&s)[C::kBlockN / 2], int k0,
+                                     int row0, uint32_t slot, int lane) {
+  const int4 work = lds_int4(slot);
+  uint32_t q_hashes[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const OutRow at = out_row(p, work.x, work.y, row0 + lane / 4 + 8 * r);
+    q_hashes[r] = dropout_q_hash(p.dropout, at.token, p.total_q, at.head);
+  }
+  const auto staying = staying_keys<C::kBlockN>(p.dropout, q_hashes, k0, p.total_k, lane);
+#pragma unroll
+  for (int i = 0; i < C::kBlockN / 2; ++i) s[i] = staying.has(i) ? s[i] * p.dropout.scale : 0.f;
+}
+
 // Scores of a block to P, with the rows of the warp's output rescaled.
 template <typename C>
 __device__ __forceinline__ void softmax(const FwdKernelParams& p,
                                         float (&s)[C::kAtoms][C::kBlockN / 2],
                                         float (&o)[C::kAtoms][C::kDv / 2],
                                         SoftmaxState<C> (&state)[C::kAtoms], uint32_t record,
-                                        int k0, int row0, int lane) {
+                                        int k0, int row0, uint32_t slot, int lane) {
   const bool masked = is_masked<C>(record, row0, k0);
 #pragma unroll
   for (int atom = 0; atom < C::kAtoms; ++atom) {
@@ -124,6 +141,7 @@ __device__ __forceinline__ void softmax(const FwdKernelParams& p,
     }
     if (state[atom].refer(s[atom], p.scale_log2, p.unscale, p.slack)) state[atom].rescale(o[atom]);
     state[atom].exponentiate(s[atom], p.scale_log2);
+    if constexpr (C::kDropout) drop<C>(p, s[atom], k0, row0 + 16 * atom, slot, lane);
   }
 }
 
@@ -207,7 +225,7 @@ __device__ __forceinline__ void attend(const FwdKernelParams& p, const PlanReade
       __syncthreads();
     }
     if (works) {
-      softmax<C>(p, s, o, state, record, k0, row0, thread_again() % 32);
+      softmax<C>(p, s, o, state, record, k0, row0, slot, thread_again() % 32);
       multiply_pv<C>(o, s, straight_lane<128>(smem + C::kVAt, thread_again() % 32));
     }
   }

@@ -104,20 +104,28 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   return cuda_status(cudaGetLastError(), "launching the forward kernel");
 }
 
+// Calls `run` with the configuration for a call on the current device.
+template <typename T, int kD, int kDv, typename Run>
+magi_status with_fwd_config(const magi_ffa_fwd_params& a, Run run) {
+  return with_budget([&](auto small) {
+    constexpr bool kSmall = decltype(small)::value;
+    return a.has_dropout ? run(FwdConfig<T, kD, kDv, kSmall, true>{})
+                         : run(FwdConfig<T, kD, kDv, kSmall>{});
+  });
+}
+
 }  // namespace magi::portable
 
-#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                           \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,                \
-                                         const magi_ffa_remote*) {                         \
-    return magi::portable::with_budget([&](auto small) {                                   \
-      return magi::portable::launch_fwd<                                                   \
-          magi::portable::FwdConfig<TYPE, D, DV, decltype(small)::value>>(*params);        \
-    });                                                                                    \
-  }                                                                                        \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params,    \
-                                                     int64_t* bytes) {                     \
-    return magi::portable::with_budget([&](auto small) {                                   \
-      return magi::portable::fwd_workspace<                                                \
-          magi::portable::FwdConfig<TYPE, D, DV, decltype(small)::value>>(*params, bytes); \
-    });                                                                                    \
+#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                        \
+  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,             \
+                                         const magi_ffa_remote*) {                      \
+    return magi::portable::with_fwd_config<TYPE, D, DV>(*params, [&](auto config) {     \
+      return magi::portable::launch_fwd<decltype(config)>(*params);                     \
+    });                                                                                 \
+  }                                                                                     \
+  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, \
+                                                     int64_t* bytes) {                  \
+    return magi::portable::with_fwd_config<TYPE, D, DV>(*params, [&](auto config) {     \
+      return magi::portable::fwd_workspace<decltype(config)>(*params, bytes);           \
+    });                                                                                 \
   }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "magi/abi.h"
+
 namespace magi::portable {
 
 struct FwdKernelParams {
@@ -33,6 +35,7 @@ struct FwdKernelParams {
   float slack;  // by which a score may exceed the reference of its row; 0 where the maximum itself
                 // is asked for
   int32_t has_softcap;
+  magi_dropout dropout;  // without positions: none
 };
 
 }  // namespace magi::portable

@@ -13,17 +13,18 @@ constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
 constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
 
-template <typename T_, int kD_, bool kHasSoftcap_, bool kSemaphored_ = false,
+template <typename T_, int kD_, bool kIsGeneral_, bool kSemaphored_ = false,
           int kBlockM_ = kBlockM64>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
-  static constexpr bool kHasSoftcap = kHasSoftcap_;  // scores have a softcap
+  // With what few calls use, told at run time: softcap and dropout.
+  static constexpr bool kIsGeneral = kIsGeneral_;
   // dq is summed in an order that does not depend on time, or after a first one that stores: see
   // bwd/schedule/semaphore_targets.cuh.
   static constexpr bool kSemaphored = kSemaphored_;
   // Where a block of queries has one contribution only its dq may be rounded and written at once.
-  static constexpr bool kDirectStore = kSemaphored && !kHasSoftcap;
+  static constexpr bool kDirectStore = kSemaphored && !kIsGeneral;
   // Columns of dk, dv and dq that a work tile produces. Registers hold 128; wider heads take two
   // passes over the same tiles.
   static constexpr int kOut = kD <= 128 ? kD : 128;
@@ -35,7 +36,7 @@ struct BwdConfig {
   // straight from the registers.
   static constexpr bool kIsM80 = kBlockM != kBlockM64;
   // Work tiles may be split: see bwd/schedule/split.cuh.
-  static constexpr bool kSplit = kD == 128 && !kHasSoftcap && (!kSemaphored || kIsM80);
+  static constexpr bool kSplit = kD == 128 && !kIsGeneral && (!kSemaphored || kIsM80);
   // The host may have listed work tiles: see magi/schedule.h.
   static constexpr bool kWorkList = kSplit && !kSemaphored;
   static constexpr bool kDirectDq = !kSemaphored && !kIsM80;
@@ -99,7 +100,7 @@ struct BwdConfig {
   static constexpr uint32_t kSegmentHeader = 128;  // bytes of magi_tile_segment
   static constexpr uint32_t kSegmentBytes = kSegmentHeader + kBlockN * 8;
   static constexpr uint32_t kSmemBytes = kSegmentsAt + 2 * kSegmentBytes;
-  static_assert(!kIsM80 || (kD == 128 && !kHasSoftcap),
+  static_assert(!kIsM80 || (kD == 128 && !kIsGeneral),
                 "nowhere else are there registers for wide blocks");
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };

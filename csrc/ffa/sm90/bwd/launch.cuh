@@ -96,9 +96,9 @@ magi_status check_work_list(const magi_ffa_bwd_params& a, bool is_remote, int sm
   if (a.work_list == nullptr || (bwd_takes_work_list<C>(a, sms) && !is_remote)) return MAGI_OK;
   return fail(MAGI_INVALID_ARGUMENT,
               "This call takes no work list: it has %lld tiles of %d kv heads, dq_mode %d and "
-              "softcap %g%s; leave work_list NULL where magi_ffa_bwd_workspace says so.",
+              "softcap %g%s%s; leave work_list NULL where magi_ffa_bwd_workspace says so.",
               static_cast<long long>(bwd_tiles(a)), a.heads_kv, a.dq_mode, a.softcap,
-              is_remote ? ", and keys of other ranks" : "");
+              a.has_dropout ? ", dropout" : "", is_remote ? ", and keys of other ranks" : "");
 }
 
 inline int log2_of(int power) {
@@ -134,8 +134,8 @@ inline magi_status check_direct_dq_store(const magi_ffa_bwd_params& a, bool is_r
               "dq is written at once where a block has a direct visit (direct_dq_store) only in "
               "deterministic order or where the first writer stores (dq_mode is %d), "
               "in 16 bits (grad_dtype is %d), of keys that are all there, without accumulate (%d), "
-              "softcap (%g) or split tiles; leave direct_dq_store 0.",
-              a.dq_mode, a.grad_dtype, a.accumulate, a.softcap);
+              "softcap (%g), dropout (%d) or split tiles; leave direct_dq_store 0.",
+              a.dq_mode, a.grad_dtype, a.accumulate, a.softcap, a.has_dropout);
 }
 
 // Where what is made of the plan lies: with the caller, if it gives room and this call fits, else
@@ -236,6 +236,9 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   r->dout_stride_token = a.dout_stride_token;
   r->dout_stride_head = a.dout_stride_head;
   r->dim_blocks = C::kD / 64;
+  k->dropout = a.dropout != nullptr ? *a.dropout : magi_dropout{};
+  r->dropout_log2_scale = a.dropout != nullptr ? log2f(a.dropout->scale) : 0.f;
+  r->dropout_inverse_scale = a.dropout != nullptr ? 1.f / a.dropout->scale : 1.f;
   r->barrier = {};
   if (remote != nullptr)
     r->barrier = {remote->grads, remote->senders, remote->failed_peer,
@@ -327,8 +330,9 @@ template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
   if constexpr (!C::kIsM80) {
-    if (a.dq_mode && k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
-    if (k.has_softcap) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
+    const bool is_general = bwd_is_general(a);
+    if (a.dq_mode && is_general) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
+    if (is_general) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
   }
   if (a.dq_mode) return start_bwd<BwdConfig<T, C::kD, false, true, C::kBlockM>>(a, k, sms);
   MAGI_RETURN(start_bwd<C>(a, k, sms));
@@ -447,10 +451,11 @@ template <typename T, int kD, typename Run>
 magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
   if (a.block_m == kBlockM64) return run(BwdConfig<T, kD, false>{});
   if constexpr (kD == 128)
-    if (a.block_m == kBlockM80 && a.softcap == 0.f)
+    if (a.block_m == kBlockM80 && !bwd_is_general(a))
       return run(BwdConfig<T, kD, false, false, kBlockM80>{});
   return fail(MAGI_UNSUPPORTED,
-              "block_m is %d; give %d, or %d for head dims of 65 to 128 without softcap.",
+              "block_m is %d; give %d, or %d for head dims of 65 to 128 without softcap or "
+              "dropout.",
               a.block_m, kBlockM64, kBlockM80);
 }
 

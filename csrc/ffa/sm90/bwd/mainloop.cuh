@@ -12,6 +12,7 @@
 // rounded.
 #pragma once
 
+#include "ffa/common/dropout.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
@@ -39,24 +40,24 @@ struct StepWorker {
   using Dq = float[C::kDqValues];
   // Chunks of four values of dq that leave as soon as they are there, and values that wait until
   // the next scores are being multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow = C::kHasSoftcap || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
+  static constexpr int kNow = C::kIsGeneral || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
   static constexpr int kRest = C::kDqValues - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
-  static constexpr bool kOverlapDk = !C::kHasSoftcap && !C::kIsM80 && C::kStages > 1;
+  static constexpr bool kOverlapDk = !C::kIsGeneral && !C::kIsM80 && C::kStages > 1;
   // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
   // in deterministic order (docs/log/ffa_backward.md). Not measured for other head dims.
   static constexpr bool kScoresFirst = C::kD == 128 && (!C::kSemaphored || C::kIsM80);
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind
   // dP it would keep ptxas from spreading its products among the exponentials.
-  static constexpr bool kMaskFirst = kScoresFirst && !C::kHasSoftcap;
+  static constexpr bool kMaskFirst = kScoresFirst && !C::kIsGeneral;
   // Narrow steps in deterministic order do without the next two: with both most masks took longer
   // (docs/log/ffa_backward_turns.md).
   static constexpr bool kByWords = C::kSemaphored && !C::kIsM80;
   static constexpr int kEarlyDeltas =
       C::kSemaphored ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
   static constexpr int kEarlyDk =
-      C::kHasSoftcap ? 0
-                     : 1;  // products for dK ahead of the barrier, so that there is work behind it
+      C::kIsGeneral ? 0
+                    : 1;  // products for dK ahead of the barrier, so that there is work behind it
   using DqRest = float[kRest > 0 ? kRest : 1];
   using Stats = float2[C::kBlockM / 8];  // of the queries of a thread's columns
 
@@ -151,7 +152,7 @@ struct StepWorker {
   // Scores to P, which is packed; what stays in s, but in wide steps, is the factor of dP - delta.
   // Columns have their own offsets.
   __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
-    if (C::kHasSoftcap) {
+    if (C::kIsGeneral && p.has_softcap) {
 #pragma unroll
       for (int i = 0; i < C::kBlockM / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
     }
@@ -169,10 +170,23 @@ struct StepWorker {
 #pragma unroll
       for (int i = 0; !C::kIsM80 && i < 4; ++i) {
         // A masked score is -inf and its P zero; so must be the product.
-        if (C::kHasSoftcap) e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
+        if (C::kIsGeneral && p.has_softcap)
+          e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
         s[4 * j + i] = e[i];
       }
     }
+  }
+
+  // Which values of the step stay under dropout.
+  __device__ __forceinline__ Staying<C::kBlockM> staying() const {
+    const int tile = lds_int(smem.work_tile(state().work_stage()));
+    const int number = lds_int(smem.step(ring.stage)), q0 = lds_int(smem.step(ring.stage) + 4);
+    const int thread = thread_again() - 128, lane = thread % 32;
+    const int key = tile * C::kBlockN + thread / 32 * 16 + lane / 4;
+    const uint32_t k_hashes[2] = {dropout_k_hash(p.dropout, key, p.total_k),
+                                  dropout_k_hash(p.dropout, key + 8, p.total_k)};
+    return staying_queries<C::kBlockM>(p.dropout, k_hashes, q0, p.total_q, number / p.num_m_blocks,
+                                       lane);
   }
 
   __device__ __forceinline__ uint32_t deltas_at() const {
@@ -339,6 +353,13 @@ struct StepWorker {
       scores_are_there(s);
     }
     exponentiate(s, packed_p, what);
+    Staying<C::kBlockM> stay;
+    if constexpr (C::kIsGeneral)
+      if (p.dropout.q_positions != nullptr) {
+        stay = staying();
+#pragma unroll
+        for (int i = 0; i < C::kBlockM / 4; ++i) packed_p[i] &= pair_mask(stay, 2 * i);
+      }
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.stage));
     wgmma_commit();
@@ -347,6 +368,11 @@ struct StepWorker {
     for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
     wgmma_wait<1>();
     keep_in_place(dp);
+    if constexpr (C::kIsGeneral)
+      if (p.dropout.q_positions != nullptr) {
+#pragma unroll
+        for (int i = 0; i < C::kBlockM / 2; ++i) dp[i] = stay.has(i) ? dp[i] : 0.f;
+      }
     score_grads(s, dp, deltas, packed_ds);
     const uint32_t ds = smem.ds(flags & kDsSlot);
     if constexpr (kEarlyDk > 0) {

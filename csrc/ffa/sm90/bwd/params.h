@@ -72,6 +72,7 @@ struct BwdKernelParams {
   // NULL for none. dq as (d, token, head).
   const int32_t* direct_dq_store;
   CUtensorMap dq_map;
+  magi_dropout dropout;  // without positions: none
 };
 
 // The kernels before and after the main one.
@@ -117,6 +118,8 @@ struct BwdRowParams {
   int32_t stores_direct;
   int32_t *direct_dq_store, *summed;
   RankBarrier barrier;  // of the last kernel, with other tiles
+  // P has the factor of dropout in its exponent, so dP and delta go without it; 0 and 1 for none.
+  float dropout_log2_scale, dropout_inverse_scale;
 };
 
 // The kernel that does so for split work tiles; both gradients are (total_k, heads_kv, head dim).

@@ -65,12 +65,17 @@ inline int bwd_deterministic_splits(const magi_ffa_bwd_params& a) {
                                                                            : 1;
 }
 
+// Whether the kernel with softcap and dropout runs.
+inline bool bwd_is_general(const magi_ffa_bwd_params& a) {
+  return a.softcap > 0.f || a.has_dropout;
+}
+
 // Whether dq of a block that has one contribution only can be written at once: visits are counted,
-// and it is rounded, with nothing to be added to. There is no kernel with softcap, nor one that
-// splits tiles.
+// and it is rounded, with nothing to be added to. The general kernel does not, nor one that splits
+// tiles.
 inline bool bwd_can_store_direct(const magi_ffa_bwd_params& a) {
   return a.dq_mode != MAGI_DQ_ATOMIC && a.grad_dtype != MAGI_FP32 && !a.accumulate &&
-         a.softcap == 0.f && bwd_deterministic_splits(a) == 1;
+         !bwd_is_general(a) && bwd_deterministic_splits(a) == 1;
 }
 
 // Whether what the caller says is split is a run of tiles, in parts that are a power of two of
@@ -152,7 +157,7 @@ int bwd_target_tables(const magi_ffa_bwd_params& a, int num_head_splits, int sms
 // group, and the heads can be shared out.
 template <typename C>
 bool bwd_takes_work_list(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !a.dq_mode && a.softcap == 0.f &&
+  return C::kD == 128 && !a.dq_mode && !bwd_is_general(a) &&
          a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
          bwd_heads_per_l2_group<C>(a, 1, sms) == a.heads_kv &&

@@ -7,7 +7,7 @@
 
 namespace magi {
 
-template <typename T_, int kD_, int kDv_, bool kPlain_>
+template <typename T_, int kD_, int kDv_, bool kPlain_, bool kDropout_ = false>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;    // head dim of q and k, padded to 64
@@ -16,7 +16,8 @@ struct FwdConfig {
   // cut tiles. Code that never runs costs short calls up to 6%, by its place in the instruction
   // cache.
   static constexpr bool kPlain = kPlain_;
-  static constexpr int kGroups = 2;  // consumer warpgroups of 64 rows each
+  static constexpr bool kDropout = kDropout_;  // with attention dropout; 5% in calls without it
+  static constexpr int kGroups = 2;            // consumer warpgroups of 64 rows each
   static constexpr int kBlockM = 64 * kGroups;
   static constexpr int kBlockN = kD <= 128 ? 128 : 64;
   static constexpr int kKStages = 2;

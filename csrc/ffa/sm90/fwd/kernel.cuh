@@ -8,6 +8,7 @@
 #include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/fwd/epilogue.cuh"
 #include "ffa/sm90/fwd/producer.cuh"
+#include "ffa/common/dropout.cuh"
 #include "ffa/common/softmax.cuh"
 #include "ffa/sm90/fwd/combine.cuh"
 #include "ffa/sm90/fwd/block_iter.cuh"
@@ -99,6 +100,22 @@ struct Worker {
     if (traversal.left == 0) traversal.next_segment();
   }
 
+  // The walk has left the block already.
+  __device__ __forceinline__ void drop(float (&s)[C::kBlockN / 2]) const {
+    const int4 work_tile = lds_int4(smem.work_tile(traversal.work_stage()));
+    const int thread = thread_again() - 128, lane = thread % 32;
+    uint32_t q_hashes[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const OutRow at = out_row(p, work_tile.x, work_tile.y, thread / 32 * 16 + lane / 4 + 8 * r);
+      q_hashes[r] = dropout_q_hash(p.dropout, at.token, p.total_q, at.head);
+    }
+    const auto staying =
+        staying_keys<C::kBlockN>(p.dropout, q_hashes, traversal.k0 + C::kBlockN, p.total_k, lane);
+#pragma unroll
+    for (int i = 0; i < C::kBlockN / 2; ++i) s[i] = staying.has(i) ? s[i] * p.dropout.scale : 0.f;
+  }
+
   // Scores to P, and on to the next block.
   __device__ __forceinline__ void softmax(float (&s)[C::kBlockN / 2], SoftmaxState<C>& state,
                                           Packed& packed) {
@@ -111,6 +128,7 @@ struct Worker {
     flags |= mbar_test(smem.v_full(vs.stage), vs.phase) ? kVReady : 0;
     flags |= mbar_test(smem.k_full((blocks + 1) & 1), ((blocks + 1) >> 1) & 1) ? kKReady : 0;
     state.exponentiate(s, p.scale_log2);
+    if constexpr (C::kDropout) drop(s);
     pack_scores<C>(packed, s);
     count_block();
   }

@@ -102,6 +102,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
         a.total_k, kMaxKeys);
   FwdKernelParams k;
   fwd_scalars(a, kPartialsAt, &k);
+  k.total_k = a.total_k;
   if (k.num_tiles == 0) return MAGI_OK;
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
@@ -113,6 +114,8 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
   const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
+  if (a.has_dropout)
+    return start_fwd<FwdConfig<T, kD, kDv, false, true>>(a, remote, k, work_tiles, sms);
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
   return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ffa/sm90/peer_kv.cuh"
+#include "magi/abi.h"
 
 namespace magi {
 
@@ -36,6 +37,8 @@ struct FwdKernelParams {
                 // is asked for
   int32_t has_softcap;
   RemoteKeys remote;
+  magi_dropout dropout;  // without positions: none
+  int32_t total_k;
 };
 
 }  // namespace magi

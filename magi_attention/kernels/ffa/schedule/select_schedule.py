@@ -124,7 +124,7 @@ class RecentSchedules:
         """
         if options.deterministic:
             return schedule
-        key = q_shape, v_shape, bool(options.softcap)
+        key = q_shape, v_shape, options.is_plain
         found = self._schedules.get(key)
         if schedule is UNKNOWN:
             return schedule if found is None else found._replace(by_document=False)
@@ -155,12 +155,12 @@ def select_schedule(
         is_remote, slices, keys = False, mask, v_shape[0]
     if not isinstance(slices, SliceTable):
         return UNKNOWN
-    key = (q_shape, v_shape, keys, is_remote, options.deterministic, bool(options.softcap), num_sms)
+    key = (q_shape, v_shape, keys, is_remote, options.deterministic, options.is_plain, num_sms)
     kept = slices.cache.find(_SCHEDULES, key)
     if kept is None:
         found = _choose(q_shape, v_shape, slices, keys, is_remote, options, num_sms)
         is_counted = options.deterministic or found.first_writer
-        if is_counted and not (is_remote or options.softcap or found.split != NONE or not slices.area):
+        if is_counted and options.is_plain and not (is_remote or found.split != NONE or not slices.area):
             share = tile_steps(slices, q_shape[0], keys).single[found.block_m]
             found = found._replace(direct_dq_store=share >= _LEAST_SINGLE)
         kept = slices.cache.get(_SCHEDULES, key, partial(BwdSchedule, *found))
@@ -172,7 +172,7 @@ def _choose(
     options: AttnOptions, num_sms: int,
 ) -> BwdSchedule:  # fmt: skip
     work_tiles = -(-keys // TILE) * v_shape[1]
-    has_wide = not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128  # there is a kernel
+    has_wide = options.is_plain and 64 < max(q_shape[2], v_shape[2]) <= 128  # there is a kernel
 
     def by_rounding(is_deterministic: bool) -> BwdSchedule:
         wide = has_wide and wide_gains(slices, q_shape[0], keys, work_tiles, num_sms, is_deterministic)
@@ -186,7 +186,7 @@ def _choose(
     if found.block_m == WIDE and seen >= _LONG_DOCUMENTS and case.is_many and not case.is_causal:
         if case.q_shape[1] >= _LEAST_GROUP * v_shape[1] and _gain_by_document(case) > _OF_MANY.least_gain:
             return found._replace(by_document=True)
-    stores = _NEVER if options.softcap or not slices.area else _stores_of(case)
+    stores = _NEVER if not options.is_plain or not slices.area else _stores_of(case)
     is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
     if is_by_document or (seen <= stores.most and case.single_share >= stores.least_single):
         return by_rounding(is_deterministic=True)._replace(first_writer=True, by_document=is_by_document)

@@ -22,8 +22,9 @@ __device__ __forceinline__ void write_row(const BwdRowParams& p, int64_t number,
                                           int64_t at, bool exists, float delta, float lse) {
   const bool is_seen = exists && lse != -INFINITY;  // a row that sees nothing may hold anything
   delta = is_seen ? delta : 0.f;
-  p.stats[number * stat_floats(kBlockM) + row] = is_seen ? lse * kLog2e : INFINITY;
-  p.stats[number * stat_floats(kBlockM) + kBlockM + row] = delta;
+  p.stats[number * stat_floats(kBlockM) + row] =
+      is_seen ? lse * kLog2e - p.dropout_log2_scale : INFINITY;
+  p.stats[number * stat_floats(kBlockM) + kBlockM + row] = delta * p.dropout_inverse_scale;
   if (exists && p.out != nullptr && p.delta != nullptr) p.delta[at] = delta;
 }
 
