@@ -107,8 +107,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _grad(ctx, dout, *_):
-    sink = ctx.saved_tensors[-1]
-    dq, dk, dv, dsink = dist_attn_bwd(dout, *ctx.saved_tensors, *ctx.options)
+    *saved, sink = ctx.saved_tensors  # under checkpointing they can be read once
+    dq, dk, dv, dsink = dist_attn_bwd(dout, *saved, sink, *ctx.options)
     return dq, dk, dv, None if sink is None else dsink, *[None] * 11
 
 

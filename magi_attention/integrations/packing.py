@@ -6,7 +6,7 @@ It needs no process group, so workers of a DataLoader run it. All ranks of a gro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,19 @@ class LayerPlans:
         if window not in self.windows:
             raise ContractError(
                 f"A layer has a sliding window of {window}, and the batch was planned for {sorted(self.windows)}; give "
-                f"PackingCollator(windows=[{window}]). Prefix trees have no windows."
+                f"windows=[{window}] where the plans are made (PackingCollator). Prefix trees have no windows."
             )
         return self.windows[window]
+
+
+def layer_plans(
+    cu_seqlens: Sequence[int], cp_size: int, windows: Iterable[int] = (), config: DistAttnConfig | None = None
+) -> LayerPlans:
+    """One dispatch of causal documents ``[0, n0, n0 + n1, ...]`` over ``cp_size`` ranks, and a plan for each window:
+    in tokens that a token sees, itself included. ``config`` goes to ``make_plan``."""
+    full = make_plan(Mask.varlen(cu_seqlens, causal=True), cp_size, config)
+    masks = {w: Mask.varlen(cu_seqlens, window=(w - 1, 0)) for w in dict.fromkeys(windows)}
+    return LayerPlans(full, {window: full.with_mask(mask) for window, mask in masks.items()})
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class PackingCollator:
         labels = np.concatenate([_labels(x) for x in examples])
         lengths = np.concatenate([_lengths(x) for x in examples])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-        plans = self._plans(cu_seqlens.tolist())
+        plans = layer_plans(cu_seqlens.tolist(), self.cp_size, self.windows, self.config)
 
         # Pad rows repeat the last token and have no label.
         rows = plans.full.position_array(self.cp_rank)
@@ -92,11 +102,6 @@ class PackingCollator:
         ids, positions, targets = (torch.from_numpy(x)[None] for x in (tokens[rows], rows - starts[rows], local))
         batch = {"input_ids": ids, "position_ids": positions, "labels": targets, "shift_labels": targets}
         return {**batch, "magi_plans": plans}
-
-    def _plans(self, cu_seqlens: list[int]) -> LayerPlans:
-        full = make_plan(Mask.varlen(cu_seqlens, causal=True), self.cp_size, self.config)
-        masks = {w: Mask.varlen(cu_seqlens, window=(w - 1, 0)) for w in dict.fromkeys(self.windows)}
-        return LayerPlans(full, {window: full.with_mask(mask) for window, mask in masks.items()})
 
 
 def _ints(example: Mapping[str, Any], name: str) -> np.ndarray:
@@ -129,4 +134,4 @@ def _lengths(example: Mapping[str, Any]) -> np.ndarray:
     return lengths
 
 
-__all__ = ["IGNORE_INDEX", "LayerPlans", "PackingCollator"]
+__all__ = ["IGNORE_INDEX", "LayerPlans", "PackingCollator", "layer_plans"]
