@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -35,7 +36,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.protocols.module import Module
-from torchtitan.protocols.sharding import LocalMapConfig
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from torchtitan.trainer import Trainer
 
 from magi_attention.api.compile_ops import compiled_attn
@@ -57,6 +58,8 @@ class MagiAttention(Module):
         def window(self) -> int | None:
             """Tokens that a token sees, itself included; None for no limit."""
             return None if self.window_size[0] < 0 else self.window_size[0] + 1
+
+    _sharding_config: ShardingConfig | None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -102,7 +105,9 @@ def _sink_of(transform: Callable) -> torch.Tensor:
     if not isinstance(owner, GptOssAttention):
         raise UnsupportedError(f"out_transform is {transform!r}; only that of gpt-oss, its sinks, is known.")
     sinks = owner.sinks
-    return (sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks)[None].float()
+    if isinstance(sinks, DTensor):
+        sinks = sinks.to_local(grad_placements=sinks.placements)
+    return sinks[None].float()
 
 
 class MagiSelectiveAC(SelectiveAC):
@@ -131,11 +136,10 @@ class MagiTrainer(Trainer):
 
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Batch:
         self.ntokens_seen += labels.numel() // self.parallel_dims.cp
-        batch = _local_batch(self.parallel_dims, self.model_config, input_dict, labels)
-        _check_sequence_parallel(self.config.parallelism, batch[0].shape[1])
+        batch = _local_batch(self.parallel_dims, self.config.parallelism, self.model_config, input_dict, labels)
         if self.parallel_dims.spmd_backend == "spmd_types":
             return annotate_input_spmd_types(self.parallel_dims, *batch)
-        return parallelize_inputs(self.parallel_dims, *batch)
+        return batch
 
 
 class MagiValidator(Validator):
@@ -148,9 +152,7 @@ class MagiValidator(Validator):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
     ) -> Batch:
-        batch = _local_batch(self.parallel_dims, model_parts[0].config, input_dict, labels)
-        is_typed = self.parallel_dims.spmd_backend == "spmd_types"
-        return batch if is_typed else parallelize_inputs(self.parallel_dims, *batch)
+        return _local_batch(self.parallel_dims, self.parallelism, model_parts[0].config, input_dict, labels)
 
 
 def use_magi(config: Trainer.Config) -> MagiTrainer.Config:
@@ -164,7 +166,7 @@ def use_magi(config: Trainer.Config) -> MagiTrainer.Config:
     """
     for name, given, known in (("trainer", config, Trainer), ("validator", config.validator, Validator)):
         if type(given) is not known.Config:
-            raise UnsupportedError(f"The {name} is configured by {_name(given)}; give one of torchtitan's {_name(known)}.")
+            raise UnsupportedError(f"The {name} is of {_name(given)}; give torchtitan's own, {_name(known)}.")
     spec = config.model_spec
     if spec is None or not isinstance(spec.model, Decoder.Config):
         raise UnsupportedError(f"The model is {_name(spec and spec.model)}; only decoders of torchtitan are supported.")
@@ -200,17 +202,12 @@ def _check(config: MagiTrainer.Config) -> None:
         raise UnsupportedError("A CUDA graph would keep the plan of one batch; set training.disable_cuda_graphs.")
 
 
-def _check_sequence_parallel(parallelism: Any, rows: int) -> None:
-    tp = parallelism.tensor_parallel_degree
-    if parallelism.enable_sequence_parallel and rows % tp:
-        raise ContractError(
-            f"A rank has {rows} tokens, which {tp} tensor-parallel ranks cannot share equally; make local_batch_size * "
-            "seq_len a multiple of 16 * context_parallel_degree * tensor_parallel_degree."
-        )
-
-
 def _local_batch(
-    dims: ParallelDims, model: Decoder.Config, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    model: Decoder.Config,
+    input_dict: dict[str, torch.Tensor],
+    labels: torch.Tensor,
 ) -> Batch:
     """This rank's tokens, labels, positions and plans, of a batch (B, L) that all ranks of ``cp`` hold. Rows become one
     sequence (1, B L): each begins a document, as does each position 0."""
@@ -224,12 +221,18 @@ def _local_batch(
     windows = {layer.attention.inner_attention.window for layer in model.layers} - {None}
     group = dims.get_mesh("cp").get_group() if dims.cp_enabled else None
     plans = _plans(cu_seqlens, dims.cp, tuple(sorted(windows))).in_group(group)
+    if parallelism.enable_sequence_parallel and plans.full.shard_sizes[0] % dims.tp:
+        raise ContractError(
+            f"A rank has {plans.full.shard_sizes[0]} tokens, which {dims.tp} tensor-parallel ranks cannot share "
+            f"equally; make local_batch_size * seq_len a multiple of 16 * {dims.cp} * {dims.tp}."
+        )
 
     def local(x: torch.Tensor, pad: int = 0) -> torch.Tensor:
         return plans.full.shard(x.flatten(), group, pad)[None]
 
     kwargs = {"positions": local(positions), "attention_masks": plans}
-    return local(input_dict["input"]), local(labels, IGNORE_INDEX), kwargs
+    batch = local(input_dict["input"]), local(labels, IGNORE_INDEX), kwargs
+    return parallelize_inputs(dims, *batch) if dims.spmd_backend == "full_dtensor" else batch
 
 
 @lru_cache(maxsize=8)  # steps whose documents are those of a step before, and a validation set
