@@ -105,7 +105,7 @@ def magi_attn_flex_key(
 
     build = partial(
         build_plan, mask.slices, mask.total_q, cp_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv,
-        head_dim=head_dim, min_chunks_per_rank=flags.min_chunks_per_rank,
+        head_dim=head_dim, min_chunks_per_rank=flags.min_chunks_per_rank, query_moves=key.flags.query_moves,
     )  # fmt: skip
 
     def make() -> RuntimeManager:
@@ -211,6 +211,7 @@ def make_flex_key_for_new_mask_after_dispatch(
             num_heads_q=heads[0],
             num_heads_kv=heads[1],
             head_dim=heads[2],
+            query_moves=key.flags.query_moves,
         )
         return RuntimeManager(plan, group, key.flags, config, mesh)
 

@@ -228,7 +228,8 @@ def init_dist_attn_runtime_mgr(
     elif ref_dispatch_meta_k.partitions != meta.partitions:
         raise UnsupportedError("Queries and keys must share one partition; the two reference metas differ.")
     slices: SliceTable = metas.slice_table(q_ranges, k_ranges, attn_mask_type)
-    plan = metas.plan_of_metas(slices, meta, config.overlap_config, (num_heads_q, num_heads_kv, head_dim))
+    heads = (num_heads_q, num_heads_kv, head_dim)
+    plan = metas.plan_of_metas(slices, meta, config.overlap_config, heads, flags.query_moves)
     return RuntimeManager(plan, cp_group, flags, config, cp_mesh)
 
 

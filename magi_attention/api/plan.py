@@ -150,6 +150,7 @@ class Plan(meta_plan.Plan):
             head_dim=self.head_dim,
             cu_seqlens=self.cu_seqlens if mask.cu_seqlens is None else mask.cu_seqlens,
             plan_type=Plan,
+            query_moves=self.query_moves,
         )
 
     def explain(self, element_bytes: int = 2) -> dict:
@@ -219,13 +220,16 @@ def make_plan(
     head_dim: int = 1,
     check: bool | None = None,
     balance: float | None = DEFAULT_BALANCE,
+    query_moves: str = "never",
 ) -> Plan:
     """Plans ``mask`` over ``cp_size`` ranks: a pure function on the CPU, the same on every rank.
 
     Head counts and head dim enter the predicted bytes and times only. ``check`` proves that slices are disjoint
     (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
-    the mean where the chunk size is left open; None keeps the first choice. ``ContractError`` for a mask that is
-    not square or overlapping slices. A sequence shorter than ``cp_size`` is padded, as any other is.
+    the mean where the chunk size is left open; None keeps the first choice. ``query_moves``: with "always" queries may
+    travel to the keys, and outputs back, where that is cheaper than keys and values to the queries; with "auto" if it
+    saves a tenth of what travels; head counts matter then. ``ContractError`` for a mask that is not square or
+    overlapping slices. A sequence shorter than ``cp_size`` is padded, as any other is.
     """
     if not isinstance(mask, Mask):
         raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")
@@ -245,6 +249,7 @@ def make_plan(
         balance=balance,
         cu_seqlens=mask.cu_seqlens,
         plan_type=Plan,
+        query_moves=query_moves,
     )
 
 

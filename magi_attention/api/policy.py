@@ -19,6 +19,7 @@ def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
         deterministic=flags.deterministic,
         hide_tail_reduce=flags.hide_tail_reduce,
         high_precision_reduce=flags.bwd_high_precision_reduce,
+        forward_high_precision_reduce=flags.fwd_high_precision_reduce,
         prefetch_all=not flags.max_connections_one,
         fwd_sm_margin=flags.fwd_sm_margin,
         bwd_sm_margin=flags.bwd_sm_margin,

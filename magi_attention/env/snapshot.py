@@ -43,6 +43,11 @@ class RuntimeFlags:
     max_connections_one: bool = False
     min_chunks_per_rank: int = 8
 
+    @property
+    def query_moves(self) -> str:
+        """As of ``build_plan``."""
+        return "always" if self.qo_comm else "never"
+
     @classmethod
     def from_env(cls) -> RuntimeFlags:
         """Reads the environment now; ``ValueError`` or ``ContractError`` if a variable makes no sense."""
@@ -98,9 +103,7 @@ _EXCLUSIVE = (
 )
 
 # What the published software has and this build has not, with what to do instead.
-_LACKING = (
-    (_QO, "moving queries and outputs is not built; unset it, keys and values then move"),
-)
+_LACKING = ((_FLATTEN, "head groups do not go to ranks of their own; unset it"),)
 
 
 def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overlap: bool = False) -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.common.slices import SliceTable
+from magi_attention.functional.query_moves import Forward, backward_with_moves, forward_with_moves
 from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
@@ -62,15 +63,6 @@ def dist_attn(
     return out, lse, max_logits if return_max_logits else None
 
 
-class _Forward(NamedTuple):
-    """``out`` in q's dtype, ``max_logits`` or None; ``tail``: (k, v) of the last stage, where the backward wants it."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    max_logits: torch.Tensor | None
-    tail: tuple[torch.Tensor, ...] = ()
-
-
 class _DistAttn(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,7 +96,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None,
 
 def run_forward(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> _Forward:
+) -> Forward:
     """The forward pass of one call, without autograd."""
     runtime = call.runtime
     with runtime.transport.guard("attention forward"):
@@ -112,6 +104,8 @@ def run_forward(
             run = _forward_fused
         else:
             run = _forward_blocking if runtime.is_blocking or runtime.is_local else _forward_staged
+        if runtime.queries is not None:
+            run = forward_with_moves
         got = run(call, q, k, v, sink)
         if got.max_logits is not None and runtime.transport.size > 1:
             runtime.transport.all_reduce(got.max_logits, "max").wait()
@@ -130,6 +124,10 @@ def run_backward(
             grads = prepared.fused.attention.backward(prepared.fused.backend, dout, q, k, v, out, lse, options, sink)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
+        elif runtime.queries is not None:
+            grads = backward_with_moves(call, dout, q, k, v, sink, out, lse)
+            reduce_dsink(call, grads.dsink)
+            grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
         elif runtime.is_local and prepared.final is not None:
             run, dropout = prepared.final.backward_final, call.dropout_mask(HOST, q.device)
             grads = run(dout, q, k, v, out, lse, runtime.part.host, options, sink, dropout)
@@ -152,18 +150,18 @@ def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
 
 def _forward_fused(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> _Forward:
+) -> Forward:
     """One kernel over local keys and those that arrive while it runs."""
     prepared, start = call.prepared, time.perf_counter()
     assert prepared.fused is not None
-    got = _Forward(*prepared.fused.attention.forward(prepared.fused.backend, q, k, v, prepared.forward_alone, sink))
+    got = Forward(*prepared.fused.attention.forward(prepared.fused.backend, q, k, v, prepared.forward_alone, sink))
     call.record("compute", HOST, start)
     return got
 
 
 def _forward_blocking(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> _Forward:
+) -> Forward:
     """One kernel over all keys, which are fetched first unless all are here."""
     runtime, prepared, slices, keys = call.runtime, call.prepared, call.runtime.part.host, HOST
     if not runtime.is_local:
@@ -174,17 +172,17 @@ def _forward_blocking(
         keys = JOINED
     start, dropout = time.perf_counter(), call.dropout_mask(keys, q.device)
     if prepared.final is not None:
-        got = _Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink, dropout))
+        got = Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink, dropout))
     else:
         partial = prepared.backend.forward(q, k, v, slices, prepared.forward_alone, sink, None, dropout)
-        got = _Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
+        got = Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
     call.record("compute", HOST, start)
     return got
 
 
 def _forward_staged(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> _Forward:
+) -> Forward:
     runtime, prepared = call.runtime, call.prepared
     stages = runtime.part.stages
     fetches: dict[int, Handle[list[torch.Tensor]]] = {}
@@ -217,7 +215,7 @@ def _forward_staged(
             call.record("compute", s, start)
         if s == len(stages) - 1 and runtime.keeps_tail:
             tail = (k_stage, v_stage)
-    return _Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits, tail)
+    return Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits, tail)
 
 
 class _Backward:

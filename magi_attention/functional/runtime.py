@@ -21,17 +21,19 @@ from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedE
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused
 from magi_attention.functional.inputs import refuse_dtensor
-from magi_attention.functional.stage_comm import StageComm
+from magi_attention.functional.stage_comm import QueryComm, StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import FinalBackend, as_scale, options_of
+from magi_attention.kernels.wheel_backend import WheelBackend
 from magi_attention.meta.plan import Plan, RankPlan
 
 _log = logging.getLogger("magi_attention.functional")
 _MAX_PREPARED = 256
 HOST, JOINED = -1, -2  # in place of a stage: local keys alone, or followed by those of all stages
-_POSITIONS: Kind[tuple[int, torch.device], torch.Tensor] = Kind("positions of keys, by stage and device")
+QUERIES = -3  # rows of queries that other ranks send
+_POSITIONS: Kind[tuple[int, torch.device], torch.Tensor] = Kind("positions of rows, by stage and device")
 DSINK_REDUCES = ("none", "sum", "avg")
 STAGE_MODES = ("staged", "fused", "auto")
 Trace = list[dict[str, Any]]  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
@@ -43,9 +45,9 @@ class AttnPolicy:
 
     ``prefetch_all`` launches every fetch at once, otherwise one stage ahead. ``hide_tail_reduce`` keeps the last
     stage's keys from the forward pass and reduces their gradients first. ``high_precision_reduce`` sends partial
-    dk, dv in the accumulation dtype. ``dsink_reduce`` is none, sum or avg over ranks. ``stage_mode``: "staged", one
-    kernel per stage; "fused", one kernel per direction, fed by other ranks while it runs, or an error; "auto", fused
-    where it can be.
+    dk, dv (and dq) in the accumulation dtype, ``forward_high_precision_reduce`` partial outputs where queries move.
+    ``dsink_reduce`` is none, sum or avg over ranks. ``stage_mode``: "staged", one kernel per stage; "fused", one kernel
+    per direction, fed by other ranks while it runs, or an error; "auto", fused where it can be.
     """
 
     backend: str | None = None
@@ -54,6 +56,7 @@ class AttnPolicy:
     deterministic: bool = False
     hide_tail_reduce: bool = False
     high_precision_reduce: bool = False
+    forward_high_precision_reduce: bool = False
     prefetch_all: bool = True
     fwd_sm_margin: int = 0
     bwd_sm_margin: int = 0
@@ -65,7 +68,7 @@ class AttnPolicy:
         for name in ("fwd_sm_margin", "bwd_sm_margin"):
             object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=0))
         flags = ("is_backend_explicit", "deterministic", "hide_tail_reduce", "high_precision_reduce", "prefetch_all")
-        for name in (*flags, "check"):
+        for name in (*flags, "forward_high_precision_reduce", "check"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name, choices in (("dsink_reduce", DSINK_REDUCES), ("stage_mode", STAGE_MODES)):
             if getattr(self, name) not in choices:
@@ -100,12 +103,12 @@ class AttnCall:
     trace: Trace | None = None
     dropout: Dropout | None = None
 
-    def dropout_mask(self, keys: int, device: torch.device) -> DropoutMask | None:
-        """Dropout over local queries and the keys of a stage, ``HOST`` or ``JOINED``."""
+    def dropout_mask(self, keys: int, device: torch.device, queries: int = HOST) -> DropoutMask | None:
+        """Dropout over ``queries``, ``HOST`` or ``QUERIES``, and the keys of a stage, ``HOST`` or ``JOINED``."""
         if self.dropout is None:
             return None
         positions = self.runtime.positions
-        return DropoutMask(self.dropout, positions(HOST, device), positions(keys, device))
+        return DropoutMask(self.dropout, positions(queries, device), positions(keys, device))
 
     def record(self, lane: str, stage: int, start: float) -> None:
         if self.trace is not None:
@@ -142,10 +145,15 @@ class AttnRuntime:
         self._has_said_why = False
         self._fused: tuple[FusedAttention | None] | None = None  # once decided
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
-        self.is_local = all(comm.is_idle for comm in self.comms)  # on every rank alike
+        self.queries = None if self.part.queries is None else QueryComm(self.part.queries.cast, transport)
+        self.is_local = self.queries is None and all(comm.is_idle for comm in self.comms)  # on every rank alike
         self._prepared: dict[tuple[object, ...], Prepared] = {}
         self.cache = PlanCache()
         self.cache.include(*(comm.cache for comm in self.comms))
+        if self.queries is not None:
+            if hierarchy is not None:
+                raise UnsupportedError("Rows do not cross nodes by levels where queries move; drop one of the two.")
+            self.cache.include(self.queries.cache)
         plan.cache.include(self.cache)
 
     def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
@@ -157,7 +165,7 @@ class AttnRuntime:
     @property
     def keeps_tail(self) -> bool:
         """Does the forward keep the keys of the last stage for the backward, if it runs in stages?"""
-        is_staged = not self.is_local and not self.is_blocking
+        is_staged = not self.is_local and not self.is_blocking and self.queries is None
         return is_staged and self.policy.hide_tail_reduce and bool(self.part.stages)
 
     @property
@@ -166,9 +174,12 @@ class AttnRuntime:
         return self.plan.degree == 0 and self.plan.num_stages == 1
 
     def positions(self, keys: int, device: torch.device) -> torch.Tensor:
-        """int32: where the keys of a stage, ``HOST`` or ``JOINED`` lie in the whole sequence."""
+        """int32: where the keys of a stage, ``HOST`` or ``JOINED``, or ``QUERIES`` lie in the whole sequence."""
 
         def make() -> torch.Tensor:
+            if keys == QUERIES:
+                assert self.part.queries is not None
+                return torch.from_numpy(Packing(self.part.queries.recv_ranges).positions()).to(device, torch.int32)
             stages = self.part.stages
             remote = stages if keys == JOINED else [] if keys == HOST else [stages[keys]]
             parts = [self.plan.position_array(self.transport.rank)] if keys < 0 else []
@@ -241,6 +252,11 @@ class AttnRuntime:
         ]
         problem = Problem.of(q, k, v, options[0], sink, needs_backward=needs_backward)
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
+        if self.queries is not None and needs_backward and isinstance(backend, WheelBackend):
+            raise UnsupportedError(
+                f"Queries move in this plan, and the backward of {backend.name} needs whole outputs; make the plan "
+                'with query_moves="never", or set MAGI_ATTENTION_KERNEL_BACKEND=ffa.'
+            )
         final = backend if isinstance(backend, FinalBackend) else None
         use = self._use(q, k, v, sink, with_max, dropout)
         if dropout is not None:
@@ -302,6 +318,11 @@ class AttnRuntime:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
         mode = self.policy.stage_mode
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
+            return None
+        if self.queries is not None:
+            if mode == "fused" and not self._has_said_why:
+                self._has_said_why = True
+                _log.warning("Attention runs stage by stage over the process group, because queries move in this plan.")
             return None
         if q.device.type != "cuda" or not hasattr(backend, "forward_fused"):
             if mode == "fused" and not self._has_said_why:

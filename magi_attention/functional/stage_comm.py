@@ -34,6 +34,42 @@ class Handle(Generic[T]):
         return self._finish()
 
 
+class QueryComm:
+    """Casts of queries to the ranks that hold keys, and what comes back; as ``StageComm``, straight between ranks."""
+
+    def __init__(self, spec: GroupSpec, transport: Transport) -> None:
+        self.transport = transport
+        self._layout = A2AVLayout.from_spec(spec)
+        self.cache = PlanCache()
+        self.cache.include(self._layout.cache)
+
+    def fetch(self, *rows: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Starts the group cast of tensors of local queries; ``wait()`` gives those of the queries received."""
+        work, finish = start_fetch(self.transport, self._layout, rows)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return finish()
+
+        return Handle(wait)
+
+    def give_back(
+        self, parts: Sequence[torch.Tensor], wire: Sequence[torch.dtype], into: Sequence[torch.Tensor], op: str
+    ) -> Handle[None]:
+        """Starts the group reduce of ``parts``, of the queries received, in the dtypes of ``wire``. ``wait()`` adds
+        them to ``into`` in place, in rank order; with ``op`` "lse" the last of each is the lse that weights the others.
+        """
+        work, arrived = start_reduce(self.transport, self._layout, parts, wire)
+
+        def wait() -> None:
+            work.wait()
+            is_lse = op == "lse"
+            outputs, lse = (into[:-1], into[-1]) if is_lse else (into, None)
+            reduce_arrived(arrived(), outputs, lse, op, acc_reduce=True)
+
+        return Handle(wait)
+
+
 class StageComm:
     """Group cast and reduce of one stage; ``is_idle`` if no rank of the group receives anything in it.
 

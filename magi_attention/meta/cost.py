@@ -83,12 +83,14 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
     """
     model = model or CostModel.for_plan(plan)
     rows, bars = stage_rows(plan), []
+    # A received query is half as many elements as k and v of as many heads.
+    queries = plan.query_matrix().sum(axis=0) * plan.num_heads_q / (2 * plan.num_heads_kv)
     for rank in range(plan.cp_size):
         part = plan.rank(rank)
         arrived, clock = 0.0, 0.0
         arrivals = []
         for s in range(plan.num_stages):
-            start, arrived = arrived, arrived + float(rows[rank, s]) * model.row_s
+            start, arrived = arrived, arrived + (float(rows[rank, s]) + float(queries[rank])) * model.row_s
             arrivals.append(arrived)
             bars.append(_bar(rank, "comm", s, start, arrived))
         if plan.degree == 0 and plan.num_stages:
@@ -96,10 +98,10 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
             bars.append(_bar(rank, "compute", -1, clock, clock + part.area * model.pair_s))
             continue
         bars.append(_bar(rank, "compute", -1, 0.0, part.host.area * model.pair_s))
-        clock = bars[-1]["end"]
+        clock, of_others = bars[-1]["end"], 0 if part.queries is None else part.queries.slices.area
         for s, stage in enumerate(part.stages):
             start = max(clock, arrivals[s])
-            clock = start + stage.area * model.pair_s
+            clock = start + (stage.area + of_others) * model.pair_s
             bars.append(_bar(rank, "compute", s, start, clock))
     return bars
 

@@ -16,7 +16,9 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     ``imbalance`` (heaviest rank over the mean), ``imbalance_contiguous`` (without dispatch), ``shard_sizes``,
     ``rows_sent, rows_received`` (per rank), ``stage_rows`` (per rank and stage), ``bytes_per_stage`` (all ranks),
     ``bytes_total``, ``ring_bytes`` and ``all_gather_bytes`` (what those move for the same K and V; they are equal,
-    the all-gather only holds everything at once), ``row_bytes``.
+    the all-gather only holds everything at once), ``row_bytes``. Where queries move: ``query_rows_sent,
+    query_rows_received`` (per rank; as many outputs come back), ``query_row_bytes`` (a query and its output), which
+    ``bytes_total`` has in it, and ``query_moves``, what was asked for, with ``do_queries_move``.
     """
     rows = cost.stage_rows(plan)
     matrix = plan.comm_matrix()
@@ -24,6 +26,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     area = int(plan.areas.sum())
     mean = area / plan.cp_size
     contiguous = cost.contiguous_areas(plan)
+    queries, per_query = plan.query_matrix(), 2 * plan.num_heads_q * plan.head_dim * element_bytes
     return {
         "tokens": plan.total_tokens,
         "padded_tokens": plan.padded_tokens,
@@ -40,8 +43,13 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
         "rows_received": matrix.sum(axis=0).tolist(),
         "stage_rows": rows.tolist(),
         "bytes_per_stage": [int(n) * per_row for n in rows.sum(axis=0)],
-        "bytes_total": int(matrix.sum()) * per_row,
+        "bytes_total": int(matrix.sum()) * per_row + int(queries.sum()) * per_query,
         "ring_bytes": cost.ring_rows(plan) * per_row,
         "all_gather_bytes": cost.ring_rows(plan) * per_row,
         "row_bytes": per_row,
+        "query_moves": plan.query_moves,
+        "do_queries_move": plan.assigned is not None,
+        "query_rows_sent": queries.sum(axis=1).tolist(),
+        "query_rows_received": queries.sum(axis=0).tolist(),
+        "query_row_bytes": per_query,
     }

@@ -156,7 +156,10 @@ def padding_of(slices: SliceTable, total: int) -> int:
     return 0
 
 
-def plan_of_metas(slices: SliceTable, meta: DispatchMeta, overlap: OverlapConfig, heads: tuple[int, int, int]) -> Plan:
+def plan_of_metas(
+    slices: SliceTable, meta: DispatchMeta, overlap: OverlapConfig, heads: tuple[int, int, int],
+    query_moves: str = "never",
+) -> Plan:  # fmt: skip
     """The plan of a padded mask under the partition of ``meta``."""
     return plan_for_partitions(
         slices,
@@ -169,6 +172,7 @@ def plan_of_metas(slices: SliceTable, meta: DispatchMeta, overlap: OverlapConfig
         num_heads_q=heads[0],
         num_heads_kv=heads[1],
         head_dim=heads[2],
+        query_moves=query_moves,
     )
 
 

@@ -34,6 +34,7 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk, sum_by
 
 T = TypeVar("T")
+QUERY_MOVES = ("never", "auto", "always")  # may queries move, with their outputs, as well as keys and values?
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +59,33 @@ class StagePlan:
 
 
 @dataclass(frozen=True, eq=False)
+class QueryStage:
+    """What a rank computes for queries of others, where queries move.
+
+    ``slices`` has rows of the received queries, ``recv_ranges`` (global, merged, ascending) one after another, and of
+    the local keys with those received behind them. ``cast`` moves the queries; outputs and gradients go back by its
+    transpose.
+    """
+
+    slices: SliceTable
+    recv_ranges: NDArray[np.int64]
+    cast: GroupSpec
+
+    @property
+    def recv_rows(self) -> int:
+        return total_length(self.recv_ranges)
+
+
+@dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank does. ``host`` slices have local query rows and local key rows."""
+    """What one rank does. ``host`` slices have local query rows and local key rows. Where queries move there is one
+    stage, and ``queries``."""
 
     rank: int
     host_ranges: NDArray[np.int64]
     host: SliceTable
     stages: tuple[StagePlan, ...]
+    queries: QueryStage | None = None
     cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
 
     @property
@@ -73,7 +94,8 @@ class RankPlan:
 
     @property
     def area(self) -> int:
-        return self.host.area + sum(stage.area for stage in self.stages)
+        others = 0 if self.queries is None else self.queries.slices.area
+        return self.host.area + sum(stage.area for stage in self.stages) + others
 
     @property
     def joined(self) -> SliceTable:
@@ -100,7 +122,9 @@ class Plan:
     ``slices`` are the caller's, in padded coordinates (pad rows attend to nothing). ``partitions[r]`` are the
     chunk ids of rank r, ascending. ``stage_ranges[r][s]`` are the key ranges that rank r receives in stage s.
     ``degree`` 0 means that the one stage is fetched before a single kernel call. ``cu_seqlens`` are the mask's: where
-    documents begin and end, for labels and positions; None where the mask does not know.
+    documents begin and end, for labels and positions; None where the mask does not know. ``query_moves`` is what was
+    asked for, one of ``QUERY_MOVES``. ``assigned[r]`` are the slices ``(N, 5)`` that rank r computes, in global
+    coordinates; None where each rank computes those of its own queries, so that only keys and values move.
 
     ``cache`` counts the arrays of the plan, and includes the caches of its slice tables and of what runs it.
     """
@@ -119,11 +143,14 @@ class Plan:
     num_heads_kv: int = 1
     head_dim: int = 1
     cu_seqlens: tuple[int, ...] | None = None
+    query_moves: str = "never"
+    assigned: tuple[NDArray[np.int64], ...] | None = None
     cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
 
     def __post_init__(self) -> None:
         self.cache.include(self.slices.cache)
         self.cache.count("stages", self.stage_ranges)
+        self.cache.count("assigned", self.assigned or ())
 
     # ---- identity -----------------------------------------------------------------------------------
 
@@ -135,8 +162,9 @@ class Plan:
         documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
         dispatch.update(repr((self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)).encode())
         _update(dispatch, [np.array(chunks, dtype=np.int64) for chunks in self.partitions])
-        stages.update(repr((self.degree, self.overlap)).encode())
+        stages.update(repr((self.degree, self.overlap, self.query_moves)).encode())
         _update(stages, [ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank])
+        _update(stages, self.assigned or ())
         return dict(zip(("mask", "documents", "dispatch", "stages"), (digest.hexdigest() for digest in found)))
 
     @cached_property
@@ -250,8 +278,12 @@ class Plan:
 
     @cached_property
     def areas(self) -> NDArray[np.int64]:
-        """Allowed pairs per rank."""
-        return self._counted("areas of ranks", sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size))
+        """Allowed pairs that each rank computes."""
+        if self.assigned is not None:
+            found = np.array([int(areas(slices).sum()) for slices in self.assigned], dtype=np.int64)
+        else:
+            found = sum_by(self.rank_of_chunk, self.chunk_areas, self.cp_size)
+        return self._counted("areas of ranks", found)
 
     @property
     def imbalance(self) -> float:
@@ -288,12 +320,43 @@ class Plan:
         """True for stages in which no rank receives anything, so that nobody need call the collective."""
         return tuple(all(not len(stages[s]) for stages in self.stage_ranges) for s in range(self.num_stages))
 
+    @cached_property
+    def query_ranges(self) -> tuple[NDArray[np.int64], ...]:
+        """Per rank the queries that it is sent, merged; all empty unless queries move."""
+        if self.assigned is None:
+            return (np.zeros((0, 2), dtype=np.int64),) * self.cp_size
+        hosts = map(self.host_ranges, range(self.cp_size))
+        found = (subtract_intervals(x[:, [Q0, Q1]], host) for x, host in zip(self.assigned, hosts))
+        return self._counted("query ranges", tuple(found))
+
+    @cached_property
+    def _query_points(self) -> NDArray[np.int64]:
+        """As ``_split_points``, of the cast of queries."""
+        hosts = [self.host_ranges(rank).reshape(-1) for rank in range(self.cp_size)]
+        found = np.unique(np.concatenate([*hosts, *(ranges.reshape(-1) for ranges in self.query_ranges)]))
+        return self._counted("query points", found)
+
+    def query_matrix(self) -> NDArray[np.int64]:
+        """Rows (tokens of Q) that rank i sends to rank j, int64 ``(cp, cp)``; as many of outputs come back."""
+        matrix = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
+        for rank, ranges in enumerate(self.query_ranges):
+            cut = split_at(ranges, self._query_points)
+            matrix[:, rank] = sum_by(self.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0], self.cp_size)
+        return matrix
+
     def cast_spec(self, rank: int, stage: int) -> GroupSpec:
         """The group cast of ``stage`` as ``rank`` sees it."""
-        points = self._split_points[stage]
-        received = split_at(self.stage_ranges[rank][stage], points)
+        return self._cast(rank, self._split_points[stage], [stages[stage] for stages in self.stage_ranges])
+
+    def query_spec(self, rank: int) -> GroupSpec:
+        """The group cast of queries as ``rank`` sees it."""
+        return self._cast(rank, self._query_points, self.query_ranges)
+
+    def _cast(self, rank: int, points: NDArray[np.int64], ranges_of: Sequence[NDArray[np.int64]]) -> GroupSpec:
+        """Rank r receives ``ranges_of[r]``; all of these and what ranks hold are cut at ``points``."""
+        received = split_at(ranges_of[rank], points)
         held = split_at(self.host_ranges(rank), points)
-        wanted = [_covered(held, stages[stage]) for stages in self.stage_ranges]
+        wanted = [_covered(held, ranges) for ranges in ranges_of]
         destinations = [tuple(np.flatnonzero(row).tolist()) for row in np.stack(wanted, axis=1)]
         return GroupSpec(
             rank,
@@ -319,13 +382,17 @@ class Plan:
         return {}
 
     def slices_of(self, rank: int) -> NDArray[np.int64]:
-        """The slices whose queries ``rank`` holds, ``(N, 5)`` in global coordinates."""
+        """The slices that ``rank`` computes, ``(N, 5)`` in global coordinates."""
+        if self.assigned is not None:
+            return self.assigned[rank]
         pieces, chunk_of = self._pieces
         return merge(pieces[self.rank_of_chunk[chunk_of] == rank])
 
     def _make_rank(self, rank: int) -> RankPlan:
         mine = self.slices_of(rank)
         host = Packing(self.host_ranges(rank))
+        if self.assigned is not None:
+            return self._make_rank_with_moves(rank, mine, host)
         stages = tuple(
             StagePlan(SliceTable(local_slices(mine, host, Packing(ranges))), ranges, self.cast_spec(rank, s))
             for s, ranges in enumerate(self.stage_ranges[rank])
@@ -333,6 +400,20 @@ class Plan:
         part = RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
         self.cache.count(f"rank {rank}", part.host_ranges)
         self.cache.include(part.cache, part.host.cache, *(stage.slices.cache for stage in stages))
+        return part
+
+    def _make_rank_with_moves(self, rank: int, mine: NDArray[np.int64], host: Packing) -> RankPlan:
+        (k_ranges,), q_ranges = self.stage_ranges[rank], self.query_ranges[rank]
+        is_own = self.owner_of(mine[:, Q0]) == rank
+        own, others = mine[is_own], mine[~is_own]
+        q_pack, k_pack = Packing(q_ranges), Packing(k_ranges)
+        behind = local_slices(others, q_pack, k_pack) + np.array([0, 0, host.length, host.length, 0])
+        of_others = merge(np.concatenate([local_slices(others, q_pack, host), behind]))
+        queries = QueryStage(SliceTable(of_others), q_ranges, self.query_spec(rank))
+        stage = StagePlan(SliceTable(local_slices(own, host, k_pack)), k_ranges, self.cast_spec(rank, 0))
+        part = RankPlan(rank, host.ranges, SliceTable(local_slices(own, host, host)), (stage,), queries)
+        self.cache.count(f"rank {rank}", part.host_ranges)
+        self.cache.include(part.cache, part.host.cache, stage.slices.cache, queries.slices.cache)
         return part
 
     def _counted(self, name: str, arrays: T) -> T:
@@ -403,4 +484,4 @@ def remote_areas(slices: NDArray[np.int64], remote: Packing, chunk: int) -> NDAr
     return sum_by(cut[window, 0] // chunk, areas(pieces), len(starts))
 
 
-__all__ = ["Plan", "RankPlan", "StagePlan"]
+__all__ = ["QUERY_MOVES", "Plan", "QueryStage", "RankPlan", "StagePlan"]

@@ -23,10 +23,14 @@ from magi_attention.meta.chunking import (
     split_by_chunk,
 )
 from magi_attention.meta.dispatch import check_partitions, solve_dispatch
-from magi_attention.meta.plan import Plan, remote_areas, remote_ranges
+from magi_attention.meta.plan import QUERY_MOVES, Plan, remote_areas, remote_ranges
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
+from magi_attention.meta.solver.partition import min_heap
+from magi_attention.meta.solver.query_moves import Cells, choose_moves, owners
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
+LEAST_SAVING = 0.1  # of what travels, from which on queries move by themselves
+MOST_LOAD = 1.02  # of a rank, over the mean, that moves may make
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
 
 
@@ -43,6 +47,7 @@ def build_plan(
     balance: float | None = None,
     cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
+    query_moves: str = "never",
 ) -> Plan:
     """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
 
@@ -50,8 +55,9 @@ def build_plan(
     multiple of ``chunk_size * cp_size``, with it only as far as every rank needs a chunk; pad rows attend to nothing.
     With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
-    longer helps. ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for
-    slices beyond the total or bad head counts; ``DispatchError`` for a rank without chunks.
+    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_SAVING`` of what travels.
+    ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for slices beyond the
+    total or bad head counts; ``DispatchError`` for a rank without chunks.
     """
     config = config or DistAttnConfig()
     total_tokens, cp_size = as_int(total_tokens, "total_tokens"), as_int(cp_size, "cp_size")
@@ -62,6 +68,7 @@ def build_plan(
     choice = _dispatch(slices, total_tokens, cp_size, chunk, dispatch)
     if balance is not None and dispatch.chunk_size is None:
         choice = _refine(choice, slices, total_tokens, cp_size, dispatch, balance)
+    choice, assigned = _with_moves(choice, (num_heads_q, num_heads_kv), query_moves, may_dispatch=True)
     return _finish(
         plan_type,
         slices,
@@ -77,6 +84,8 @@ def build_plan(
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
         cu_seqlens=cu_seqlens,
+        query_moves=query_moves,
+        assigned=assigned,
     )
 
 
@@ -86,6 +95,33 @@ class _Choice(NamedTuple):
     cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # pieces, chunk of each, chunk bounds
     partitions: tuple[tuple[int, ...], ...]
     imbalance: float  # heaviest rank over the mean
+
+
+def _with_moves(
+    choice: _Choice, heads: tuple[int, int], query_moves: str, may_dispatch: bool
+) -> tuple[_Choice, tuple[NDArray[np.int64], ...] | None]:
+    """Who computes what, if queries may move and that pays. Work goes where keys are then, so with ``may_dispatch`` the
+    chunks may be given to other ranks."""
+    if query_moves not in QUERY_MOVES:
+        raise ContractError(f"query_moves is {query_moves!r}; give one of {', '.join(QUERY_MOVES)}.")
+    world = len(choice.partitions)
+    if query_moves == "never" or world == 1:
+        return choice, None
+    given, (pieces, chunk_of, bounds) = choice, choice.cut
+    cells = Cells.cut(pieces, chunk_of, bounds)
+    most = MOST_LOAD * float(cells.area.sum()) / world
+    owner = owners(choice.partitions, len(bounds))
+    moves = first = choose_moves(cells, owner, world, heads, most)
+    again = min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1] if may_dispatch else None
+    if again is not None:
+        other = owners(again, len(bounds))
+        found = choose_moves(cells, other, world, heads, most)
+        if found.cost < moves.cost and found.loads.max() <= max(most, moves.loads.max()):
+            moves, owner = found, other
+            choice = choice._replace(partitions=check_partitions(again, len(bounds), world))
+    if query_moves == "auto" and moves.cost > (1 - LEAST_SAVING) * first.cost_of_keys:
+        return given, None
+    return choice, moves.assigned(cells, owner)
 
 
 def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Choice:
@@ -125,6 +161,7 @@ def plan_for_partitions(
     head_dim: int = 1,
     cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
+    query_moves: str = "never",
 ) -> Plan:
     """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
     num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
@@ -133,21 +170,26 @@ def plan_for_partitions(
     _check_ends(slices, total_tokens + pad_size)
     bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
     pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
+    checked = check_partitions(partitions, len(bounds), len(partitions))
+    choice = _Choice(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
+    _, assigned = _with_moves(choice, (num_heads_q, num_heads_kv), query_moves, may_dispatch=False)
     return _finish(
         plan_type,
         slices,
         overlap or OverlapConfig(),
-        (pieces, chunk_of, bounds),
+        choice.cut,
         total_tokens=total_tokens,
         pad_size=pad_size,
         chunk_size=chunk_size,
         cp_size=len(partitions),
-        partitions=check_partitions(partitions, len(bounds), len(partitions)),
+        partitions=checked,
         uneven_shard=uneven_shard,
         num_heads_q=num_heads_q,
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
         cu_seqlens=cu_seqlens,
+        query_moves=query_moves,
+        assigned=assigned,
     )
 
 
@@ -191,13 +233,16 @@ def _finish(
     owner = np.empty(len(bounds), dtype=np.int64)
     for rank, chunks in enumerate(partitions):
         owner[list(chunks)] = rank
-    by_rank = [pieces[owner[chunk_of] == rank] for rank in range(len(partitions))]
+    assigned = sizes["assigned"]
+    by_rank = assigned or [pieces[owner[chunk_of] == rank] for rank in range(len(partitions))]
     hosts = [Packing(bounds[list(chunks)]) for chunks in partitions]
     remotes = [Packing(remote_ranges(mine, host.ranges)) for mine, host in zip(by_rank, hosts)]
     degree: int
     stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
     if len(partitions) == 1:
         degree, stage_ranges = 0, ((),)
+    elif assigned is not None:
+        degree, stage_ranges = 1, tuple((remote.ranges,) for remote in remotes)
     elif overlap.no_overlap:
         degree, stage_ranges = 0, tuple((remote.ranges,) for remote in remotes)
     else:

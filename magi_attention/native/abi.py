@@ -324,6 +324,7 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_plan_check": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
+    "magi_vertex_cover": (c_int32, (c_int32, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)),
     "magi_swap_chunks": (
         c_int32,
         (

@@ -262,14 +262,14 @@ def test_illegal_combinations(change, config):
     assert isinstance(error.value, AssertionError)
 
 
-@pytest.mark.parametrize("name", ["qo_comm"])
-def test_what_this_build_lacks(name):
-    with pytest.raises(UnsupportedError, match=name.upper()):
-        check_flag_comb(replace(BASE, **{name: True}))
+def test_what_this_build_lacks():
+    with pytest.raises(UnsupportedError, match="FLATTEN_HEAD_GROUPS"):
+        check_flag_comb(replace(BASE, qo_comm=True, flatten_head_groups=True))
 
 
 def test_legal_combinations_pass():
     check_flag_comb(BASE, uneven_shard=True, no_overlap=True)
+    check_flag_comb(replace(BASE, qo_comm=True, fwd_high_precision_reduce=True))
     check_flag_comb(replace(BASE, deterministic=True, hierarchical_comm=True, hide_tail_reduce=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.SDPA, precision=Precision.FP64, deterministic=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.FA4, precision=Precision.BF16))

@@ -372,6 +372,15 @@ MAGI_EXPORT magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, i
                                          double mean, const int32_t* proposals,
                                          const double* thresholds, int32_t steps, double* energy);
 
+/* Least weighted vertex cover of a bipartite graph: of each edge (left[e], right[e]) at least one
+ * end is chosen, and the weights of those that are (0 to 2^60 each, 2^62 in all) add up to as
+ * little as can be. */
+MAGI_EXPORT magi_status magi_vertex_cover(int32_t num_left, int32_t num_right,
+                                          const int64_t* left_weights, const int64_t* right_weights,
+                                          int64_t num_edges, const int32_t* left,
+                                          const int32_t* right, uint8_t* left_chosen,
+                                          uint8_t* right_chosen);
+
 /* Libraries of portable kernels only: whether GPUs whose CTAs may have 163 KB of shared memory or
  * more run the tiles of those that have 99 KB. For tests and comparisons; plans of the backward
  * made before belong to the other tiles. */

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention where queries move too: a rank computes some pairs of its keys for queries of others.
+
+Forward: keys and queries are on their way while local pairs are computed; then the pairs of received queries, whose
+outputs go back while local queries meet received keys. Outputs merge by their lse. Backward the same, with dout, lse
+and delta beside the queries; delta, one number for each row and head, is what the backward needs of out.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
+from magi_attention.kernels import Grads, Partial, accumulation_dtype
+from magi_attention.kernels.reference.operands import row_delta
+
+
+class Forward(NamedTuple):
+    """``out`` in q's dtype, ``max_logits`` or None; ``tail``: (k, v) of the last stage, where the backward wants it."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logits: torch.Tensor | None
+    tail: tuple[torch.Tensor, ...] = ()
+
+
+def forward_with_moves(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> Forward:
+    """One call of a plan in which queries move."""
+    runtime, prepared, part = call.runtime, call.prepared, call.runtime.part
+    assert runtime.queries is not None and part.queries is not None
+    backend, stage, start = prepared.backend, part.stages[0], time.perf_counter()
+    keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q)
+    partial = backend.forward(q, k, v, part.host, prepared.forward, sink, None, call.dropout_mask(HOST, q.device))
+    call.record("compute", HOST, start)
+    k_remote, v_remote = keys.wait()
+    (q_remote,) = queries.wait()
+    call.record("comm", 0, start)
+
+    start, dropout = time.perf_counter(), call.dropout_mask(JOINED, q.device, QUERIES)
+    both = torch.cat([k, k_remote]), torch.cat([v, v_remote])
+    others = backend.forward(q_remote, *both, part.queries.slices, prepared.forward, None, None, dropout)
+    wire = others.out.dtype if runtime.policy.forward_high_precision_reduce else q.dtype
+    back = runtime.queries.give_back(
+        (others.out, others.lse), (wire, others.lse.dtype), (partial.out, partial.lse), "lse"
+    )
+    if len(stage.slices):
+        dropout = call.dropout_mask(0, q.device)
+        backend.forward(q, k_remote, v_remote, stage.slices, prepared.forward_alone, None, partial, dropout)
+    call.record("compute", 0, start)
+    back.wait()
+    return Forward(partial.out.to(q.dtype), partial.lse, _greater(partial, others))
+
+
+def _greater(a: Partial, b: Partial) -> torch.Tensor | None:
+    """Those of received queries count at this rank; the caller takes the greatest over ranks."""
+    if a.max_logits is None or b.max_logits is None:
+        return a.max_logits
+    return torch.maximum(a.max_logits, b.max_logits)
+
+
+def backward_with_moves(
+    call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> Grads:  # fmt: skip
+    """Gradients in the accumulation dtype; dsink is that of this rank's queries."""
+    runtime, prepared, part = call.runtime, call.prepared, call.runtime.part
+    assert runtime.queries is not None and part.queries is not None
+    backend, stage, rows, start = prepared.backend, part.stages[0], part.num_tokens, time.perf_counter()
+    delta = row_delta(out, dout, None)
+    keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout.to(q.dtype), lse, delta)
+    operands, dropout = (dout, q, k, v, out, lse), call.dropout_mask(HOST, q.device)
+    grads = backend.backward(*operands, part.host, prepared.backward, sink, delta, None, dropout)
+    call.record("compute", HOST, start)
+    k_remote, v_remote = keys.wait()
+    q_remote, dout_remote, lse_remote, delta_remote = queries.wait()
+    call.record("comm", 0, start)
+
+    start, dropout = time.perf_counter(), call.dropout_mask(JOINED, q.device, QUERIES)
+    both = torch.cat([k, k_remote]), torch.cat([v, v_remote])
+    # With delta nobody reads out.
+    operands = (dout_remote, q_remote, *both, dout_remote, lse_remote)
+    others = backend.backward(*operands, part.queries.slices, prepared.backward, None, delta_remote, None, dropout)
+    wire = accumulation_dtype(q.dtype) if runtime.policy.high_precision_reduce else q.dtype
+    back = runtime.queries.give_back((others.dq,), (wire,), (grads.dq,), "sum")
+    grads.dk += others.dk[:rows]
+    grads.dv += others.dv[:rows]
+    dk_remote, dv_remote = others.dk[rows:].contiguous(), others.dv[rows:].contiguous()
+    if len(stage.slices):
+        init, dropout = Grads(grads.dq, dk_remote, dv_remote), call.dropout_mask(0, q.device)
+        operands = (dout, q, k_remote, v_remote, out, lse)
+        backend.backward(*operands, stage.slices, prepared.backward_alone, None, delta, init, dropout)
+    call.record("compute", 0, start)
+    keys_back = runtime.comms[0].give_back(dk_remote, dv_remote, grads.dk, grads.dv, wire)
+    back.wait()
+    keys_back.wait()
+    return grads
+
+
+__all__ = ["Forward", "backward_with_moves", "forward_with_moves"]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans in which queries move, against dense float64 attention, over random masks, groups, heads and options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given, note, settings
+from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, run_rank, truth
+
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.common.slices import areas, to_dense
+from magi_attention.meta.planner import build_plan
+from magi_attention.testing.libraries import planner_or_skip
+
+
+def with_moves(case: Case):
+    planner_or_skip()
+    plan, slices, total, tensors, sink = make_problem(case)
+    heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
+    plan = build_plan(slices, total, case.cp, config=make_config(case), query_moves="always", **heads)
+    return plan, slices, total, tensors, sink
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(case=cases)
+def test_equals_dense_attention(case: Case) -> None:
+    note(f"seed {case.seed}")
+    torch.set_num_threads(1)
+    plan, slices, total, tensors, sink = with_moves(case)
+    mask = torch.from_numpy(to_dense(slices.array, total, total))
+    expected = truth(*tensors[:3], mask, tensors[3], 8**-0.5, case.softcap, sink)
+    results = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, sink, case.softcap)
+    for result in results:
+        for name, got in zip(("out", "lse", "dq", "dk", "dv"), result):
+            want = getattr(expected, name)
+            assert torch.equal(got.isfinite(), want.isfinite()), name
+            error = (got.nan_to_num(neginf=0) - want.nan_to_num(neginf=0)).abs().max()
+            assert error <= TOLERANCE, f"{name}: {error}"
+        if sink is not None:
+            assert (result[5] - expected.dsink).abs().max() <= TOLERANCE
+        assert torch.allclose(result[6], expected.max_logits, rtol=0, atol=TOLERANCE)
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(case=cases)
+def test_each_pair_is_computed_once(case: Case) -> None:
+    note(f"seed {case.seed}")
+    plan, slices, total, _, _ = with_moves(replace(case, sink=False))
+    count = np.zeros((plan.padded_tokens,) * 2, dtype=np.int64)
+    for rank in range(plan.cp_size):
+        part = plan.rank(rank)
+        own = plan.position_array(rank)
+        parts = [(part.host, own, own)]
+        for stage in part.stages:
+            parts.append((stage.slices, own, _positions(stage.recv_ranges)))
+        if part.queries is not None:
+            keys = np.concatenate([own, *(_positions(stage.recv_ranges) for stage in part.stages)])
+            parts.append((part.queries.slices, _positions(part.queries.recv_ranges), keys))
+        for table, rows, columns in parts:
+            count[np.ix_(rows, columns)] += to_dense(table.array, len(rows), len(columns))
+        assert part.area == plan.areas[rank] == sum(int(areas(table.array).sum()) for table, _, _ in parts)
+    assert np.array_equal(count[:total, :total], to_dense(slices.array, total, total)) and count.max(initial=0) <= 1
+
+
+def _positions(ranges: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.arange(a, b) for a, b in ranges] or [np.zeros(0, dtype=np.int64)])
