@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {*LEAVES, "env"},
     "doctor": {*LEAVES, "env", "native"},
 }
-ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarking"}  # may import every layer
+# May import every layer.
+ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarking", "profiling"}
 # What exists for programs written for the published package. The package installs its table of paths; nothing else of
 # ours may know of it, nor import one of these paths.
 COMPAT = "compat"

@@ -17,13 +17,14 @@ from magi_attention.cli.common import UsageError
 from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import BLOCK, FOLDER, command_explain
 from magi_attention.cli.precompile import add_precompile
+from magi_attention.cli.profile import add_profile
 from magi_attention.cli.run import command_run, example_options_given
 from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.errors import MagiError
 from magi_attention.version import __version__
 
 # A word that may be left out is only seen by argparse in front of the options; behind them it is taken here.
-OPTIONAL_WORDS = {"run": "script", "render": "script", "status": "name", "down": "name"}
+OPTIONAL_WORDS = {"run": "script", "profile": "script", "render": "script", "status": "name", "down": "name"}
 MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 
 
@@ -154,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     env.add_argument("--set", action="store_true", help="only those that are set")
     commands.add_parser("version", help="print versions").set_defaults(function=command_version)
     add_precompile(commands)
+    add_profile(commands)
     add_launcher(commands)
     return top
 

@@ -7,7 +7,6 @@ What has no meaning here raises ``UnsupportedError`` when called, never at impor
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +19,8 @@ from magi_attention.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+
+    from magi_attention.kernels.instruments import Timers
 
 __all__ = [
     "AttnMaskType",
@@ -191,55 +192,31 @@ def produce(barrier: KernelBarrier) -> None:
     barrier._produce()
 
 
-class _Timers:
-    """Named intervals: CUDA events on the current stream where CUDA is in use, else the host clock."""
+def _timers() -> Timers:
+    """Those of the process, which ``MAGI_ATTENTION_PROFILE_MODE=1`` has ``flex_flash_attn_func`` fill."""
+    from magi_attention.kernels.registry import default_registry
 
-    def __init__(self) -> None:
-        self._marks: dict[str, list[Any]] = {}
-
-    @staticmethod
-    def _now() -> Any:
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self, name: str) -> None:
-        """Begins (again) the interval ``name``."""
-        self._marks[name] = [self._now()]
-
-    def stop(self, name: str) -> None:
-        """Ends the interval ``name``; ``ContractError`` if it was not begun."""
-        self._get(name, 1)[1:] = [self._now()]
-
-    def elapsed_ms(self, name: str) -> float:
-        """Milliseconds of the interval ``name``; waits for the device."""
-        first, second = self._get(name, 2)
-        if isinstance(first, float):
-            return (second - first) * 1e3
-        second.synchronize()
-        return first.elapsed_time(second)
-
-    def destroy(self, name: str) -> None:
-        """Forgets the interval ``name``, if there is one."""
-        self._marks.pop(name, None)
-
-    def _get(self, name: str, least: int) -> list[Any]:
-        marks = self._marks.get(name, [])
-        if len(marks) < least:
-            raise ContractError(f"Event {name!r} was not {'started' if least == 1 else 'stopped'}; do so first.")
-        return marks
+    return default_registry().instruments.timers
 
 
-# The published functions address events by name for the whole process, so that the table must be here.
-_TIMERS = _Timers()
-start_event = _TIMERS.start
-stop_event = _TIMERS.stop
-elapsed_ms_event = _TIMERS.elapsed_ms
-destroy_event = _TIMERS.destroy
+def start_event(name: str) -> None:
+    """Begins (again) the interval ``name``."""
+    _timers().start(name)
+
+
+def stop_event(name: str) -> None:
+    """Ends the interval ``name``; ``ContractError`` if it was not begun."""
+    _timers().stop(name)
+
+
+def elapsed_ms_event(name: str) -> float:
+    """Milliseconds of the interval ``name``, the last one; waits for the device."""
+    return _timers().elapsed_ms(name)
+
+
+def destroy_event(name: str | None = None) -> None:
+    """Forgets the interval ``name``, if there is one; all of them without a name."""
+    _timers().destroy(name)
 
 
 # ---- what is not here ---------------------------------------------------------------------------------

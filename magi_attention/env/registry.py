@@ -91,7 +91,7 @@ _GENERAL = (
     _flag("FA4_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=fa4."),
     _choice("PRECISION", _G, "Cast q, k, v to this and out back.", None, ("bf16", "fp16", "fp32", "fp64")),
     _flag("DETERMINISTIC_MODE", _G, "Bitwise repeatable kernels and reductions."),
-    _flag("PROFILE_MODE", _G, "Timing events inside the kernels.", has_effect=False),
+    _flag("PROFILE_MODE", _G, "Named intervals of flex_flash_attn_func, for magi_attn_ext.elapsed_ms_event."),
     _flag("AUTO_RANGE_MERGE", _G, "Merge of equal q ranges; work lists here always merge.", has_effect=False),
     _flag("CATGQA", _G, "Backward owns a whole q-head group; it always does here.", has_effect=False),
     _flag("FLATTEN_HEAD_GROUPS", _G, "Head groups as separate tokens; needs QO_COMM."),

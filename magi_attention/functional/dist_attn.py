@@ -27,6 +27,7 @@ from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.dropout import Dropout
+from magi_attention.kernels.instruments import BACKWARD_RANGE, FORWARD_RANGE, profiler_range
 from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.rows.kernels import rounded
 
@@ -99,7 +100,7 @@ def run_forward(
 ) -> Forward:
     """The forward pass of one call, without autograd."""
     runtime = call.runtime
-    with runtime.transport.guard("attention forward"):
+    with runtime.transport.guard("attention forward"), profiler_range(FORWARD_RANGE):
         if call.prepared.fused is not None:
             run = _forward_fused
         else:
@@ -119,7 +120,7 @@ def run_backward(
     """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
-    with runtime.transport.guard("attention backward"):
+    with runtime.transport.guard("attention backward"), profiler_range(BACKWARD_RANGE):
         if prepared.fused is not None:
             grads = prepared.fused.attention.backward(prepared.fused.backend, dout, q, k, v, out, lse, options, sink)
             call.record("compute", HOST, start)

@@ -238,6 +238,8 @@ class AttnRuntime:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
+        if trace is None and self.registry.instruments.observe is not None:
+            trace = self.registry.instruments.observe(self.plan, self.transport.rank, q)
         return AttnCall(self, prepared, trace, dropout)
 
     def _prepare(

@@ -15,6 +15,7 @@ from magi_attention.errors import ContractError, NoBackendError
 from magi_attention.kernels.cudnn_flex.backend import CudnnFlexBackend
 from magi_attention.kernels.fa4.backend import Fa4Backend
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.instruments import Instruments
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
 from magi_attention.kernels.tables import SliceTables
@@ -27,11 +28,12 @@ _log = logging.getLogger("magi_attention.kernels")
 class Registry:
     """Backends in order of preference.
 
-    ``tables`` are those of masks that come as values, for whichever backend runs.
+    ``tables`` are those of masks that come as values, for whichever backend runs. ``instruments`` measure calls.
     """
 
     backends: tuple[Backend, ...]
     tables: SliceTables = field(default_factory=SliceTables, repr=False, compare=False)
+    instruments: Instruments = field(default_factory=Instruments, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

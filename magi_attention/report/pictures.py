@@ -34,7 +34,7 @@ def rank_colours(count: int) -> np.ndarray:
     return hsv_to_rgb(np.stack([hue, 0.55 + 0.25 * (np.arange(count) % 2), np.full(count, 0.8)], axis=1))
 
 
-def _figure(width: float, height: float, panels: int = 1):
+def new_figure(width: float, height: float, panels: int = 1):
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -72,7 +72,7 @@ def paint_mask(axis, plan: Plan, size: int = 512) -> None:
 
 def mask_by_owner(plan: Plan, size: int = 512) -> Figure:
     """The mask, rows coloured by the rank that computes them; next to it who owns which tokens."""
-    figure, (axis,) = _figure(6.4, 5.6)
+    figure, (axis,) = new_figure(6.4, 5.6)
     paint_mask(axis, plan, size)
     if plan.cp_size <= FEW:
         handles = [Patch(color=c, label=f"rank {r}") for r, c in enumerate(rank_colours(plan.cp_size))]
@@ -83,7 +83,7 @@ def mask_by_owner(plan: Plan, size: int = 512) -> Figure:
 def areas_before_after(plan: Plan, numbers: dict) -> Figure:
     """Area per rank for the contiguous split and for this plan; ``numbers`` of ``meta.explain``."""
     before, after = contiguous_areas(plan), np.array(numbers["areas"], dtype=float)
-    figure, (axis,) = _figure(6.4, 3.4)
+    figure, (axis,) = new_figure(6.4, 3.4)
     ranks = np.arange(plan.cp_size)
     labels = (
         f"contiguous split, max/mean {numbers['imbalance_contiguous']:.3f}",
@@ -108,7 +108,7 @@ def areas_before_after(plan: Plan, numbers: dict) -> Figure:
 def communication(plan: Plan) -> Figure:
     """Rows of K and V from rank to rank, and the total against ring P2P and all-gather."""
     matrix = plan.comm_matrix()
-    figure, (left, right) = _figure(9.6, 4.0, 2)
+    figure, (left, right) = new_figure(9.6, 4.0, 2)
     shown = np.where(matrix > 0, matrix, np.nan)
     image = left.imshow(shown, cmap="Blues", vmin=0, vmax=max(int(matrix.max()), 1), interpolation="nearest")
     left.set_xlabel("receiving rank")
@@ -151,7 +151,7 @@ def timeline(events: Sequence[dict]) -> Figure:
     span = max((e["end"] for e in events), default=0.0) - origin
     unit, scale = ("ms", 1e3) if span > 2e-3 else ("us", 1e6)
     ranks = _ranks_to_draw(events)
-    figure, (axis,) = _figure(9.6, 1.2 + 0.42 * max(len(ranks), 2))
+    figure, (axis,) = new_figure(9.6, 1.2 + 0.42 * max(len(ranks), 2))
     colours = {"compute": _AFTER, "comm": _BEFORE}
     for line, rank in enumerate(ranks):
         for event in events:
@@ -173,7 +173,7 @@ def timeline(events: Sequence[dict]) -> Figure:
 
 def losses(curves: dict[str, Sequence[float]]) -> Figure:
     """Loss curves by name, and the relative difference of the first two where there are two."""
-    figure, axes = _figure(9.6, 3.6, 2 if len(curves) > 1 else 1)
+    figure, axes = new_figure(9.6, 3.6, 2 if len(curves) > 1 else 1)
     for (name, values), style in zip(curves.items(), ("-", "--", ":")):
         axes[0].plot(range(1, len(values) + 1), values, style, lw=2, label=name)
     axes[0].set_xlabel("step")

@@ -7,7 +7,7 @@ and run the backend that the registry selects. The gradient of ``lse`` and ``max
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,6 +34,7 @@ WATCHED = (
     "MAGI_ATTENTION_FA4_BACKEND",
     "MAGI_ATTENTION_SANITY_CHECK",
     "MAGI_ATTENTION_FORCE_JIT_BUILD",
+    "MAGI_ATTENTION_PROFILE_MODE",
 )
 
 
@@ -71,6 +72,8 @@ def prepared_flex_fwd(
 
     backend = _kernels()
     if backend is None or general.kernel_backend().value != backend.name or general.is_sanity_check_enable():
+        return None
+    if general.is_profile_mode_enable():  # native code has no named intervals
         return None
     scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
     options = options_of(scale, as_float(softcap, "softcap"), sink_layout, deterministic, sm_margin, return_max_logits)
@@ -112,16 +115,22 @@ def flex_fwd(
     return_max_logits: bool, prefer: str, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
-    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
-    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
-    if isinstance(backend, FfaBackend):
-        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
-        if needs_backward:
+    step = default_registry().instruments.steps()
+    with step("fwd_prepare"):
+        options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
+        backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
+        is_ffa = isinstance(backend, FfaBackend)
+        mask = (_mask if is_ffa else _slices)(k, q_ranges, k_ranges, attn_type_map, indices)
+        if isinstance(backend, FfaBackend) and needs_backward:
             backend.slices_of(mask, q, k, options)  # starts to read the ranges, which the backward wants to know
-        out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
-    else:
-        got = backend.forward(q, k, v, _slices(k, q_ranges, k_ranges, attn_type_map, indices), options, sink)
-        out, lse, max_logits = got.out.to(q.dtype), got.lse, got.max_logits
+    with step("fwd_run"):
+        if isinstance(backend, FfaBackend):
+            out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
+        else:
+            got = backend.forward(q, k, v, cast(SliceTable, mask), options, sink)
+            out, lse, max_logits = got.out, got.lse, got.max_logits
+    with step("fwd_cast"):
+        out = out.to(q.dtype)
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
@@ -157,17 +166,23 @@ def flex_bwd(
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
-    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
-    backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
-    if isinstance(backend, FfaBackend):
-        mask = _mask(k, q_ranges, k_ranges, attn_type_map, indices)
-        slices = backend.slices_of(mask, q, k, options)
-        got = backend.backward_final(dout, q, k, v, out, lse, mask if slices is None else slices, options, sink)
-    else:
-        slices = _slices(k, q_ranges, k_ranges, attn_type_map, indices)
-        got = backend.backward(dout, q, k, v, out, lse, slices, options, sink)
-    dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
-    return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
+    step = default_registry().instruments.steps()
+    with step("bwd_prepare"):
+        options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
+        backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
+        is_ffa = isinstance(backend, FfaBackend)
+        mask = (_mask if is_ffa else _slices)(k, q_ranges, k_ranges, attn_type_map, indices)
+        if isinstance(backend, FfaBackend):
+            slices = backend.slices_of(mask, q, k, options)
+            mask = mask if slices is None else slices
+    with step("bwd_run"):
+        if isinstance(backend, FfaBackend):
+            got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink)
+        else:
+            got = backend.backward(dout, q, k, v, out, lse, cast(SliceTable, mask), options, sink)
+    with step("bwd_cast"):
+        dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
+        return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
 
 
 @flex_bwd.register_fake
