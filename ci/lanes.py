@@ -4,6 +4,7 @@
     ci/lane                       the lanes
     ci/lane lint                  build/lanes/lint gets what ci/lock/lint.txt says, hashes checked, and the steps run
     ci/lane wheels --only NAME    arguments that are left go to the first step
+    ci/lane lint --here           the same steps with this Python and what it has; nothing is installed
     ci/lane lint --dry-run        prints the commands
 
 Every step runs, also after one that failed, so that one run shows every problem. Standard library only.
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = "{python}"  # in a step: the interpreter of the lane's environment
+MYPY = (PYTHON, "-m", "mypy")
 OURS = (PYTHON, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--editable", ".")
 
 
@@ -53,9 +55,16 @@ LANES = {
         ),
         lock="lint",
     ),
+    "type": Lane(
+        "types, which the lane unit checks, too",
+        (MYPY,),
+        lock="test",
+        prepare=(OURS,),
+        environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
+    ),
     "unit": Lane(
         "the tests that need no GPU, and types, which need torch's",
-        (("./magi", "test", "--suite", "cpu"), (PYTHON, "-m", "mypy")),
+        (("./magi", "test", "--suite", "cpu"), MYPY),
         lock="test",
         prepare=(OURS,),
         environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
@@ -132,22 +141,32 @@ def runner(environment: dict[str, str], is_dry: bool):
     return run
 
 
-def run_lane(name: str, extra: Sequence[str], is_dry: bool) -> int:
-    """0 if every step passed."""
+def run_lane(name: str, extra: Sequence[str], is_dry: bool, is_here: bool = False) -> int:
+    """0 if every step passed. ``is_here``: in the environment of this interpreter, as it is."""
     lane = LANES[name]
+    if is_here:
+        environment = dict(os.environ)
+        return run_steps(name, extra, runner(environment, is_dry), sys.executable, environment)
     environment = {**os.environ, **lane.environment}
     # An option of the user's that sends packages elsewhere, or modules from there, would leave the lock without effect.
     for key in ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONPATH"):
         environment.pop(key, None)
     run = runner(environment, is_dry)
     python = make_environment(name, lane, run)
-    environment["MAGI_PYTHON"] = python
-    fill = lambda step: [python if word == PYTHON else word for word in step]  # noqa: E731
     for step in lane.prepare:
-        if not run(fill(step)):
+        if not run(fill(step, python)):
             print(f"ci/lane: {name} could not be prepared; the reason is above.", file=sys.stderr)
             return 1
-    steps = [fill(step) for step in lane.steps]
+    return run_steps(name, extra, run, python, environment)
+
+
+def fill(step: Sequence[str], python: str) -> list[str]:
+    return [python if word == PYTHON else word for word in step]
+
+
+def run_steps(name: str, extra: Sequence[str], run, python: str, environment: dict[str, str]) -> int:
+    environment["MAGI_PYTHON"] = python  # that of ./magi and of the programs of ci/
+    steps = [fill(step, python) for step in LANES[name].steps]
     steps[0] += extra
     if failed := [step for step in steps if not run(step)]:
         print(f"ci/lane: {name} failed: {'; '.join(map(shlex.join, failed))}", file=sys.stderr)
@@ -158,13 +177,14 @@ def run_lane(name: str, extra: Sequence[str], is_dry: bool) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ci/lane", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("name", nargs="?", metavar="LANE", choices=LANES, help=", ".join(LANES))
+    parser.add_argument("--here", action="store_true", help="with this Python and what it has")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options, extra = parser.parse_known_args(arguments)
     if options.name is None:
         for name, lane in LANES.items():
             print(f"  {name:10} {lane.text}")
         return 0
-    return run_lane(options.name, extra, options.dry_run)
+    return run_lane(options.name, extra, options.dry_run, options.here)
 
 
 if __name__ == "__main__":

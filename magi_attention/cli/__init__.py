@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the work failed, 2 the request was wrong and nothing was s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from magi_attention.cli import launch
 from magi_attention.cli.bench import BENCHMARKS, command_bench
 from magi_attention.cli.common import UsageError
+from magi_attention.cli.completion import add_completion
+from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import BLOCK, FOLDER, command_explain
 from magi_attention.cli.precompile import add_precompile
@@ -60,9 +63,11 @@ def command_env(args: argparse.Namespace) -> int:
     from magi_attention.env import registry
 
     section = None
-    for row in registry.list_table():
-        if args.set and not row["value"]:
-            continue
+    rows = [row for row in registry.list_table() if row["value"] or not args.set]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        rows = []
+    for row in rows:
         if row["section"] != section:
             section = row["section"]
             print(f"\n{section}")
@@ -76,12 +81,17 @@ def command_env(args: argparse.Namespace) -> int:
 def command_version(args: argparse.Namespace) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
-    print(f"magi_attention {__version__}")
+    found: dict[str, str | None] = {"magi_attention": __version__}
     for package in ("torch", "numpy"):
         try:
-            print(f"{package} {version(package)}")
+            found[package] = version(package)
         except PackageNotFoundError:
-            print(f"{package} is missing")
+            found[package] = None
+    if args.json:
+        print(json.dumps({**found, "python": sys.version.split()[0], "executable": sys.executable}, indent=1))
+        return 0
+    for package, number in found.items():
+        print(f"{package} {number or 'is missing'}")
     print(f"python {sys.version.split()[0]} ({sys.executable})")
     return 0
 
@@ -153,9 +163,14 @@ def parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="list the environment variables")
     env.set_defaults(function=command_env)
     env.add_argument("--set", action="store_true", help="only those that are set")
-    commands.add_parser("version", help="print versions").set_defaults(function=command_version)
+    env.add_argument("--json", action="store_true", help="a list of rows, in place of text")
+    versions = commands.add_parser("version", help="print versions")
+    versions.set_defaults(function=command_version)
+    versions.add_argument("--json", action="store_true")
     add_precompile(commands)
     add_profile(commands)
+    add_dev(commands)
+    add_completion(commands)
     add_launcher(commands)
     return top
 
@@ -221,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     optional = OPTIONAL_WORDS.get(args.command)
     if optional and rest and not rest[0].startswith("-") and getattr(args, optional) is None:
         setattr(args, optional, rest.pop(0))
-    if rest and args.command != "test":
+    if rest and "test" not in (args.command, getattr(args, "task", None)):
         hint = "; what is for the script goes behind --" if getattr(args, "script", None) else ""
         top.error(f"unknown arguments: {' '.join(rest)}{hint}")
     args.script_arguments, args.pytest_arguments = behind, [*rest, *behind]

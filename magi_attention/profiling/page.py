@@ -126,17 +126,16 @@ def prediction_section(rows: Sequence[dict]) -> Section:
     text = (
         f"Milliseconds of a step. Predicted for {_RATES}."
         if is_comparable
-        else f"Times are not comparable: predictions are for {_RATES}, and this was a CPU. Shares of the work are."
+        else f"Milliseconds of a step. Times are not comparable, because predictions are for {_RATES} and this was a "
+        "CPU; the shares of the ranks in the work are."
     )
-    keys = ("compute", "communication", "exposed")
+    kinds = ("predicted", "measured") if is_comparable else ("measured",)
+    columns = [(key, which) for key in ("compute", "communication", "exposed") for which in kinds]
     head = ["rank", "calls a step", "share, predicted", "share, measured"]
-    table: Table = [head + [f"{key}, {which}" for key in keys for which in ("predicted", "measured")]]
+    table: Table = [head + [f"{key}, {which}" for key, which in columns]]
     for row in rows:
         line = [str(row["rank"]), f"{row['calls']:g}", f"{row['predicted_share']:.1%}", f"{row['measured_share']:.1%}"]
-        for key in keys:
-            guess = f"{row[f'predicted_{key}_ms']:,.3f}" if row["is_comparable"] else "not comparable"
-            line += [guess, f"{row[f'measured_{key}_ms']:,.3f}"]
-        table.append(line)
+        table.append(line + [f"{row[f'{which}_{key}_ms']:,.3f}" for key, which in columns])
     return Section(title, text, table=table)
 
 

@@ -131,8 +131,18 @@ def test_a_gpu_lane_needs_the_torch_of_the_machine():
 
 def test_lint_is_part_of_the_one_entry():
     entry = (ROOT / ".ci" / "run").read_text()
-    for step in lanes.LANES["lint"].steps:
-        assert " ".join(step[1:]) in entry, f".ci/run does not run {step}"
+    assert "ci/lane lint --here\n" in entry and "ci/lane type --here\n" in entry
+    assert lanes.MYPY in lanes.LANES["unit"].steps
+
+
+@pytest.mark.parametrize("name", ["lint", "type"])
+def test_here_means_this_python_and_no_install(name):
+    """And `magi dev` runs it so."""
+    expected = [" ".join(lanes.fill(step, sys.executable)) for step in lanes.LANES[name].steps]
+    assert lane(name, "--here", "--dry-run").stdout.splitlines() == [f"$ {line}" for line in expected]
+    command = [sys.executable, "-m", "magi_attention.cli", "dev", name, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines() == [f"$ {line}" for line in expected], done.stderr
 
 
 def test_the_wheels_of_a_workflow(monkeypatch, tmp_path):

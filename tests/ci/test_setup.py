@@ -56,6 +56,15 @@ def test_a_kernel_that_does_not_compile_fails_the_install(checkout):
     assert list(checkout.glob("dist/*.whl")) and "this nvcc" not in done.stderr
 
 
+def test_type_checkers_find_the_annotations(checkout):
+    """`py.typed` is in what is installed."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"], cwd=checkout,
+        env={**os.environ, "MAGI_ATTENTION_SKIP_CUDA_BUILD": "1"}, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 0 and (checkout / "out" / "magi_attention" / "py.typed").is_file(), done.stderr
+
+
 def test_a_missing_compiler_is_a_notice(checkout):
     done = install(checkout, CUDA_HOME=str(checkout / "no-cuda"))
     assert done.returncode == 0 and list(checkout.glob("dist/*.whl")), done.stderr

@@ -135,6 +135,24 @@ def test_env_and_version(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("magi_attention 1.1.1")
 
 
+def test_env_and_version_for_programs(capsys, monkeypatch):
+    """The same rows and numbers as in the text."""
+    monkeypatch.setenv("MAGI_ATTENTION_SANITY_CHECK", "1")
+    assert main(["env", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row for row in rows}["MAGI_ATTENTION_SANITY_CHECK"]["value"] == "1"
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert all(row["name"] in printed for row in rows) and len(rows) == printed.count("\n      ")
+    assert main(["env", "--set", "--json"]) == 0
+    assert all(row["value"] for row in json.loads(capsys.readouterr().out))
+    assert main(["version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["version"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name} {found[name]}" in printed for name in ("magi_attention", "torch", "numpy", "python"))
+
+
 def test_sources_beside_another_place(tmp_path, monkeypatch):
     """An installed package finds examples and tests where MAGI_SOURCES says, and says so if they are not there."""
     from magi_attention.cli.common import ROOT, UsageError, source_file
