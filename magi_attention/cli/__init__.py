@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     add_precompile(commands)
     add_profile(commands)
     add_dev(commands)
-    add_completion(commands)
+    add_completion(commands, top)
     add_launcher(commands)
     return top
 

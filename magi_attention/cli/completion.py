@@ -36,16 +36,15 @@ class Command:
     arguments: list[str] = field(default_factory=list)  # known values of arguments without an option
 
 
-def add_completion(commands: argparse._SubParsersAction) -> None:
+def add_completion(commands: argparse._SubParsersAction, top: argparse.ArgumentParser) -> None:
+    """``top`` is the parser whose commands these are, and which the script is made from."""
     parser = commands.add_parser("completion", help="print a script that completes this command in a shell")
-    parser.set_defaults(function=command_completion)
+    parser.set_defaults(function=command_completion, top=top)
     parser.add_argument("shell", choices=sorted(HOW))
 
 
 def command_completion(args: argparse.Namespace) -> int:
-    from magi_attention.cli import parser
-
-    print(script(parser(), args.shell), end="")
+    print(script(args.top, args.shell), end="")
     return 0
 
 
