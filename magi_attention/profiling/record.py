@@ -73,13 +73,11 @@ class Recorder:
         self.calls: list[tuple[Plan, int, int, list[dict]]] = []  # plan, rank in it, bytes of an element, stages
         self._first: Any = None
         self._instruments = default_registry().instruments
-        has_gpu = torch.cuda.is_available()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         steps = None
         if not options.whole:  # the last step before the profiled ones starts the profiler up
             steps = schedule(wait=options.skip - 1, warmup=1, active=options.steps, repeat=1)
         self.profiler = profile(activities=activities, schedule=steps, on_trace_ready=self.write)
-        self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
 
     def run(self) -> None:
         """Runs the script to its end as if it had been started itself. ``SystemExit`` if too few steps were taken."""
@@ -170,9 +168,10 @@ class Recorder:
             if key not in forwards:
                 forwards[key] = {"calls": 0, **predicted(plan, rank, element_bytes)}
             forwards[key]["calls"] += 1
-        trace[OWN_KEY] = {
-            "rank": self.rank, "world": self.world, "device": self.device, "predicted": list(forwards.values())
-        }  # fmt: skip
+        # The GPU is asked for here, because the script chose it after this process had begun.
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        own = {"rank": self.rank, "world": self.world, "device": device, "predicted": list(forwards.values())}
+        trace[OWN_KEY] = own
         part.write_text(json.dumps(trace), encoding="utf-8")
         self.path = part.rename(path)
 
