@@ -165,6 +165,37 @@ def cut_k(
     return pieces, parent
 
 
+def pairs_before(slices: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Allowed pairs whose key lies before each of ``keys``, all trimmed slices together: int64 like ``keys``.
+
+    The number of queries that see a key changes by a jump at an edge, and by one for each key along a diagonal. So the
+    pairs before x are sums of ``w (x - s)`` and of ``w (x - s) (x - s + 1) / 2`` over all such places ``s < x``. Twice
+    that number is computed, modulo 2**64, in which it fits.
+    """
+    rows = slices[:, Q1] - slices[:, Q0]
+    causal, inverse = slices[:, TYPE] & CAUSAL == CAUSAL, slices[:, TYPE] & INVCAUSAL == INVCAUSAL
+    first, last = slices[inverse, K0], slices[causal, K1] + 1
+    jumps = np.concatenate([slices[~inverse, K0], slices[~causal, K1]])
+    heights = np.concatenate([rows[~inverse], -rows[~causal]])
+    bends = np.concatenate([first, first + rows[inverse], last - rows[causal], last])
+    signs = np.repeat([1, -1, -1, 1], [len(first), len(first), len(last), len(last)])
+    total, (one, s1, _) = np.zeros(keys.shape, dtype=np.int64), _sums_before(jumps, heights, keys)
+    total += 2 * (keys * one - s1)
+    one, s1, s2 = _sums_before(bends, signs, keys)
+    total += (keys * keys + keys) * one - (2 * keys + 1) * s1 + s2
+    return total // 2
+
+
+def _sums_before(
+    places: NDArray[np.int64], weights: NDArray[np.int64], keys: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], ...]:
+    """Sums of w, w s and w s**2 over the places ``s`` before each key, modulo 2**64."""
+    order = np.argsort(places)
+    s, w = places[order], weights[order]
+    count = np.searchsorted(s, keys, side="left")
+    return tuple(np.concatenate([[0], np.cumsum(part)])[count] for part in (w, w * s, w * s * s))
+
+
 def merge(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Joins pieces that touch in k (same q range) or in q (same diagonal), keeping the pair set."""
     before = -1

@@ -14,11 +14,14 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.slices import Q0, areas, pairs_before
+from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.plan import Plan
 
 # A machine for pictures when none is given: 60% of a 989 TFLOP/s GPU, 300 GB/s per link, bf16.
 _DEFAULT_FLOPS = 0.6 * 989e12
 _DEFAULT_BYTES_PER_S = 300e9
+MACHINE = f"a GPU at {_DEFAULT_FLOPS / 1e12:.0f} TFLOP/s and a link of {_DEFAULT_BYTES_PER_S / 1e9:.0f} GB/s"
 
 
 class Bar(TypedDict):
@@ -69,6 +72,24 @@ def stage_rows(plan: Plan) -> NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(plan.cp_size, plan.num_stages)
 
 
+def stage_areas(plan: Plan) -> NDArray[np.int64]:
+    """Allowed pairs per rank and stage, int64 ``(cp_size, 1 + num_stages)``; column 0 is the host.
+
+    The same as the areas of ``plan.rank(r)``, without making the parts of the ranks. What a rank computes for queries
+    of others counts to the last stage.
+    """
+    out = np.zeros((plan.cp_size, 1 + plan.num_stages), dtype=np.int64)
+    for rank, stages in enumerate(plan.stage_ranges):
+        pieces = plan.pieces_of(rank)
+        is_own = plan.owner_of(pieces[:, Q0]) == rank
+        parts = [plan.host_ranges(rank), *stages]
+        before = pairs_before(pieces[is_own], np.concatenate(parts))
+        stage_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        out[rank] = sum_by(stage_of, before[:, 1] - before[:, 0], len(parts))
+        out[rank, -1] += areas(pieces[~is_own]).sum()
+    return out
+
+
 def contiguous_areas(plan: Plan) -> NDArray[np.int64]:
     """Areas per rank if the sequence were simply cut into ``cp_size`` equal runs of chunks: no balancing."""
     chunks = np.array_split(plan.chunk_areas, plan.cp_size)
@@ -82,11 +103,10 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
     there and the stage before is done. At degree 0 the kernel starts after the one fetch.
     """
     model = model or CostModel.for_plan(plan)
-    rows, bars = stage_rows(plan), []
+    rows, pairs, bars = stage_rows(plan), stage_areas(plan).tolist(), []
     # A received query is half as many elements as k and v of as many heads.
     queries = plan.query_matrix().sum(axis=0) * plan.num_heads_q / (2 * plan.num_heads_kv)
     for rank in range(plan.cp_size):
-        part = plan.rank(rank)
         arrived, clock = 0.0, 0.0
         arrivals = []
         for s in range(plan.num_stages):
@@ -95,13 +115,13 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
             bars.append(_bar(rank, "comm", s, start, arrived))
         if plan.degree == 0 and plan.num_stages:
             clock = arrived
-            bars.append(_bar(rank, "compute", -1, clock, clock + part.area * model.pair_s))
+            bars.append(_bar(rank, "compute", -1, clock, clock + sum(pairs[rank]) * model.pair_s))
             continue
-        bars.append(_bar(rank, "compute", -1, 0.0, part.host.area * model.pair_s))
-        clock, of_others = bars[-1]["end"], 0 if part.queries is None else part.queries.slices.area
-        for s, stage in enumerate(part.stages):
+        bars.append(_bar(rank, "compute", -1, 0.0, pairs[rank][0] * model.pair_s))
+        clock = bars[-1]["end"]
+        for s, stage_pairs in enumerate(pairs[rank][1:]):
             start = max(clock, arrivals[s])
-            clock = start + (stage.area + of_others) * model.pair_s
+            clock = start + stage_pairs * model.pair_s
             bars.append(_bar(rank, "compute", s, start, clock))
     return bars
 

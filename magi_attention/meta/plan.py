@@ -309,9 +309,10 @@ class Plan:
     def comm_matrix(self, stage: int | None = None) -> NDArray[np.int64]:
         """Rows (tokens of K and V) that rank i sends to rank j, int64 ``(cp, cp)``; all stages by default."""
         matrix = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
+        edges = self.chunk_ranges[1:, 0][np.diff(self.rank_of_chunk) != 0]  # where ownership changes
         for s in range(self.num_stages) if stage is None else [stage]:
             for rank, stages in enumerate(self.stage_ranges):
-                cut = split_at(stages[s], self._split_points[s])
+                cut = split_at(stages[s], edges)
                 matrix[:, rank] += sum_by(self.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0], self.cp_size)
         return matrix
 
@@ -383,10 +384,15 @@ class Plan:
 
     def slices_of(self, rank: int) -> NDArray[np.int64]:
         """The slices that ``rank`` computes, ``(N, 5)`` in global coordinates."""
+        return self.pieces_of(rank) if self.assigned is not None else merge(self.pieces_of(rank))
+
+    def pieces_of(self, rank: int) -> NDArray[np.int64]:
+        """The pairs of ``slices_of`` as slices with queries of one chunk: more of them, and quickly made."""
         if self.assigned is not None:
             return self.assigned[rank]
         pieces, chunk_of = self._pieces
-        return merge(pieces[self.rank_of_chunk[chunk_of] == rank])
+        mine: NDArray[np.int64] = pieces[self.rank_of_chunk[chunk_of] == rank]
+        return mine
 
     def _make_rank(self, rank: int) -> RankPlan:
         mine = self.slices_of(rank)

@@ -24,6 +24,7 @@ from magi_attention.common.slices import (
     cut_q,
     first_overlap,
     merge,
+    pairs_before,
     row_bounds,
     to_dense,
     trim,
@@ -96,6 +97,24 @@ def test_merging_keeps_every_pair_once(seed) -> None:
     assert np.array_equal(to_dense(merged, 24, 24), to_dense(slices, 24, 24))
     assert areas(merged).sum() == areas(slices).sum()
     assert len(merge(merged)) == len(merged)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**9), shift=st.sampled_from([0, 2**33, 2**58]))
+def test_pairs_before_a_key(seed, shift) -> None:
+    """Positions whose squares are beyond 64 bits change nothing."""
+    rng = np.random.default_rng(seed)
+    slices = trim(random_slices(rng, 20, 30, max_slices=8))
+    counts = to_dense(slices, 20, 30).sum(axis=0)
+    keys = rng.integers(0, 31, (5, 2))
+    found = pairs_before(slices + np.array([0, 0, shift, shift, 0]), keys + shift)
+    assert found.tolist() == [[int(counts[:key].sum()) for key in row] for row in keys]
+
+
+def test_pairs_before_a_key_of_a_long_sequence() -> None:
+    total = 3_037_000_499  # the longest causal mask that can be counted
+    found = pairs_before(np.array([[0, total, 0, total, 1]]), np.array([0, 1, total]))
+    assert found.tolist() == [0, total, total * (total + 1) // 2]
 
 
 def test_merging_examples() -> None:
