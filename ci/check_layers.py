@@ -51,6 +51,7 @@ MODULE_EXCEPTIONS = {
     # Configuration is held in members of these enumerations and in plain numbers.
     "config": {"common.enum", "common.scalars"},
     "env": {"common.enum"},
+    "api": {"report.plan_page"},  # what a notebook shows of a plan
     "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }
 NO_MODULE_LEVEL_TORCH = {

@@ -157,6 +157,12 @@ class Plan(meta_plan.Plan):
         """The plan in numbers; see ``magi_attention.meta.explain``."""
         return explain(self, element_bytes)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of `magi explain` for this plan, below 500 KB for any plan."""
+        from magi_attention.report.plan_page import notebook_view
+
+        return notebook_view(self)
+
     # ---- inner parts --------------------------------------------------------------------------------
 
     _plan_facts: PlanFacts

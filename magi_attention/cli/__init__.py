@@ -18,7 +18,8 @@ from magi_attention.cli.common import UsageError
 from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
-from magi_attention.cli.explain import BLOCK, FOLDER, command_explain
+from magi_attention.cli.explain import FOLDER, command_explain
+from magi_attention.cli.masks import BLOCK
 from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
 from magi_attention.cli.run import command_run, example_options_given
@@ -101,14 +102,14 @@ def command_version(args: argparse.Namespace) -> int:
 
 def _add_explain(commands) -> None:
     explain = commands.add_parser(
-        "explain", help="plan a mask for any number of ranks, in tables and pictures"
+        "explain", help="plan a mask for any number of ranks, in tables and on a page"
     )
     explain.set_defaults(function=command_explain)
     explain.add_argument("--mask", choices=MASKS, help="inside every document; causal without it")
     explain.add_argument("--tokens", type=int, help="length of the sequence")
     explain.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
     explain.add_argument("--doc-file", help="text file of document lengths")
-    explain.add_argument("--mask-file", help="JSON file of AttnSlices; see docs/masks.md")
+    explain.add_argument("--mask-file", help="slices (.json) or a dense mask (.npy, .png); see docs/masks.md")
     explain.add_argument("--window", type=int, help="sliding-window: tokens before the query")
     explain.add_argument("--global-prefix", type=int, help="sliding-window: tokens all can see; 0 without it")
     explain.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
@@ -123,8 +124,8 @@ def _add_explain(commands) -> None:
     explain.add_argument("--heads-q", type=int, default=64)
     explain.add_argument("--heads-kv", type=int, default=8)
     explain.add_argument("--head-dim", type=int, default=128)
-    explain.add_argument("--out", help=f"folder for pictures and page; {FOLDER} without it")
-    explain.add_argument("--no-pictures", dest="pictures", action="store_false")
+    explain.add_argument("--out", help=f"folder for the page; {FOLDER} without it")
+    explain.add_argument("--no-pictures", dest="pictures", action="store_false", help="print the tables only")
 
 
 def parser() -> argparse.ArgumentParser:

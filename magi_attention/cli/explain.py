@@ -1,132 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magi explain`: plan a mask for any number of ranks, without starting any, in tables and pictures."""
+"""`magi explain`: plan a mask for any number of ranks, without starting any, in tables and on a page."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 
-from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table
-from magi_attention.errors import MagiError, NoBackendError
-from magi_attention.launch.textfile import read_text
+from magi_attention.cli.common import make_folder, show_table
+from magi_attention.cli.masks import build_mask, check_options
+from magi_attention.errors import NoBackendError
 
-BLOCK, FOLDER = 1024, "runs/explain"  # defaults of --block and --out
+FOLDER = "runs/explain"  # default of --out
+SLIDER_DEGREES = range(5)  # that the page has, besides --degree
 _WORTH_SAYING = 0.95  # of the bytes
-_MASK_KEYS = ("total", "q_ranges", "k_ranges", "types")
-_LENGTHS = ("tokens", "docs", "doc_file")
-_MASK_OF = {
-    "window": "sliding-window", "global_prefix": "sliding-window", "block": "block-causal", "prefix": "prefix-lm",
-}  # fmt: skip
 
 
-def read_mask(path: Path):
-    """Mask of a JSON file with the keys total, q_ranges, k_ranges and types."""
-    from magi_attention.api import Mask
-    from magi_attention.common.scalars import as_int
+def overlap_for(degree: int | str):
+    from magi_attention.api import OverlapConfig
+    from magi_attention.common.enum import AttnOverlapMode
 
-    text = read_text(path, "The mask file", UsageError)
-    try:
-        data = json.loads(text)
-        if unknown := [key for key in data if key not in _MASK_KEYS]:
-            raise TypeError(f"unknown key {unknown[0]!r}")
-        q_ranges, k_ranges, types = data["q_ranges"], data["k_ranges"], data.get("types", "full")
-        total = as_int(data["total"], "total")
-        return Mask.from_slices(q_ranges, k_ranges, types, total, total).check()
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UsageError(
-            f'{path} is no mask ({error}); it must hold {{"total": N, "q_ranges": [[start, end], ...], '
-            '"k_ranges": [[start, end], ...], "types": ["full", "causal", "inv_causal" or "bi_causal", ...]}.'
-        ) from None
-    except MagiError as error:
-        raise UsageError(f"{path}: {error}") from None
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """``UsageError`` for an option that the chosen mask would leave unread, and for two that say the same."""
-    given = [name for name in (*_LENGTHS, "mask", *_MASK_OF) if getattr(args, name) is not None]
-    if args.mask_file and given:
-        raise UsageError(f"{_option(given[0])} and --mask-file exclude each other: the file holds the whole mask.")
-    if args.docs is not None and args.doc_file is not None:
-        raise UsageError("--docs and --doc-file both say how long the documents are; keep one of them.")
-    mask = args.mask or "causal"
-    for name, wanted in _MASK_OF.items():
-        if name in given and mask != wanted:
-            raise UsageError(f"{_option(name)} is for --mask {wanted}, and the mask is {mask}; drop one of them.")
-    if args.out is not None and not args.pictures:
-        raise UsageError("--out is the folder of the pictures, and --no-pictures makes none; drop one of them.")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def document_lengths(args: argparse.Namespace) -> list[int]:
-    """Lengths from --docs or --doc-file, or one document of --tokens."""
-    text = args.docs
-    if args.doc_file is not None:
-        text = read_text(Path(args.doc_file), "The file of --doc-file", UsageError)
-    if text is None:
-        if args.tokens is None:
-            raise UsageError("Say how long the sequence is: --tokens, --docs, --doc-file or --mask-file.")
-        return [args.tokens]
-    try:
-        lengths = [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise UsageError(
-            f"The document lengths must be whole numbers, comma or space between: {error}."
-        ) from None
-    if not lengths or min(lengths) < 1:
-        raise UsageError("Give at least one document, and each with at least one token.")
-    if args.tokens is not None and args.tokens != sum(lengths):
-        raise UsageError(f"--tokens is {args.tokens}, the documents have {sum(lengths)}; leave --tokens out.")
-    return lengths
-
-
-def build_mask(args: argparse.Namespace):
-    from magi_attention.api import Mask
-
-    if args.mask_file:
-        return read_mask(Path(args.mask_file))
-    cu_seqlens = [0]
-    for length in document_lengths(args):
-        cu_seqlens.append(cu_seqlens[-1] + length)
-    if args.mask == "sliding-window":
-        if args.window is None:
-            raise UsageError(
-                "--mask sliding-window needs --window, the tokens that a query sees before itself."
-            )
-        return Mask.varlen(cu_seqlens, window=(args.window, 0), global_prefix=args.global_prefix or 0)
-    if args.mask == "block-causal":
-        return Mask.block_causal(cu_seqlens, BLOCK if args.block is None else args.block)
-    if args.mask == "prefix-lm":
-        return Mask.prefix_lm(cu_seqlens, args.prefix or 0)
-    return Mask.varlen(cu_seqlens, causal=args.mask != "full")
+    if degree == "dynamic":
+        return OverlapConfig(mode=AttnOverlapMode.DYNAMIC, degree=None)
+    return OverlapConfig(degree=degree)
 
 
 def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str = "min-heap"):
     from magi_attention import config
-    from magi_attention.api import DispatchConfig, DistAttnConfig, OverlapConfig, make_plan
-    from magi_attention.common.enum import AttnOverlapMode
+    from magi_attention.api import DispatchConfig, DistAttnConfig, make_plan
 
     alg = {
         "min-heap": config.MinHeapDispatchAlg,
         "locality": config.LocalityDispatchAlg,
         "sequential": config.SequentialDispatchAlg,
     }[dispatch]()
-    if args.degree == "dynamic":
-        overlap = OverlapConfig(mode=AttnOverlapMode.DYNAMIC, degree=None)
-    else:
-        overlap = OverlapConfig(degree=args.degree)
     return make_plan(
         mask,
         cp_size,
-        config=DistAttnConfig(DispatchConfig(chunk_size=args.chunk_size, alg=alg), overlap),
+        config=DistAttnConfig(DispatchConfig(chunk_size=args.chunk_size, alg=alg), overlap_for(args.degree)),
         num_heads_q=args.heads_q,
         num_heads_kv=args.heads_kv,
         head_dim=args.head_dim,
     )
+
+
+def slider_settings(mask, plan, args: argparse.Namespace) -> list:
+    """``plan`` and, less and less needed, the plans of other overlap degrees and of fewer ranks, for the page."""
+    from magi_attention.report.plan_data import Setting
+
+    degrees = [args.degree, *(degree for degree in SLIDER_DEGREES if degree != args.degree)]
+    fewer = [2**i for i in reversed(range((args.cp - 1).bit_length()))]  # powers of two below --cp
+    plans = {args.cp: plan, **{cp_size: plan_for(mask, cp_size, args, args.dispatch) for cp_size in fewer}}
+
+    def setting(cp_size: int, degree: int | str) -> Setting:
+        base = plans[cp_size]
+        # The overlap degree does not change who holds what.
+        return Setting(base if degree == args.degree else base.with_mask(mask, overlap_for(degree)), str(degree))
+
+    here = [setting(args.cp, degree) for degree in degrees]
+    elsewhere = [setting(cp_size, degree) for degree in degrees for cp_size in fewer]
+    return here + elsewhere
 
 
 def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None:
@@ -169,8 +101,6 @@ def show_kernels(args: argparse.Namespace) -> None:
 
 
 def command_explain(args: argparse.Namespace) -> int:
-    if args.pictures:
-        need_matplotlib()
     from magi_attention.meta.explain import explain
     from magi_attention.report import describe
 
@@ -190,16 +120,10 @@ def command_explain(args: argparse.Namespace) -> int:
     if advice:
         print(advice)
     if out is not None:
-        from magi_attention.report import sections
-        from magi_attention.report.html import page
+        from magi_attention.report.plan_page import plan_page
 
-        parts = sections.plan_sections(plan, numbers)
-        for section in parts:
-            if section.picture is not None:
-                name = section.title.lower().replace(",", "").replace(" ", "-")
-                (out / f"{name}.png").write_bytes(section.picture)
-        lead = f"{mask.name} mask of {mask.total_q:,} tokens over {args.cp} ranks; {heads}."
-        text = page("Plan explained", lead, sections.plan_facts(plan, numbers), parts)
+        lead = f"{mask.name} mask of {mask.total_q:,} tokens; {args.heads_q} query heads, {heads}."
+        text = plan_page(slider_settings(mask, plan, args), lead)
         (out / "report.html").write_text(text, encoding="utf-8")
-        print(f"Pictures and page: {out / 'report.html'}")
+        print(f"Page: {out / 'report.html'}")
     return 0

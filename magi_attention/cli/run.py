@@ -19,7 +19,8 @@ from magi_attention.cli.common import (
     run_child,
     source_file,
 )
-from magi_attention.cli.explain import plan_for, read_mask
+from magi_attention.cli.explain import plan_for
+from magi_attention.cli.masks import read_mask
 from magi_attention.launch.failure import LINE_PREFIX, FailureReport, describe_code, last_words
 
 

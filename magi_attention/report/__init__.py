@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of plans and runs, and one self-contained HTML page. Needs matplotlib (`[report]`)."""
+"""Plans and runs as self-contained HTML pages. Pictures of a run need matplotlib (`[report]`)."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from magi_attention.meta.plan import Plan
+from magi_attention.report.html import Fact
 
 FEW = 16  # so many ranks get a row each; more are summed up
 Table = list[list[str]]
@@ -28,6 +29,18 @@ def readable_bytes(count: float) -> str:
         if count >= limit:
             return f"{count / limit:.2f} {suffix}"
     return f"{count:.0f} B"
+
+
+def plan_facts(plan: Plan, numbers: dict) -> list[Fact]:
+    """The figures for the head of a page."""
+    share = numbers["bytes_total"] / max(numbers["all_gather_bytes"], 1)
+    return [
+        Fact(f"{plan.total_tokens:,}", "tokens"),
+        Fact(f"{plan.cp_size}", "ranks"),
+        Fact(f"{numbers['imbalance']:.4f}", "imbalance, max/mean"),
+        Fact(readable_bytes(numbers["bytes_total"]), "moved per forward"),
+        Fact(f"{share:.1%}", "of all-gather's volume"),
+    ]
 
 
 def overview_table(plan: Plan, numbers: dict) -> Table:

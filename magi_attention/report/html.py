@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-_STYLE = """
+STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; background: #f6f7f9; margin: 0 }
 main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.5rem 4rem }
 h1 { font-size: 1.7rem; margin: 0 0 .3rem } h2 { font-size: 1.15rem; margin: 0 0 .3rem }
@@ -79,7 +79,7 @@ def page(title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Sectio
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>",
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
             f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>',
             '<ul class="facts">' + "".join(map(_fact, facts)) + "</ul>",
             *map(_section, sections),

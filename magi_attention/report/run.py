@@ -45,8 +45,9 @@ def read_run(folder: Path) -> RunResult:
 def write_page(folder: Path, result: RunResult, plan: Plan) -> Path:
     """Writes ``report.html`` into the run folder; ``plan`` is the one of the run's last step."""
     from magi_attention.report import pictures
+    from magi_attention.report.describe import plan_facts
     from magi_attention.report.html import Fact, Section, page
-    from magi_attention.report.sections import plan_facts, plan_sections
+    from magi_attention.report.sections import plan_sections
 
     parallel, replay = result.parallel, result.replay
     ranks = f"{parallel['world']} ranks"
