@@ -22,7 +22,7 @@ from magi_attention.report.describe import overview_table, plan_facts, rank_tabl
 
 # What the page of a large plan goes without, the first one first: keys of a setting, and what they say.
 _OPTIONAL = (
-    (("stages",), "who receives which rows"),
+    (("stages", "assigned"), "who receives which rows"),
     (("owners",), "who holds which tokens"),
     (("areas", "contiguous", "sent", "received", "times"), "the figures of each rank"),
 )
@@ -90,8 +90,7 @@ def as_json(data: Any) -> str:
 
 def _slices(plan: Plan, limit: int) -> tuple[list[int], list[str]]:
     """``[step of q0, rows, k0, keys, type, ...]`` by ascending q0, and a note if only the largest slices fit."""
-    table = trim(plan.slices.array)
-    table = table[np.argsort(table[:, Q0], kind="stable")]
+    table = _sorted(plan.slices.array)
     flat = _flat(table)
     size = _size(flat)
     if size <= limit:
@@ -105,6 +104,12 @@ def _slices(plan: Plan, limit: int) -> tuple[list[int], list[str]]:
         "pairs, to keep this file small. All figures are those of the whole mask."
     )
     return _flat(table[kept]), [note]
+
+
+def _sorted(slices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Trimmed and by ascending q0."""
+    table = trim(slices)
+    return table[np.argsort(table[:, Q0], kind="stable")]
 
 
 def _flat(table: NDArray[np.int64]) -> list[int]:
@@ -146,7 +151,9 @@ def _setting_data(setting: Setting) -> dict[str, Any]:
             ["Communication", volume_table(plan, numbers)],
             ["Plan", overview_table(plan, numbers)],
         ],
-        "notes": [],
+        "notes": _moves_note(numbers),
+        "do_queries_move": numbers["do_queries_move"],
+        "assigned": [_flat(_sorted(slices)) for slices in plan.assigned or ()],
         "owners": plan.rank_of_chunk.tolist(),
         "stages": [
             [np.diff(ranges.reshape(-1), prepend=0).tolist() for ranges in stages] for stages in plan.stage_ranges
@@ -157,6 +164,15 @@ def _setting_data(setting: Setting) -> dict[str, Any]:
         "received": stage_rows(plan).tolist(),
         "times": _times(plan),
     }
+
+
+def _moves_note(numbers: dict[str, Any]) -> list[str]:
+    if not numbers["do_queries_move"]:
+        return []
+    return [
+        f"Queries move in this plan: {sum(numbers['query_rows_sent']):,} rows of them are sent to other ranks, and as "
+        "many rows of outputs come back. The charts of who sends show K and V alone; the figure of all bytes has both."
+    ]
 
 
 def _times(plan: Plan) -> list[dict[str, list[float]]]:

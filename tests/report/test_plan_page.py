@@ -19,6 +19,7 @@ from magi_attention.common.slices import areas, to_dense
 from magi_attention.meta.cost import stage_areas
 from magi_attention.report.plan_data import Setting, page_data
 from magi_attention.report.plan_page import MOST_BYTES, MOST_NOTEBOOK_BYTES, notebook_view, plan_page
+from magi_attention.testing.libraries import planner_or_skip
 
 CODE_BYTES = 60_000  # of styles and scripts, at most
 
@@ -41,10 +42,22 @@ def outer_references(page: str) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_areas_of_stages_are_those_of_the_ranks(seed):
-    for setting in settings_of(random_mask(seed, 300)):
+    check_stage_areas(settings_of(random_mask(seed, 300)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_areas_of_stages_where_queries_move(seed):
+    planner_or_skip()
+    check_stage_areas(settings_of(random_mask(seed, 300), query_moves="always"))
+
+
+def check_stage_areas(settings: list[Setting]) -> None:
+    for setting in settings:
         plan = setting.plan
         parts = [plan.rank(rank) for rank in range(plan.cp_size)]
         expected = [[part.host.area, *(stage.area for stage in part.stages)] for part in parts]
+        for part, areas_of_rank in zip(parts, expected):
+            areas_of_rank[-1] += part.queries.slices.area if part.queries else 0
         assert stage_areas(plan).tolist() == expected
 
 
@@ -94,7 +107,7 @@ def test_any_degree_and_number_of_ranks(tmp_path):
 
 
 def test_the_page_fetches_nothing():
-    page = plan_page(settings_of(Mask.causal(64)), "")
+    page = plan_page(settings_of(Mask.causal(64), (2,), (1,)), "")
     assert outer_references(page) == [] and "default-src 'none'" in page
     assert len(page) < CODE_BYTES
     assert outer_references('<img src=x> <a href="http://a.b/c">') != []

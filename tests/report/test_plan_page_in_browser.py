@@ -14,7 +14,9 @@ from page_masks import random_mask, settings_of
 
 from magi_attention.api import Mask
 from magi_attention.common.intervals import Packing
+from magi_attention.common.slices import to_dense
 from magi_attention.report.plan_page import plan_page
+from magi_attention.testing.libraries import planner_or_skip
 
 pytestmark = needs_browser
 
@@ -56,6 +58,32 @@ def test_the_page_knows_the_plans(seed, tmp_path):
         assert (matrices == [plan.comm_matrix(stage) for stage in range(plan.num_stages)]).all()
         for rank in range(plan.cp_size):
             check_rank(plan, rank, knows, dense)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_page_knows_where_queries_go(seed, tmp_path):
+    planner_or_skip()
+    mask = random_mask(seed, 120)
+    (setting,) = settings_of(mask, (4,), (1,), 4, query_moves="always")
+    plan = setting.plan
+    assert plan.assigned is not None
+    script = """
+    const tokens = [...Array(PLAN.tokens).keys()];
+    const sentences = tokens.map((q) => tokens.map((k) => describe({ q, k }).map((line) => line.join(": "))));
+    const ranks = tokens.map((q) => tokens.map((k) => computerOf(state.setting, q, k)));
+    return [ranks, sentences];
+    """
+    ranks, sentences = ask(tmp_path, plan_page([setting], ""), script)
+    expected = np.full((mask.total_q, mask.total_k), -1)
+    for rank, slices in enumerate(plan.assigned):
+        expected[to_dense(slices, mask.total_q, mask.total_k)] = rank
+    assert (np.array(ranks) == expected).all() and ((expected >= 0) == mask.to_dense()).all()
+    moved = (expected >= 0) & (expected != plan.owner_of(np.arange(mask.total_q))[:, None])
+    assert moved.any()
+    for q, k in np.argwhere(mask.to_dense()).tolist():
+        line = f"sends the query to rank {expected[q, k]}"
+        assert any(line in found for found in sentences[q][k]) == moved[q, k]
+        assert any(found.startswith(f"Work: rank {expected[q, k]}") for found in sentences[q][k])
 
 
 def check_rank(plan, rank: int, knows: dict, dense: np.ndarray) -> None:
@@ -108,25 +136,32 @@ return wanted.map(([mode, chosen]) => {
 """
 
 
-def test_the_picture_shows_the_mask_and_its_owners(tmp_path):
-    mask = random_mask(7, 60)
-    settings = settings_of(mask)
+@pytest.mark.parametrize("query_moves", ["never", "always"])
+def test_the_picture_shows_the_mask_and_its_owners(query_moves, tmp_path):
+    planner_or_skip()
+    mask = random_mask(0, 60)
+    settings = settings_of(mask, (3,), (1,), 4, query_moves=query_moves)
     plan = settings[0].plan
     pictures = ask(tmp_path, plan_page(settings, ""), PICTURE % '[["rank", null], ["stage", null], ["rank", 1]]')
     by_rank, by_stage, chosen = (np.array(picture) for picture in pictures)
     dense = mask.to_dense()
     owner = np.broadcast_to(plan.owner_of(np.arange(mask.total_q))[:, None], dense.shape)
-    stage = np.full(dense.shape, -1)
+    stage, computer = np.full(dense.shape, -1), owner.copy()
     for rank, stages in enumerate(plan.stage_ranges):
         for index, ranges in enumerate(stages):
             received = np.isin(np.arange(mask.total_q), Packing(ranges).positions())
             stage[(owner == rank) & received] = index
-    for picture, kinds in ((by_rank, owner), (by_stage, stage)):
+    for rank, slices in enumerate(plan.assigned or ()):
+        moved = to_dense(slices, *dense.shape) & (owner != rank)
+        stage[moved] = 0
+        computer[moved] = rank
+    for picture, kinds in ((by_rank, computer), (by_stage, stage)):
         assert ((picture == 255).all(axis=2) == ~dense).all()
         colours = [{tuple(c) for c in picture[dense & (kinds == kind)]} for kind in np.unique(kinds[dense])]
         assert all(len(found) == 1 for found in colours) and len(set.union(*colours)) == len(colours)
     same = (chosen == by_rank).all(axis=2)
-    assert same[dense].tolist() == (owner == 1)[dense].tolist()
+    assert (plan.assigned is not None and (computer != owner).any()) == (query_moves == "always")
+    assert same[dense].tolist() == (computer == 1)[dense].tolist()
 
 
 def test_thin_structures_stay_visible(tmp_path):

@@ -94,12 +94,16 @@ class MaskView {
     this.perToken = this.scale * this.dots; // device pixels
     this.asked = this.ask();
     this.columns = new Map();
-    for (const slice of this.plan.slices) this.paintSlice(slice, size);
+    const { setting } = this.asked;
+    if (setting.do_queries_move && setting.computed)
+      setting.computed.forEach((slices, rank) => slices.forEach((slice) => this.paintSlice(slice, size, rank)));
+    else for (const slice of this.plan.slices) this.paintSlice(slice, size, null);
     this.paintFrame(pen);
     if (this.drawn) this.drawn();
   }
 
-  paintSlice(slice, size) {
+  // `rank` computes the slice; null is the owner of each query.
+  paintSlice(slice, size, rank) {
     const top = (slice.q0 - this.q) * this.perToken;
     const bottom = (slice.q1 - this.q) * this.perToken;
     const isOutside = (slice.k1 - this.k) * this.perToken <= 0 || (slice.k0 - this.k) * this.perToken >= size;
@@ -108,20 +112,21 @@ class MaskView {
     const last = Math.ceil(Math.min(bottom, size) - 0.5);
     if (first >= last) {
       const q = Math.floor((slice.q0 + slice.q1) / 2);
-      this.paintRow(slice, clamp(Math.floor((top + bottom) / 2), 0, size - 1), q, Math.max(bottom - top, FAINTEST));
+      const row = clamp(Math.floor((top + bottom) / 2), 0, size - 1);
+      this.paintRow(slice, row, q, rank, Math.max(bottom - top, FAINTEST));
     }
     for (let row = first; row < last; row++) {
       const q = clamp(Math.floor(this.q + (row + 0.5) / this.perToken), slice.q0, slice.q1 - 1);
-      this.paintRow(slice, row, q, 1);
+      this.paintRow(slice, row, q, rank, 1);
     }
   }
 
-  paintRow(slice, row, q, ink) {
+  paintRow(slice, row, q, rank, ink) {
     const size = this.image.width;
     const start = Math.max((firstKey(slice, q) - this.k) * this.perToken, 0);
     const end = Math.min((endKey(slice, q) - this.k) * this.perToken, size);
     if (end <= start) return;
-    const paint = this.colourOfRow(q);
+    const paint = this.colourOfRow(q, rank);
     const thin = Math.max(end - start, FAINTEST);
     for (let x = Math.floor(start); x < Math.min(Math.ceil(end), size); x++) {
       const covered = thin < 1 ? thin : Math.min(end, x + 1) - Math.max(start, x);
@@ -135,14 +140,16 @@ class MaskView {
   }
 
   // The colour of a query's row, or a function of the column where it depends on the key.
-  colourOfRow(q) {
+  colourOfRow(q, computer) {
     const { setting, mode, chosen } = this.asked;
-    if (!setting.owners) return UNKNOWN;
+    if (!setting.owners || (setting.do_queries_move && computer === null)) return UNKNOWN;
     const chunk = Math.floor(q / setting.chunk);
-    const rank = setting.owners[chunk];
+    const owner = setting.owners[chunk];
+    const rank = computer === null ? owner : computer;
     if (chosen !== null && rank !== chosen) return NOT_CHOSEN;
     if (mode === "rank") return colour(rank, setting.cp);
     if (mode === "chunk") return colour(chunk, setting.owners.length);
+    if (rank !== owner) return stageColour(0, setting.stages[0].length); // the query is received
     return this.stageColumns(rank);
   }
 

@@ -129,7 +129,7 @@ function recolour() {
   const texts = {
     rank: "Colour: the rank that computes the query.",
     chunk: `Colour: the chunk of the query, ${whole(setting.chunk)} tokens. Colours repeat or look alike; the panel has numbers.`,
-    stage: "Colour: how the rank of the query gets to the key. Host: it holds the key. Stage: it receives the key in that stage.",
+    stage: "Colour: how the rank that computes gets to the key. Host: it holds the key. Stage: it receives the key, or the query, in that stage.",
   };
   byId("mode-text").textContent = texts[mode] + " The stripes above and on the left show who holds keys and queries.";
   view.draw();
@@ -152,7 +152,8 @@ function describe(pair) {
   home("Key", pair.k);
   const index = sliceAt(PLAN.slices, pair.q, pair.k);
   lines.push(["Slice", index < 0 ? NOWHERE : describeSlice(PLAN.slices[index])]);
-  if (setting.owners && setting.stages) lines.push(...describeWork(pair, index >= 0));
+  const isKnown = setting.owners && setting.stages && (!setting.do_queries_move || setting.computed);
+  if (isKnown) lines.push(...describeWork(pair, index >= 0));
   return lines;
 }
 
@@ -161,7 +162,7 @@ const NOWHERE = PLAN.is_whole ? "none: this query does not see this key" : "none
 function describeSlice(slice) {
   const { setting } = state;
   const text = `${TYPES[slice.type]}, queries ${range(slice.q0, slice.q1)}, keys ${range(slice.k0, slice.k1)}, ${whole(areaOf(slice))} pairs`;
-  if (!setting.owners || !view.pointed) return text;
+  if (!setting.owners || setting.do_queries_move || !view.pointed) return text;
   const rank = locate(setting, view.pointed.q).rank;
   let share = 0;
   for (let chunk = Math.floor(slice.q0 / setting.chunk); chunk * setting.chunk < slice.q1; chunk++)
@@ -172,11 +173,14 @@ function describeSlice(slice) {
 
 function describeWork({ q, k }, isAllowed) {
   const { setting } = state;
-  const { rank } = locate(setting, q);
+  const home = locate(setting, q).rank;
+  const rank = isAllowed ? computerOf(setting, q, k) : home;
   const stage = stageOf(setting, rank, k);
   const lines = [];
+  if (rank !== home)
+    lines.push(["Moves", `rank ${home} sends the query to rank ${rank}, which sends back its part of the output`]);
   if (isAllowed) {
-    const where = stage === HOST ? "from its own keys" : `in stage ${stage}`;
+    const where = rank !== home ? "with the query that it received" : stage === HOST ? "from its own keys" : `in stage ${stage}`;
     lines.push(["Work", setting.degree === 0 ? `rank ${rank}, in one kernel call` : `rank ${rank}, ${where}`]);
   }
   const move = transferOf(setting, rank, k);

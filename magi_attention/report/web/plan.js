@@ -86,6 +86,7 @@ function rangeAt(ranges, position) {
 function openSetting(setting) {
   if (setting.isOpen) return setting;
   setting.isOpen = true;
+  if (setting.assigned) setting.computed = setting.assigned.map(unpackSlices);
   if (setting.stages) setting.received_ranges = setting.stages.map((stages) => stages.map(unpackRanges));
   if (!setting.owners) return setting;
   const rows = new Array(setting.cp).fill(0);
@@ -102,6 +103,12 @@ function locate(setting, position) {
   const chunk = Math.floor(position / setting.chunk);
   const local = setting.local_starts[chunk] + position - chunk * setting.chunk;
   return { position, chunk, rank: setting.owners[chunk], local };
+}
+
+// The rank that computes an allowed pair: that of the query, unless queries move. Needs `owners` and `assigned`.
+function computerOf(setting, q, k) {
+  if (!setting.do_queries_move) return locate(setting, q).rank;
+  return setting.computed.findIndex((slices) => sliceAt(slices, q, k) >= 0);
 }
 
 // The stage in which a rank gets to a key: HOST, a number, or null if the rank has no use for the key.
