@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from masks import NAMES, WINDOW, Case, make_case
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def parse_size(text: str) -> int:

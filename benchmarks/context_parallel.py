@@ -34,13 +34,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from case_options import list_of, parse_size  # noqa: E402
+from case_options import DTYPES, list_of, parse_size  # noqa: E402
 from cp_attempt import CellEnds, attempt  # noqa: E402
 from cp_gather import AllGather, OneGpu  # noqa: E402
 from cp_kernel import Groups, Kernel, Peer, Setting, State, select_rows  # noqa: E402
 from cp_layout import make_cases  # noqa: E402
 from cp_magi import VARIANTS, Magi  # noqa: E402
-from cp_report import DIRECTIONS, Cell, draw, median_of_rounds, save, tables, tflops, title_of  # noqa: E402
+from cp_report import DIRECTIONS, Cell, median_of_rounds, save, tables, tflops  # noqa: E402
 from cp_ring import Ring  # noqa: E402
 from cp_timing import (  # noqa: E402
     PHASES,
@@ -60,10 +60,12 @@ from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
+from picture import draw  # noqa: E402
+from progress import steps  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
 from result_file import environment, plain_settings  # noqa: E402
+from timing import middle_and_quantiles  # noqa: E402
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 PEERS: dict[str, Callable[[Setting], Peer]] = {
     "one_gpu": OneGpu,
     **{name: partial(Magi, name=name) for name in VARIANTS},
@@ -277,15 +279,16 @@ def times_of(
     everyone, wall, host = (over_ranks(times, bench.device, is_mean) for times in (mine, wall, host))
     found = {}
     for direction in DIRECTIONS:
-        ms, wall_median = median(everyone[direction]), median(wall[direction])
+        ms, p10, p90 = middle_and_quantiles(everyone[direction])
+        wall_median = median(wall[direction])
         rate = partial(tflops, direction, area, options.heads[0], options.head_dim, bench.world)
         kernel = exposed = (None, None)
         if alone is not None:
             kernel = mean_and_max(alone[direction], bench.device)
             exposed = mean_and_max(median(mine[direction]) - alone[direction], bench.device)
         found[direction] = {
-            "ms": ms, "tflops": rate(ms), "wall_ms": wall_median, "wall_tflops": rate(wall_median),
-            "host_ms": median(host[direction]), "kernel_ms_mean": kernel[0], "kernel_ms_max": kernel[1],
+            "ms": ms, "ms_p10": p10, "ms_p90": p90, "tflops": rate(ms), "wall_ms": wall_median,
+            "wall_tflops": rate(wall_median), "host_ms": median(host[direction]), "kernel_ms_mean": kernel[0], "kernel_ms_max": kernel[1],
             "kernel_tflops": rate(kernel[0]) if kernel[0] else None,
             "exposed_ms_mean": exposed[0], "exposed_ms_max": exposed[1],
         }  # fmt: skip
@@ -345,17 +348,16 @@ def run(bench: Bench) -> list[Cell]:
         )
     # torch's last: should one rank alone fail inside torch, all that is of interest is there.
     passes = [[n for n in options.only if n.startswith("torch") == is_torch] for is_torch in (False, True)]
-    for names in filter(None, passes):
-        for mask in options.masks:
-            for tokens in options.tokens:
-                fresh = run_size(bench, mask, tokens, names)
-                cells += fresh
-                if bench.rank == 0:
-                    console.print(*tables(fresh), f"{time.perf_counter() - bench.started:.0f} s so far", sep="\n")
-                    if options.out:
-                        save(cells, machine, settings_of(bench), options.out)
+    parts = [(m, tokens, names) for names in filter(None, passes) for m in options.masks for tokens in options.tokens]
+    for mask, tokens, names in steps(parts, lambda part: f"{part[0]}, {part[1]} tokens per rank", bench.rank == 0):
+        fresh = run_size(bench, mask, tokens, names)
+        cells += fresh
+        if bench.rank == 0:
+            console.print(*tables(fresh), f"{time.perf_counter() - bench.started:.0f} s so far", sep="\n")
+            if options.out:
+                save(cells, machine, settings_of(bench), options.out)
     if bench.rank == 0 and options.out:
-        draw(cells, Path(f"{options.out}.png"), title_of(machine, settings_of(bench)))
+        draw(Path(f"{options.out}.json"))
     return cells
 
 

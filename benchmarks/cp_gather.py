@@ -13,8 +13,8 @@ from cp_kernel import PeerBase, Setting, State, Tensors
 from cp_layout import Layout, share_of_documents
 
 # Newer releases of torch rename both, and warn about the names below.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class AllGather(PeerBase):
@@ -41,7 +41,7 @@ class AllGather(PeerBase):
     def _gather(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' rows in natural order."""
         found = [x.new_empty((len(x) * self.setting.world, *x.shape[1:])) for x in tensors]
-        works = [_all_gather(all_x, x, async_op=True) for all_x, x in zip(found, tensors)]
+        works = [all_gather(all_x, x, async_op=True) for all_x, x in zip(found, tensors)]
         for work in works:
             work.wait()
         return found if self._order is None else [x.index_select(0, self._order) for x in found]
@@ -50,7 +50,7 @@ class AllGather(PeerBase):
         """This rank's rows of the sums over ranks."""
         sums = [x.new_empty((rows, *x.shape[1:])) for x in (dk, dv)]
         parts = [dk, dv] if self._inverse is None else [x.index_select(0, self._inverse) for x in (dk, dv)]
-        works = [_reduce_scatter(total, x, async_op=True) for total, x in zip(sums, parts)]
+        works = [reduce_scatter(total, x, async_op=True) for total, x in zip(sums, parts)]
         for work in works:
             work.wait()
         return sums

@@ -19,6 +19,7 @@ from cp_kernel import Calls, PeerBase, Setting, State
 from peers import Unfit
 
 from magi_attention import api
+from magi_attention.config import DispatchAlg
 from magi_attention.env import registry
 from magi_attention.meta.plan import Plan
 
@@ -32,9 +33,11 @@ class Variant:
 
     degree: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    dispatch: DispatchAlg = field(default_factory=api.LocalityDispatchAlg)
 
 
 VARIANTS = {
+    "magi": Variant(1, dispatch=api.MinHeapDispatchAlg()),  # what a user gets who sets nothing
     "magi_a2av_0": Variant(0, STAGED),
     "magi_a2av_1": Variant(1, STAGED),
     "magi_a2av_2": Variant(2, STAGED),
@@ -99,7 +102,7 @@ def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey,
     mask, (heads_q, heads_kv) = setting.case.mask, setting.heads
     overlap = api.OverlapConfig(degree=variant.degree)
     heads = {"num_heads_q": heads_q, "num_heads_kv": heads_kv, "head_dim": setting.head_dim}
-    dispatch = api.DispatchConfig(setting.chunk_size, alg=api.LocalityDispatchAlg())
+    dispatch = api.DispatchConfig(setting.chunk_size, alg=variant.dispatch)
     plan = api.make_plan(mask, setting.world, api.DistAttnConfig(dispatch_config=dispatch))
     config = api.DistAttnConfig(replace(dispatch, chunk_size=plan.chunk_size), overlap)
     rows = mask.slices.array

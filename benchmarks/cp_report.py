@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the context-parallel benchmark as a table, as JSON and as a plot."""
+"""Results of the context-parallel benchmark as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from kernel import FLOPS_PER_PAIR
+from peers import CP_PEERS, missing
 from result_file import write_results
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -104,48 +105,4 @@ def tables(cells: Sequence[Cell]) -> Iterable:
 
 def save(cells: Sequence[Cell], environment: dict, settings: dict, out: Path) -> None:
     """Writes OUT.json. ``environment`` is the machine, versions and commit."""
-    write_results(out, settings, environment, cells=[asdict(cell) for cell in cells])
-
-
-def title_of(environment: dict, settings: dict) -> str:
-    heads = settings["heads"]
-    shape = f"{heads[0]}:{heads[1]} heads, head dim {settings['head_dim']}, {settings['dtype']}"
-    return f"Attention over {settings['world']} x {environment.get('gpu', 'CPU')}, {shape}"
-
-
-def draw(cells: Sequence[Cell], path: Path, title: str) -> bool:
-    """A row for each direction, a panel for each mask, bars over tokens per GPU; False without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return False
-    masks = list(dict.fromkeys(c.mask for c in cells))
-    names = [n for n in dict.fromkeys(c.name for c in cells) if any(c.name == n and c.both for c in cells)]
-    legend = max(2 * len(masks), 4) + 1  # names that fit side by side
-    colours = pyplot.get_cmap("tab20").colors
-    figure, axes = pyplot.subplots(2, len(masks), figsize=(max(3.6 * len(masks), 7.2), 7), squeeze=False, sharey="row")
-    for row, direction in zip(axes, DIRECTIONS):
-        for axis, mask in zip(row, masks):
-            sizes = sorted({c.tokens_per_gpu for c in cells if c.mask == mask})
-            for i, name in enumerate(names):
-                of = {c.tokens_per_gpu: getattr(c, direction) for c in cells if (c.mask, c.name) == (mask, name)}
-                points = [(x + i / (len(names) + 1), of[s]["tflops"]) for x, s in enumerate(sizes) if of.get(s)]
-                if points:
-                    axis.bar(*zip(*points), width=1 / (len(names) + 1), align="edge", label=name, color=colours[i % 20])
-            ticks = [x + 0.5 - 0.5 / (len(names) + 1) for x in range(len(sizes))]
-            axis.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in sizes])
-            axis.set(title=f"{mask.replace('_', ' ')}, {direction}", xlabel="tokens per GPU")
-            axis.grid(alpha=0.3, axis="y")
-        row[0].set_ylabel("TFLOP/s per GPU")
-    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
-    if handles:
-        columns = min(len(handles), legend)
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False, fontsize=8)
-    figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.02 + 0.03 * -(-len(names) // legend), 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+    write_results(out, settings, environment, cells=[asdict(cell) for cell in cells], missing=missing(CP_PEERS))

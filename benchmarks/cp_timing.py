@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+import timing
 import torch
 import torch.distributed as dist
-from timing import FLUSH_BYTES, LONG_LEAD_CYCLES
 
 PHASES = ("forward", "backward")
 Milliseconds = dict[str, list[float]]  # one per iteration, for each phase
@@ -35,25 +35,12 @@ class Step:
     backward: Callable[[list], object]
 
 
-class Clock:
-    """Meets the other ranks and marks times on ``device``. ``flush`` empties the GPU's L2 cache before each phase."""
+class Clock(timing.Clock):
+    """Meets the other ranks too."""
 
     def __init__(self, device: torch.device, flush: bool = True) -> None:
-        self.device, self.is_cuda = device, device.type == "cuda"
+        super().__init__(device, flush)
         self._ticket = torch.zeros(1, device=device)
-        has_flush = flush and self.is_cuda
-        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if has_flush else None
-
-    def synchronise(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def idle(self) -> None:
-        """Flushes the cache and idles, while the host gets ahead; both on the device."""
-        if self._flush is not None:
-            self._flush.zero_()
-        if self.is_cuda:
-            torch.cuda._sleep(LONG_LEAD_CYCLES)
 
     def meet(self) -> None:
         """Ordered on the device: what is launched afterwards begins when all ranks have come here."""
@@ -64,17 +51,6 @@ class Clock:
         told = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.broadcast(told, 0)
         return told.item()
-
-    def mark(self) -> torch.cuda.Event | float:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, first, second) -> float:
-        """Milliseconds; the device must have passed both marks."""
-        return first.elapsed_time(second) if self.is_cuda else (second - first) * 1e3
 
 
 @contextmanager

@@ -8,7 +8,8 @@ Each rank casts ``rows`` rows of K and V to every other rank, and adds what it g
 to every other rank by ``Tensor.copy_`` into symmetric memory, by the copy engines. Times are of one operation out of
 ten in a CUDA graph, so without the host, the largest over ranks of medians. ``all-to-all`` is what the same calls are
 without ``native``: packing, NCCL, unpacking; it is called, as it cannot be captured, so its small rows are the host's.
-Results are compared with that first, bit for bit.
+So are ``all-gather`` and ``reduce-scatter`` of torch, which move the same rows. Results are compared with those by
+all-to-all first, bit for bit. Without GPUs these four run over gloo, to try the benchmark.
 
 ``--beside``: how much longer attention of so many tokens unpacks beside one cast on another stream, in a graph of both.
 """
@@ -29,10 +30,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from case_options import list_of, parse_size  # noqa: E402
+from cp_gather import all_gather, reduce_scatter  # noqa: E402
+from cp_timing import Clock  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
 from peers import our_backend  # noqa: E402
+from picture import draw  # noqa: E402
+from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
+from timing import middle_and_quantiles  # noqa: E402
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce  # noqa: E402
 from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
@@ -45,6 +51,11 @@ IN_A_GRAPH = 10
 LEAD_CYCLES = 2_000_000  # about 1 ms of idling, in which the host gets its launches queued
 NO_LISTS: tuple = ([], [], [], [])
 Call = Callable[[], object]
+
+
+def device() -> torch.device:
+    """Where the rows are: this rank's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Replay:
@@ -72,26 +83,25 @@ def graph_of(call: Call, count: int, held: object = None) -> Call:
 
 def times_us(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     """Microseconds of each call on this rank, in an order that changes from round to round, alike on all ranks."""
-    draw, ticket = random.Random(0), torch.zeros(1, device="cuda")
+    order, clock = random.Random(0), Clock(device(), flush=False)
     marks: dict[str, list] = {name: [] for name in calls}
     for number in range(repeats + 2):
-        for name in draw.sample(list(calls), len(calls)):
-            torch.cuda._sleep(LEAD_CYCLES)
-            dist.all_reduce(ticket)  # all ranks begin together
-            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
+        for name in order.sample(list(calls), len(calls)):
+            clock.idle(LEAD_CYCLES)
+            clock.meet()  # all ranks begin together
+            first = clock.mark()
             calls[name]()
-            second.record()
+            second = clock.mark()
             if number >= 2:
                 marks[name].append((first, second))
-        torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+        clock.synchronise()
+    return {name: [clock.between(a, b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
 
 
-def over_ranks(value: float) -> float:
-    told = torch.tensor([value], dtype=torch.float64, device="cuda")
+def over_ranks(*values: float) -> list[float]:
+    told = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.item()
+    return told.tolist()
 
 
 def peer_copy(x: torch.Tensor, count: int) -> Call:
@@ -114,11 +124,12 @@ class Exchange:
         self.transport = t = as_transport(dist.group.WORLD)
         others = [r for r in range(t.size) if r != t.rank]
         spec = GroupSpec.make(t.rank, t.size, [rows], [others], [rows] * len(others), others)
-        shape, gen = (options.heads, options.head_dim), torch.Generator("cuda").manual_seed(t.rank)
-        draw = lambda n: torch.randn(n, *shape, generator=gen, device="cuda").bfloat16()  # noqa: E731
+        shape, gen = (options.heads, options.head_dim), torch.Generator(device()).manual_seed(t.rank)
+        draw = lambda n: torch.randn(n, *shape, generator=gen, device=device()).bfloat16()  # noqa: E731
         self.layout = A2AVLayout.from_spec(spec)
         self.inputs, self.parts = [draw(rows) for _ in "kv"], [draw(rows * len(others)) for _ in "kv"]
         self.outputs, self.sums = [torch.empty_like(x) for x in self.parts], [torch.empty_like(x) for x in self.inputs]
+        self.everyone = [draw(rows * t.size) for _ in "kv"]
         self.received = sum(x.nbytes for x in self.outputs)
         self._config = None if options.num_sms is None else GrpCollConfig(num_sms=options.num_sms)
 
@@ -133,6 +144,16 @@ class Exchange:
         options = {"acc_reduce": False, **self._options(native)}
         group_reduce(self.parts, self.sums, *NO_LISTS, self.transport, **options).wait_post_process()
 
+    def all_gather(self) -> None:
+        """The cast by torch, where it gives each rank its own rows too."""
+        for x, everyone in zip(self.inputs, self.everyone):
+            all_gather(everyone, x)
+
+    def reduce_scatter(self) -> None:
+        """The reduce by torch, of the rows of all ranks."""
+        for everyone, total in zip(self.everyone, self.sums):
+            reduce_scatter(total, everyone)
+
     def check(self) -> None:
         for call, results in ((self.cast, self.outputs), (self.reduce, self.sums)):
             found = []
@@ -146,22 +167,28 @@ class Exchange:
 
 
 def measure(rows: int, options: argparse.Namespace) -> dict:
-    exchange = Exchange(rows, options)
-    exchange.check()
-    sent = torch.cat([x.view(-1) for x in exchange.inputs])
-    graphs = {
-        "copy": peer_copy(sent, IN_A_GRAPH),
-        "cast": graph_of(lambda: exchange.cast(True), IN_A_GRAPH),
-        "reduce": graph_of(lambda: exchange.reduce(True), IN_A_GRAPH),
-    }
-    found = {n: over_ranks(median(us) / IN_A_GRAPH) for n, us in times_us(graphs, options.repeats).items()}
-    dist.barrier()  # the memory of the copies goes
+    exchange, times = Exchange(rows, options), {}
+    if torch.cuda.is_available():
+        exchange.check()
+        sent = torch.cat([x.view(-1) for x in exchange.inputs])
+        graphs = {
+            "copy": peer_copy(sent, IN_A_GRAPH),
+            "cast": graph_of(lambda: exchange.cast(True), IN_A_GRAPH),
+            "reduce": graph_of(lambda: exchange.reduce(True), IN_A_GRAPH),
+        }
+        times = {n: [t / IN_A_GRAPH for t in us] for n, us in times_us(graphs, options.repeats).items()}
+        dist.barrier()  # the memory of the copies goes
     called = {
         "cast by all-to-all": lambda: exchange.cast(False),
         "reduce by all-to-all": lambda: exchange.reduce(False),
+        "all-gather": exchange.all_gather,
+        "reduce-scatter": exchange.reduce_scatter,
     }
-    found |= {n: over_ranks(median(us)) for n, us in times_us(called, options.repeats).items()}
-    return {"rows": rows, "received_bytes": exchange.received, "us": found}
+    times |= times_us(called, options.repeats)
+    found = {n: over_ranks(*middle_and_quantiles(us)) for n, us in times.items()}
+    spread = {n: of[1:] for n, of in found.items()}
+    us = {n: of[0] for n, of in found.items()}
+    return {"rows": rows, "received_bytes": exchange.received, "us": us, "spread_us": spread}
 
 
 def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
@@ -182,8 +209,8 @@ def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
 
     graphs = {"alone": graph_of(attention, 1), "beside": graph_of(both, 1)}
     us = {n: median(found) for n, found in times_us(graphs, 3 * options.repeats).items()}
-    longer = over_ranks(us["beside"] / us["alone"] - 1)
-    return {"rows": rows, "tokens": tokens, "alone_us": over_ranks(us["alone"]), "longer": longer}
+    longer, alone = over_ranks(us["beside"] / us["alone"] - 1, us["alone"])
+    return {"rows": rows, "tokens": tokens, "alone_us": alone, "longer": longer}
 
 
 def table(cells: Sequence[dict]) -> str:
@@ -192,9 +219,9 @@ def table(cells: Sequence[dict]) -> str:
     for cell in cells:
         rates = {n: cell["received_bytes"] / us / 1e3 for n, us in cell["us"].items()}
         texts = [f"{us:.1f} ({rates[n]:.0f})".rjust(len(n) + 9) for n, us in cell["us"].items()]
-        shares = ", ".join(f"{n} {rates[n] / rates['copy']:.2f}" for n in ("cast", "reduce"))
+        shares = ", ".join(f"{n} {rates[n] / rates['copy']:.2f}" for n in ("cast", "reduce") if "copy" in rates)
         size = cell["received_bytes"] / 2**20
-        lines.append(f"{cell['rows']:>7}{size:>8.2f}" + "".join(texts) + f"   of copy: {shares}")
+        lines.append(f"{cell['rows']:>7}{size:>8.2f}" + "".join(texts) + (f"   of copy: {shares}" if shares else ""))
     return "\n".join(lines)
 
 
@@ -214,12 +241,17 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if "RANK" not in os.environ or not torch.cuda.is_available():
-        parser.error("run it by torchrun on GPUs that share NVLink, two or more.")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    has_gpu = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        parser.error("run it by torchrun on GPUs that share NVLink, two or more; or on the CPU, to try it.")
+    if options.beside and not has_gpu:
+        parser.error("--beside needs GPUs, and torch sees none.")
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=120))
     try:
-        cells = [measure(rows, options) for rows in options.rows]
+        told = steps(options.rows, lambda rows: f"{rows} rows to each other rank", dist.get_rank() == 0)
+        cells = [measure(rows, options) for rows in told]
         others = [beside(rows, options.beside, options) for rows in options.rows] if options.beside else []
         if dist.get_rank() == 0:
             print(table(cells), flush=True)
@@ -229,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out is not None:
                 settings = plain_settings(options) | {"world": dist.get_world_size()}
                 write_results(options.out, settings, results=cells, beside=others)
+                draw(Path(f"{options.out}.json"))
     finally:
         dist.destroy_process_group()
     return 0

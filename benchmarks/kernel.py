@@ -30,15 +30,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
-from peers import Unfit, available  # noqa: E402
+from peers import PEERS, Unfit, available, missing  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
+from picture import draw  # noqa: E402
+from progress import steps  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
 from timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
 
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
-OURS = {"magi", "magi_host", "magi_det"}  # the public function; the kernels, with the mask known on the host
+# The public functions flex_flash_attn_func and attend; the kernels, with the mask known on the host.
+OURS = {"magi", "magi_attend", "magi_host", "magi_det"}
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -134,7 +137,8 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
     """Spread of the times of each implementation on one case. Its tensors live as long as this function runs."""
     dtype = DTYPES[options.dtype]
     is_forward = options.direction == "forward"
-    tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = make_inputs(case, options.heads, options.head_dim, dtype, device, has_dout=not is_forward)
     calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
     for name in OURS & calls.keys():
         results[name].workspace_bytes = getattr(calls[name], "workspace_bytes", None)
@@ -144,7 +148,8 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
     if options.graph:
         calls = graphs_of(calls, results)
     failed: dict[str, str] = {}
-    times = interleaved_us(calls, options.repeats, failed, LONG_LEAD_CYCLES)  # peers may take the host a millisecond
+    # Peers may take the host a millisecond, so it gets a long lead.
+    times = interleaved_us(calls, options.repeats, failed, LONG_LEAD_CYCLES, device)
     for name, reason in failed.items():
         results[name].reason = reason
     return {n: summary(t) for n, t in times.items()}
@@ -207,7 +212,8 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     for mask, seqlen in dict.fromkeys((r.mask, r.seqlen) for r in results):
         of = {r.name: r for r in results if (r.mask, r.seqlen) == (mask, seqlen)}
         mine = of.get("magi")
-        cells = [f"{of[n].tflops:.0f}" if n in of and of[n].tflops else "-" for n in names]
+        rates = [of[n].tflops if n in of else 0.0 for n in names]
+        cells = [f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" if rate else "-" for rate in rates]
         ratios = [
             f"{mine.tflops / of[p].tflops:.2f}" if mine and mine.tflops and p in of and of[p].tflops else "-"
             for p in peers
@@ -224,53 +230,15 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
 
 
-def draw(results: Sequence[Result], names: Sequence[str], path: Path, title: str) -> bool:
-    """One panel per mask, TFLOP/s over length; False without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return False
-    masks = list(dict.fromkeys(r.mask for r in results))
-    columns = min(3, len(masks))
-    rows = -(-len(masks) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, sharey=True)
-    for axis in axes.flat[len(masks) :]:
-        axis.axis("off")
-    for axis, mask in zip(axes.flat, masks):
-        for i, name in enumerate(names):
-            points = sorted((r.seqlen, r.tflops) for r in results if r.mask == mask and r.name == name and r.tflops)
-            if points:
-                width = 2.4 if name == "magi" else 1.2
-                axis.plot(*zip(*points), marker="o", markersize=3, linewidth=width, label=name, color=f"C{i}")
-        lengths = sorted({r.seqlen for r in results if r.mask == mask})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
-        axis.set(title=mask.replace("_", " "), xlabel="tokens", ylabel="TFLOP/s", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
-    if handles:
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
-
-
 def settings_of(options: argparse.Namespace) -> dict:
     """What decides what is measured: all options but those of files; documents and window if they are not as usual."""
     return plain_settings(options, ["show", *(k for k in ("documents", "window") if getattr(options, k) is None)])
 
 
-def save(results: Sequence[Result], names: Sequence[str], options: argparse.Namespace, out: Path) -> None:
+def save(results: Sequence[Result], options: argparse.Namespace, out: Path) -> None:
     """Writes OUT.json and, with matplotlib, OUT.png."""
-    data = write_results(out, settings_of(options), results=[asdict(r) for r in results])
-    shape = f"{options.heads[0]}:{options.heads[1]} heads, head dim {options.head_dim}, {options.dtype}"
-    title = f"Attention {TITLES[options.direction]}, {data['environment'].get('gpu', 'no GPU')}, {shape}"
-    draw(results, names, Path(f"{out}.png"), title)
+    write_results(out, settings_of(options), results=[asdict(r) for r in results], missing=missing(PEERS))
+    draw(Path(f"{out}.json"))
 
 
 def show(file: Path) -> str:
@@ -294,8 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Autograd runs a gradient on the stream of its forward, which is outside the capture.
         parser.error("--graph --direction backward captures --only magi_host; or time --direction both.")
     if not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch sees none.", file=sys.stderr)
-        return 2
+        if options.graph or options.host:
+            parser.error("--graph and --host need a CUDA GPU, and torch sees none.")
+        print("torch sees no GPU, so this runs on the CPU: give short lengths. The times say nothing about GPUs.")
     makers = available(options.no_peers)
     if options.direction != "forward":
         makers = gradient_makers(makers, is_both=options.direction == "both")
@@ -306,12 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         makers = {n: makers[n] for n in makers if n in options.only}
     results: list[Result] = []
-    for mask in options.masks:
-        for seqlen in options.seqlens:
-            results += run_mask(mask, seqlen, options, makers)
-            print(table(results[-len(makers) :], list(makers)), flush=True)
-            if options.out:  # after every case, so that a run that is cut off keeps what it has
-                save(results, list(makers), options, options.out)
+    cases = [(mask, seqlen) for mask in options.masks for seqlen in options.seqlens]
+    for mask, seqlen in steps(cases, lambda case: f"{options.direction} {case[0]}, {size_of(case[1])} tokens"):
+        results += run_mask(mask, seqlen, options, makers)
+        print(table(results[-len(makers) :], list(makers)), flush=True)
+        if options.out:  # after every case, so that a run that is cut off keeps what it has
+            save(results, options, options.out)
     print("\n" + table(results, list(makers)))
     return 1 if any(r.name in OURS and r.reason for r in results) else 0
 

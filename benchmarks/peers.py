@@ -8,7 +8,8 @@ run does it once per mask. ``Unfit`` says why an implementation cannot run a cas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -71,6 +72,14 @@ def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
     return lambda: flex_flash_attn_func(q, k, v, *ranges)[0]
 
 
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
+    """The public function that takes a plan, here of one rank."""
+    from magi_attention.api import attend, make_plan
+
+    plan = make_plan(case.mask, 1)
+    return lambda: attend(q, k, v, plan)[0]
+
+
 def batched(x_THD: torch.Tensor) -> torch.Tensor:
     """(1, H, T, D) view."""
     return x_THD.unsqueeze(0).transpose(1, 2)
@@ -125,7 +134,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
 
 
 def _flash_attention(fixed: Callable, varlen: Callable) -> Make:
-    """FA3 and FA4 have the same two functions."""
+    """FlashAttention 2, 3 and 4 have the same two functions."""
 
     def make(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
         if case.name == "varlen_block_causal":
@@ -181,6 +190,45 @@ def _cudnn_flex(is_thd: bool) -> Make:
     return make
 
 
+@dataclass(frozen=True)
+class Peer:
+    """What an implementation is called, and how it is had where ``module`` is not there. Without ``install`` it comes
+    with torch."""
+
+    label: str
+    module: str = ""
+    install: str = ""
+
+
+# In the order in which they are shown.
+PEERS = {
+    "cudnn": Peer("cuDNN of torch"),
+    "fa2": Peer("FlashAttention-2 of torch (on the CPU torch's own)"),
+    "fa2_wheel": Peer("FlashAttention-2", "flash_attn.flash_attn_interface", "pip install flash-attn"),
+    "flex": Peer("FlexAttention of torch"),
+    "fa3": Peer(
+        "FlashAttention-3", "flash_attn_interface",
+        'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
+    ),
+    "fa4": Peer("FlashAttention-4", "flash_attn.cute", 'pip install --pre "flash-attn-4[cu13]"'),
+    "cudnn_flex": Peer("cudnn.flex_attention", "cudnn.flex_attention", 'pip install "nvidia-cudnn-frontend[cutedsl]"'),
+    "cudnn_flex_thd": Peer("cudnn.flex_attention, documents as sequences", "cudnn.flex_attention"),
+}  # fmt: skip
+# Only over several ranks. The last one has no call here: no release has it, so there is nothing stable to call.
+CP_PEERS = {
+    "torch_cudnn": Peer("context parallelism of torch, cuDNN"),
+    "selective_gather": Peer(
+        "selective gather of torchtitan",
+        install="no release has it; magi_a2av_0, which gathers the needed rows alone, does the same",
+    ),
+}
+
+
+def missing(peers: Mapping[str, Peer]) -> dict[str, str]:
+    """Label of each peer that is not installed -> how it is had."""
+    return {p.label: p.install for p in peers.values() if p.install and not (p.module and _has(p.module))}
+
+
 def _has(module: str) -> bool:
     try:
         return find_spec(module) is not None
@@ -189,7 +237,7 @@ def _has(module: str) -> bool:
 
 
 # Distributions whose versions say which public kernels were timed.
-_DISTRIBUTIONS = ("flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
+_DISTRIBUTIONS = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
 
 
 def installed_peers() -> dict[str, str]:
@@ -204,17 +252,18 @@ def installed_peers() -> dict[str, str]:
 
 
 def available(no_peers: bool = False) -> dict[str, Make]:
-    """Implementations by name, ours first. Nothing of a peer is imported unless it is there.
-
-    FlashAttention-4 comes with ``pip install --pre "flash-attn-4[cu13]"``, cudnn.flex_attention with
-    ``pip install nvidia-cudnn-frontend``. The latter has two names, one for each form of documents.
-    """
-    found: dict[str, Make] = {"magi": _ours, "magi_host": _ours_host}
+    """Implementations by name, ours first. Nothing of a peer is imported unless it is there; ``PEERS`` says how it is
+    had. cudnn.flex_attention has two names, one for each form of documents."""
+    found: dict[str, Make] = {"magi": _ours, "magi_host": _ours_host, "magi_attend": _attend}
     if no_peers:
         return found
     found["cudnn"] = _sdpa("CUDNN_ATTENTION")
     found["fa2"] = _sdpa("FLASH_ATTENTION")
     found["flex"] = _flex
+    if _has("flash_attn.flash_attn_interface"):
+        import flash_attn as fa2
+
+        found["fa2_wheel"] = _flash_attention(fa2.flash_attn_func, fa2.flash_attn_varlen_func)
     if _has("flash_attn_interface"):
         import flash_attn_interface as fa3
 

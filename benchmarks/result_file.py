@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peers import installed_peers
 
+from magi_attention.cli.common import num_cores
 from magi_attention.launch.provenance import output_of
 from magi_attention.native.info import read_info
 from magi_attention.native.loader import find
@@ -31,12 +32,21 @@ def commit() -> str | None:
     return record.revision or None if record else None
 
 
+def cpu_model() -> str:
+    """Its name and the cores that this process may use."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    name = next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
+    return f"{name}, {num_cores()} cores"
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, so that a number can be traced."""
     found = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
         "host": platform.platform(),
+        "cpu": cpu_model(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU time of several functions side by side, and what a call costs the host."""
+"""Device time of several functions side by side, and what a call costs the host."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,15 +24,48 @@ def reason_of(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
 
 
+class Clock:
+    """Marks times on ``device``; on the CPU by the host's clock. ``flush``: ``idle`` empties the GPU's L2 cache."""
+
+    def __init__(self, device: torch.device, flush: bool = True) -> None:
+        self.device, self.is_cuda = device, device.type == "cuda"
+        has_flush = flush and self.is_cuda
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if has_flush else None
+
+    def synchronise(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def idle(self, lead_cycles: int = LONG_LEAD_CYCLES) -> None:
+        """Flushes the cache and idles, while the host gets ahead; both on the device."""
+        if self._flush is not None:
+            self._flush.zero_()
+        if self.is_cuda:
+            torch.cuda._sleep(lead_cycles)
+
+    def mark(self) -> torch.cuda.Event | float:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first, second) -> float:
+        """Milliseconds; the device must have passed both marks."""
+        return first.elapsed_time(second) if self.is_cuda else (second - first) * 1e3
+
+
 def interleaved_us(
-    calls: Mapping[str, Call], repeats: int, failed: dict[str, str], lead_cycles: int = LEAD_CYCLES
-) -> dict[str, list[float]]:
+    calls: Mapping[str, Call], repeats: int, failed: dict[str, str], lead_cycles: int = LEAD_CYCLES,
+    device: str = "cuda",
+) -> dict[str, list[float]]:  # fmt: skip
     """Microseconds of each call, ``repeats`` times each in turns, so that clocks and heat drift for all alike.
 
     Each round has an order of its own, drawn with seed 0, so that none always follows the one that leaves the chip
     coolest, which counts at the power limit. Before each, a buffer larger than the L2 cache is written, and the GPU
     waits until the host has launched, so the host's share is not counted: of nobody, also where it is large. A call
-    that raises, out of memory for one, leaves the round and the result, and has its reason in ``failed``.
+    that raises, out of memory for one, leaves the round and the result, and has its reason in ``failed``. On the CPU
+    calls run after one another, and one of each warms up.
     """
     calls = dict(calls)
 
@@ -43,25 +76,24 @@ def interleaved_us(
             failed[name] = reason_of(failure)
             del calls[name]
 
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    clock = Clock(torch.device(device))
     started = time.perf_counter()
     while calls and time.perf_counter() - started < WARM_UP_SECONDS:
         for name in list(calls):
             attempt(name)
-        torch.cuda.synchronize()
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+        clock.synchronise()
+        if not clock.is_cuda:
+            break
+    marks: dict[str, list[tuple]] = {name: [] for name in calls}
     draw = random.Random(0)
     for _ in range(repeats):
         for name in draw.sample(list(calls), len(calls)):  # a copy, as calls may leave
-            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            torch.cuda._sleep(lead_cycles)
-            first.record()
+            clock.idle(lead_cycles)
+            first = clock.mark()
             attempt(name)
-            second.record()
-            marks[name].append((first, second))
-        torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in marks.items() if name in calls}
+            marks[name].append((first, clock.mark()))
+        clock.synchronise()
+    return {name: [clock.between(a, b) * 1e3 for a, b in pairs] for name, pairs in marks.items() if name in calls}
 
 
 def host_us(call: Call, calls: int = 100, rounds: int = 5, is_alone: bool = True) -> float:
@@ -101,7 +133,12 @@ def as_graph(call: Call) -> Call:
     return graph.replay
 
 
+def middle_and_quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median and the 10% and 90% quantiles."""
+    cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
+    return statistics.median(times), cuts[0], cuts[-1]
+
+
 def summary(times_us: list[float]) -> dict[str, float]:
     """Median and the 10% and 90% quantiles."""
-    cuts = statistics.quantiles(times_us, n=10) if len(times_us) > 1 else [times_us[0]] * 9
-    return {"median_us": statistics.median(times_us), "p10_us": cuts[0], "p90_us": cuts[-1]}
+    return dict(zip(("median_us", "p10_us", "p90_us"), middle_and_quantiles(times_us)))

@@ -16,25 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
+from math import sqrt
+from statistics import fmean, median
 
 from result_files import Cell, Incomparable, Run
 
 WARN, FAIL = 0.05, 0.10  # share of speed lost
-_VARIANTS = "magi_"  # our other settings: neither ours nor peers
+_VARIANTS = "magi"  # our other settings: neither ours nor peers
 SEVERITY = ("ok", "faster", "warn", "slow", "missing", "wrong")  # what fails comes last
 FAILING = SEVERITY[3:]
 
 
 @dataclass
 class Verdict:
-    """How a cell fares. ``slower_by`` is the share that decided; below zero means faster."""
+    """How a cell fares. ``slower_by`` is the share that decided; below zero means faster. ``noise`` is what repeats
+    alone may change of it, as a share; None if a record does not tell its repeats apart."""
 
     cell: Cell
     status: str
     slower_by: float = 0.0
     measure: str = ""
     notes: list[str] = field(default_factory=list)
+    noise: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Time now over that of the baseline; None without a measure."""
+        return 1 / (1 - self.slower_by) if self.measure else None
 
     def line(self) -> str:
         """One sentence."""
@@ -83,9 +91,22 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
         if baseline.get(key) != now.get(key):
             found.discard("ratio")
             notes.append(f"{key} was {baseline.get(key)} and is {now.get(key)}: ratios over peers are not compared.")
+    if not baseline.get("gpu") and (was := baseline.get("cpu")) != (is_now := now.get("cpu")):
+        found.discard("speed")
+        notes.append(f"The CPU was {was or 'unknown'} and is {is_now or 'unknown'}: speeds are not compared.")
     if not found:
         raise Incomparable(" ".join([*notes, "Nothing is left to compare; commit new results to benchmarks/results."]))
     return found, notes
+
+
+def _noise(cell: Cell, names: Collection[str], *runs: Run) -> float | None:
+    """Of our speed, the first of ``names``, or of its ratio to the others, between the runs: the spreads of all repeats
+    in quadrature, those of several others as their mean."""
+    ours, *peers = ([run.noise(cell, name) for run in runs] for name in names)
+    if None in ours or any(None in of for of in peers):
+        return None
+    squares = [sum(x * x for x in of) for of in (ours, *peers)]
+    return sqrt(squares[0] + (fmean(squares[1:]) if peers else 0.0))
 
 
 def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | None:
@@ -110,7 +131,8 @@ def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | N
     measure = "ratio" if "ratio" in slower else name
     share = slower[measure]
     status = "slow" if share > FAIL else "warn" if share > WARN else "faster" if share < -WARN else "ok"
-    verdict = Verdict(cell, status, share, measure)
+    names = [ours, *(shared if measure == "ratio" else ())]
+    verdict = Verdict(cell, status, share, measure, noise=_noise(cell, names, baseline, now))
     if absent := [p for p in peers if p not in after]:
         verdict.notes.append(f"{', '.join(absent)} of the baseline did not run")
     if measure == "ratio" and share <= WARN < slower.get(name, 0.0):
@@ -128,6 +150,12 @@ def compare(baseline: Run, now: Run) -> tuple[list[Verdict], list[str]]:
     if fresh := sorted(set(now.results) - set(baseline.results)):
         notes.append(f"Not in the baseline: {', '.join(map(str, fresh))}.")
     return verdicts, notes
+
+
+def above(verdicts: Iterable[Verdict], limit: float) -> list[Verdict]:
+    """Those that take more than ``limit`` times as long as the baseline, beyond their noise; the missing and the wrong
+    among them."""
+    return [v for v in verdicts if v.status in ("missing", "wrong") or (v.ratio or 0.0) - (v.noise or 0.0) > limit]
 
 
 def to_repeat(verdicts: Iterable[Verdict]) -> list[Cell]:

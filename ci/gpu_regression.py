@@ -64,7 +64,9 @@ def baselines(folder: Path, gpu: str | None, count: int | None = None) -> tuple[
         except Incomparable as reason:
             notes.append(f"{path.name} is left out. {reason}")
             continue
-        if run.environment.get("gpu") != gpu:
+        if run.benchmark not in (KERNEL, *_COMMANDS):
+            notes.append(f"{path.name} is left out. `magi bench {run.benchmark} --baseline` compares it.")
+        elif run.environment.get("gpu") != gpu:
             other.add(run.environment.get("gpu") or "no GPU")
         elif count is not None and run.world > count:
             other.add(f"{run.world} x {gpu}")

@@ -2,19 +2,24 @@
 """Results files of our benchmarks as cells of one form; no GPU and no torch is needed to read them.
 
 A cell is one operation (forward, cast, fill, ...) on one mask or kind of rows, of one size and shape, with the speed of
-every implementation: TFLOP/s of attention, GB/s of what moves rows.
+every implementation: TFLOP/s of attention, GB/s of what moves rows, plans a second, tokens a second of training.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks, by the names of their files
 GROUP_COLLECTIVES, RANGE_OPS = "group_collectives", "range_ops"
-OURS = {KERNEL: "magi", CONTEXT_PARALLEL: "magi_fused", GROUP_COLLECTIVES: "native", RANGE_OPS: "magi"}
+PLANNER, TRAIN = "planner", "train"
+# What is called ours: the first that was measured. Where there is one it is the public function as a user calls it.
+OURS = {
+    KERNEL: ("magi",), CONTEXT_PARALLEL: ("magi", "magi_fused", "magi_a2av_1"),
+    GROUP_COLLECTIVES: ("native", "all-to-all"), RANGE_OPS: ("magi",), PLANNER: ("magi",), TRAIN: ("magi",),
+}  # fmt: skip
 SIZES = {KERNEL: "seqlens", CONTEXT_PARALLEL: "tokens", GROUP_COLLECTIVES: "rows"}  # the setting with the sizes
 _SHAPE = ("heads", "head_dim", "dtype")
 
@@ -43,11 +48,17 @@ class Cell:
         return f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.mask} {self.size}" + (f" on {self.world} GPUs" if self.world > 1 else "")
+        return f"{self.direction} {self.mask} {self.size}" + (f" on {self.world} ranks" if self.world > 1 else "")
 
 
-# (cell, implementation, its row: "speed", and "reason" where there is none)
+# (cell, implementation, its row: "speed", and "reason" where there is none). "ms" and "noise" are in a row where the
+# record has them: milliseconds of one call, and half of what lies between the 10% and the 90% quantile of its repeats,
+# as a share of that.
 Found = Iterator[tuple[Cell, str, dict]]
+
+
+def _spread(middle: float | None, low: float | None, high: float | None) -> float | None:
+    return (high - low) / 2 / middle if middle and low is not None and high is not None else None
 
 
 def _attention(rows: list[dict], settings: list[dict], sizes: str, samples: str) -> Found:
@@ -60,33 +71,43 @@ def _attention(rows: list[dict], settings: list[dict], sizes: str, samples: str)
         drawn = found[0][samples] if row["mask"].startswith("varlen") else 1
         world = found[0].get("world", 1)
         cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=drawn, world=world, **shape)
-        yield cell, row["name"], {"speed": row["tflops"], "reason": row.get("reason")}
+        times = {"ms": row.get("ms"), "noise": row.get("noise")}
+        yield cell, row["name"], {"speed": row["tflops"], "reason": row.get("reason"), **times}
 
 
 def _kernel(data: Mapping, settings: list[dict]) -> Found:
-    return _attention(data["results"], settings, "seqlens", "samples")
+    rows = []
+    for row in data["results"]:
+        us = row.get("median_us")
+        noise = _spread(us, row.get("p10_us"), row.get("p90_us"))
+        rows.append({**row, "ms": us / 1e3 if us else None, "noise": noise})
+    return _attention(rows, settings, "seqlens", "samples")
 
 
 def _context_parallel(data: Mapping, settings: list[dict]) -> Found:
-    rows = [
-        {
-            "mask": cell["mask"], "seqlen": cell["tokens_per_gpu"], "name": cell["name"], "direction": direction,
-            "tflops": (cell[direction] or {}).get("tflops", 0.0), "reason": cell["reason"],
-        }
-        for cell in data["cells"]
-        for direction in ("forward", "backward", "both")
-    ]  # fmt: skip
+    rows = []
+    for cell in data["cells"]:
+        for direction in ("forward", "backward", "both"):
+            times = cell[direction] or {}
+            rows.append({
+                "mask": cell["mask"], "seqlen": cell["tokens_per_gpu"], "name": cell["name"], "direction": direction,
+                "tflops": times.get("tflops", 0.0), "reason": cell["reason"], "ms": times.get("ms"),
+                "noise": _spread(times.get("ms"), times.get("ms_p10"), times.get("ms_p90")),
+            })  # fmt: skip
     return _attention(rows, settings, "tokens", "packs")
 
 
 def _group_collectives(data: Mapping, settings: list[dict]) -> Found:
-    """Copies between the same GPUs, and the same by all-to-all, are peers."""
+    """Copies between the same GPUs, and the same rows by all-to-all and by collectives of torch, are peers."""
     for row in data["results"]:
         (s,) = settings
-        for what in ("cast", "reduce"):
+        for what, collective in (("cast", "all-gather"), ("reduce", "reduce-scatter")):
             cell = Cell(what, "rows", row["rows"], (s["heads"], s["heads"]), s["head_dim"], "bf16", 1, s["world"])
-            for name, us in (("native", what), ("copy", "copy"), ("all-to-all", f"{what} by all-to-all")):
-                yield cell, name, {"speed": row["received_bytes"] / row["us"][us] / 1e3}
+            ways = {"native": what, "copy": "copy", "all-to-all": f"{what} by all-to-all", "torch": collective}
+            for name, timed in ways.items():
+                if us := row["us"].get(timed):
+                    noise = _spread(us, *row.get("spread_us", {}).get(timed, (None, None)))
+                    yield cell, name, {"speed": row["received_bytes"] / us / 1e3, "ms": us / 1e3, "noise": noise}
 
 
 def _range_ops(data: Mapping, settings: list[dict]) -> Found:
@@ -100,14 +121,42 @@ def _range_ops(data: Mapping, settings: list[dict]) -> Found:
         yield cell, "copy", {"speed": copies[row["width"]]}
 
 
+def _planner(data: Mapping, settings: list[dict]) -> Found:
+    """The parts of the time are beside it, as variants of ours."""
+    (s,) = settings
+    for row in data["results"]:
+        cell = Cell("plan", row["mask"], row["tokens"], tuple(s["heads"]), s["head_dim"], "none", 1, row["ranks"])
+        noise = _spread(row["ms"], row["p10_ms"], row["p90_ms"])
+        yield cell, "magi", {"speed": 1e3 / row["ms"], "ms": row["ms"], "noise": noise}
+        for part, ms in row["parts_ms"].items():
+            yield cell, f"magi_{part}", {"speed": 1e3 / ms, "ms": ms}
+
+
+def _train(data: Mapping, settings: list[dict]) -> Found:
+    (s,) = settings
+    for row in data["results"]:
+        shape = (tuple(s["heads"]), s["head_dim"], s["dtype"])
+        cell = Cell("step", "varlen_causal", row["seq_len"], *shape, 1, s["world"])
+        noise = _spread(row["ms"], row["p10_ms"], row["p90_ms"])
+        speed = row["tokens_per_second"] or 0.0
+        yield cell, row["name"], {"speed": speed, "reason": row["reason"], "ms": row["ms"], "noise": noise}
+
+
 _READERS: dict[str, Callable[[Mapping, list[dict]], Found]] = {
     KERNEL: _kernel, CONTEXT_PARALLEL: _context_parallel, GROUP_COLLECTIVES: _group_collectives, RANGE_OPS: _range_ops,
+    PLANNER: _planner, TRAIN: _train,
 }  # fmt: skip
 _FIELDS = {
     KERNEL: {"mask", "seqlen", "name", "tflops", "direction"},
     GROUP_COLLECTIVES: {"rows", "received_bytes", "us"},
     RANGE_OPS: {"width", "case", "by", "gb_per_s"},
+    PLANNER: {"mask", "tokens", "ranks", "ms", "parts_ms"},
+    TRAIN: {"name", "seq_len", "tokens_per_second"},
 }
+_SPEEDS = {
+    KERNEL: ("tflops", "TFLOP/s"), CONTEXT_PARALLEL: ("tflops", "TFLOP/s"), GROUP_COLLECTIVES: ("bandwidth", "GB/s"),
+    RANGE_OPS: ("bandwidth", "GB/s"), PLANNER: ("speed", "plans/s"), TRAIN: ("speed", "tokens/s"),
+}  # fmt: skip
 
 
 def _benchmark_of(data: object) -> str | None:
@@ -130,10 +179,12 @@ class Run:
     settings: list[dict]
     results: dict[Cell, dict[str, dict]]
     benchmark: str = KERNEL
+    missing: dict[str, str] = field(default_factory=dict)  # peers that were not installed -> how they are had
 
     @property
     def ours(self) -> str:
-        return OURS[self.benchmark]
+        measured = {name for cell in self.results for name in self.speeds(cell)}
+        return next((name for name in OURS[self.benchmark] if name in measured), OURS[self.benchmark][0])
 
     @property
     def world(self) -> int:
@@ -143,13 +194,16 @@ class Run:
     @property
     def speed(self) -> tuple[str, str]:
         """What speed is called as a measure, and its unit."""
-        is_attention = self.benchmark in (KERNEL, CONTEXT_PARALLEL)
-        return ("tflops", "TFLOP/s") if is_attention else ("bandwidth", "GB/s")
+        return _SPEEDS[self.benchmark]
 
     def speeds(self, cell: Cell) -> dict[str, float]:
         """The speed of every implementation that could run the cell."""
         found = self.results.get(cell, {})
         return {name: row["speed"] for name, row in found.items() if row["speed"] > 0 and not row.get("reason")}
+
+    def noise(self, cell: Cell, name: str) -> float | None:
+        """The spread of its repeats, as a share; None where the record does not tell."""
+        return self.results.get(cell, {}).get(name, {}).get("noise")
 
 
 def parse(data: object, where: str) -> Run:
@@ -166,7 +220,7 @@ def parse(data: object, where: str) -> Run:
             results.setdefault(cell, {})[name] = row
     except Incomparable as reason:
         raise Incomparable(f"{where}: {reason}") from None
-    return Run(dict(data["environment"]), settings, results, benchmark)
+    return Run(dict(data["environment"]), settings, results, benchmark, dict(data.get("missing", {})))
 
 
 def load(path: Path) -> Run:

@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, place: Place) -> dict:
     tokens = args.seq_len * (dist.get_world_size() // args.cp)
     memory = torch.cuda.max_memory_allocated() if place.device.type == "cuda" else None
     return {
-        "losses": losses, "tokens_per_second": tokens / warm[len(warm) // 2], "peak_bytes": memory,
+        "losses": losses, "seconds": seconds, "tokens_per_second": tokens / warm[len(warm) // 2], "peak_bytes": memory,
         "parameters": sum(p.numel() for p in trainer.model.parameters()), "ranks": dist.get_world_size(),
         "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if memory else None, "arguments": vars(args),
     }  # fmt: skip

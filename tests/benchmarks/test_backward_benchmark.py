@@ -193,7 +193,7 @@ def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
     slept = []
     monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.01)
     monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
-    cuda = SimpleNamespace(synchronize=lambda: None, Event=FakeEvent, _sleep=slept.append)
+    cuda = SimpleNamespace(synchronize=lambda _: None, Event=FakeEvent, _sleep=slept.append)
     monkeypatch.setattr(timing.torch, "cuda", cuda)
     counts = {"early": 0, "late": 0}
 
@@ -214,7 +214,7 @@ def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
 def test_no_call_always_follows_the_same_one(monkeypatch):
     monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
-    cuda = SimpleNamespace(synchronize=lambda: None, Event=FakeEvent, _sleep=lambda _: None)
+    cuda = SimpleNamespace(synchronize=lambda _: None, Event=FakeEvent, _sleep=lambda _: None)
     monkeypatch.setattr(timing.torch, "cuda", cuda)
     order: list[str] = []
     timing.interleaved_us({n: partial(order.append, n) for n in "abc"}, 8, {})

@@ -307,7 +307,7 @@ def test_several_gpus():
     before = run(several())
     verdicts, notes = cr.compare(before, run(several(0.8)))
     assert not notes and {v.status for v in verdicts} == {"slow"} and len(verdicts) == 6
-    assert "backward varlen_causal 8K on 4 GPUs: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
+    assert "backward varlen_causal 8K on 4 ranks: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
     # Other settings of ours are no peers, and who did not run is none either.
     assert {v.status for v in cr.compare(before, run(several(magi_a2av_1=0.5)))[0]} == {"ok"}
     verdicts, _ = cr.compare(before, run(several(0.8, all_gather=0.8)))

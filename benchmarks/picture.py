@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record of a benchmark as a PNG: a row for each operation, a panel for each mask, bars over sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
+
+from result_files import PLANNER, Run, load  # noqa: E402
+
+COLOURS = "#e08e36 #59a869 #c4453c #7d5fb2 #8a6245 #d26aa8 #a9a829 #2aa5b5 #5b7083 #b98bd0".split()
+OURS, VARIANTS = "#1f4e96", "#6f9fdc #a8c6ee #3f7fb0 #86a9c9 #27648a #c3d4e6".split()
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def short(count: int) -> str:
+    """``"4K"`` for 4096."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if count % unit == 0 and count:
+            return f"{count // unit}{letter}"
+    return str(count)
+
+
+def names_of(run: Run) -> list[str]:
+    """Implementations with a figure: the one that is called ours first, then its variants, then peers."""
+    found = dict.fromkeys(name for cell in run.results for name in run.speeds(cell))
+    return sorted(found, key=lambda name: (name != run.ours, not name.startswith("magi")))
+
+
+def colours_of(run: Run) -> dict[str, str]:
+    """One for each of ``names_of``: blues are ours."""
+    names = names_of(run)
+    mine = [n for n in names if n.startswith("magi") and n != run.ours]
+    peers = [n for n in names if n not in mine and n != run.ours]
+    found = {n: VARIANTS[i % len(VARIANTS)] for i, n in enumerate(mine)}
+    return found | {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(peers)} | {run.ours: OURS}
+
+
+def unit_of(run: Run) -> str:
+    return "ms" if run.benchmark == PLANNER else run.speed[1]
+
+
+def value_of(run: Run, cell, name: str) -> float:
+    """What is shown of a cell, in ``unit_of``."""
+    return run.results[cell][name]["ms"] if run.benchmark == PLANNER else run.speeds(cell)[name]
+
+
+def draw(record: Path) -> bool:
+    """Writes the PNG beside ``record``; False without matplotlib, or where nothing was measured."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        return False
+    run = load(record)
+    names, colours, masks = names_of(run), colours_of(run), list(dict.fromkeys(c.mask for c in run.results))
+    directions = list(dict.fromkeys(c.direction for c in run.results))
+    if not names:
+        return False
+    size = (max(3.4 * len(masks), 7.2), 3.0 * len(directions) + 1.2)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(directions), len(masks), squeeze=False, sharey="row")
+    width = 1 / (len(names) + 1)
+    for axes, direction in zip(rows, directions):
+        for axis, mask in zip(axes, masks):
+            cells = sorted(c for c in run.results if (c.direction, c.mask) == (direction, mask))
+            for i, name in enumerate(names):
+                at = [(x + i * width, value_of(run, c, name)) for x, c in enumerate(cells) if name in run.speeds(c)]
+                if at:
+                    axis.bar(*zip(*at), width * 0.95, align="edge", color=colours[name], zorder=2)
+            axis.set_xticks([x + 0.5 - width / 2 for x in range(len(cells))], [short(c.seqlen) for c in cells])
+            axis.set_title(f"{words(mask)}, {direction}", fontsize=9)
+            axis.grid(axis="y", alpha=0.3, zorder=0)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel(unit_of(run))
+    handles = [Patch(color=colours[name], label=name) for name in names]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=max(2, int(size[0] / 1.6)), frameon=False, fontsize=8
+    )
+    where = run.environment.get("gpu") or run.environment.get("cpu") or "CPU"
+    figure.suptitle(f"{words(run.benchmark)}: {where}, commit {run.environment.get('commit')}", fontsize=10)
+    figure.savefig(record.with_suffix(".png"))
+    return True
