@@ -288,8 +288,8 @@ def times_of(
             exposed = mean_and_max(median(mine[direction]) - alone[direction], bench.device)
         found[direction] = {
             "ms": ms, "ms_p10": p10, "ms_p90": p90, "tflops": rate(ms), "wall_ms": wall_median,
-            "wall_tflops": rate(wall_median), "host_ms": median(host[direction]), "kernel_ms_mean": kernel[0], "kernel_ms_max": kernel[1],
-            "kernel_tflops": rate(kernel[0]) if kernel[0] else None,
+            "wall_tflops": rate(wall_median), "host_ms": median(host[direction]), "kernel_ms_mean": kernel[0],
+            "kernel_ms_max": kernel[1], "kernel_tflops": rate(kernel[0]) if kernel[0] else None,
             "exposed_ms_mean": exposed[0], "exposed_ms_max": exposed[1],
         }  # fmt: skip
     return found

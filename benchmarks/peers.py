@@ -191,7 +191,7 @@ def _cudnn_flex(is_thd: bool) -> Make:
 
 
 @dataclass(frozen=True)
-class Peer:
+class Origin:
     """What an implementation is called, and how it is had where ``module`` is not there. Without ``install`` it comes
     with torch."""
 
@@ -202,29 +202,29 @@ class Peer:
 
 # In the order in which they are shown.
 PEERS = {
-    "cudnn": Peer("cuDNN of torch"),
-    "fa2": Peer("FlashAttention-2 of torch (on the CPU torch's own)"),
-    "fa2_wheel": Peer("FlashAttention-2", "flash_attn.flash_attn_interface", "pip install flash-attn"),
-    "flex": Peer("FlexAttention of torch"),
-    "fa3": Peer(
+    "cudnn": Origin("cuDNN of torch"),
+    "fa2": Origin("FlashAttention-2 of torch"),
+    "fa2_wheel": Origin("FlashAttention-2", "flash_attn.flash_attn_interface", "pip install flash-attn"),
+    "flex": Origin("FlexAttention of torch"),
+    "fa3": Origin(
         "FlashAttention-3", "flash_attn_interface",
         'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
     ),
-    "fa4": Peer("FlashAttention-4", "flash_attn.cute", 'pip install --pre "flash-attn-4[cu13]"'),
-    "cudnn_flex": Peer("cudnn.flex_attention", "cudnn.flex_attention", 'pip install "nvidia-cudnn-frontend[cutedsl]"'),
-    "cudnn_flex_thd": Peer("cudnn.flex_attention, documents as sequences", "cudnn.flex_attention"),
+    "fa4": Origin("FlashAttention-4", "flash_attn.cute", 'pip install --pre "flash-attn-4[cu13]"'),
+    "cudnn_flex": Origin("cudnn.flex_attention", "cudnn.flex_attention", 'pip install "nvidia-cudnn-frontend[cutedsl]"'),
+    "cudnn_flex_thd": Origin("cudnn.flex_attention, documents as sequences", "cudnn.flex_attention"),
 }  # fmt: skip
 # Only over several ranks. The last one has no call here: no release has it, so there is nothing stable to call.
 CP_PEERS = {
-    "torch_cudnn": Peer("context parallelism of torch, cuDNN"),
-    "selective_gather": Peer(
+    "torch_cudnn": Origin("context parallelism of torch, cuDNN"),
+    "selective_gather": Origin(
         "selective gather of torchtitan",
         install="no release has it; magi_a2av_0, which gathers the needed rows alone, does the same",
     ),
 }
 
 
-def missing(peers: Mapping[str, Peer]) -> dict[str, str]:
+def missing(peers: Mapping[str, Origin]) -> dict[str, str]:
     """Label of each peer that is not installed -> how it is had."""
     return {p.label: p.install for p in peers.values() if p.install and not (p.module and _has(p.module))}
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 from result_files import PLANNER, Run, load  # noqa: E402
 
 COLOURS = "#e08e36 #59a869 #c4453c #7d5fb2 #8a6245 #d26aa8 #a9a829 #2aa5b5 #5b7083 #b98bd0".split()
+BOUNDS = {"one_gpu": "#8b949e", "copy": "#8b949e"}  # what cannot be had: no peers
 OURS, VARIANTS = "#1f4e96", "#6f9fdc #a8c6ee #3f7fb0 #86a9c9 #27648a #c3d4e6".split()
 
 
@@ -36,18 +37,22 @@ def colours_of(run: Run) -> dict[str, str]:
     """One for each of ``names_of``: blues are ours."""
     names = names_of(run)
     mine = [n for n in names if n.startswith("magi") and n != run.ours]
-    peers = [n for n in names if n not in mine and n != run.ours]
+    peers = [n for n in names if n not in mine and n not in BOUNDS and n != run.ours]
     found = {n: VARIANTS[i % len(VARIANTS)] for i, n in enumerate(mine)}
-    return found | {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(peers)} | {run.ours: OURS}
+    return found | {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(peers)} | BOUNDS | {run.ours: OURS}
 
 
-def unit_of(run: Run) -> str:
-    return "ms" if run.benchmark == PLANNER else run.speed[1]
+def unit_of(run: Run) -> tuple[str, float]:
+    """What is shown, and the factor from the speed of the record to it; milliseconds have none."""
+    if run.benchmark == PLANNER:
+        return "ms", 1.0
+    most = max((speed for cell in run.results for speed in run.speeds(cell).values()), default=1.0)
+    return ("GFLOP/s", 1e3) if run.speed[1] == "TFLOP/s" and most < 1 else (run.speed[1], 1.0)
 
 
 def value_of(run: Run, cell, name: str) -> float:
     """What is shown of a cell, in ``unit_of``."""
-    return run.results[cell][name]["ms"] if run.benchmark == PLANNER else run.speeds(cell)[name]
+    return run.results[cell][name]["ms"] if run.benchmark == PLANNER else run.speeds(cell)[name] * unit_of(run)[1]
 
 
 def draw(record: Path) -> bool:
@@ -79,7 +84,7 @@ def draw(record: Path) -> bool:
             axis.set_title(f"{words(mask)}, {direction}", fontsize=9)
             axis.grid(axis="y", alpha=0.3, zorder=0)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_ylabel(unit_of(run))
+        axes[0].set_ylabel(unit_of(run)[0])
     handles = [Patch(color=colours[name], label=name) for name in names]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=max(2, int(size[0] / 1.6)), frameon=False, fontsize=8

@@ -135,7 +135,7 @@ def as_graph(call: Call) -> Call:
 
 def middle_and_quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     """Median and the 10% and 90% quantiles."""
-    cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
+    cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
     return statistics.median(times), cuts[0], cuts[-1]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from statistics import fmean, median
+from statistics import median
 
 from result_files import Cell, Incomparable, Run
 
@@ -101,12 +101,12 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
 
 def _noise(cell: Cell, names: Collection[str], *runs: Run) -> float | None:
     """Of our speed, the first of ``names``, or of its ratio to the others, between the runs: the spreads of all repeats
-    in quadrature, those of several others as their mean."""
+    in quadrature, those of several others as their median."""
     ours, *peers = ([run.noise(cell, name) for run in runs] for name in names)
     if None in ours or any(None in of for of in peers):
         return None
     squares = [sum(x * x for x in of) for of in (ours, *peers)]
-    return sqrt(squares[0] + (fmean(squares[1:]) if peers else 0.0))
+    return sqrt(squares[0] + (median(squares[1:]) if peers else 0.0))
 
 
 def judge(cell: Cell, baseline: Run, now: Run, allowed: set[str]) -> Verdict | None:

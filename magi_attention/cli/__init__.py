@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `magi run | test | explain | env | version | precompile` and the launcher's verbs.
+"""The command line: `magi run | test | explain | bench | env | version | precompile` and the launcher's verbs.
 
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong and nothing was started, 130 interrupted.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from magi_attention.cli import launch
-from magi_attention.cli.bench import BENCHMARKS, command_bench
+from magi_attention.cli.bench import add_bench
 from magi_attention.cli.common import UsageError
 from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
@@ -172,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     add_profile(commands)
     add_dev(commands)
     add_completion(commands, top)
+    add_bench(commands)
     add_launcher(commands)
     return top
 
@@ -204,10 +205,6 @@ def add_launcher(commands: argparse._SubParsersAction) -> None:
     render.add_argument("script", nargs="?")
     render.add_argument("--name", help="of the job")
     render.add_argument("--output", "-o", type=Path, help="folder to write into")
-    bench = commands.add_parser("bench", help="run a benchmark; its arguments go behind --")
-    bench.set_defaults(function=command_bench)
-    bench.add_argument("benchmark", nargs="?", choices=sorted(BENCHMARKS), help="lists them without it")
-    bench.add_argument("--session", help="launch it in this session")
     doctor = commands.add_parser("doctor", help="what keeps this machine from running well, and what mends it")
     doctor.set_defaults(function=command_doctor)
     depth = doctor.add_mutually_exclusive_group()
@@ -223,9 +220,9 @@ def add_launcher(commands: argparse._SubParsersAction) -> None:
     collect.add_argument("--session", help="pack the files of its latest run with it into a tar file")
     collect.add_argument("--run", help="number of the run")
     collect.add_argument("--output", help="name of the tar file")
-    for parser in (up, render, bench, doctor):
+    for parser in (up, render, doctor):
         launch.add_spec_options(parser)
-    for parser in (up, status, logs, down, render, bench, doctor, collect):
+    for parser in (up, status, logs, down, render, doctor, collect):
         launch.add_dry_run(parser)
 
 

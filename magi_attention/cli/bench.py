@@ -1,42 +1,224 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magi bench`: the benchmarks of the repository, here or in a session."""
+"""`magi bench kernel | cp | comm | planner | train`: a benchmark, its page, and a baseline beside it.
+
+The scripts of `benchmarks/` measure and write records; `benchmarks/report.py` makes the page of them. Both are in the
+repository and not in the wheel. Here are the defaults, and the command lines.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from magi_attention.cli import launch
-from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file
+from magi_attention.cli.common import (
+    UsageError,
+    child_environment,
+    make_folder,
+    need_matplotlib,
+    num_cores,
+    run_child,
+    source_file,
+)
+from magi_attention.cli.run import choose_device
 
-# name -> (what torchrun or python starts, does it run on one rank, what it measures)
+ALL = "full,causal,varlen_full,varlen_causal,sliding_window_causal,varlen_block_causal"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``options``: option of the command -> that of the script. ``gpu`` and ``cpu``: their values where none is given.
+    ``fixed``: more arguments of the script, on the CPU. ``by_torchrun`` starts the script once for each rank."""
+
+    script: str
+    text: str
+    options: Mapping[str, str]
+    gpu: Mapping[str, str] = field(default_factory=dict)
+    cpu: Mapping[str, str] = field(default_factory=dict)
+    fixed: str = ""
+    by_torchrun: bool = False
+
+
+_SHAPE = {"only": "--only", "heads": "--heads", "head_dim": "--head-dim", "dtype": "--dtype", "repeats": "--repeats"}
+_SMALL = {"heads": "4 2", "head_dim": "32", "dtype": "fp32", "repeats": "5"}
 BENCHMARKS = {
-    "kernel": ("benchmarks/kernel.py", True, "attention kernels on one GPU, ours beside cuDNN and FlexAttention"),
-    "context_parallel": (
-        "benchmarks/context_parallel.py",
-        False,
-        "distributed attention, ours beside ring, all-gather, Ulysses, USP and torch's, on the same kernel",
+    "kernel": Benchmark(
+        "kernel.py",
+        "attention on one device, the functions that you call beside FlashAttention, cuDNN and FlexAttention",
+        {"masks": "--masks", "sizes": "--seqlens", **_SHAPE},
+        gpu={"masks": ALL, "sizes": "4K,16K"},
+        cpu={"masks": "full,causal,varlen_causal", "sizes": "512,1K", "only": "magi,magi_attend,fa2", **_SMALL},
+        fixed="--samples 1",
     ),
-    "collective": ("-m magi_attention.benchmarking.collective", False, "all-reduce and pairs of ranks, NCCL or gloo"),
+    "cp": Benchmark(
+        "context_parallel.py",
+        "attention of one sequence over several ranks, beside ring, all-gather, Ulysses, USP and torch's",
+        {"masks": "--masks", "sizes": "--tokens", **_SHAPE},
+        gpu={"masks": "full,causal,varlen_causal", "sizes": "8K"},
+        cpu={
+            "masks": "causal,varlen_causal", "sizes": "256", **_SMALL,
+            "only": "one_gpu,magi,magi_a2av_0,magi_a2av_1,ring,all_gather,ulysses",
+        },
+        fixed="--packs 1 --wall-repeats 2 --wall-layers 2 --kernel-repeats 2",
+        by_torchrun=True,
+    ),
+    "comm": Benchmark(
+        "group_collectives.py",
+        "rows of K and V between ranks, beside plain copies and torch's collectives",
+        {"sizes": "--rows", "repeats": "--repeats"},
+        cpu={"sizes": "64,1K", "repeats": "5"},
+        by_torchrun=True,
+    ),
+    "planner": Benchmark(
+        "planner.py",
+        "what a new mask costs the host: from the mask to the plan of a rank, up to 4M tokens and 1,024 ranks",
+        {"masks": "--masks", "repeats": "--repeats"},
+    ),
+    "train": Benchmark(
+        "train.py",
+        "training steps of a Llama with FSDP2, beside torch's attention",
+        {"sizes": "--seq-lens", "only": "--only", "dtype": "--dtype", "repeats": "--steps"},
+        gpu={"config": "1b"},
+        cpu={"sizes": "1K", "repeats": "8", "dtype": "fp32"},
+    ),
+}  # fmt: skip
+_HELP = {
+    "masks": "A,B: which masks; --help of the script lists them",
+    "sizes": "4K,32K: tokens of a sequence (cp: of a rank; comm: rows to each other rank)",
+    "only": "A,B: only these implementations",
+    "heads": "Q,KV: query and kv heads",
+    "head_dim": "head dim of q, k and v",
+    "dtype": "such as bf16",
+    "repeats": "timed runs of each (train: steps)",
 }
+_DEVICE = {"planner": "cpu"}  # where there is no choice
+
+
+def add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure kernels, several ranks, communication, planning or training, and compare",
+        description="Measures, and writes a folder runs/NAME with records (JSON), charts (PNG) and a page, "
+        "report.html, which needs no network. Without a GPU it runs small sizes on the CPU, so that you can try it.",
+    )  # fmt: skip
+    bench.set_defaults(function=lambda args: bench.print_help() or 0)
+    kinds = bench.add_subparsers(dest="benchmark", metavar="WHAT")
+    for name, benchmark in BENCHMARKS.items():
+        script = f"benchmarks/{benchmark.script}"
+        one = kinds.add_parser(
+            name, help=benchmark.text, description=f"Measures {benchmark.text}.",
+            epilog=f"Further options of {script} go behind --; `python {script} --help` lists them.",
+        )  # fmt: skip
+        one.set_defaults(function=command_bench)
+        for option in benchmark.options:
+            default = benchmark.gpu.get(option), benchmark.cpu.get(option)
+            told = f" (on GPUs {default[0] or 'as the script has it'}, on the CPU {default[1]})" if default[1] else ""
+            one.add_argument(f"--{option.replace('_', '-')}", help=_HELP[option] + told)
+        if name not in _DEVICE:
+            one.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        if benchmark.by_torchrun or name == "train":
+            one.add_argument("--ranks", type=int, help="one for each GPU, up to 4; 2 on the CPU")
+        if name == "kernel":
+            one.add_argument("--directions", default="forward,backward", help="%(default)s; both is the two together")
+        one.add_argument("--name", help="folder under runs/; by the time without it")
+        one.add_argument("--baseline", nargs="+", metavar="FILE", help="records to compare with, one benchmark's")
+        one.add_argument(
+            "--fail-above", type=float, metavar="RATIO",
+            help="exit with 1 if a cell takes over RATIO times as long as the baseline, beyond its noise; such as 1.05",
+        )  # fmt: skip
+        one.add_argument("--show", nargs="+", metavar="FILE", help="measure nothing; make the page of these records")
+        one.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
+
+
+def device_and_ranks(args: argparse.Namespace) -> tuple[str, int]:
+    """Where it runs; ("cpu", 1) for what needs one process there."""
+    benchmark, wanted = BENCHMARKS[args.benchmark], _DEVICE.get(args.benchmark) or args.device
+    if hasattr(args, "ranks"):
+        if args.ranks is not None and args.ranks < 1:
+            raise UsageError(f"--ranks is {args.ranks}; give at least 1.")
+        if args.ranks == 1 and benchmark.by_torchrun:
+            raise UsageError(f"--ranks is 1, and {args.benchmark} is about several; give at least 2.")
+        device, ranks = choose_device(wanted, args.ranks)
+        return device, (args.ranks or 2) if device == "cpu" else ranks
+    if wanted == "cpu":
+        return "cpu", 1
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda, but torch sees no GPU; `magi doctor` says why.")
+    return ("cuda" if torch.cuda.is_available() else "cpu"), 1
+
+
+def script_arguments(args: argparse.Namespace, device: str) -> list[str]:
+    """Those of the script, with the defaults for this device; what stands behind -- comes last and wins."""
+    benchmark, words = BENCHMARKS[args.benchmark], []
+    defaults = benchmark.gpu if device == "cuda" else benchmark.cpu
+    for option, flag in benchmark.options.items():
+        value = getattr(args, option) or defaults.get(option)
+        if value is not None:
+            words += [flag, *(value.replace(",", " ").split() if option == "heads" else [value])]
+    if device == "cpu":
+        words += shlex.split(benchmark.fixed)
+    if args.benchmark == "train":
+        words += ["--device", device, *(["--config", benchmark.gpu["config"], "--compile"] if device == "cuda" else [])]
+    return [*words, *args.script_arguments]
+
+
+def commands_of(args: argparse.Namespace, folder: Path, device: str, ranks: int) -> dict[Path, list[str]]:
+    """Record -> the command that writes it."""
+    benchmark = BENCHMARKS[args.benchmark]
+    script, words = str(source_file("benchmarks", benchmark.script)), script_arguments(args, device)
+    start = [sys.executable]
+    if benchmark.by_torchrun:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    if args.benchmark == "train":
+        words = ["--ranks", str(ranks), *words]
+    if args.benchmark != "kernel":
+        out = folder / args.benchmark
+        return {out.with_suffix(".json"): [*start, script, *words, "--out", str(out)]}
+    found = {}
+    for direction in args.directions.split(","):
+        if direction not in ("forward", "backward", "both"):
+            raise UsageError(f"--directions has {direction!r}; give forward, backward, both.")
+        out = folder / direction
+        found[out.with_suffix(".json")] = [*start, script, "--direction", direction, *words, "--out", str(out)]
+    return found
 
 
 def command_bench(args: argparse.Namespace) -> int:
-    if args.benchmark is None:
-        if launch.launch_options_given(args) or args.script_arguments:
-            raise UsageError("Options and arguments belong to a benchmark; `magi bench` lists them.")
-        for name, (_, _, text) in sorted(BENCHMARKS.items()):
-            print(f"  {name:16} {text}")
-        return 0
-    what, is_single, _ = BENCHMARKS[args.benchmark]
-    command = what.split() if what.startswith("-m") else [str(source_file(what))]
-    command += args.script_arguments
-    if not is_single or launch.launch_options_given(args):
-        if not is_single and not args.session and not args.spec:
-            args.ranks_per_node = args.ranks_per_node or 2
-        return launch.launch(args, command, f"bench-{args.benchmark}")
+    report = str(source_file("benchmarks", "report.py"))
+    if args.fail_above is not None and not args.baseline:
+        raise UsageError("--fail-above compares with a baseline; name its file with --baseline.")
+    if missing := [file for file in [*(args.baseline or ()), *(args.show or ())] if not Path(file).is_file()]:
+        raise UsageError(f"{missing[0]} is no file; benchmarks/results has the stored records.")
+    folder = Path("runs") / (args.name or f"bench-{args.benchmark}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if args.show and args.script_arguments:
+        raise UsageError("--show measures nothing, so there is nothing for arguments behind --; drop one of them.")
+    device, ranks = ("cpu", 1) if args.show else device_and_ranks(args)
+    todo = {} if args.show else commands_of(args, folder, device, ranks)
+    page = [sys.executable, report, *(args.show or map(str, todo)), "--out", str(folder / "report.html")]
+    page += ["--baseline", *args.baseline] if args.baseline else []
+    page += ["--fail-above", str(args.fail_above)] if args.fail_above is not None else []
     if args.dry_run:
-        print(shlex.join([sys.executable, *command]))
+        print("\n".join(shlex.join(command) for command in [*todo.values(), page]))
         return 0
-    return run_child([sys.executable, *command], child_environment(num_cores()))
+    need_matplotlib()
+    if any(record.exists() for record in todo):
+        raise UsageError(f"{folder} already holds a run; choose another --name.")
+    make_folder(folder, "--name")
+    if device == "cpu" and todo and args.benchmark not in _DEVICE:
+        where = f"{ranks} processes on the CPU" if ranks > 1 else "the CPU"
+        print(f"No GPU is used: small sizes on {where}, to try the command. The figures say nothing about GPUs.")
+    threads = 1 if args.benchmark == "planner" else max(num_cores() // ranks, 1)
+    environment = child_environment(threads) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    code = 0
+    for record, command in todo.items():
+        print(f"$ {shlex.join(command)}", flush=True)
+        code = run_child(command, environment) or code
+        if not record.exists():
+            print(f"magi bench: {record} was not written; the words above say why.", file=sys.stderr)
+            return 1
+    return run_child(page, child_environment(num_cores())) or int(code != 0)

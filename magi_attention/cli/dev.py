@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from magi_attention.cli.bench import BENCHMARKS
 from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file, sources
 from magi_attention.cli.suites import command_test
 
-BENCH = "planner" if "planner" in BENCHMARKS else "collective"  # runs in a minute, without a GPU
+BENCH = "planner"  # runs in a minute, without a GPU
 # folder of a change -> folder under tests/, where the names differ
 _TESTS_OF = {".ci": "ci", ".github": "ci", "wheels": "ci", "csrc": "native"}
 

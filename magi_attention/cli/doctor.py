@@ -72,7 +72,7 @@ def pairwise(args: argparse.Namespace) -> list[Finding] | None:
         if service.engine_of(made.spec.engine).IS_QUEUE:
             raise UsageError(
                 f"--pairwise waits for its ranks, which engine {made.spec.engine} does not; "
-                "`magi bench collective` submits the same."
+                f"`magi run` with the same options and `-- {' '.join(PAIRWISE)}` submits the same."
             )
         current, outcome = service.run(made, PAIRWISE, launch.say, show=False)
         log = (current.folder / "output.log").read_text(encoding="utf-8", errors="replace")

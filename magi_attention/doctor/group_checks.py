@@ -126,5 +126,5 @@ def check_bandwidth(system: System) -> Finding:
     data = parse_output(system.run([*argv, "--timeout", "30"], 120) or "")
     if data is None:
         evidence = f"an all-reduce over {len(system.gpus)} GPUs failed or took more than two minutes"
-        return Finding("nccl", ERROR, evidence, "NCCL_DEBUG=INFO magi bench collective")
+        return Finding("nccl", ERROR, evidence, "NCCL_DEBUG=INFO magi doctor --pairwise")
     return check_all_reduce(data)

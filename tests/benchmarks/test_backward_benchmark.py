@@ -253,13 +253,13 @@ def test_a_run_says_its_direction_everywhere(monkeypatch, tmp_path, direction):
     assert title == f"Attention {kernel.TITLES[direction]}, TFLOP/s"
     assert header.endswith("workspace bytes") and row.split()[-2:] == ["7.0", "1,234"]
     assert draws == "varlen_causal 96, 4 draws, mean of ratios: / dense 1.00 (1.00 to 1.00)"
-    titles = []
-    monkeypatch.setattr(kernel, "draw", lambda results, names, path, title: titles.append(title))
-    kernel.save(results, ["magi", "dense"], options, tmp_path / "run")
+    drawn = []
+    monkeypatch.setattr(kernel, "draw", drawn.append)
+    kernel.save(results, options, tmp_path / "run")
     data = json.loads((tmp_path / "run.json").read_text())
     assert {r["direction"] for r in data["results"]} == {direction} == {data["settings"]["direction"]}
     assert data["results"][0]["workspace_bytes"] == 1234
-    assert titles[0].startswith(f"Attention {kernel.TITLES[direction]}, ")
+    assert drawn == [tmp_path / "run.json"]
 
 
 def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):
@@ -275,7 +275,7 @@ def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):
     assert "1.67" in text
     monkeypatch.setattr(kernel, "draw", lambda *_: True)
     options = kernel.make_parser().parse_args([])
-    kernel.save(results, ["magi", "flex", "fa4"], options, tmp_path / "run")
+    kernel.save(results, options, tmp_path / "run")
     assert kernel.main(["--show", str(tmp_path / "run.json")]) == 0
     shown = capsys.readouterr().out
     assert text in shown and f"torch {torch.__version__}" in shown

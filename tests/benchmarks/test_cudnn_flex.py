@@ -174,7 +174,7 @@ def test_it_is_left_out_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(peers, "_has", lambda module: module == "cudnn.flex_attention")
     assert {"cudnn_flex", "cudnn_flex_thd"} <= peers.available().keys()
     monkeypatch.setattr(peers, "_has", lambda module: False)
-    assert list(peers.available()) == ["magi", "magi_host", "cudnn", "fa2", "flex"]
+    assert list(peers.available()) == ["magi", "magi_host", "magi_attend", "cudnn", "fa2", "flex"]
 
 
 def test_large_masks_stay_exact():

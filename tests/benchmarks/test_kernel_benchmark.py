@@ -109,8 +109,8 @@ def test_ours_says_when_it_is_not_there_and_peers_refuse_masks_they_lack():
     for make in (peers._sdpa("CUDNN_ATTENTION"), peers._sdpa("FLASH_ATTENTION"), flash):
         with pytest.raises(peers.Unfit):
             make(q, k, v, block)
-    assert list(peers.available(no_peers=True)) == ["magi", "magi_host"]
-    assert list(peers.available())[:5] == ["magi", "magi_host", "cudnn", "fa2", "flex"]
+    assert list(peers.available(no_peers=True)) == ["magi", "magi_host", "magi_attend"]
+    assert list(peers.available())[:6] == ["magi", "magi_host", "magi_attend", "cudnn", "fa2", "flex"]
 
 
 def test_flash_attention_gets_the_mask_in_its_own_terms():
@@ -145,8 +145,13 @@ def test_command_line(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert kernel.main(["--no-peers"]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
+    small = "--masks causal --seqlens 32 --heads 2 1 --head-dim 8 --dtype fp32 --repeats 2".split()
+    assert kernel.main([*small, "--only", "magi,magi_attend"]) == 0
+    told = capsys.readouterr().out
+    assert "say nothing about GPUs" in told and "[1 of 1] forward causal, 32 tokens" in told
+    with pytest.raises(SystemExit):
+        kernel.main([*small, "--host"])
+    assert "--graph and --host need a CUDA GPU" in capsys.readouterr().err
 
 
 def test_table_json_and_plot(tmp_path):
@@ -166,7 +171,7 @@ def test_table_json_and_plot(tmp_path):
     assert lines[2].split() == ["causal", "1K", "300", "-", "100.0", "-", "-"]
     assert lines[3] == "cudnn on causal, 1024 tokens: no kernel"
     options = kernel.make_parser().parse_args([])
-    kernel.save(results, ["magi", "cudnn"], options, tmp_path / "a" / "run")
+    kernel.save(results, options, tmp_path / "a" / "run")
     data = json.loads((tmp_path / "a" / "run.json").read_text())
     assert data["results"][0]["direction"] == data["settings"]["direction"] == "forward"
     assert data["results"][0]["tflops"] == 600.0 and data["environment"]["torch"] == torch.__version__

@@ -60,7 +60,7 @@ def test_group_collectives():
     before = run(rows_of_ranks())
     verdicts, _ = cr.compare(before, run(rows_of_ranks(0.8)))
     assert [v.status for v in verdicts] == ["ok", "ok", "slow", "slow"]
-    assert "reduce rows 4K on 2 GPUs: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
+    assert "reduce rows 4K on 2 ranks: slow, 20.0% slower by ratio" in {v.line() for v in verdicts}
     tries, asked = [rows_of_ranks(0.8), rows_of_ranks()], []
 
     def measure(benchmark: str, direction: str, settings: dict, name: str) -> rf.Run:

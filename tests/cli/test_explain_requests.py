@@ -92,8 +92,6 @@ def test_two_options_for_one_thing(tmp_path, capsys):
 def test_options_that_need_another(capsys):
     assert "name the session with --session" in refused(capsys, "collect-env", "--run", "3")
     assert "name the session with --session" in refused(capsys, "collect-env", "--output", "x.tar.gz")
-    assert "belong to a benchmark" in refused(capsys, "bench", "--nodes", "2")
-    assert "belong to a benchmark" in refused(capsys, "bench", "--", "--masks", "causal")
 
 
 @pytest.mark.parametrize(

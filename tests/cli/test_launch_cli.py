@@ -48,8 +48,7 @@ def test_dry_run_of_every_verb_prints_and_makes_nothing(home, spec, capsys):
         "test --suite cpu": "'not gpu and not multinode'",
         "test --suite multinode": "magi_attention.testing.rank_pytest -m multinode tests/multinode",
         "test --suite gpu --engine docker --image me/magi:1": "rank_pytest -m gpu tests",
-        "bench kernel -- --masks causal": "benchmarks/kernel.py --masks causal",
-        "bench collective": "-m magi_attention.benchmarking.collective",
+        "run --nodes 1 -- -m magi_attention.benchmarking.collective": "-m magi_attention.benchmarking.collective",
         "status": "",
         "down --all": "",
         "render jobset --spec {spec}": "kubectl apply",
@@ -142,8 +141,3 @@ def test_a_damaged_session_is_named(home, capsys):
     (home / "sessions" / "one" / "session.json").write_text("{")
     assert main(["status"]) == 2
     assert "session.json cannot be read" in capsys.readouterr().err
-
-
-def test_benches_are_listed(capsys):
-    assert main(["bench"]) == 0
-    assert "kernel" in capsys.readouterr().out

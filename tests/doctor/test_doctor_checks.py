@@ -376,7 +376,7 @@ CASES = [
     (host_checks.check_environment, {"variables": {"NCCL_P2P_DISABLE": "0"}}, OK, "NCCL_P2P_DISABLE=0", ""),
     (group_checks.check_bandwidth, CPU, SKIPPED, "no NVIDIA GPU", ""),
     (group_checks.check_bandwidth, {"gpus": smi(1)}, SKIPPED, "nobody to talk to", ""),
-    (group_checks.check_bandwidth, {}, ERROR, "failed or took more", "magi bench collective"),
+    (group_checks.check_bandwidth, {}, ERROR, "failed or took more", "magi doctor --pairwise"),
 ]
 
 
