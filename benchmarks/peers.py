@@ -211,7 +211,9 @@ PEERS = {
         'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
     ),
     "fa4": Origin("FlashAttention-4", "flash_attn.cute", 'pip install --pre "flash-attn-4[cu13]"'),
-    "cudnn_flex": Origin("cudnn.flex_attention", "cudnn.flex_attention", 'pip install "nvidia-cudnn-frontend[cutedsl]"'),
+    "cudnn_flex": Origin(
+        "cudnn.flex_attention", "cudnn.flex_attention", 'pip install "nvidia-cudnn-frontend[cutedsl]"'
+    ),
     "cudnn_flex_thd": Origin("cudnn.flex_attention, documents as sequences", "cudnn.flex_attention"),
 }  # fmt: skip
 # Only over several ranks. The last one has no call here: no release has it, so there is nothing stable to call.

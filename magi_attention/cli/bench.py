@@ -44,13 +44,13 @@ class Benchmark:
 
 
 _SHAPE = {"only": "--only", "heads": "--heads", "head_dim": "--head-dim", "dtype": "--dtype", "repeats": "--repeats"}
-_SMALL = {"heads": "4 2", "head_dim": "32", "dtype": "fp32", "repeats": "5"}
+_SMALL = {"heads": "4,2", "head_dim": "32", "dtype": "fp32", "repeats": "5"}
 BENCHMARKS = {
     "kernel": Benchmark(
         "kernel.py",
         "attention on one device, the functions that you call beside FlashAttention, cuDNN and FlexAttention",
         {"masks": "--masks", "sizes": "--seqlens", **_SHAPE},
-        gpu={"masks": ALL, "sizes": "4K,16K"},
+        gpu={"sizes": "4K,16K"},
         cpu={"masks": "full,causal,varlen_causal", "sizes": "512,1K", "only": "magi,magi_attend,fa2", **_SMALL},
         fixed="--samples 1",
     ),
@@ -86,14 +86,21 @@ BENCHMARKS = {
         cpu={"sizes": "1K", "repeats": "8", "dtype": "fp32"},
     ),
 }  # fmt: skip
+# option -> (metavar, help)
 _HELP = {
-    "masks": "A,B: which masks; --help of the script lists them",
-    "sizes": "4K,32K: tokens of a sequence (cp: of a rank; comm: rows to each other rank)",
-    "only": "A,B: only these implementations",
-    "heads": "Q,KV: query and kv heads",
-    "head_dim": "head dim of q, k and v",
-    "dtype": "such as bf16",
-    "repeats": "timed runs of each (train: steps)",
+    "masks": ("A,B", f"masks, such as {ALL.replace(',', ', ')}"),
+    "sizes": ("4K,32K", "tokens of a sequence"),
+    "only": ("A,B", "implementations; all that are installed without it"),
+    "heads": ("Q,KV", "query and kv heads"),
+    "head_dim": ("D", "head dim of q, k and v"),
+    "dtype": ("T", "bf16, fp16, fp32"),
+    "repeats": ("N", "timed runs of each"),
+}
+_OWN_HELP = {
+    ("cp", "sizes"): ("8K,16K", "tokens of one rank"),
+    ("comm", "sizes"): ("8,4K", "rows that a rank sends to each other rank"),
+    ("planner", "masks"): ("A,B", "packed_128K, documents_1M, blocks_4M, window_4M, packed_4M; all of them without it"),
+    ("train", "repeats"): ("N", "steps, of which the second half is timed"),
 }
 _DEVICE = {"planner": "cpu"}  # where there is no choice
 
@@ -114,9 +121,11 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
         )  # fmt: skip
         one.set_defaults(function=command_bench)
         for option in benchmark.options:
-            default = benchmark.gpu.get(option), benchmark.cpu.get(option)
-            told = f" (on GPUs {default[0] or 'as the script has it'}, on the CPU {default[1]})" if default[1] else ""
-            one.add_argument(f"--{option.replace('_', '-')}", help=_HELP[option] + told)
+            metavar, text = _OWN_HELP.get((name, option), _HELP[option])
+            places = (("on the CPU", benchmark.cpu), ("on GPUs", benchmark.gpu))
+            told = "; ".join(f"{where} {values[option]}" for where, values in places if option in values)
+            text += f" ({told})" if told else ""
+            one.add_argument(f"--{option.replace('_', '-')}", metavar=metavar, help=text)
         if name not in _DEVICE:
             one.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
         if benchmark.by_torchrun or name == "train":
