@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 
+from result_files import OURS as OURS_OF  # noqa: E402
 from result_files import PLANNER, Run, load  # noqa: E402
 
 COLOURS = "#e08e36 #59a869 #c4453c #7d5fb2 #8a6245 #d26aa8 #a9a829 #2aa5b5 #5b7083 #b98bd0".split()
@@ -27,16 +28,21 @@ def short(count: int) -> str:
     return str(count)
 
 
+def is_variant(run: Run, name: str) -> bool:
+    """Another setting of ours."""
+    return name != run.ours and (name.startswith("magi") or name in OURS_OF[run.benchmark])
+
+
 def names_of(run: Run) -> list[str]:
     """Implementations with a figure: the one that is called ours first, then its variants, then peers."""
     found = dict.fromkeys(name for cell in run.results for name in run.speeds(cell))
-    return sorted(found, key=lambda name: (name != run.ours, not name.startswith("magi")))
+    return sorted(found, key=lambda name: (name != run.ours, not is_variant(run, name)))
 
 
 def colours_of(run: Run) -> dict[str, str]:
     """One for each of ``names_of``: blues are ours."""
     names = names_of(run)
-    mine = [n for n in names if n.startswith("magi") and n != run.ours]
+    mine = [n for n in names if is_variant(run, n)]
     peers = [n for n in names if n not in mine and n not in BOUNDS and n != run.ours]
     found = {n: VARIANTS[i % len(VARIANTS)] for i, n in enumerate(mine)}
     return found | {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(peers)} | BOUNDS | {run.ours: OURS}

@@ -24,7 +24,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "ci")]
 
 from compare_results import Verdict, above, compare, merge  # noqa: E402
 from peers import CP_PEERS, PEERS  # noqa: E402
-from picture import BOUNDS, colours_of, names_of, short, unit_of, value_of, words  # noqa: E402
+from picture import BOUNDS, colours_of, is_variant, names_of, short, unit_of, value_of, words  # noqa: E402
 from result_files import (  # noqa: E402
     CONTEXT_PARALLEL,
     GROUP_COLLECTIVES,
@@ -65,8 +65,8 @@ LABELS: dict[str, dict[str, str]] = {
         "torch_flash": "context parallelism of torch, FlashAttention-2",
     },
     GROUP_COLLECTIVES: {
-        "native": "group_cast, group_reduce over NVLink", "all-to-all": "group_cast, group_reduce by all-to-all",
-        "torch": "all-gather, reduce-scatter of torch", "copy": "plain copies between the GPUs",
+        "native": "ours, over NVLink", "all-to-all": "ours, by all-to-all",
+        "torch": "torch: all-gather, reduce-scatter", "copy": "plain copies",
     },
     RANGE_OPS: {"magi": "ours"},
     PLANNER: {
@@ -93,7 +93,7 @@ def label_of(run: Run, name: str) -> str:
 def role_of(run: Run, name: str) -> str:
     if name == run.ours:
         return "ours"
-    return "variant" if name.startswith("magi") else "bound" if name in BOUNDS else "peer"
+    return "variant" if is_variant(run, name) else "bound" if name in BOUNDS else "peer"
 
 
 def notice_of(run: Run) -> str:
@@ -143,7 +143,7 @@ def data_of(run: Run, baseline: dict[str, Any] | None) -> dict[str, Any]:
         "sizes": [short(n) for n in sorted({c.seqlen for c in cells})],
         "cells": [cell_of(run, c) for c in cells], "missing": run.missing, "facts": facts_of(run),
         "baseline": baseline,
-        "alone": not any(n["role"] == "peer" for n in names),
+        "alone": all(n["role"] in ("ours", "variant") for n in names),
     }  # fmt: skip
 
 

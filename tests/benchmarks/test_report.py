@@ -169,6 +169,14 @@ def test_the_page_holds_the_record(tmp_path, capsys):
     assert data["cells"][0]["values"]["fa4"]["noise"] == pytest.approx(0.01)
 
 
+def test_our_other_way_is_no_peer(tmp_path):
+    """The headline is not how far ours is ahead of ours."""
+    file = str(ROOT / "benchmarks" / "results" / "group_collectives_h100x2.json")
+    assert report.main([file, "--out", str(tmp_path / "page.html")]) == 0
+    roles = {n["name"]: n["role"] for n in data_in(tmp_path / "page.html")["names"]}
+    assert roles == {"native": "ours", "all-to-all": "variant", "copy": "bound"}
+
+
 def test_a_cpu_record_says_so(tmp_path, capsys):
     report.main([write(tmp_path / "a.json", record(gpu=None)), "--out", str(tmp_path / "page.html")])
     assert "say nothing about GPUs" in data_in(tmp_path / "page.html")["notice"]
