@@ -131,7 +131,8 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
         if benchmark.by_torchrun or name == "train":
             one.add_argument("--ranks", type=int, help="one for each GPU, up to 4; 2 on the CPU")
         if name == "kernel":
-            one.add_argument("--directions", default="forward,backward", help="%(default)s; both is the two together")
+            text = "of forward, backward, both; the first two without it"
+            one.add_argument("--directions", default="forward,backward", help=text)
         one.add_argument("--name", help="folder under runs/; by the time without it")
         one.add_argument("--baseline", nargs="+", metavar="FILE", help="records to compare with, one benchmark's")
         one.add_argument(
