@@ -121,11 +121,16 @@ def _add_explain(commands) -> None:
         "--dispatch", choices=("min-heap", "locality", "sequential"), default="min-heap",
         help="how chunks are given to ranks: DispatchConfig's MinHeapDispatchAlg, and so on",
     )  # fmt: skip
+    explain.add_argument(
+        "--query-moves", choices=("never", "auto", "always"), default="never",
+        help="may queries travel to the keys, where that is cheaper?",
+    )  # fmt: skip
     explain.add_argument("--heads-q", type=int, default=64)
     explain.add_argument("--heads-kv", type=int, default=8)
     explain.add_argument("--head-dim", type=int, default=128)
     explain.add_argument("--out", help=f"folder for the page; {FOLDER} without it")
     explain.add_argument("--no-pictures", dest="pictures", action="store_false", help="print the tables only")
+    explain.add_argument("--json", action="store_true", help="print the numbers as JSON, and nothing else")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 
 from magi_attention.cli.common import make_folder, show_table
 from magi_attention.cli.masks import build_mask, check_options
-from magi_attention.errors import NoBackendError
+from magi_attention.errors import NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out
 SLIDER_DEGREES = range(5)  # that the page has, besides --degree
@@ -24,7 +25,7 @@ def overlap_for(degree: int | str):
     return OverlapConfig(degree=degree)
 
 
-def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str = "min-heap"):
+def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_moves: str):
     from magi_attention import config
     from magi_attention.api import DispatchConfig, DistAttnConfig, make_plan
 
@@ -40,6 +41,7 @@ def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str = "min-
         num_heads_q=args.heads_q,
         num_heads_kv=args.heads_kv,
         head_dim=args.head_dim,
+        query_moves=query_moves,
     )
 
 
@@ -49,7 +51,7 @@ def slider_settings(mask, plan, args: argparse.Namespace) -> list:
 
     degrees = [args.degree, *(degree for degree in SLIDER_DEGREES if degree != args.degree)]
     fewer = [2**i for i in reversed(range((args.cp - 1).bit_length()))]  # powers of two below --cp
-    plans = {args.cp: plan, **{cp_size: plan_for(mask, cp_size, args, args.dispatch) for cp_size in fewer}}
+    plans = {args.cp: plan, **{n: plan_for(mask, n, args, args.dispatch, args.query_moves) for n in fewer}}
 
     def setting(cp_size: int, degree: int | str) -> Setting:
         base = plans[cp_size]
@@ -66,7 +68,7 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
     from magi_attention.meta.explain import explain
     from magi_attention.report.describe import readable_bytes
 
-    other = explain(plan_for(mask, args.cp, args, "locality"))
+    other = explain(plan_for(mask, args.cp, args, "locality", args.query_moves))
     now, then = (max(found["rows_received"]) * found["row_bytes"] for found in (numbers, other))
     if then >= _WORTH_SAYING * now or other["imbalance"] > numbers["imbalance"] + 0.01:
         return None
@@ -74,6 +76,28 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
         f"With --dispatch locality (LocalityDispatchAlg) the busiest rank would receive {readable_bytes(then)} in "
         f"place of {readable_bytes(now)}, at an imbalance of {other['imbalance']:.4f}."
     )
+
+
+def about_queries(mask, numbers: dict, args: argparse.Namespace) -> str | None:
+    """A sentence that says whether queries move and what that saves, or would save."""
+    from magi_attention.meta.explain import explain
+
+    if args.cp == 1 or not numbers["bytes_total"]:
+        return None
+    if args.query_moves == "never":
+        try:
+            then = explain(plan_for(mask, args.cp, args, args.dispatch, "auto"))
+        except UnsupportedError:  # without the planner library nothing is found out, and nothing was asked for
+            return None
+        if not then["do_queries_move"]:
+            return None
+        share = then["bytes_total"] / numbers["bytes_total"]
+        return f"With --query-moves auto queries travel as well, and {share:.0%} of these bytes in a forward."
+    kept = explain(plan_for(mask, args.cp, args, args.dispatch, "never"))["bytes_total"]
+    if not numbers["do_queries_move"]:
+        return "Keys and values alone move: to move queries would not save a tenth of what travels."
+    share = numbers["bytes_total"] / max(kept, 1)
+    return f"Queries move, {sum(numbers['query_rows_sent']):,} rows: {share:.0%} of the bytes of keys and values alone."
 
 
 def show_kernels(args: argparse.Namespace) -> None:
@@ -106,19 +130,23 @@ def command_explain(args: argparse.Namespace) -> int:
 
     check_options(args)
     mask = build_mask(args)
-    out = make_folder(args.out or FOLDER, "--out") if args.pictures else None
+    out = make_folder(args.out or FOLDER, "--out") if args.pictures and not args.json else None
     started = time.perf_counter()
-    plan = plan_for(mask, args.cp, args, args.dispatch)
+    plan = plan_for(mask, args.cp, args, args.dispatch, args.query_moves)
     seconds = time.perf_counter() - started
     numbers = explain(plan)
+    if args.json:
+        print(json.dumps({**numbers, "seconds": round(seconds, 4)}))
+        return 0
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
     show_table("Ranks", describe.rank_table(plan, numbers))
     heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
     show_kernels(args)
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
-    if advice:
-        print(advice)
+    for sentence in (advice, about_queries(mask, numbers, args)):
+        if sentence:
+            print(sentence)
     if out is not None:
         from magi_attention.report.plan_page import plan_page
 

@@ -121,7 +121,7 @@ def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: floa
 
     result = read_run(folder)
     shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, chunk_size=None)
-    page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape))
+    page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape, "min-heap", "never"))
     for name, curve in ((f"{ranks} ranks", result.parallel), ("one process", result.replay)):
         if curve:
             first, last = curve["losses"][0], curve["losses"][-1]

@@ -12,6 +12,7 @@ import pytest
 from magi_attention.cli import main
 from magi_attention.cli.masks import read_mask
 from magi_attention.common.slices import to_dense
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 
@@ -45,6 +46,28 @@ def test_explain_says_where_another_dispatch_moves_less(capsys):
     assert main(["explain", "--docs", "4096,4096", "--cp", "2", "--no-pictures", "--dispatch", "sequential"]) == 0
     printed = capsys.readouterr().out
     assert "--dispatch" not in printed and re.search(r"this plan, all stages +0 B", printed)  # a document each
+
+
+def test_explain_says_whether_queries_move(capsys):
+    planner_or_skip()
+    few = ["explain", "--docs", "3000,3000,3000,7384", "--cp", "8", "--no-pictures", "--heads-q", "8"]
+    assert main(few) == 0
+    assert "With --query-moves auto" in capsys.readouterr().out
+    assert main([*few, "--query-moves", "auto"]) == 0
+    assert "Queries move" in capsys.readouterr().out
+    dear = ["explain", "--tokens", "16384", "--cp", "8", "--no-pictures"]
+    for moves, sentence in (("never", ""), ("auto", "Keys and values alone move")):
+        assert main([*dear, "--query-moves", moves]) == 0
+        out = capsys.readouterr().out
+        assert sentence in out and "--query-moves auto" not in out
+
+
+def test_explain_as_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--docs", "300,1000,748", "--cp", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 2048 and len(found["areas"]) == 4 and found["seconds"] >= 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_explain_says_which_backend_runs_and_why(monkeypatch, capsys):
