@@ -476,11 +476,6 @@ def local_slices(slices: NDArray[np.int64], q_pack: Packing, k_pack: Packing) ->
     return merge(out)
 
 
-def remote_ranges(slices: NDArray[np.int64], host_ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keys that the slices read and the host does not hold."""
-    return subtract_intervals(slices[:, [K0, K1]], host_ranges)
-
-
 def remote_areas(slices: NDArray[np.int64], remote: Packing, chunk: int) -> NDArray[np.int64]:
     """Allowed pairs per overlap chunk, i.e. per ``chunk`` consecutive rows of the packed remote keys."""
     starts = np.arange(0, max(remote.length, 1), chunk)

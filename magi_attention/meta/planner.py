@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.intervals import Packing
+from magi_attention.common.intervals import Packing, subtract_intervals
 from magi_attention.common.scalars import as_int
-from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
+from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
@@ -23,7 +23,7 @@ from magi_attention.meta.chunking import (
     split_by_chunk,
 )
 from magi_attention.meta.dispatch import check_partitions, solve_dispatch
-from magi_attention.meta.plan import QUERY_MOVES, Plan, remote_areas, remote_ranges
+from magi_attention.meta.plan import QUERY_MOVES, Plan, remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 from magi_attention.meta.solver.partition import min_heap
 from magi_attention.meta.solver.query_moves import Cells, choose_moves, owners
@@ -229,26 +229,47 @@ def _finish(
 ) -> Plan:
     """Stage ranges of every rank, at one degree common to all."""
     pieces, chunk_of, bounds = cut
-    partitions = sizes["partitions"]
-    owner = np.empty(len(bounds), dtype=np.int64)
-    for rank, chunks in enumerate(partitions):
-        owner[list(chunks)] = rank
-    assigned = sizes["assigned"]
-    by_rank = assigned or [pieces[owner[chunk_of] == rank] for rank in range(len(partitions))]
-    hosts = [Packing(bounds[list(chunks)]) for chunks in partitions]
-    remotes = [Packing(remote_ranges(mine, host.ranges)) for mine, host in zip(by_rank, hosts)]
+    partitions, assigned = sizes["partitions"], sizes["assigned"]
+    world, owner = len(partitions), owners(partitions, len(bounds))
+    if assigned is None:
+        computed, rank_of = pieces, owner[chunk_of]
+    else:
+        computed, rank_of = np.concatenate(assigned), np.repeat(np.arange(world), [len(x) for x in assigned])
+    remotes = _split_by_rank(*_remote_keys(computed, rank_of, bounds, owner), world)
     degree: int
     stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
-    if len(partitions) == 1:
+    if world == 1:
         degree, stage_ranges = 0, ((),)
-    elif assigned is not None:
-        degree, stage_ranges = 1, tuple((remote.ranges,) for remote in remotes)
-    elif overlap.no_overlap:
-        degree, stage_ranges = 0, tuple((remote.ranges,) for remote in remotes)
+    elif assigned is not None or overlap.no_overlap:
+        degree, stage_ranges = int(assigned is not None), tuple((ranges,) for ranges in remotes)
     else:
-        degree = _common_degree(overlap, by_rank, hosts, remotes)
-        stage_ranges = tuple(_stages(overlap, remote, degree) for remote in remotes)
+        packed = [Packing(ranges) for ranges in remotes] if overlap.degree != 1 else []
+        degree = _common_degree(overlap, computed, rank_of, bounds, partitions, packed)
+        if degree == 1:
+            stage_ranges = tuple((ranges,) for ranges in remotes)
+        else:
+            stage_ranges = tuple(_stages(overlap, remote, degree) for remote in packed)
     return plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
+
+
+def _remote_keys(
+    pieces: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merged ranges of keys that some rank reads and does not hold, by rank, and these ranks: of all ranks at once,
+    each in coordinates of its own."""
+    stride = int(bounds[-1, 1]) + 1  # so ranges of two ranks do not touch
+    wanted = pieces[:, [K0, K1]] + (rank_of * stride)[:, None]
+    found = subtract_intervals(wanted, bounds + (owner * stride)[:, None])
+    ranks = found[:, 0] // stride
+    return found - (ranks * stride)[:, None], ranks
+
+
+def _split_by_rank(rows: NDArray[np.int64], rank_of: NDArray[np.int64], world: int) -> list[NDArray[np.int64]]:
+    """The rows of each rank, in their order; by one sort, as ranks may be a thousand."""
+    order = np.argsort(rank_of, kind="stable")
+    ends = np.searchsorted(rank_of[order], np.arange(world + 1)).tolist()
+    ordered = rows[order]
+    return [ordered[a:b] for a, b in zip(ends[:-1], ends[1:])]
 
 
 def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
@@ -257,15 +278,17 @@ def overlap_chunk(remote_rows: int, overlap: OverlapConfig) -> int:
 
 
 def _common_degree(
-    overlap: OverlapConfig, by_rank: Sequence[NDArray[np.int64]], hosts: Sequence[Packing], remotes: Sequence[Packing]
-) -> int:
+    overlap: OverlapConfig, pieces: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64],
+    partitions: Sequence[Sequence[int]], remotes: Sequence[Packing],
+) -> int:  # fmt: skip
     if overlap.mode == AttnOverlapMode.STATIC:
         assert overlap.degree is not None, "OverlapConfig asks STATIC for a degree"
         return overlap.degree
     solver = OverlapSolver(overlap.alg)
     degrees = []
-    for mine, host, remote in zip(by_rank, hosts, remotes):
-        costs = stage_costs(overlap, mine, host, remote)
+    by_rank = _split_by_rank(pieces, rank_of, len(partitions))
+    for mine, chunks, remote in zip(by_rank, partitions, remotes):
+        costs = stage_costs(overlap, mine, Packing(bounds[list(chunks)]), remote)
         best, _ = solver.solve(costs, None, overlap.dynamic_max_degree)
         degrees.append(best.overlap_degree)
     return max(degrees)
