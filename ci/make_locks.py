@@ -30,11 +30,12 @@ LOCKS: dict[str, tuple[str, ...]] = {
     # Beside a torch and a numpy that are there: those of a GPU machine fit its driver.
     "gpu": ("rich", "tomli", "setuptools", "hypothesis", "ninja", "pybind11", "pytest", "pyyaml"),
     "wheels": ("cibuildwheel",),
+    "site": ("mkdocs-material", "mkdocstrings"),
     # Beside what "test" has.
     "integrations": ("accelerate", "torch", "transformers", "trl"),
 }
 BESIDE = {"integrations": "test"}
-PYTHONS = {"integrations": "3.11"}  # older ones have no such packages
+PYTHONS = {"integrations": "3.11", "site": "3.11"}  # older ones have no such packages
 BACKENDS = ("cudnn-flex", "fa4")
 HEADER = "# Made by ci/make_locks from pyproject.toml and ci/constraints.txt; edit those and run it again.\n"
 

@@ -9,15 +9,40 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from magi_attention.compat.paths import MODULES
+from magi_attention.env.registry import list_table
 from magi_attention.native.families import gpu_table, install_table
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def environment_table() -> str:
+    """Every variable of the registry, by section."""
+    lines = []
+    rows = list_table({})
+    for section in dict.fromkeys(row["section"] for row in rows):
+        lines += [f"## {section[0].upper()}{section[1:]}", "", "| variable | type | default | effect |", "|---|---|---|---|"]
+        for row in (row for row in rows if row["section"] == section):
+            doc = row["doc"] if row["effect"] == "yes" else f"None. {row['doc']}"
+            kind = row["type"].replace("|", ", ")
+            lines.append(f"| `{row['name']}` | {kind} | {row['default']} | {doc} |")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def paths_table() -> str:
+    """Every published module path that is no file here."""
+    rows = (f"| `magi_attention.{path}` | `magi_attention.{home}` |" for path, home in sorted(MODULES.items()))
+    return "\n".join(["| published | here |", "|---|---|", *rows])
+
+
 def tables() -> dict[str, str]:
     """Path of each page -> its table."""
-    return {"README.md": install_table(), "docs/install.md": install_table(), "docs/gpus.md": gpu_table()}
+    return {
+        "README.md": install_table(), "docs/install.md": install_table(), "docs/gpus.md": gpu_table(),
+        "docs/reference/environment.md": environment_table(), "docs/reference/published-paths.md": paths_table(),
+    }  # fmt: skip
 
 
 def with_table(page: str, table: str) -> str:

@@ -124,4 +124,4 @@ def test_every_development_tool_is_in_a_lock():
 def test_unknown_locks_are_refused(capsys):
     with pytest.raises(SystemExit):
         make_locks.main(["tests"])
-    assert "tests is no lock; there are lint, test, gpu, wheels, integrations." in capsys.readouterr().err
+    assert "tests is no lock; there are lint, test, gpu, wheels, site, integrations." in capsys.readouterr().err

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the site does beyond mkdocs: pages and pictures from outside docs, Markdown as GitHub reads it, a copy of each
+page as Markdown, and ``llms.txt``. mkdocs calls the ``on_`` functions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Pages that lie outside docs -> where they are in the site.
+OUTSIDE = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "docker/README.md": "project/containers.md",
+    "extensions/README.md": "project/extensions.md",
+    "README.md": "index.md",
+}
+PICTURES = "benchmarks/results"  # its .png files
+_FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"^<!--.*?-->\n?", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
+_ROW = re.compile(r"^\| (.*\]\(.*) \| (.*) \|$", re.MULTILINE)
+_REFERENCE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+# ---- text -----------------------------------------------------------------------------------------------
+
+
+def source_of(site_path: str) -> str:
+    """Path in the repository of a file of the site."""
+    homes = {to: source for source, to in OUTSIDE.items() if source != "README.md"}
+    if site_path.startswith("records/"):
+        return f"{PICTURES}/{site_path.removeprefix('records/')}"
+    return homes.get(site_path, f"docs/{site_path}")
+
+
+def in_site(source: str) -> str | None:
+    """Path in the site of a file of the repository; None if the site has none of it."""
+    if source in OUTSIDE:
+        return OUTSIDE[source]
+    if source.startswith("docs/") and not source.endswith(".py"):
+        return source.removeprefix("docs/")
+    if source.startswith(f"{PICTURES}/") and source.endswith(".png"):
+        return f"records/{Path(source).name}"
+    return None
+
+
+def with_site_links(text: str, page: str) -> str:
+    """Links of the repository as links of the site. A link to what the site does not have becomes its text."""
+    here = os.path.dirname(source_of(page))
+
+    def link(match: re.Match) -> str:
+        picture, shown, target = match.groups()
+        path, mark, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match[0]
+        found = in_site(os.path.normpath(os.path.join(here, path)))
+        if found is None:
+            return shown
+        return f"{picture}[{shown}]({os.path.relpath(found, os.path.dirname(page) or '.')}{mark}{anchor})"
+
+    return outside_fences(text, lambda part: _LINK.sub(link, part))
+
+
+def outside_fences(text: str, change: Any) -> str:
+    parts = _FENCED.split(text)
+    return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
+
+
+def with_list_breaks(text: str) -> str:
+    """A blank line before each list, and four spaces before its inner lists: GitHub needs neither, mkdocs both."""
+    lines: list[str] = []
+    is_list = False
+    for line in text.split("\n"):
+        is_item = bool(_ITEM.match(line))
+        if is_item and not is_list and lines and lines[-1].strip():
+            lines.append("")
+        is_list = is_item or (is_list and (line.startswith("  ") or not line.strip()))
+        is_inner = is_item and line.startswith("  ")
+        lines.append("    " + line.lstrip() if is_inner and not line.startswith("    ") else line)
+    return "\n".join(lines)
+
+
+def descriptions(index: str) -> dict[str, str]:
+    """Page -> what docs/index.md says of it."""
+    found = {}
+    for cells in _ROW.finditer(index):
+        for _, _, target in _LINK.findall(cells[1]):
+            found[target] = _LINK.sub(lambda link: link[2], cells[2])
+    return found
+
+
+@cache
+def _package() -> Any:
+    import griffe
+
+    return griffe.load("magi_attention", search_paths=[str(ROOT)])
+
+
+def reference_text(path: str) -> str:
+    """Signatures and docstrings of what ``::: path`` shows, as Markdown."""
+    thing = _package()[path.partition(".")[2]]
+    thing = thing.final_target if thing.is_alias else thing
+    shown = {path: thing}
+    if thing.is_module or thing.is_class:
+        members = (m for m in thing.members.values() if m.is_public and not m.is_alias and m.docstring)
+        shown |= {f"{path}.{m.name}": m for m in members}
+    return "\n".join(_entry(name, member) for name, member in shown.items())
+
+
+def _entry(name: str, member: Any) -> str:
+    signature = member.signature(name=name) if member.is_function else name
+    docstring = member.docstring.value if member.docstring else ""
+    return f"## {member.name}\n\n```\n{signature}\n\n{docstring}\n```\n"
+
+
+# ---- called by mkdocs -------------------------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for source in [*OUTSIDE, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / PICTURES).glob("*.png")))]:
+        if source != "README.md":
+            files.append(File.generated(config, in_site(source), abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    text = _COMMENT.sub("", markdown)
+    return outside_fences(with_site_links(text, page.file.src_uri), with_list_breaks)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Tables scroll by themselves where they are wider than the page."""
+    return html.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    config.extra["nav"] = nav
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    site, nav = Path(config.site_dir), config.extra["nav"]
+    said = descriptions((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    said = {in_site(os.path.normpath(f"docs/{target}")): words for target, words in said.items()}
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for section in nav.items:
+        lines += [f"## {section.title}", ""]
+        for page in section.children:
+            words = said.get(page.file.src_uri)
+            lines.append(f"- [{page.title}]({page.file.src_uri})" + (f": {words}" if words else ""))
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+    for page in nav.pages:
+        text = _REFERENCE.sub(lambda match: reference_text(match[1]), page.markdown)
+        path = site / page.file.src_uri
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
