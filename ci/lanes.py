@@ -76,6 +76,7 @@ LANES = {
         prepare=(OURS,),
         environment={"MAGI_HOME": "build/launch", "MAGI_ATTENTION_PREBUILD_FFA": "0"},
     ),
+    "site": Lane("the documentation site, without a warning", (("ci/site",),)),
     "wheels": Lane(
         "wheels in manylinux images by cibuildwheel, each held to ci/check_wheel.py",
         (("ci/build_wheels", "--engine", "cibuildwheel", "--out", "dist"),),

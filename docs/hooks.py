@@ -27,7 +27,7 @@ _COMMENT = re.compile(r"^<!--.*?-->\n?", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
 _ROW = re.compile(r"^\| (.*\]\(.*) \| (.*) \|$", re.MULTILINE)
-_REFERENCE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+_REFERENCE = re.compile(r"^::: (\S+)\n((?: +.+\n)*)", re.MULTILINE)
 
 
 # ---- text -----------------------------------------------------------------------------------------------
@@ -88,6 +88,11 @@ def with_list_breaks(text: str) -> str:
     return "\n".join(lines)
 
 
+def as_markdown(text: str, page: str) -> str:
+    """A page as the site has it: without comments, which hold what tests run before the code."""
+    return outside_fences(with_site_links(_COMMENT.sub("", text), page), with_list_breaks)
+
+
 def descriptions(index: str) -> dict[str, str]:
     """Page -> what docs/index.md says of it."""
     found = {}
@@ -104,14 +109,15 @@ def _package() -> Any:
     return griffe.load("magi_attention", search_paths=[str(ROOT)])
 
 
-def reference_text(path: str) -> str:
-    """Signatures and docstrings of what ``::: path`` shows, as Markdown."""
+def reference_text(path: str, options: str = "") -> str:
+    """Signatures and docstrings of what ``::: path`` with its options shows, as Markdown."""
     thing = _package()[path.partition(".")[2]]
     thing = thing.final_target if thing.is_alias else thing
     shown = {path: thing}
     if thing.is_module or thing.is_class:
-        members = (m for m in thing.members.values() if m.is_public and not m.is_alias and m.docstring)
-        shown |= {f"{path}.{m.name}": m for m in members}
+        members = thing.all_members if "inherited_members: true" in options else thing.members
+        wanted = (m for m in members.values() if m.is_public and (m.inherited or not m.is_alias) and m.docstring)
+        shown |= {f"{path}.{m.name}": m for m in wanted}
     return "\n".join(_entry(name, member) for name, member in shown.items())
 
 
@@ -134,8 +140,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    text = _COMMENT.sub("", markdown)
-    return outside_fences(with_site_links(text, page.file.src_uri), with_list_breaks)
+    return as_markdown(markdown, page.file.src_uri)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -161,7 +166,7 @@ def on_post_build(config: Any) -> None:
         lines.append("")
     (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
     for page in nav.pages:
-        text = _REFERENCE.sub(lambda match: reference_text(match[1]), page.markdown)
+        text = _REFERENCE.sub(lambda match: reference_text(*match.groups()), page.markdown)
         path = site / page.file.src_uri
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

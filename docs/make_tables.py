@@ -19,10 +19,10 @@ _MARKS = re.compile(r"(<!-- made by docs/make_tables.py -->\n).*?(<!-- end -->)"
 
 def environment_table() -> str:
     """Every variable of the registry, by section."""
-    lines = []
-    rows = list_table({})
+    head = ["| variable | type | default | effect |", "|---|---|---|---|"]
+    lines, rows = [], list_table({})
     for section in dict.fromkeys(row["section"] for row in rows):
-        lines += [f"## {section[0].upper()}{section[1:]}", "", "| variable | type | default | effect |", "|---|---|---|---|"]
+        lines += [f"## {section[0].upper()}{section[1:]}", "", *head]
         for row in (row for row in rows if row["section"] == section):
             doc = row["doc"] if row["effect"] == "yes" else f"None. {row['doc']}"
             kind = row["type"].replace("|", ", ")

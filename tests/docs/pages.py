@@ -18,6 +18,7 @@ OTHERS = [
     *(ROOT / folder / "README.md" for folder in ("docker", "extensions")),
 ]
 PAGES = [README, *OWN, *OTHERS]
+GPU_MARK = "<!-- runs on a GPU -->"  # of a page whose code needs one
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SETUP = re.compile(r"^<!-- before the code:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
