@@ -11,6 +11,7 @@ import os
 import tempfile
 
 import pytest
+import torch
 from pages import FRAMEWORKS, GPU_MARK, OWN, README, ROOT, blocks, name_of, setup
 
 from magi_attention.testing.spawn import run_processes
@@ -54,6 +55,7 @@ def test_code_blocks_run_on_two_ranks():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", ON_GPU, ids=name_of)
 def test_code_blocks_run_on_a_gpu(page):
     assert run_pages(0, 1, [name_of(page)])
