@@ -29,6 +29,8 @@ def test_the_tutorial(tmp_path):
     printed = ""
     for line in (line for block in found if not block.language for line in block.text.splitlines()):
         program, *rest = shlex.split(line)
+        if program == "source":
+            continue  # the tests have an environment
         done = subprocess.run(
             [*tools[program], *rest], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
             text=True, timeout=300,
