@@ -67,7 +67,7 @@ class Trainer:
 
         def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
             out, meta = attend(q_THD, k_THD, v_THD, plan, return_max_logits=True)
-            tops.append(meta.max_logits.detach())
+            tops.append(meta.max_logits)  # over all ranks
             return out
 
         logits = self.model(local, plan.positions(device=self.device, per_document=True), attention)
@@ -80,7 +80,6 @@ class Trainer:
         if self.world > 1:
             sum_gradients(self.model)
             dist.all_reduce(total)
-            dist.all_reduce(greatest, dist.ReduceOp.MAX)  # each rank has those of its own queries
         for optimizer in self.optimizers:
             optimizer.step()
         if self.args.bound:
