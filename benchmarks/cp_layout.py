@@ -16,7 +16,7 @@ from masks import NAMES, Case
 
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, cut_q, trim
-from magi_attention.meta.plan import local_slices
+from magi_attention.meta.rank_plan import local_slices
 
 # Documents of a long-context pre-training set: (first, last token count, number of documents).
 _DOCUMENTS = (

@@ -100,8 +100,8 @@ def measures(baseline: Mapping, now: Mapping) -> tuple[set[str], list[str]]:
 
 
 def _noise(cell: Cell, names: Collection[str], *runs: Run) -> float | None:
-    """Of our speed, the first of ``names``, or of its ratio to the others, between the runs: the spreads of all repeats
-    in quadrature, those of several others as their median."""
+    """How much chance moves our speed, the first of ``names``, or its ratio to the others, from run to run. The spreads
+    of repeats add in quadrature; several others count by their median."""
     ours, *peers = ([run.noise(cell, name) for run in runs] for name in names)
     if None in ours or any(None in of for of in peers):
         return None

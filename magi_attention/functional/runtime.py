@@ -27,7 +27,8 @@ from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import FinalBackend, as_scale, options_of
 from magi_attention.kernels.wheel_backend import WheelBackend
-from magi_attention.meta.plan import Plan, RankPlan
+from magi_attention.meta.plan import Plan
+from magi_attention.meta.rank_plan import RankPlan
 
 _log = logging.getLogger("magi_attention.functional")
 _MAX_PREPARED = 256

@@ -81,7 +81,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _last(x: torch.Tensor) -> torch.Tensor:
-    """Of what is mixed already; overwrites it."""
+    """The last step of the hash, for what is mixed already; overwrites it."""
     x *= 0x85EBCA6B
     x &= _MASK32
     x ^= x >> 15
@@ -126,7 +126,7 @@ class DropoutMask:
 
     @property
     def address(self) -> int:
-        """Of a ``magi_dropout``, which lives as long as this object."""
+        """Where a ``magi_dropout`` lies, which lives as long as this object."""
         return ctypes.addressof(self._params)
 
 

@@ -7,8 +7,9 @@ from magi_attention.meta.metas import (
     make_dispatch_meta_from_qk_ranges,
     make_global_bucket_from_qk_ranges,
 )
-from magi_attention.meta.plan import Plan, RankPlan, StagePlan
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, plan_for_partitions
+from magi_attention.meta.rank_plan import RankPlan, StagePlan
 
 __all__ = [
     "Plan",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,14 @@ def chunk_bounds(padded_total: int, chunk_size: int) -> NDArray[np.int64]:
     """``(num_chunks, 2)`` half-open token ranges; only the last may be short (uneven shard)."""
     starts = np.arange(0, padded_total, chunk_size, dtype=np.int64)
     return np.stack([starts, np.minimum(starts + chunk_size, padded_total)], axis=1)
+
+
+def owners(partitions: Sequence[Sequence[int]], num_chunks: int) -> NDArray[np.int64]:
+    """(chunks,): the rank of each chunk."""
+    owner = np.empty(num_chunks, dtype=np.int64)
+    for rank, chunks in enumerate(partitions):
+        owner[list(chunks)] = rank
+    return owner
 
 
 def split_by_chunk(

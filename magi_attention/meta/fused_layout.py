@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
-from magi_attention.meta.plan import Plan, cut_by_windows
+from magi_attention.meta.plan import Plan
+from magi_attention.meta.rank_plan import cut_by_windows
 from magi_attention.meta.stretches import Stretches
 
 _Rows = TypeVar("_Rows", int, NDArray[np.int64])
@@ -197,7 +198,7 @@ class FusedLayout:
             return SliceTable(local)
         keys = keys.of(np.argsort(keys.source))
         windows = np.stack([keys.source, keys.source + keys.rows], axis=1)
-        transfers, window = cut_by_windows(self.plan.slices_of(rank), windows)
+        transfers, _, window = cut_by_windows(self.plan.slices_of(rank), windows)
         transfers[:, [Q0, Q1]] = host.localize(transfers[:, [Q0, Q1]])
         transfers[:, [K0, K1]] += (base + keys.at - keys.source)[window, None]
         return SliceTable(np.concatenate([local, merge(transfers)]))

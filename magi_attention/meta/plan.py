@@ -22,97 +22,19 @@ from magi_attention.common.infer import CuSeqlens, documents
 from magi_attention.common.intervals import (
     Packing,
     merge_intervals,
-    ramps,
     split_at,
     subtract_intervals,
     total_length,
 )
-from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, areas, cut_k, merge
+from magi_attention.common.plan_cache import PlanCache
+from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
 from magi_attention.config import OverlapConfig
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk, sum_by
+from magi_attention.meta.chunking import chunk_areas, chunk_bounds, owners, split_by_chunk, sum_by
+from magi_attention.meta.rank_plan import RankPlan, StagePlan, local_slices
 
 T = TypeVar("T")
 QUERY_MOVES = ("never", "auto", "always")  # may queries move, with their outputs, as well as keys and values?
-
-
-@dataclass(frozen=True, eq=False)
-class StagePlan:
-    """One overlap stage of one rank.
-
-    ``slices`` has local query rows and keys counted in the stage's receive buffer, which holds
-    ``recv_ranges`` (global, merged, ascending) one after another. ``cast`` moves the rows.
-    """
-
-    slices: SliceTable
-    recv_ranges: NDArray[np.int64]
-    cast: GroupSpec
-
-    @property
-    def recv_rows(self) -> int:
-        return total_length(self.recv_ranges)
-
-    @property
-    def area(self) -> int:
-        return self.slices.area
-
-
-@dataclass(frozen=True, eq=False)
-class QueryStage:
-    """What a rank computes for queries of others, where queries move.
-
-    ``slices`` has rows of the received queries, ``recv_ranges`` (global, merged, ascending) one after another, and of
-    the local keys with those received behind them. ``cast`` moves the queries; outputs and gradients go back by its
-    transpose.
-    """
-
-    slices: SliceTable
-    recv_ranges: NDArray[np.int64]
-    cast: GroupSpec
-
-    @property
-    def recv_rows(self) -> int:
-        return total_length(self.recv_ranges)
-
-
-@dataclass(frozen=True, eq=False)
-class RankPlan:
-    """What one rank does. ``host`` slices have local query rows and local key rows. Where queries move there is one
-    stage, and ``queries``."""
-
-    rank: int
-    host_ranges: NDArray[np.int64]
-    host: SliceTable
-    stages: tuple[StagePlan, ...]
-    queries: QueryStage | None = None
-    cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
-
-    @property
-    def num_tokens(self) -> int:
-        return total_length(self.host_ranges)
-
-    @property
-    def area(self) -> int:
-        others = 0 if self.queries is None else self.queries.slices.area
-        return self.host.area + sum(stage.area for stage in self.stages) + others
-
-    @property
-    def joined(self) -> SliceTable:
-        """All slices over local keys followed by every stage's buffer: the one-kernel form."""
-        return self.cache.get(_JOINED, None, self._join)
-
-    def _join(self) -> SliceTable:
-        parts, offset = [self.host.array], self.num_tokens
-        for stage in self.stages:
-            parts.append(stage.slices.array + np.array([0, 0, offset, offset, 0]))
-            offset += stage.recv_rows
-        table = SliceTable(merge(np.concatenate(parts)))
-        self.cache.include(table.cache)
-        return table
-
-
-_JOINED: Kind[None, SliceTable] = Kind("slices of all stages")
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,10 +140,7 @@ class Plan:
 
     @cached_property
     def rank_of_chunk(self) -> NDArray[np.int64]:
-        owner = np.empty(self.num_chunks, dtype=np.int64)
-        for rank, chunks in enumerate(self.partitions):
-            owner[list(chunks)] = rank
-        return self._counted("rank of chunk", owner)
+        return self._counted("rank of chunk", owners(self.partitions, self.num_chunks))
 
     @cached_property
     def local_start_of_chunk(self) -> NDArray[np.int64]:
@@ -298,9 +217,13 @@ class Plan:
 
         Cutting all ranges there makes sender and receiver agree on the splits without talking.
         """
-        hosts = [self.host_ranges(rank).reshape(-1) for rank in range(self.cp_size)]
-        edges = ([*hosts, *(stages[s].reshape(-1) for stages in self.stage_ranges)] for s in range(self.num_stages))
-        return self._counted("split points", tuple(np.unique(np.concatenate(found)) for found in edges))
+        stages = ([stages[s] for stages in self.stage_ranges] for s in range(self.num_stages))
+        return self._counted("split points", tuple(map(self._edges, stages)))
+
+    def _edges(self, ranges_of: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Where the ranges of all ranks start and end, those that they hold included."""
+        hosts = (self.host_ranges(rank) for rank in range(self.cp_size))
+        return np.unique(np.concatenate([*hosts, *ranges_of]))
 
     def owner_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rank that owns each global position."""
@@ -333,9 +256,7 @@ class Plan:
     @cached_property
     def _query_points(self) -> NDArray[np.int64]:
         """As ``_split_points``, of the cast of queries."""
-        hosts = [self.host_ranges(rank).reshape(-1) for rank in range(self.cp_size)]
-        found = np.unique(np.concatenate([*hosts, *(ranges.reshape(-1) for ranges in self.query_ranges)]))
-        return self._counted("query points", found)
+        return self._counted("query points", self._edges(self.query_ranges))
 
     def query_matrix(self) -> NDArray[np.int64]:
         """Rows (tokens of Q) that rank i sends to rank j, int64 ``(cp, cp)``; as many of outputs come back."""
@@ -415,7 +336,7 @@ class Plan:
         q_pack, k_pack = Packing(q_ranges), Packing(k_ranges)
         behind = local_slices(others, q_pack, k_pack) + np.array([0, 0, host.length, host.length, 0])
         of_others = merge(np.concatenate([local_slices(others, q_pack, host), behind]))
-        queries = QueryStage(SliceTable(of_others), q_ranges, self.query_spec(rank))
+        queries = StagePlan(SliceTable(of_others), q_ranges, self.query_spec(rank))
         stage = StagePlan(SliceTable(local_slices(own, host, k_pack)), k_ranges, self.cast_spec(rank, 0))
         part = RankPlan(rank, host.ranges, SliceTable(local_slices(own, host, host)), (stage,), queries)
         self.cache.count(f"rank {rank}", part.host_ranges)
@@ -450,39 +371,4 @@ def _covered(cut: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bo
     return is_inside
 
 
-def cut_by_windows(
-    slices: NDArray[np.int64], windows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every slice cut by every merged window that its keys meet: ``(pieces, window index)``."""
-    low = np.searchsorted(windows[:, 1], slices[:, K0], side="right")
-    high = np.searchsorted(windows[:, 0], slices[:, K1], side="left")
-    counts = np.maximum(high - low, 0)
-    window = ramps(low, counts)
-    pieces, parent = cut_k(np.repeat(slices, counts, axis=0), windows[window, 0], windows[window, 1])
-    return pieces, window[parent]
-
-
-def local_slices(slices: NDArray[np.int64], q_pack: Packing, k_pack: Packing) -> NDArray[np.int64]:
-    """The pairs of ``slices`` whose key is in ``k_pack``, in packed coordinates, merged.
-
-    Pieces that are far apart globally but neighbours in the buffer become one.
-    """
-    if not len(slices) or not len(k_pack.ranges):
-        return slices[:0]
-    pieces, _ = cut_by_windows(slices, k_pack.ranges)
-    out = pieces.copy()
-    out[:, [Q0, Q1]] = q_pack.localize(pieces[:, [Q0, Q1]])
-    out[:, [K0, K1]] = k_pack.localize(pieces[:, [K0, K1]])
-    return merge(out)
-
-
-def remote_areas(slices: NDArray[np.int64], remote: Packing, chunk: int) -> NDArray[np.int64]:
-    """Allowed pairs per overlap chunk, i.e. per ``chunk`` consecutive rows of the packed remote keys."""
-    starts = np.arange(0, max(remote.length, 1), chunk)
-    cut = split_at(np.array([[0, remote.length]]), np.concatenate([starts, remote.offsets]))
-    windows = np.concatenate([remote.globalize(row[None]) for row in cut]) if len(cut) else cut
-    pieces, window = cut_by_windows(slices, windows)
-    return sum_by(cut[window, 0] // chunk, areas(pieces), len(starts))
-
-
-__all__ = ["QUERY_MOVES", "Plan", "QueryStage", "RankPlan", "StagePlan"]
+__all__ = ["QUERY_MOVES", "Plan"]

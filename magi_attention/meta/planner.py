@@ -18,15 +18,17 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     chunk_areas,
     chunk_bounds,
+    owners,
     pad_size,
     resolve_chunk_size,
     split_by_chunk,
 )
 from magi_attention.meta.dispatch import check_partitions, solve_dispatch
-from magi_attention.meta.plan import QUERY_MOVES, Plan, remote_areas
+from magi_attention.meta.plan import QUERY_MOVES, Plan
+from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 from magi_attention.meta.solver.partition import min_heap
-from magi_attention.meta.solver.query_moves import Cells, choose_moves, owners
+from magi_attention.meta.solver.query_moves import Cells, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 LEAST_SAVING = 0.1  # of what travels, from which on queries move by themselves

@@ -165,7 +165,7 @@ def test_the_picture_shows_the_mask_and_its_owners(query_moves, tmp_path):
 
 
 def test_thin_structures_stay_visible(tmp_path):
-    """Of a million tokens: single queries, a narrow window, and one far pair."""
+    """Single queries, a narrow window and one far pair, in a million tokens."""
     total = 1 << 20
     q = [[5000, 5001], [300_000, 300_001], [1_000_000, 1_000_002]]
     mask = Mask.from_slices(q, [[0, 4000], [200_000, 200_001], [0, 900_000]], "full", total, total)

@@ -31,8 +31,8 @@ class MagiMsaKey:
     runtime_key: Any
     cu_seqlens: tuple[int, ...]
     config: MsaConfig
-    # Of this rank's rows (T,): the position in the document; its first key; the key before which what it sees ends,
-    # 0 for a row that only pads. And the pieces of ``select_packed``.
+    # (T,), one number for each row of this rank: its position in the document; its first key; the key before which
+    # what it sees ends, 0 for a row that only pads. Then the pieces of ``select_packed``.
     positions: torch.Tensor = field(compare=False, repr=False)
     first: torch.Tensor = field(compare=False, repr=False)
     end: torch.Tensor = field(compare=False, repr=False)

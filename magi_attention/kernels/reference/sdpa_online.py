@@ -167,9 +167,8 @@ class _Tiles:
             view = s.view(self.heads, self.group, rows, keys)
         torch.minimum(view, ceiling, out=view)
 
-
     def drop_weights(self, dropout: DropoutMask, q0: int, q1: int, tile: KeyTile) -> torch.Tensor:
-        """Of a tile, in the layout of its scores."""
+        """What dropout multiplies the weights of a tile by, in the layout of its scores."""
         weights = dropout.weights(self.heads * self.group, slice(q0, q1), slice(tile.k0, tile.k1))
         rows = weights.to(self.k_HTD.dtype).view(self.heads, self.group * (q1 - q0), -1)
         return rows.transpose(1, 2) if self.transposed else rows

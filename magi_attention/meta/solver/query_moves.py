@@ -14,15 +14,15 @@ row of queries costs ``QUERY_COST`` for each query head: q and out, then q, dout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.intervals import merge_intervals
-from magi_attention.common.slices import K0, K1, Q0, Q1, areas, cut_k, merge
+from magi_attention.common.slices import K0, K1, Q0, Q1, areas, merge
 from magi_attention.meta.chunking import sum_by
+from magi_attention.meta.rank_plan import cut_by_windows
 from magi_attention.native.planner import vertex_cover
 
 KEY_COST, QUERY_COST = 6, 5
@@ -43,13 +43,8 @@ class Cells:
     @classmethod
     def cut(cls, pieces: Ints, query_chunk: Ints, bounds: Ints) -> Cells:
         """``pieces`` as ``split_by_chunk`` gives them; ``bounds`` (chunks, 2)."""
-        first = np.searchsorted(bounds[:, 1], pieces[:, K0], side="right")
-        last = np.searchsorted(bounds[:, 0], pieces[:, K1], side="left")
-        counts = np.maximum(last - first, 0)
-        parent = np.repeat(np.arange(len(pieces)), counts)
-        key_chunk = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        cut, of = cut_k(pieces[parent], bounds[key_chunk, 0], bounds[key_chunk, 1])
-        return cls(cut, query_chunk[parent[of]], key_chunk[of], areas(cut))
+        cut, of, key_chunk = cut_by_windows(pieces, bounds)
+        return cls(cut, query_chunk[of], key_chunk, areas(cut))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +156,8 @@ class _State:
             self.at_keys[:] = False
 
     def _offers(self, rank: int, loads: Ints, to_keys: bool) -> tuple[float, Ints]:
-        """Of the query vertices whose edges ``rank`` could hand over, to the owners of the keys or of the queries, the
-        one that costs least for each pair: this price, inf for none, and the edges."""
+        """``rank`` could hand over the edges of a query vertex, to the owners of the keys or of the queries. Finds the
+        vertex that costs least for each pair, and returns this price, inf for none, and its edges."""
         giver, taker = (self.query_rank, self.key_rank) if to_keys else (self.key_rank, self.query_rank)
         edges = np.flatnonzero((self.at_keys != to_keys) & (giver == rank))
         vertices, of = np.unique(self.query_of[edges], return_inverse=True)
@@ -183,12 +178,4 @@ class _State:
         return float(cost[best] / area[best]), edges[of == best]
 
 
-def owners(partitions: Sequence[Sequence[int]], num_chunks: int) -> Ints:
-    """(chunks,): the rank of each chunk."""
-    owner = np.empty(num_chunks, dtype=np.int64)
-    for rank, chunks in enumerate(partitions):
-        owner[list(chunks)] = rank
-    return owner
-
-
-__all__ = ["KEY_COST", "QUERY_COST", "Cells", "Moves", "choose_moves", "owners"]
+__all__ = ["KEY_COST", "QUERY_COST", "Cells", "Moves", "choose_moves"]
