@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 from hypothesis import given, note, settings
-from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, run_rank, truth
+from test_dist_attn import Case, cases, check_beside_dense, make_config, make_problem
 
-from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import areas, to_dense
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.libraries import planner_or_skip
@@ -29,19 +28,7 @@ def with_moves(case: Case):
 def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")
     torch.set_num_threads(1)
-    plan, slices, total, tensors, sink = with_moves(case)
-    mask = torch.from_numpy(to_dense(slices.array, total, total))
-    expected = truth(*tensors[:3], mask, tensors[3], 8**-0.5, case.softcap, sink)
-    results = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, sink, case.softcap)
-    for result in results:
-        for name, got in zip(("out", "lse", "dq", "dk", "dv"), result):
-            want = getattr(expected, name)
-            assert torch.equal(got.isfinite(), want.isfinite()), name
-            error = (got.nan_to_num(neginf=0) - want.nan_to_num(neginf=0)).abs().max()
-            assert error <= TOLERANCE, f"{name}: {error}"
-        if sink is not None:
-            assert (result[5] - expected.dsink).abs().max() <= TOLERANCE
-        assert torch.allclose(result[6], expected.max_logits, rtol=0, atol=TOLERANCE)
+    check_beside_dense(case, *with_moves(case))
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
