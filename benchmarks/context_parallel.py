@@ -39,7 +39,7 @@ from cp_attempt import CellEnds, attempt  # noqa: E402
 from cp_gather import AllGather, OneGpu  # noqa: E402
 from cp_kernel import Groups, Kernel, Peer, Setting, State, select_rows  # noqa: E402
 from cp_layout import make_cases  # noqa: E402
-from cp_magi import VARIANTS, Magi  # noqa: E402
+from cp_magi import QUERY_MOVES, VARIANTS, Magi, MagiPlan  # noqa: E402
 from cp_report import DIRECTIONS, Cell, median_of_rounds, save, tables, tflops  # noqa: E402
 from cp_ring import Ring  # noqa: E402
 from cp_timing import (  # noqa: E402
@@ -59,7 +59,7 @@ from cp_timing import (  # noqa: E402
 from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
 from kernel import make_inputs  # noqa: E402
-from masks import NAMES, Case  # noqa: E402
+from masks import ALL_NAMES, NAMES, Case  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
@@ -69,6 +69,7 @@ from timing import middle_and_quantiles  # noqa: E402
 PEERS: dict[str, Callable[[Setting], Peer]] = {
     "one_gpu": OneGpu,
     **{name: partial(Magi, name=name) for name in VARIANTS},
+    **{name: partial(MagiPlan, query_moves=moves) for name, moves in QUERY_MOVES.items()},
     "ring": Ring,
     "all_gather": AllGather,
     "ulysses": Ulysses,
@@ -76,7 +77,8 @@ PEERS: dict[str, Callable[[Setting], Peer]] = {
     "torch_cudnn": partial(TorchContextParallel, kernel="cudnn"),
     "torch_flash": partial(TorchContextParallel, kernel="flash"),
 }
-DEFAULT_PEERS = [name for name in PEERS if name != "torch_flash"]  # slower than cuDNN's on Hopper
+# torch_flash is slower than torch_cudnn on Hopper; what moves is a question of its own.
+DEFAULT_PEERS = [name for name in PEERS if name not in ("torch_flash", *QUERY_MOVES)]
 
 
 def odd(text: str) -> int:
@@ -89,7 +91,7 @@ def odd(text: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--masks", type=list_of(str, NAMES), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
+    add("--masks", type=list_of(str, ALL_NAMES), default=list(NAMES), metavar="A,B", help=", ".join(ALL_NAMES))
     add("--tokens", type=list_of(parse_size), default="8K,16K", metavar="8K,16K", help="tokens per GPU (8K,16K)")
     add("--only", type=list_of(str, list(PEERS)), default=DEFAULT_PEERS, metavar="A,B", help=", ".join(PEERS))
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-from masks import NAMES, Case
+from masks import ALL_NAMES, Case
 
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, cut_q, trim
@@ -60,8 +60,8 @@ def draw_packs(pack_tokens: int, packs: int, seed: int) -> list[tuple[int, ...]]
 
 def make_cases(name: str, total: int, packs: int, seed: int) -> list[Case]:
     """Cases of mask ``name`` over ``total`` tokens: one, or ``packs`` of them with documents of their own."""
-    if name not in NAMES:
-        raise ValueError(f"Unknown mask {name!r}; use {', '.join(NAMES)}.")
+    if name not in ALL_NAMES:
+        raise ValueError(f"Unknown mask {name!r}; use {', '.join(ALL_NAMES)}.")
     if not name.startswith("varlen"):
         return [Case(name, total, (total,))]
     return [Case(name, total, documents) for documents in draw_packs(total, packs, seed)]

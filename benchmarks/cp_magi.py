@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cp_kernel import Calls, PeerBase, Setting, State
@@ -36,6 +37,8 @@ class Variant:
     dispatch: DispatchAlg = field(default_factory=api.LocalityDispatchAlg)
 
 
+# ``attend`` with a plan: who may move to whom.
+QUERY_MOVES = {"attend_keys": "never", "attend_auto": "auto", "attend_moves": "always"}
 VARIANTS = {
     "magi": Variant(1, dispatch=api.MinHeapDispatchAlg()),  # what a user gets who sets nothing
     "magi_a2av_0": Variant(0, STAGED),
@@ -95,6 +98,36 @@ class Magi(PeerBase):
             if value is not None:
                 os.environ[name] = value
         api.clear_cache()
+
+
+class MagiPlan(PeerBase):
+    """``attend`` with a plan that was made before; ``query_moves`` as in ``make_plan``."""
+
+    uses_autograd = True
+
+    def __init__(self, setting: Setting, query_moves: str) -> None:
+        started = time.perf_counter()
+        config = api.DistAttnConfig(dispatch_config=api.DispatchConfig(setting.chunk_size))
+        heads = {"num_heads_q": setting.heads[0], "num_heads_kv": setting.heads[1], "head_dim": setting.head_dim}
+        plan = api.make_plan(setting.case.mask, setting.world, config, **heads, query_moves=query_moves)
+        seconds = time.perf_counter() - started
+        positions = plan.position_array(setting.rank)
+        super().__init__(setting, np.where(positions < plan.total_tokens, positions, -1))
+        self._plan, told = plan, plan.explain()
+        self.details |= {
+            "chunk_size": plan.chunk_size,
+            "stages": plan.num_stages,
+            "balance": told["imbalance"],
+            "do_queries_move": told["do_queries_move"],
+            "bytes_total": told["bytes_total"],
+            "key_ms": seconds * 1e3,
+        }
+
+    def forward(self, q, k, v) -> State:
+        return State(api.attend(q, k, v, self._plan)[0])
+
+    def kernel_calls(self, dout, q, k, v) -> None:
+        """Not told: where queries move, several calls make one result."""
 
 
 def _key_of(setting: Setting, variant: Variant) -> tuple[api.DistAttnRuntimeKey, Plan]:

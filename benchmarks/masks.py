@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The six masks of the kernel benchmark, each as slices and as a predicate for peers that take one."""
+"""The masks of the benchmarks, each as slices and as a predicate for peers that take one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ NAMES = (
     "sliding_window_causal",
     "varlen_block_causal",
 )
+# Short causal documents, and at the end a few queries that see all keys: not one of the six that are run by default.
+SHARED_KEYS = "shared_keys"
+ALL_NAMES = (*NAMES, SHARED_KEYS)
+SHORT_DOCUMENT, READERS = 512, 256  # tokens of its documents, and of these queries
 # Document lengths of a packed pre-training set: (first, last token count, weight).
 _SHORT_DOCUMENTS = (
     (0, 256, 0.0766), (256, 512, 0.1651), (512, 768, 0.1246), (768, 1024, 0.0972), (1024, 1536, 0.1324),
@@ -59,6 +63,11 @@ class Case:
         return self.name in ("causal", "varlen_causal", "sliding_window_causal")
 
     @property
+    def readers(self) -> int:
+        """Queries at the end of ``SHARED_KEYS`` that see all keys."""
+        return min(READERS, self.seqlen // 4)
+
+    @property
     def is_varlen(self) -> bool:
         return self.name.startswith("varlen")
 
@@ -80,7 +89,16 @@ class Case:
             return Mask.sliding_window(self.seqlen, (self.window - 1, 0))
         if self.name == "varlen_block_causal":
             return Mask.block_causal(self.cu_seqlens, BLOCK)
+        if self.name == SHARED_KEYS:
+            return self._shared_keys()
         return Mask.varlen(self.cu_seqlens, causal=self.is_causal)
+
+    def _shared_keys(self) -> Mask:
+        """Causal documents of ``SHORT_DOCUMENT`` tokens, and ``readers`` queries that see all before them."""
+        first = self.seqlen - self.readers
+        queries = [[a, min(a + SHORT_DOCUMENT, first)] for a in range(0, first, SHORT_DOCUMENT)]
+        keys = [*queries, [0, self.seqlen]]
+        return Mask.from_slices([*queries, [first, self.seqlen]], keys, "causal", self.seqlen, self.seqlen)
 
     @cached_property
     def document_of(self) -> np.ndarray:
@@ -108,6 +126,9 @@ class Case:
         if self.name == "sliding_window_causal":
             window = self.window
             return lambda b, h, q, k: (k <= q) & (k > q - window)
+        if self.name == SHARED_KEYS:
+            first = self.seqlen - self.readers
+            return lambda b, h, q, k: (k <= q) & ((q >= first) | (k // SHORT_DOCUMENT == q // SHORT_DOCUMENT))
         document = tensor(self.document_of)
         if self.name == "varlen_full":
             return lambda b, h, q, k: document[q] == document[k]
@@ -120,10 +141,10 @@ class Case:
 def make_case(
     name: str, seqlen: int, sample: int = 0, document: int | None = None, window: int | None = None
 ) -> Case:
-    """The case ``name`` of ``NAMES``; varlen ones draw their documents with seed ``sample``, or have documents of
+    """The case ``name`` of ``ALL_NAMES``; varlen ones draw their documents with seed ``sample``, or have documents of
     ``document`` tokens, of which the last is cut. ``window``: see ``Case.keys``."""
-    if name not in NAMES:
-        raise ValueError(f"Unknown mask {name!r}; use {', '.join(NAMES)}.")
+    if name not in ALL_NAMES:
+        raise ValueError(f"Unknown mask {name!r}; use {', '.join(ALL_NAMES)}.")
     if not name.startswith("varlen"):
         documents = [seqlen]
     elif document is None:

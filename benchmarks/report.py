@@ -59,6 +59,8 @@ LABELS: dict[str, dict[str, str]] = {
     },
     CONTEXT_PARALLEL: {
         "magi": "calc_attn, nothing set", "magi_fused": "ours, one launch over NVLink",
+        "attend_keys": "attend, keys move", "attend_auto": "attend, queries move where it saves",
+        "attend_moves": "attend, whatever is cheapest moves",
         "magi_a2av_0": "ours, needed rows first", "magi_a2av_1": "ours, 1 stage", "magi_a2av_2": "ours, 2 stages",
         "one_gpu": "equal share, nothing sent", "all_gather": "all-gather",
         "ring": "ring, zigzag", "ulysses": "Ulysses", "usp": "USP", **{n: p.label for n, p in CP_PEERS.items()},

@@ -32,14 +32,15 @@ ALL = "full,causal,varlen_full,varlen_causal,sliding_window_causal,varlen_block_
 @dataclass(frozen=True)
 class Benchmark:
     """``options``: option of the command -> that of the script. ``gpu`` and ``cpu``: their values where none is given.
-    ``fixed``: more arguments of the script, on the CPU. ``by_torchrun`` starts the script once for each rank."""
+    ``gpu_fixed`` and ``cpu_fixed``: more arguments of the script. ``by_torchrun`` starts it once for each rank."""
 
     script: str
     text: str
     options: Mapping[str, str]
     gpu: Mapping[str, str] = field(default_factory=dict)
     cpu: Mapping[str, str] = field(default_factory=dict)
-    fixed: str = ""
+    gpu_fixed: str = ""
+    cpu_fixed: str = ""
     by_torchrun: bool = False
 
 
@@ -52,18 +53,20 @@ BENCHMARKS = {
         {"masks": "--masks", "sizes": "--seqlens", **_SHAPE},
         gpu={"sizes": "4K,16K"},
         cpu={"masks": "full,causal,varlen_causal", "sizes": "512,1K", "only": "magi,magi_attend,fa2", **_SMALL},
-        fixed="--samples 1",
+        gpu_fixed="--samples 1",
+        cpu_fixed="--samples 1",
     ),
     "cp": Benchmark(
         "context_parallel.py",
         "attention of one sequence over several ranks, beside ring, all-gather, Ulysses, USP and torch's",
         {"masks": "--masks", "sizes": "--tokens", **_SHAPE},
-        gpu={"masks": "full,causal,varlen_causal", "sizes": "8K"},
+        gpu={"sizes": "8K"},
         cpu={
             "masks": "causal,varlen_causal", "sizes": "256", **_SMALL,
             "only": "one_gpu,magi,magi_a2av_0,magi_a2av_1,ring,all_gather,ulysses",
         },
-        fixed="--packs 1 --wall-repeats 2 --wall-layers 2 --kernel-repeats 2",
+        gpu_fixed="--packs 1 --rounds 3 --repeats 4 --wall-repeats 2",
+        cpu_fixed="--packs 1 --wall-repeats 2 --wall-layers 2 --kernel-repeats 2",
         by_torchrun=True,
     ),
     "comm": Benchmark(
@@ -170,8 +173,7 @@ def script_arguments(args: argparse.Namespace, device: str) -> list[str]:
         value = getattr(args, option) or defaults.get(option)
         if value is not None:
             words += [flag, *(value.replace(",", " ").split() if option == "heads" else [value])]
-    if device == "cpu":
-        words += shlex.split(benchmark.fixed)
+    words += shlex.split(benchmark.gpu_fixed if device == "cuda" else benchmark.cpu_fixed)
     if args.benchmark == "train":
         words += ["--device", device, *(["--config", benchmark.gpu["config"], "--compile"] if device == "cuda" else [])]
     return [*words, *args.script_arguments]

@@ -59,7 +59,7 @@ def test_packs_are_full_repeatable_and_follow_the_distribution():
 
 
 @pytest.mark.parametrize("parts,multiple", [(1, 1), (2, 1), (3, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("name", masks.NAMES)
+@pytest.mark.parametrize("name", masks.ALL_NAMES)
 def test_layouts_hold_every_token_once_and_every_pair_once(name, parts, multiple):
     rng = np.random.default_rng([parts, multiple, *name.encode()])
     for _ in range(4):
@@ -151,8 +151,8 @@ def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) 
             q, k, v, dout = (cp_kernel.select_rows(x, peer.positions) for x in tensors)
             if peer.uses_autograd:
                 q, k, v = (x.requires_grad_() for x in (q, k, v))
-            calls = peer.kernel_calls(dout, q, k, v)  # one pass of the peer, or two calls of the kernel
-            assert all(calls)
+            calls = peer.kernel_calls(dout, q, k, v)  # one pass of the peer, or two calls of the kernel, or not told
+            assert all(calls) if calls is not None else name in cp_magi.QUERY_MOVES
             step = context_parallel.step_of(peer, q, k, v, dout)
             row = [step.forward(), step.forward()]
             got = [row[0].out.detach(), *step.backward(row)[:3]]
@@ -167,7 +167,7 @@ def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) 
     return found
 
 
-@pytest.mark.parametrize("world,total,of_masks", [(2, 250, ["causal", "varlen_full"]), (4, 172, [*masks.NAMES])])
+@pytest.mark.parametrize("world,total,of_masks", [(2, 250, ["causal", "varlen_full"]), (4, 172, [*masks.ALL_NAMES])])
 def test_peers_equal_dense_float64_attention(world, total, of_masks):
     planner_if_possible()  # without it the ranks take 20 seconds of CPU time in place of 4
     seed = int(np.random.default_rng(world).integers(1 << 30))

@@ -35,7 +35,7 @@ def dense(case: masks.Case) -> np.ndarray:
     return predicate(0, 0, i[:, None], i[None]).numpy()
 
 
-@pytest.mark.parametrize("name", masks.NAMES)
+@pytest.mark.parametrize("name", masks.ALL_NAMES)
 @pytest.mark.parametrize("seqlen", [700, 2500])
 def test_slices_equal_the_predicate(name, seqlen):
     case = masks.make_case(name, seqlen, sample=1)
