@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions.
 
-New code: ``Mask, make_plan, Plan, attend, attend_replicated_kv``. Existing code: the functions of the published 1.1.x
-API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
+New code: ``Mask, make_plan, plan_async, Plan, attend, attend_replicated_kv``. Existing code: the functions of the
+published 1.1.x API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
 """
 
 from magi_attention.api.functools import (
@@ -36,6 +36,7 @@ from magi_attention.api.magi_attn_interface import (
 )
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
+from magi_attention.api.plan_async import kernel_tiles, plan_async
 from magi_attention.api.replicated_kv import attend_replicated_kv
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -104,6 +105,7 @@ __all__ = [
     "infer_varlen_mask_from_batch",
     "init_dist_attn_runtime_key",
     "init_dist_attn_runtime_mgr",
+    "kernel_tiles",
     "magi_attn_flex_dispatch",
     "magi_attn_flex_key",
     "magi_attn_varlen_dispatch",
@@ -111,6 +113,7 @@ __all__ = [
     "make_flex_key_for_new_mask_after_dispatch",
     "make_plan",
     "make_varlen_key_for_new_mask_after_dispatch",
+    "plan_async",
     "roll",
     "roll_simple",
     "set_gradient_sum",

@@ -35,12 +35,13 @@ from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig, OverlapConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
-from magi_attention.functional import documents
+from magi_attention.functional import ahead, documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.dropout import dropout_of
+from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
 from magi_attention.meta.planner import build_plan, plan_for_partitions
@@ -49,7 +50,8 @@ DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the hea
 
 
 class Plan(meta_plan.Plan):
-    """A plan that can also move tensors. Still a pure value: what it caches is neither compared nor pickled."""
+    """A plan that can also move tensors. Still a pure value: what it caches is not compared, and not pickled either but
+    for what ``prepare`` made."""
 
     def shard(
         self,
@@ -153,6 +155,16 @@ class Plan(meta_plan.Plan):
             query_moves=self.query_moves,
         )
 
+    def prepare(self, rank: int, kernels: KernelTiles | None = None) -> Plan:
+        """Makes what the first call of ``rank`` would make: its part of the plan, the layouts of the rows that travel
+        and, with ``kernels`` (``kernel_tiles``), tile plans and schedules. Returns the plan.
+
+        A pickle of the plan then holds that, too, so a worker process of a data loader can make it. No GPU and no
+        group is used. ``IndexError`` for a rank that the plan does not have.
+        """
+        ahead.prepare(self, rank, kernels)
+        return self
+
     def explain(self, element_bytes: int = 2) -> dict:
         """The plan in numbers; see ``magi_attention.meta.explain``."""
         return explain(self, element_bytes)
@@ -171,8 +183,12 @@ class Plan(meta_plan.Plan):
         super().__init__(*args, **kwargs)
         self.__dict__["_plan_facts"] = facts_of_plan(self)
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "packed": ahead.packed(self)}
+
     def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
+        super().__setstate__({name: value for name, value in state.items() if name != "packed"})
+        ahead.unpack(self, state["packed"])
         self.__dict__["_plan_facts"] = facts_of_plan(self)
 
     def _facts(self, group: Any, policy: AttnPolicy | None = None) -> CompiledFacts:

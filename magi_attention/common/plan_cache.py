@@ -68,6 +68,10 @@ class PlanCache:
         found: V = self._tables.get((kind, key), _MISSING)
         return self._add((kind, key), make()) if found is _MISSING else found
 
+    def put(self, kind: Kind[K, V], key: K, table: V) -> None:
+        """Keeps a table that came from elsewhere, unless there is one."""
+        self._add((kind, key), table)
+
     def pop(self, kind: Kind[K, V], key: K) -> V | None:
         """The table, which the caller takes out, or None."""
         with self._lock:
@@ -75,10 +79,15 @@ class PlanCache:
             found: V | None = self._tables.pop((kind, key), None)
         return found
 
+    def items(self, kind: Kind[K, V]) -> list[tuple[K, V]]:
+        """Key and table of all tables of a kind."""
+        with self._lock:
+            found: list[Any] = [(key, table) for (other, key), table in self._tables.items() if other is kind]
+        return found
+
     def values(self, kind: Kind[K, V]) -> list[V]:
         """All tables of a kind."""
-        with self._lock:
-            return [table for (other, _), table in self._tables.items() if other is kind]
+        return [table for _, table in self.items(kind)]
 
     def __len__(self) -> int:
         """Tables, without those of parts."""

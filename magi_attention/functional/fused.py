@@ -16,6 +16,7 @@ import torch
 
 from magi_attention.comm.symm.buffers import SymmGroup, symm_group
 from magi_attention.common.plan_cache import Kind, PlanCache
+from magi_attention.functional.ahead import AHEAD
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
@@ -55,7 +56,8 @@ class FusedAttention:
     def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
         self._transport = transport
         self._wire = torch.float32 if high_precision_reduce else None
-        self.part = FusedLayout(plan).part(transport.rank)
+        ahead = plan.cache.find(AHEAD, transport.rank)
+        self.part = (ahead and ahead.fused) or FusedLayout(plan).part(transport.rank)
         self.cache = PlanCache()
         self.cache.count("part", self.part.arrays)
         self.cache.include(self.part.slices.cache)

@@ -18,6 +18,7 @@ from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
+from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused
 from magi_attention.functional.inputs import refuse_dtensor
@@ -145,8 +146,10 @@ class AttnRuntime:
         self._hierarchy = hierarchy
         self._has_said_why = False
         self._fused: tuple[FusedAttention | None] | None = None  # once decided
-        self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy) for s in range(plan.num_stages))
-        self.queries = None if self.part.queries is None else QueryComm(self.part.queries.cast, transport)
+        ahead = plan.cache.find(AHEAD, transport.rank) or NOT_AHEAD
+        self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy, ahead) for s in range(plan.num_stages))
+        queries = self.part.queries
+        self.queries = None if queries is None else QueryComm(queries.cast, transport, ahead.queries)
         self.is_local = self.queries is None and all(comm.is_idle for comm in self.comms)  # on every rank alike
         self._prepared: dict[tuple[object, ...], Prepared] = {}
         self.cache = PlanCache()
@@ -157,11 +160,12 @@ class AttnRuntime:
             self.cache.include(self.queries.cache)
         plan.cache.include(self.cache)
 
-    def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None) -> StageComm:
+    def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None, ahead: Ahead) -> StageComm:
         plan = self.plan
         spec, is_idle = self.part.stages[stage].cast, plan.stage_is_idle[stage]
         specs = [plan.cast_spec(r, stage) for r in range(plan.cp_size)] if hierarchy and not is_idle else ()
-        return StageComm(spec, self.transport, is_idle, hierarchy, specs)
+        made = ahead.stages[stage] if ahead.stages else None
+        return StageComm(spec, self.transport, is_idle, hierarchy, specs, made)
 
     @property
     def keeps_tail(self) -> bool:

@@ -37,9 +37,9 @@ class Handle(Generic[T]):
 class QueryComm:
     """Casts of queries to the ranks that hold keys, and what comes back; as ``StageComm``, straight between ranks."""
 
-    def __init__(self, spec: GroupSpec, transport: Transport) -> None:
+    def __init__(self, spec: GroupSpec, transport: Transport, made: A2AVLayout | None = None) -> None:
         self.transport = transport
-        self._layout = A2AVLayout.from_spec(spec)
+        self._layout = made or A2AVLayout.from_spec(spec)
         self.cache = PlanCache()
         self.cache.include(self._layout.cache)
 
@@ -74,7 +74,8 @@ class StageComm:
     """Group cast and reduce of one stage; ``is_idle`` if no rank of the group receives anything in it.
 
     By default every row goes straight from its owner to each rank that needs it. With ``hierarchy``, the (inter,
-    intra) transports, a row crosses between nodes once per node; ``specs`` are then those of all ranks.
+    intra) transports, a row crosses between nodes once per node; ``specs`` are then those of all ranks. ``made`` is the
+    layout of the direct form, if that was made ahead.
 
     Plans are checked when they are made, so the direct form leaves the checks of ``group_cast`` out. The caller holds
     the transport's guard and has gradients disabled.
@@ -87,8 +88,10 @@ class StageComm:
         is_idle: bool,
         hierarchy: tuple[Transport, Transport] | None = None,
         specs: Sequence[GroupSpec] = (),
+        made: A2AVLayout | None = None,
     ) -> None:
         self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
+        self._made = made
         self._spec, self._specs, self._hierarchy = spec, specs, hierarchy
         self.cache = PlanCache()
 
@@ -96,7 +99,7 @@ class StageComm:
 
     @cached_property
     def _direct(self) -> A2AVLayout:
-        layout = A2AVLayout.from_spec(self._spec)
+        layout = self._made or A2AVLayout.from_spec(self._spec)
         self.cache.include(layout.cache)
         return layout
 

@@ -324,10 +324,7 @@ class Plan:
             StagePlan(SliceTable(local_slices(mine, host, Packing(ranges))), ranges, self.cast_spec(rank, s))
             for s, ranges in enumerate(self.stage_ranges[rank])
         )
-        part = RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages)
-        self.cache.count(f"rank {rank}", part.host_ranges)
-        self.cache.include(part.cache, part.host.cache, *(stage.slices.cache for stage in stages))
-        return part
+        return self._held(RankPlan(rank, host.ranges, SliceTable(local_slices(mine, host, host)), stages))
 
     def _make_rank_with_moves(self, rank: int, mine: NDArray[np.int64], host: Packing) -> RankPlan:
         (k_ranges,), q_ranges = self.stage_ranges[rank], self.query_ranges[rank]
@@ -338,9 +335,17 @@ class Plan:
         of_others = merge(np.concatenate([local_slices(others, q_pack, host), behind]))
         queries = StagePlan(SliceTable(of_others), q_ranges, self.query_spec(rank))
         stage = StagePlan(SliceTable(local_slices(own, host, k_pack)), k_ranges, self.cast_spec(rank, 0))
-        part = RankPlan(rank, host.ranges, SliceTable(local_slices(own, host, host)), (stage,), queries)
-        self.cache.count(f"rank {rank}", part.host_ranges)
-        self.cache.include(part.cache, part.host.cache, stage.slices.cache, queries.slices.cache)
+        return self._held(RankPlan(rank, host.ranges, SliceTable(local_slices(own, host, host)), (stage,), queries))
+
+    def take_rank(self, part: RankPlan) -> None:
+        """Holds a part that an equal plan, in another process, made for its rank."""
+        self._ranks[part.rank] = self._held(part)
+
+    def _held(self, part: RankPlan) -> RankPlan:
+        """``part``, which the plan is about to hold."""
+        queries = () if part.queries is None else (part.queries.slices.cache,)
+        self.cache.count(f"rank {part.rank}", part.host_ranges)
+        self.cache.include(part.cache, part.host.cache, *(stage.slices.cache for stage in part.stages), *queries)
         return part
 
     def _counted(self, name: str, arrays: T) -> T:

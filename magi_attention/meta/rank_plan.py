@@ -66,6 +66,11 @@ class RankPlan:
         """All slices over local keys followed by every stage's buffer: the one-kernel form."""
         return self.cache.get(_JOINED, None, self._join)
 
+    def take_joined(self, table: SliceTable) -> None:
+        """Holds ``joined``, which an equal part in another process made."""
+        self.cache.include(table.cache)
+        self.cache.put(_JOINED, None, table)
+
     def _join(self) -> SliceTable:
         parts, offset = [self.host.array], self.num_tokens
         for stage in self.stages:

@@ -78,12 +78,12 @@ class TilePlan:
         next, who takes it away unless that is wanted again. Errors as of ``build``.
         """
         key = (total_q, total_k, tile_tokens, num_groups, is_transposed)
-        plan = slices.cache.pop(_HOST_PLANS, key)
+        plan = slices.cache.pop(HOST_PLANS, key)
         if plan is None:
             rows = transposed(slices, total_q, total_k) if is_transposed else _int32_rows(slices, total_q, total_k)
             sizes = (total_k, total_q) if is_transposed else (total_q, total_k)
             plan = cls.build(strips(rows, tile_tokens), *sizes, tile_tokens, num_groups)
-        return slices.cache.get(_HOST_PLANS, key, lambda: plan) if is_kept else plan
+        return slices.cache.get(HOST_PLANS, key, lambda: plan) if is_kept else plan
 
     def check(self, slices: SliceTable | np.ndarray) -> None:
         """Walks the plan against the slices; ``ContractError`` names the first pair or field that is wrong."""
@@ -124,7 +124,7 @@ class TilePlan:
         return pairs.reshape(len(pairs), tokens, 2)
 
 
-_HOST_PLANS: Kind[tuple[int, int, int, int, bool], TilePlan] = Kind("tile plan, on the host", lambda plan: [plan.words])
+HOST_PLANS: Kind[tuple[int, int, int, int, bool], TilePlan] = Kind("tile plan, on the host", lambda plan: [plan.words])
 
 
 def transposed(slices: SliceTable | np.ndarray, total_q: int, total_k: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, PlanShap
 from magi_attention.kernels.ffa.schedule.simulate import _TILE_STEPS
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import _HOST_PLANS
+from magi_attention.native.tile_plan import HOST_PLANS
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -174,7 +174,7 @@ def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
 
 def full_bytes(slices, plans, lists) -> int:
     """Bytes of what kernels read, and of the little that the host keeps of a mask."""
-    on_host = reached_bytes(slices.cache.values(_TILE_STEPS), slices.cache.values(_HOST_PLANS))
+    on_host = reached_bytes(slices.cache.values(_TILE_STEPS), slices.cache.values(HOST_PLANS))
     return slices.array.nbytes + sum(p.plan.nbytes for p in plans) + sum(x.words.nbytes for x in lists) + on_host
 
 

@@ -162,10 +162,20 @@ class A2AVLayout:
         self._num_contributions = np.zeros(self.input_rows, np.int64)
         for rows in sends:
             self._num_contributions[rows] += 1
+        self._begin()
+
+    def _begin(self) -> None:
         # What ``comm.symm.collective`` prepared, by the buffers of a group, with which it goes.
         self.exchanges: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         listed = (self.send, self.recv, self.self_in, self.self_out, *(rows for rows, _ in self.segments))
         self.cache.count("rows", self._num_contributions, *(rows.index for rows in listed))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "exchanges"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def _rows(self, index: np.ndarray, name: str) -> Rows:
         return Rows(index, self.cache, name)

@@ -15,6 +15,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.env import build as env
 from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.dropout import DropoutMask
+from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.kernels.ffa.backward import BackwardCalls, Operands
 from magi_attention.kernels.ffa.forward import Final, ForwardCalls
 from magi_attention.kernels.ffa.host_ranges import HostRanges
@@ -92,6 +93,19 @@ class FfaBackend:
         """Those for the device of ``q``."""
         index = q.get_device()
         return self._of_device.get(index) or self._find(index)
+
+    def tiles(
+        self, index: int, dtype: torch.dtype, heads: tuple[int, int], head_dims: tuple[int, int], options: AttnOptions
+    ) -> KernelTiles:
+        """What the tile plans of calls on GPU ``index`` depend on; ``heads`` (query, kv), ``head_dims`` (q and k, v).
+
+        May compile the kernels, as the first call would.
+        """
+        libraries = (self._of_device.get(index) or self._find(index)).libraries
+        forward = libraries.get("fwd", dtype, *head_dims).tile(*heads, *head_dims)
+        backward = libraries.get("bwd", dtype, *head_dims).backward_tile(*head_dims)
+        num_sms, is_portable = self.runtime.num_sms(index), libraries.family.is_portable
+        return KernelTiles(forward, backward, heads, head_dims, num_sms, options, is_portable)
 
     def _find(self, index: int) -> FamilyCalls:
         found = self._given

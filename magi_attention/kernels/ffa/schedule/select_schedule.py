@@ -135,7 +135,7 @@ class RecentSchedules:
         return schedule
 
 
-_SCHEDULES: Kind[tuple[object, ...], BwdSchedule] = Kind("schedule of a backward")
+SCHEDULES: Kind[tuple[object, ...], BwdSchedule] = Kind("schedule of a backward")
 _GAINS: Kind[tuple[object, ...], float] = Kind("gain of one document after the other")
 
 
@@ -155,15 +155,23 @@ def select_schedule(
         is_remote, slices, keys = False, mask, v_shape[0]
     if not isinstance(slices, SliceTable):
         return UNKNOWN
+    return schedule_of(q_shape, v_shape, slices, keys, is_remote, options, num_sms)
+
+
+def schedule_of(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], slices: SliceTable, keys: int, is_remote: bool,
+    options: AttnOptions, num_sms: int,
+) -> BwdSchedule:  # fmt: skip
+    """As ``select_schedule``, of ``slices`` over so many ``keys``, of which some arrive if ``is_remote``."""
     key = (q_shape, v_shape, keys, is_remote, options.deterministic, options.is_plain, num_sms)
-    kept = slices.cache.find(_SCHEDULES, key)
+    kept = slices.cache.find(SCHEDULES, key)
     if kept is None:
         found = _choose(q_shape, v_shape, slices, keys, is_remote, options, num_sms)
         is_counted = options.deterministic or found.first_writer
         if is_counted and options.is_plain and not (is_remote or found.split != NONE or not slices.area):
             share = tile_steps(slices, q_shape[0], keys).single[found.block_m]
             found = found._replace(direct_dq_store=share >= _LEAST_SINGLE)
-        kept = slices.cache.get(_SCHEDULES, key, partial(BwdSchedule, *found))
+        kept = slices.cache.get(SCHEDULES, key, partial(BwdSchedule, *found))
     return kept
 
 
