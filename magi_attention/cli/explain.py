@@ -78,7 +78,23 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
     )
 
 
-def about_queries(mask, numbers: dict, args: argparse.Namespace) -> str | None:
+def why_none_move(plan) -> str:
+    """What moving queries would do, under the dispatch of a plan in which only keys and values do."""
+    from magi_attention.meta.planner import LEAST_SAVING, MOST_LOAD, query_moves_of
+
+    moves = query_moves_of(plan)
+    if not moves.cost_of_keys:
+        return "Nothing travels, so no query has to."
+    (cost, load), keys = moves.cheapest, moves.cost_of_keys
+    uneven = ""
+    if cost < (1 - LEAST_SAVING) * keys and load > MOST_LOAD * plan.slices.area / plan.cp_size:
+        heaviest = load * plan.cp_size / plan.slices.area
+        uneven = f" ({cost / keys:.0%} without balance, the heaviest rank at {heaviest:.2f} of the mean)"
+    share = f"{moves.cost / keys:.0%} of the bytes of a training step would travel"
+    return f"Keys and values alone move: with queries {share}{uneven}, and queries move where a tenth is saved."
+
+
+def about_queries(mask, plan, numbers: dict, args: argparse.Namespace) -> str | None:
     """A sentence that says whether queries move and what that saves, or would save."""
     from magi_attention.meta.explain import explain
 
@@ -95,7 +111,7 @@ def about_queries(mask, numbers: dict, args: argparse.Namespace) -> str | None:
         return f"With --query-moves auto queries travel as well, and {share:.0%} of these bytes in a forward."
     kept = explain(plan_for(mask, args.cp, args, args.dispatch, "never"))["bytes_total"]
     if not numbers["do_queries_move"]:
-        return "Keys and values alone move: to move queries would not save a tenth of what travels."
+        return why_none_move(plan)
     share = numbers["bytes_total"] / max(kept, 1)
     return f"Queries move, {sum(numbers['query_rows_sent']):,} rows: {share:.0%} of the bytes of keys and values alone."
 
@@ -144,7 +160,7 @@ def command_explain(args: argparse.Namespace) -> int:
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
     show_kernels(args)
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
-    for sentence in (advice, about_queries(mask, numbers, args)):
+    for sentence in (advice, about_queries(mask, plan, numbers, args)):
         if sentence:
             print(sentence)
     if out is not None:

@@ -28,7 +28,8 @@ from magi_attention.meta.plan import QUERY_MOVES, Plan
 from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 from magi_attention.meta.solver.partition import min_heap
-from magi_attention.meta.solver.query_moves import Cells, choose_moves
+from magi_attention.meta.solver.placement import Cells
+from magi_attention.meta.solver.query_moves import Moves, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 LEAST_SAVING = 0.1  # of what travels, from which on queries move by themselves
@@ -124,6 +125,14 @@ def _with_moves(
     if query_moves == "auto" and moves.cost > (1 - LEAST_SAVING) * first.cost_of_keys:
         return given, None
     return choice, moves.assigned(cells, owner)
+
+
+def query_moves_of(plan: Plan) -> Moves:
+    """What ``choose_moves`` finds for the mask and the dispatch of a plan, whatever was asked for."""
+    bounds = plan.chunk_ranges
+    pieces, chunk_of, _ = split_by_chunk(plan.slices.array, bounds)
+    cells, heads = Cells.cut(pieces, chunk_of, bounds), (plan.num_heads_q, plan.num_heads_kv)
+    return choose_moves(cells, plan.rank_of_chunk, plan.cp_size, heads, MOST_LOAD * plan.slices.area / plan.cp_size)
 
 
 def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Choice:

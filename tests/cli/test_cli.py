@@ -60,6 +60,7 @@ def test_explain_says_whether_queries_move(capsys):
         assert main([*dear, "--query-moves", moves]) == 0
         out = capsys.readouterr().out
         assert sentence in out and "--query-moves auto" not in out
+    assert re.search(r"with queries \d+% of the bytes of a training step would travel", out)
 
 
 def test_explain_as_json(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank computes which pair of chunks, and what has to travel for it.
+
+Any rank may compute what the queries of one chunk see of the keys of another. It needs these queries and keys, and is
+sent those that it does not own, each chunk once for all of its pairs. ``Placement`` keeps count of that. It hands pairs
+on until no rank has too much, and then looks for ways to send less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.common.intervals import merge_intervals
+from magi_attention.common.slices import K0, K1, Q0, Q1, areas
+from magi_attention.meta.chunking import sum_by
+from magi_attention.meta.rank_plan import cut_by_windows
+
+_MOST_STEPS = 32  # of balancing, for each rank
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Pieces (N, 5) in global coordinates, each inside one query chunk and one key chunk, with these and its area."""
+
+    pieces: Ints
+    query_chunk: Ints
+    key_chunk: Ints
+    area: Ints
+
+    @classmethod
+    def cut(cls, pieces: Ints, query_chunk: Ints, bounds: Ints) -> Cells:
+        """``pieces`` as ``split_by_chunk`` gives them; ``bounds`` (chunks, 2) of keys."""
+        cut, of, key_chunk = cut_by_windows(pieces, bounds)
+        return cls(cut, query_chunk[of], key_chunk, areas(cut))
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The queries of all pairs, or their keys: the chunk ``of`` (pairs,) each, and by chunk (chunks,) what it costs to
+    send it to a rank, and who owns it."""
+
+    of: Ints
+    cost: Ints
+    owner: Ints
+
+    @property
+    def at(self) -> Ints:
+        """(pairs,): the rank that owns this side of each."""
+        return self.owner[self.of]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Pairs of a query chunk and a key chunk that see each other, each once, with their ``area`` (pairs,). ``of``
+    (cells,): the pair that each cell is a part of."""
+
+    queries: Side
+    keys: Side
+    area: Ints
+    of: Ints
+
+    @classmethod
+    def of_cells(cls, cells: Cells, owners: tuple[Ints, Ints], costs: tuple[int, int]) -> Pairs:
+        """``owners``: ranks of query chunks and of key chunks; ``costs``: of a row of each, which counts if a cell of
+        its chunk has it."""
+        pair, of = np.unique(cells.query_chunk * len(owners[1]) + cells.key_chunk, return_inverse=True)
+        of = of.reshape(-1)
+        rows_q = union_rows(cells.pieces[:, [Q0, Q1]], cells.query_chunk, len(owners[0]))
+        rows_k = union_rows(cells.pieces[:, [K0, K1]], cells.key_chunk, len(owners[1]))
+        queries = Side(pair // len(owners[1]), costs[0] * rows_q, owners[0])
+        keys = Side(pair % len(owners[1]), costs[1] * rows_k, owners[1])
+        return cls(queries, keys, sum_by(of, cells.area, len(pair)), of)
+
+
+def union_rows(ranges: Ints, group: Ints, num_groups: int) -> Ints:
+    """Rows in the union of the ranges of each group."""
+    if not len(ranges):
+        return np.zeros(num_groups, dtype=np.int64)
+    stride = int(ranges.max()) + 2  # so ranges of two groups never touch
+    union = merge_intervals(ranges + (group * stride)[:, None])
+    return sum_by(union[:, 0] // stride, union[:, 1] - union[:, 0], num_groups)
+
+
+class _Sent:
+    """One side, with how many pairs of each rank use a chunk: ``users`` (chunks, ranks)."""
+
+    def __init__(self, side: Side, world: int) -> None:
+        self.of, self.users = side.of, np.zeros((len(side.cost), world), dtype=np.int64)
+        self.price = side.cost[:, None] * (side.owner[:, None] != np.arange(world))  # of a chunk at a rank
+
+    def add(self, pairs: Ints, ranks: Ints, by: int) -> None:
+        np.add.at(self.users, (self.of[pairs], ranks), by)
+
+    def cost(self) -> int:
+        return int(self.price[self.users > 0].sum())
+
+    def entering(self, chunks: Ints) -> Ints:
+        """(chunks, ranks): what more has to be sent if a rank uses a chunk."""
+        price: Ints = self.price[chunks] * (self.users[chunks] == 0)
+        return price
+
+    def leaving(self, chunks: Ints, rank: int) -> Ints:
+        """(chunks,): what less, if one pair of a chunk leaves ``rank``."""
+        price: Ints = self.price[chunks, rank] * (self.users[chunks, rank] == 1)
+        return price
+
+
+class _Batch(NamedTuple):
+    """Groups of pairs of one rank that could go together: group g is ``pairs[begin[g] : begin[g + 1]]``; its ``area``
+    and, by rank that it could go to, the change of cost (groups, ranks)."""
+
+    pairs: Ints
+    begin: Ints
+    area: Ints
+    price: Ints
+
+
+class Placement:
+    """Pairs at ranks. ``rank`` (pairs,): -1 for one that has none yet; ``loads`` (ranks,): areas."""
+
+    def __init__(self, pairs: Pairs, world: int, rank: Ints | None = None) -> None:
+        self.area, self.world = pairs.area, world
+        self._sides = _Sent(pairs.queries, world), _Sent(pairs.keys, world)
+        self.rank = np.full(len(pairs.area), -1, dtype=np.int64)
+        self.loads = np.zeros(world, dtype=np.int64)
+        if rank is not None:
+            self.move(np.arange(len(pairs.area)), rank)
+
+    def move(self, pairs: Ints, to: Ints | int) -> None:
+        """``pairs`` to a rank, or each to its own; -1 for none."""
+        to = np.broadcast_to(to, len(pairs))
+        for ranks, by in ((self.rank[pairs], -1), (to, 1)):
+            at = ranks >= 0
+            for side in self._sides:
+                side.add(pairs[at], ranks[at], by)
+            np.add.at(self.loads, ranks[at], by * self.area[pairs[at]])
+        self.rank[pairs] = to
+
+    @property
+    def heaviest(self) -> int:
+        return int(self.loads.max(initial=0))
+
+    def cost(self) -> int:
+        """Of all that has to be sent."""
+        return sum(side.cost() for side in self._sides)
+
+    def sent(self) -> Ints:
+        """(ranks,): what it costs to send each rank what it needs."""
+        first, second = (np.where(side.users > 0, side.price, 0).sum(axis=0) for side in self._sides)
+        total: Ints = first + second
+        return total
+
+    def entering(self, pairs: Ints) -> Ints:
+        """(pairs, ranks): what more has to be sent if a rank computes a pair."""
+        first, second = self._sides
+        return first.entering(first.of[pairs]) + second.entering(second.of[pairs])
+
+    def balance(self, most: float) -> None:
+        """Takes from the heaviest rank what costs least for its area, until none is above ``most`` or nothing helps."""
+        for _ in range(_MOST_STEPS * self.world):
+            rank = int(self.loads.argmax())
+            # Where nobody has the room, the heavier of the two has less than before, so this ends.
+            rooms = (most, self.loads[rank] - 1)
+            if self.loads[rank] <= most or not any(self._hand_over(rank, room, must=True) for room in rooms):
+                break
+
+    def improve(self, most: float) -> None:
+        """Hands over what makes less travel, while no rank gets above ``most``, until nothing does."""
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for rank in range(self.world):
+                while self._hand_over(rank, most, must=False):
+                    has_changed = True
+
+    def _hand_over(self, rank: int, room: float, must: bool) -> bool:
+        """One pair of ``rank``, or all of its pairs with one chunk, to another rank that stays within ``room``: what
+        costs least for its area, or without ``must`` what saves most. False if nothing fits, or saves."""
+        batches = self._batches(rank)
+        area = np.concatenate([batch.area for batch in batches])[:, None]
+        price = np.concatenate([batch.price for batch in batches])
+        fits = self.loads + area <= room
+        fits[:, rank] = False
+        value = np.where(fits & (area > 0), price / np.maximum(area, 1) if must else price, np.inf)
+        if not value.size or value.min() == np.inf or not (must or value.min() < 0):
+            return False
+        group, to = divmod(int(value.argmin()), self.world)
+        for batch in batches:
+            if group < len(batch.area):
+                break
+            group -= len(batch.area)
+        self.move(batch.pairs[slice(*np.append(batch.begin, len(batch.pairs))[group : group + 2])], to)
+        return True
+
+    def _batches(self, rank: int) -> list[_Batch]:
+        """Single pairs of ``rank``, those that share a query chunk, and those that share a key chunk."""
+        pairs = np.flatnonzero(self.rank == rank)
+        area, chunks = self.area[pairs], [side.of[pairs] for side in self._sides]
+        change = [side.entering(of) - side.leaving(of, rank)[:, None] for side, of in zip(self._sides, chunks)]
+        found = [_Batch(pairs, np.arange(len(pairs)), area, change[0] + change[1])]
+        for side, of, other in zip(self._sides, chunks, change[::-1]):
+            order = np.argsort(of, kind="stable")
+            shared, begin = np.unique(of[order], return_index=True)
+            if not len(begin):
+                continue
+            # No two of them share the other chunk as well, so what they save and cost there adds up.
+            price = np.add.reduceat(other[order], begin) + side.entering(shared) - side.price[shared, rank][:, None]
+            found.append(_Batch(pairs[order], begin, np.add.reduceat(area[order], begin), price))
+        return found
+
+
+__all__ = ["Cells", "Pairs", "Placement", "Side", "union_rows"]
