@@ -130,6 +130,7 @@ class DynamicAttnAlgType(ValueEnum):
     FAST_SIMPLEX_NETWORK_FLOW = "fast_simplex_network_flow"
     BINARY_GREEDY = "binary_greedy"
     BINARY_GREEDY_PARALLEL = "binary_greedy_parallel"
+    QUERY_MOVES = "query_moves"  # not a published one
 
 
 class MagiAttentionKernelBackend(ValueEnum):

@@ -80,7 +80,8 @@ class A2AVBasedGroupCollectiveArg(GroupCollectiveArg):
 
 @dataclass
 class CommMeta:
-    """Group collectives of one rank, one per remote stage. Queries and outputs do not move in this build."""
+    """Group collectives of one rank, one per remote stage; those of queries, whose outputs go back by the transpose,
+    only where queries move."""
 
     num_remote_kv_tokens_per_stage: list[int]
     kv_group_collective_args_list: list[GroupCollectiveArg]

@@ -20,7 +20,7 @@ row of queries costs ``QUERY_COST`` for each query head: q and out, then q, dout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -32,7 +32,7 @@ from magi_attention.meta.solver.placement import Cells, Ints, Pairs, Placement, 
 from magi_attention.native.planner import vertex_cover
 
 KEY_COST, QUERY_COST = 6, 5
-_TRIED = 3  # of the choices to begin with
+_TRIED, _ALL_TRIED = 3, 5000  # of the choices to begin with; pairs, up to which all are
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +90,16 @@ def _cost(cells: Cells, owner: Ints, world: int, costs: tuple[int, int], rank_of
 
 
 def place(
-    pairs: Pairs, world: int, aim: float, most: float, groups: int = 1
+    pairs: Pairs, world: int, aim: float, most: float, groups: int = 1, more: Sequence[Ints] = ()
 ) -> tuple[Placement | None, tuple[int, int]]:
     """The cheapest placement found in which no rank has more area than ``aim``, or where that cannot be reached than
     ``most``, None if there was none; and cost and heaviest load of the cheapest before it was balanced. ``groups``: as
-    many equal parts of the chunks, one behind the other, are the head groups of a sequence."""
+    many equal parts of the chunks, one behind the other, are the head groups of a sequence. ``more``: choices (pairs,)
+    to begin with as well."""
     starts = [Placement(pairs, world, rank) for rank in (*_grids(pairs, world, groups), _cover(pairs, world))]
-    starts = sorted(starts, key=Placement.cost)[:_TRIED]
+    starts = sorted(starts, key=Placement.cost)[: _TRIED if len(pairs.area) > _ALL_TRIED else None]
     cheapest = starts[0].cost(), starts[0].heaviest
+    starts += [Placement(pairs, world, rank) for rank in more]
     for placement in starts:
         placement.balance(aim)
         placement.improve(max(aim, placement.heaviest))
