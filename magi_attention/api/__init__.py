@@ -37,6 +37,7 @@ from magi_attention.api.magi_attn_interface import (
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
 from magi_attention.api.plan_async import kernel_tiles, plan_async
+from magi_attention.api.rates import load_rates
 from magi_attention.api.replicated_kv import attend_replicated_kv
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -59,6 +60,7 @@ from magi_attention.config import (
     ToppHeapDispatchAlg,
     UniformOverlapAlg,
 )
+from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, flex_flash_attn_func
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "LBDispatchAlg",
     "Mask",
     "LocalityDispatchAlg",
+    "MachineRates",
     "MinHeapDispatchAlg",
     "OverlapAlg",
     "OverlapConfig",
@@ -106,6 +109,7 @@ __all__ = [
     "init_dist_attn_runtime_key",
     "init_dist_attn_runtime_mgr",
     "kernel_tiles",
+    "load_rates",
     "magi_attn_flex_dispatch",
     "magi_attn_flex_key",
     "magi_attn_varlen_dispatch",

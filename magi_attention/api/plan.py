@@ -33,6 +33,7 @@ from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig, OverlapConfig
+from magi_attention.config.rates import MachineRates
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
 from magi_attention.functional import ahead, documents
@@ -137,7 +138,8 @@ class Plan(meta_plan.Plan):
 
     def with_mask(self, mask: Mask, overlap: OverlapConfig | None = None) -> Plan:
         """The plan of another mask over the same dispatch, for models that mix masks. Its balance is that of
-        this plan's mask, and so are its documents where the new mask knows none."""
+        this plan's mask, and so are its documents where the new mask knows none. ``overlap`` stands for itself: rates
+        of this plan do not complete it."""
         _check_square(mask, self.total_tokens)
         return plan_for_partitions(
             mask.slices,
@@ -153,6 +155,7 @@ class Plan(meta_plan.Plan):
             cu_seqlens=self.cu_seqlens if mask.cu_seqlens is None else mask.cu_seqlens,
             plan_type=Plan,
             query_moves=self.query_moves,
+            rates=self.rates,
         )
 
     def prepare(self, rank: int, kernels: KernelTiles | None = None) -> Plan:
@@ -243,6 +246,7 @@ def make_plan(
     check: bool | None = None,
     balance: float | None = DEFAULT_BALANCE,
     query_moves: str = "never",
+    rates: MachineRates | None = None,
 ) -> Plan:
     """Plans ``mask`` over ``cp_size`` ranks: a pure function on the CPU, the same on every rank.
 
@@ -250,8 +254,10 @@ def make_plan(
     (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
     the mean where the chunk size is left open; None keeps the first choice. ``query_moves``: with "always" queries may
     travel to the keys, and outputs back, where that is cheaper than keys and values to the queries; with "auto" if it
-    saves a tenth of what travels; head counts matter then. ``ContractError`` for a mask that is not square or
-    overlapping slices. A sequence shorter than ``cp_size`` is padded, as any other is.
+    saves a tenth of what travels; head counts matter then. ``rates`` of the machine (``load_rates``) choose the overlap
+    degree of mode DYNAMIC, the row cost of ``LocalityDispatchAlg`` and whether "auto" moves queries; they must be the
+    same on all ranks, as the mask must. ``ContractError`` for a mask that is not square, for overlapping slices, and
+    for a config that gives itself what rates decide. A sequence shorter than ``cp_size`` is padded, as any other is.
     """
     if not isinstance(mask, Mask):
         raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")
@@ -272,6 +278,7 @@ def make_plan(
         cu_seqlens=mask.cu_seqlens,
         plan_type=Plan,
         query_moves=query_moves,
+        rates=rates,
     )
 
 

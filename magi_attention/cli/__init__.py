@@ -24,6 +24,7 @@ from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
 from magi_attention.cli.run import command_run, example_options_given
 from magi_attention.cli.suites import SUITES, command_test
+from magi_attention.cli.tune import add_tune
 from magi_attention.errors import MagiError
 from magi_attention.version import __version__
 
@@ -128,6 +129,9 @@ def _add_explain(commands) -> None:
     explain.add_argument("--heads-q", type=int, default=64)
     explain.add_argument("--heads-kv", type=int, default=8)
     explain.add_argument("--head-dim", type=int, default=128)
+    explain.add_argument("--budget", action="store_true", help="measure planning here, beside a step's attention")
+    explain.add_argument("--layers", type=int, help="with --budget: attention layers of the model; 32 without it")
+    explain.add_argument("--rates", metavar="FILE", help="plan and predict by a file of `magi tune`")
     explain.add_argument("--out", help=f"folder for the page; {FOLDER} without it")
     explain.add_argument("--no-pictures", dest="pictures", action="store_false", help="print the tables only")
     explain.add_argument("--json", action="store_true", help="print the numbers as JSON, and nothing else")
@@ -178,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     add_dev(commands)
     add_completion(commands, top)
     add_bench(commands)
+    add_tune(commands)
     add_launcher(commands)
     return top
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import time
 
+from magi_attention.cli.budget import budget_of, check_budget_options, rates_of, show_budget
 from magi_attention.cli.common import make_folder, show_table
 from magi_attention.cli.masks import build_mask, check_options
 from magi_attention.errors import NoBackendError, UnsupportedError
@@ -42,6 +43,7 @@ def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_
         num_heads_kv=args.heads_kv,
         head_dim=args.head_dim,
         query_moves=query_moves,
+        rates=args.plan_rates,
     )
 
 
@@ -80,7 +82,7 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
 
 def why_none_move(plan) -> str:
     """What moving queries would do, under the dispatch of a plan in which only keys and values do."""
-    from magi_attention.meta.planner import LEAST_SAVING, MOST_LOAD, query_moves_of
+    from magi_attention.meta.planner import LEAST_SAVING, LEAST_TIME, MOST_LOAD, query_moves_of
 
     moves = query_moves_of(plan)
     if not moves.cost_of_keys:
@@ -91,7 +93,8 @@ def why_none_move(plan) -> str:
         heaviest = load * plan.cp_size / plan.slices.area
         uneven = f" ({cost / keys:.0%} without balance, the heaviest rank at {heaviest:.2f} of the mean)"
     share = f"{moves.cost / keys:.0%} of the bytes of a training step would travel"
-    return f"Keys and values alone move: with queries {share}{uneven}, and queries move where a tenth is saved."
+    least = "a tenth" if plan.rates is None else f"{LEAST_TIME:.0%} of the modelled time"
+    return f"Keys and values alone move: with queries {share}{uneven}, and queries move where {least} is saved."
 
 
 def about_queries(mask, plan, numbers: dict, args: argparse.Namespace) -> str | None:
@@ -145,19 +148,25 @@ def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.report import describe
 
     check_options(args)
+    check_budget_options(args)
+    args.plan_rates = rates_of(args) if args.rates else None
     mask = build_mask(args)
     out = make_folder(args.out or FOLDER, "--out") if args.pictures and not args.json else None
     started = time.perf_counter()
     plan = plan_for(mask, args.cp, args, args.dispatch, args.query_moves)
     seconds = time.perf_counter() - started
     numbers = explain(plan)
+    budget = budget_of(plan, args, plan_for) if args.budget else None
     if args.json:
-        print(json.dumps({**numbers, "seconds": round(seconds, 4)}))
+        more = {} if budget is None else {"budget": budget}
+        print(json.dumps({**numbers, "seconds": round(seconds, 4), **more}))
         return 0
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
     show_table("Ranks", describe.rank_table(plan, numbers))
     heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
+    if budget is not None:
+        show_budget(budget)
     show_kernels(args)
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
     for sentence in (advice, about_queries(mask, plan, numbers, args)):

@@ -104,6 +104,11 @@ def min_chunks_per_rank() -> int:
     return registry.get("MAGI_ATTENTION_MIN_CHUNKS_PER_RANK")
 
 
+def rates_file() -> str:
+    """File in which `magi tune` keeps what it measured; empty if unset."""
+    return registry.get("MAGI_ATTENTION_RATES_FILE")
+
+
 def is_cpp_backend_enable() -> bool:
     return registry.get("MAGI_ATTENTION_CPP_BACKEND")
 

@@ -59,11 +59,21 @@ class _Call(NamedTuple):
 
 def prepare(plan: Plan, rank: int, kernels: KernelTiles | None) -> None:
     """Makes the part of ``rank``, its layouts and, with ``kernels``, tile plans and schedules."""
-    part = plan.rank(rank)
-    ahead = plan.cache.get(AHEAD, rank, lambda: _layouts(plan, part, kernels is not None and kernels.is_fused))
+    make_layouts(plan, rank, kernels is not None and kernels.is_fused)
     if kernels is not None:
-        for call in _calls(plan, part, ahead):
-            kernels.make(*call)
+        make_tables(plan, rank, kernels)
+
+
+def make_layouts(plan: Plan, rank: int, is_fused: bool) -> Ahead:
+    """Layouts of the rows that travel to and from ``rank``, kept."""
+    part = plan.rank(rank)
+    return plan.cache.get(AHEAD, rank, lambda: _layouts(plan, part, is_fused))
+
+
+def make_tables(plan: Plan, rank: int, kernels: KernelTiles) -> None:
+    """Tile plans and schedules of the calls of ``rank``, kept with their slices."""
+    for call in _calls(plan, plan.rank(rank), make_layouts(plan, rank, kernels.is_fused)):
+        kernels.make(*call)
 
 
 def _layouts(plan: Plan, part: RankPlan, is_fused: bool) -> Ahead:
@@ -138,4 +148,15 @@ def kernel_tiles(
     return backend.tiles(index, dtype, heads, head_dims, options)._replace(is_fused=is_fused)
 
 
-__all__ = ["AHEAD", "NOT_AHEAD", "Ahead", "Packed", "kernel_tiles", "packed", "prepare", "unpack"]
+__all__ = [
+    "AHEAD",
+    "NOT_AHEAD",
+    "Ahead",
+    "Packed",
+    "kernel_tiles",
+    "make_layouts",
+    "make_tables",
+    "packed",
+    "prepare",
+    "unpack",
+]

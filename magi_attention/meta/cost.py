@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted bytes and times of a plan: what its communication costs, and where it hides.
 
-Time is in units chosen by the factors: ``calc_cost_factor`` is time per allowed pair and
-``comm_cost_factor`` time per K/V row. ``utils.get_calc_cost_factor`` and ``get_comm_cost_factor`` make them from a
-machine's rates.
+Rates are those of ``MachineRates``, which the caller gives: measured by `magi tune`, or assumed.
 """
 
 from __future__ import annotations
@@ -15,13 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.slices import Q0, areas, pairs_before
+from magi_attention.config.rates import MachineRates
 from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.plan import Plan
-
-# A machine for pictures when none is given: 60% of a 989 TFLOP/s GPU, 300 GB/s per link, bf16.
-_DEFAULT_FLOPS = 0.6 * 989e12
-_DEFAULT_BYTES_PER_S = 300e9
-MACHINE = f"a GPU at {_DEFAULT_FLOPS / 1e12:.0f} TFLOP/s and a link of {_DEFAULT_BYTES_PER_S / 1e9:.0f} GB/s"
 
 
 class Bar(TypedDict):
@@ -36,24 +30,26 @@ class Bar(TypedDict):
 
 @dataclass(frozen=True)
 class CostModel:
-    """``pair_s``: seconds per allowed pair (all heads); ``row_s``: seconds per received K and V row."""
+    """``pair_s``: seconds per allowed pair (all heads); ``row_s``: seconds per received K and V row; ``start_s``: of a
+    fetch, whatever it moves."""
 
     pair_s: float
     row_s: float
+    start_s: float = 0.0
 
     @classmethod
     def for_plan(
         cls,
         plan: Plan,
-        flops_per_s: float = _DEFAULT_FLOPS,
-        bytes_per_s: float = _DEFAULT_BYTES_PER_S,
+        rates: MachineRates,
         element_bytes: int = 2,
+        is_backward: bool = False,
     ) -> CostModel:
-        """Forward pass: 4 flops per pair, query head and head dim; K and V elements per row."""
-        return cls(
-            pair_s=4 * plan.num_heads_q * plan.head_dim / flops_per_s,
-            row_s=row_bytes(plan, element_bytes) / bytes_per_s,
-        )
+        """Of the forward pass; or of the backward, up to the gradients of remote keys, which then go back."""
+        length = 2 * float(plan.areas.sum()) / max(plan.total_tokens, 1)  # of a causal mask with as many keys a query
+        forward, backward = rates.pair_seconds(plan.num_heads_q, plan.num_heads_kv, plan.head_dim, length)
+        row_s = rates.bytes_seconds(row_bytes(plan, element_bytes))
+        return cls(backward if is_backward else forward, row_s, rates.link_latency_s)
 
 
 def row_bytes(plan: Plan, element_bytes: int = 2) -> int:
@@ -96,13 +92,12 @@ def contiguous_areas(plan: Plan) -> NDArray[np.int64]:
     return np.array([int(part.sum()) for part in chunks], dtype=np.int64)
 
 
-def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
+def timeline(plan: Plan, model: CostModel) -> list[Bar]:
     """Bars of the forward pass: dicts of ``rank, lane ("compute" or "comm"), stage, start, end`` in seconds.
 
     Stage -1 is the host. Fetches follow one another on a link of their own; a stage starts when its rows are
     there and the stage before is done. At degree 0 the kernel starts after the one fetch.
     """
-    model = model or CostModel.for_plan(plan)
     rows, pairs, bars = stage_rows(plan), stage_areas(plan).tolist(), []
     # A received query is half as many elements as k and v of as many heads.
     queries = plan.query_matrix().sum(axis=0) * plan.num_heads_q / (2 * plan.num_heads_kv)
@@ -110,7 +105,8 @@ def timeline(plan: Plan, model: CostModel | None = None) -> list[Bar]:
         arrived, clock = 0.0, 0.0
         arrivals = []
         for s in range(plan.num_stages):
-            start, arrived = arrived, arrived + (float(rows[rank, s]) + float(queries[rank])) * model.row_s
+            moved = float(rows[rank, s]) + float(queries[rank])
+            start, arrived = arrived, arrived + (moved * model.row_s + model.start_s if moved else 0.0)
             arrivals.append(arrived)
             bars.append(_bar(rank, "comm", s, start, arrived))
         if plan.degree == 0 and plan.num_stages:

@@ -29,6 +29,7 @@ from magi_attention.common.intervals import (
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
 from magi_attention.config import OverlapConfig
+from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_areas, chunk_bounds, owners, split_by_chunk, sum_by
 from magi_attention.meta.rank_plan import RankPlan, StagePlan, local_slices
@@ -46,7 +47,8 @@ class Plan:
     ``degree`` 0 means that the one stage is fetched before a single kernel call. ``cu_seqlens`` are the mask's: where
     documents begin and end, for labels and positions; None where the mask does not know. ``query_moves`` is what was
     asked for, one of ``QUERY_MOVES``. ``assigned[r]`` are the slices ``(N, 5)`` that rank r computes, in global
-    coordinates; None where each rank computes those of its own queries, so that only keys and values move.
+    coordinates; None where each rank computes those of its own queries, so that only keys and values move. ``rates``
+    are those that the plan was made for; None where it follows none.
 
     ``cache`` counts the arrays of the plan, and includes the caches of its slice tables and of what runs it.
     """
@@ -67,6 +69,7 @@ class Plan:
     cu_seqlens: tuple[int, ...] | None = None
     query_moves: str = "never"
     assigned: tuple[NDArray[np.int64], ...] | None = None
+    rates: MachineRates | None = None
     cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class Plan:
         documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
         dispatch.update(repr((self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)).encode())
         _update(dispatch, [np.array(chunks, dtype=np.int64) for chunks in self.partitions])
-        stages.update(repr((self.degree, self.overlap, self.query_moves)).encode())
+        stages.update(repr((self.degree, self.overlap, self.query_moves, self.rates)).encode())
         _update(stages, [ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank])
         _update(stages, self.assigned or ())
         return dict(zip(("mask", "documents", "dispatch", "stages"), (digest.hexdigest() for digest in found)))

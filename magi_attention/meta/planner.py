@@ -14,6 +14,7 @@ from magi_attention.common.intervals import Packing, subtract_intervals
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
+from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     chunk_areas,
@@ -22,6 +23,7 @@ from magi_attention.meta.chunking import (
     pad_size,
     resolve_chunk_size,
     split_by_chunk,
+    sum_by,
 )
 from magi_attention.meta.dispatch import check_partitions, solve_dispatch
 from magi_attention.meta.plan import QUERY_MOVES, Plan
@@ -33,6 +35,7 @@ from magi_attention.meta.solver.query_moves import Moves, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 LEAST_SAVING = 0.1  # of what travels, from which on queries move by themselves
+LEAST_TIME = 0.02  # of the modelled time, the same where rates are known
 MOST_LOAD = 1.02  # of a rank, over the mean, that moves may make
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
 
@@ -51,6 +54,7 @@ def build_plan(
     cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
     query_moves: str = "never",
+    rates: MachineRates | None = None,
 ) -> Plan:
     """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
 
@@ -58,20 +62,23 @@ def build_plan(
     multiple of ``chunk_size * cp_size``, with it only as far as every rank needs a chunk; pad rows attend to nothing.
     With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
-    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_SAVING`` of what travels.
+    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_SAVING`` of what travels, or
+    with ``rates`` ``LEAST_TIME`` of the modelled time. ``rates`` complete the config, too (``MachineRates.config``).
     ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for slices beyond the
     total or bad head counts; ``DispatchError`` for a rank without chunks.
     """
-    config = config or DistAttnConfig()
     total_tokens, cp_size = as_int(total_tokens, "total_tokens"), as_int(cp_size, "cp_size")
-    num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
+    num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
+    config = config or DistAttnConfig()
+    if rates is not None:
+        config = rates.config(config, *heads)
     _check_ends(slices, total_tokens)
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
     choice = _dispatch(slices, total_tokens, cp_size, chunk, dispatch)
     if balance is not None and dispatch.chunk_size is None:
         choice = _refine(choice, slices, total_tokens, cp_size, dispatch, balance)
-    choice, assigned = _with_moves(choice, (num_heads_q, num_heads_kv), query_moves, may_dispatch=True)
+    choice, assigned = _with_moves(choice, heads, query_moves, rates, may_dispatch=True)
     return _finish(
         plan_type,
         slices,
@@ -89,6 +96,7 @@ def build_plan(
         cu_seqlens=cu_seqlens,
         query_moves=query_moves,
         assigned=assigned,
+        rates=rates,
     )
 
 
@@ -101,7 +109,7 @@ class _Choice(NamedTuple):
 
 
 def _with_moves(
-    choice: _Choice, heads: tuple[int, int], query_moves: str, may_dispatch: bool
+    choice: _Choice, heads: tuple[int, int, int], query_moves: str, rates: MachineRates | None, may_dispatch: bool
 ) -> tuple[_Choice, tuple[NDArray[np.int64], ...] | None]:
     """Who computes what, if queries may move and that pays. Work goes where keys are then, so with ``may_dispatch`` the
     chunks may be given to other ranks."""
@@ -114,16 +122,19 @@ def _with_moves(
     cells = Cells.cut(pieces, chunk_of, bounds)
     most = MOST_LOAD * float(cells.area.sum()) / world
     owner = owners(choice.partitions, len(bounds))
-    moves = first = choose_moves(cells, owner, world, heads, most)
+    moves = first = choose_moves(cells, owner, world, heads[:2], most)
     again = min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1] if may_dispatch else None
     if again is not None:
         other = owners(again, len(bounds))
-        found = choose_moves(cells, other, world, heads, most)
+        found = choose_moves(cells, other, world, heads[:2], most)
         if found.cost < moves.cost and found.loads.max() <= max(most, moves.loads.max()):
             moves, owner = found, other
             choice = choice._replace(partitions=check_partitions(again, len(bounds), world))
-    if query_moves == "auto" and moves.cost > (1 - LEAST_SAVING) * first.cost_of_keys:
-        return given, None
+    if query_moves == "auto":
+        before = sum_by(owners(given.partitions, len(bounds))[cells.query_chunk], cells.area, world)
+        costs = (moves.cost, first.cost_of_keys), (int(moves.loads.max()), int(before.max()))
+        if not _is_worth_it(*costs, heads, world, rates):
+            return given, None
     return choice, moves.assigned(cells, owner)
 
 
@@ -133,6 +144,17 @@ def query_moves_of(plan: Plan) -> Moves:
     pieces, chunk_of, _ = split_by_chunk(plan.slices.array, bounds)
     cells, heads = Cells.cut(pieces, chunk_of, bounds), (plan.num_heads_q, plan.num_heads_kv)
     return choose_moves(cells, plan.rank_of_chunk, plan.cp_size, heads, MOST_LOAD * plan.slices.area / plan.cp_size)
+
+
+def _is_worth_it(
+    cost: tuple[int, int], load: tuple[int, int], heads: tuple[int, int, int], world: int, rates: MachineRates | None
+) -> bool:
+    """Of moves, and of keys alone: ``cost`` as of ``Moves``, and the area of the heaviest rank."""
+    if rates is None:
+        return cost[0] <= (1 - LEAST_SAVING) * cost[1]
+    pair, value = sum(rates.pair_seconds(*heads)), rates.bytes_seconds(heads[2] * rates.element_bytes) / world
+    with_moves, without = (area * pair + values * value for area, values in zip(load, cost))
+    return with_moves <= (1 - LEAST_TIME) * without
 
 
 def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Choice:
@@ -173,9 +195,10 @@ def plan_for_partitions(
     cu_seqlens: tuple[int, ...] | None = None,
     plan_type: type[Plan] = Plan,
     query_moves: str = "never",
+    rates: MachineRates | None = None,
 ) -> Plan:
     """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
-    num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
+    num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
     total_tokens, pad_size = as_int(total_tokens, "total_tokens"), as_int(pad_size, "pad_size")
     chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
     _check_ends(slices, total_tokens + pad_size)
@@ -183,7 +206,7 @@ def plan_for_partitions(
     pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
     checked = check_partitions(partitions, len(bounds), len(partitions))
     choice = _Choice(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
-    _, assigned = _with_moves(choice, (num_heads_q, num_heads_kv), query_moves, may_dispatch=False)
+    _, assigned = _with_moves(choice, heads, query_moves, rates, may_dispatch=False)
     return _finish(
         plan_type,
         slices,
@@ -201,6 +224,7 @@ def plan_for_partitions(
         cu_seqlens=cu_seqlens,
         query_moves=query_moves,
         assigned=assigned,
+        rates=rates,
     )
 
 

@@ -20,7 +20,6 @@ _COLOURS = {
     "compute": "#3b6fb6", "communication": "#d9822b", "exposed": "#c4453c", "copies": "#2aa5b5", "host gaps": "#6e7780",
 }  # fmt: skip
 _NARROW = 1 / 2000  # of the window: nearer intervals are drawn as one
-_RATES = "a GPU at 593 TFLOP/s and a link of 300 GB/s"  # the machine of meta.cost
 
 
 def read_folder(folder: Path) -> list[Profile]:
@@ -93,8 +92,8 @@ def predictions(profiles: Sequence[Profile], summaries: Sequence[dict]) -> list[
     """Attention forward as the plans predict it beside what was measured, for each rank that called it.
 
     Keys: ``rank, is_comparable, calls`` of a step, ``predicted_share`` and ``measured_share`` (of the compute of all
-    ranks), ``predicted_ms, measured_ms, predicted_communication_ms, ..., measured_exposed_ms`` of a step. Times are
-    comparable on a GPU alone, because the model is that of a GPU.
+    ranks), ``rates``: whose rates predict, and ``predicted_compute_ms, measured_compute_ms, ..., measured_exposed_ms``
+    of a step. Times are comparable on a GPU, and on a CPU that `magi tune` has measured: assumed rates are a GPU's.
     """
     everyone = sum(s["attention"].get("forward", {}).get("compute_ms", 0.0) for s in summaries)
     out = []
@@ -105,7 +104,8 @@ def predictions(profiles: Sequence[Profile], summaries: Sequence[dict]) -> list[
         calls = sum(plan["calls"] for plan in p.predicted)
         row = {
             "rank": p.rank,
-            "is_comparable": p.is_gpu,
+            "is_comparable": p.is_gpu or all(plan.get("is_measured") for plan in p.predicted),
+            "rates": p.predicted[0].get("rates", "rates that the trace does not name"),
             "calls": measured["calls"],
             "predicted_share": sum(plan["calls"] * plan["share"] for plan in p.predicted) / calls,
             "measured_share": measured["compute_ms"] / everyone if everyone else 0.0,
@@ -122,12 +122,12 @@ def prediction_section(rows: Sequence[dict]) -> Section:
     title = "Attention forward, predicted beside measured"
     if not rows:
         return Section(title, "No distributed attention call of this package ran in the profiled steps.")
-    is_comparable = all(row["is_comparable"] for row in rows)
+    is_comparable, machine = all(row["is_comparable"] for row in rows), rows[0]["rates"]
     text = (
-        f"Milliseconds of a step. Predicted for {_RATES}."
+        f"Milliseconds of a step. Predicted for {machine}."
         if is_comparable
-        else f"Milliseconds of a step. Times are not comparable, because predictions are for {_RATES} and this was a "
-        "CPU; the shares of the ranks in the work are."
+        else f"Milliseconds of a step. Times are not comparable, because predictions are for {machine} and this was a "
+        "CPU, which `magi tune` measures; the shares of the ranks in the work are."
     )
     kinds = ("predicted", "measured") if is_comparable else ("measured",)
     columns = [(key, which) for key in ("compute", "communication", "exposed") for which in kinds]

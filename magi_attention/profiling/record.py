@@ -24,7 +24,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
+from magi_attention.api.rates import device_name
 from magi_attention.common.intervals import subtract_intervals, total_length
+from magi_attention.config.rates import MachineRates, find_rates, rates_file, read_rates
 from magi_attention.kernels.registry import default_registry
 from magi_attention.meta.cost import CostModel, timeline
 from magi_attention.meta.plan import Plan
@@ -46,9 +48,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def predicted(plan: Plan, rank: int, element_bytes: int) -> dict[str, Any]:
-    """What the cost model says of one forward of ``plan`` on ``rank``; seconds on the machine of ``meta.cost``."""
-    bars = [bar for bar in timeline(plan, CostModel.for_plan(plan, element_bytes=element_bytes)) if bar["rank"] == rank]
+def predicted(plan: Plan, rank: int, element_bytes: int, rates: MachineRates) -> dict[str, Any]:
+    """What the cost model says of one forward of ``plan`` on ``rank``; seconds on the machine of ``rates``."""
+    model = CostModel.for_plan(plan, rates, element_bytes)
+    bars = [bar for bar in timeline(plan, model) if bar["rank"] == rank]
     compute, comm = (  # picoseconds
         np.array([[b["start"], b["end"]] for b in bars if b["lane"] == lane]).reshape(-1, 2) * 1e12
         for lane in ("compute", "comm")
@@ -59,6 +62,8 @@ def predicted(plan: Plan, rank: int, element_bytes: int) -> dict[str, Any]:
         "compute_s": total_length(compute) / 1e12,
         "communication_s": total_length(comm) / 1e12,
         "exposed_s": total_length(exposed) / 1e12,
+        "rates": rates.words,
+        "is_measured": rates.is_measured,
     }
 
 
@@ -163,13 +168,14 @@ class Recorder:
         trace = json.loads(part.read_text(encoding="utf-8"))
         trace["traceEvents"] += self._stage_events(trace["traceEvents"])
         forwards: dict[tuple[str, int, int], dict[str, Any]] = {}
+        # The GPU is asked for here, because the script chose it after this process had begun.
+        device, entries = device_name(), read_rates(rates_file())
         for plan, rank, element_bytes, _ in self.calls:
             key = (plan.fingerprint, rank, element_bytes)
             if key not in forwards:
-                forwards[key] = {"calls": 0, **predicted(plan, rank, element_bytes)}
+                rates = find_rates(entries, device, plan.cp_size) or MachineRates()
+                forwards[key] = {"calls": 0, **predicted(plan, rank, element_bytes, rates)}
             forwards[key]["calls"] += 1
-        # The GPU is asked for here, because the script chose it after this process had begun.
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         own = {"rank": self.rank, "world": self.world, "device": device, "predicted": list(forwards.values())}
         trace[OWN_KEY] = own
         part.write_text(json.dumps(trace), encoding="utf-8")

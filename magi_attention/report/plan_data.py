@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.slices import K0, K1, Q0, Q1, TYPE, areas, trim
-from magi_attention.meta.cost import MACHINE, contiguous_areas, stage_areas, stage_rows, timeline
+from magi_attention.config.rates import MachineRates
+from magi_attention.meta.cost import CostModel, contiguous_areas, stage_areas, stage_rows, timeline
 from magi_attention.meta.explain import explain
 from magi_attention.meta.plan import Plan
 from magi_attention.report.describe import overview_table, plan_facts, rank_table, volume_table
@@ -73,7 +74,7 @@ def page_data(settings: Sequence[Setting], limit: int) -> dict[str, Any]:
         "tokens": given.plan.total_tokens,
         "slices": slices,
         "is_whole": is_whole,
-        "machine": f"Predicted for {MACHINE}, 2 bytes an element, one layer.",
+        "machine": f"Predicted for {_rates(given.plan).words}, 2 bytes an element, one layer.",
         "notes": notes,
         "settings": [kept[setting] for setting in order],
         "given": order.index(given),
@@ -175,10 +176,15 @@ def _moves_note(numbers: dict[str, Any]) -> list[str]:
     ]
 
 
+def _rates(plan: Plan) -> MachineRates:
+    """Those that the plan was made for, else assumed ones."""
+    return plan.rates or MachineRates()
+
+
 def _times(plan: Plan) -> list[dict[str, list[float]]]:
     """Per rank, in microseconds: when the rows of each stage are there, and start and end of each computation."""
     times: list[dict[str, list[float]]] = [{"arrive": [], "compute": []} for _ in range(plan.cp_size)]
-    for bar in timeline(plan):
+    for bar in timeline(plan, CostModel.for_plan(plan, _rates(plan))):
         start, end = round(bar["start"] * 1e6, 2), round(bar["end"] * 1e6, 2)
         if bar["lane"] == "comm":
             times[bar["rank"]]["arrive"].append(end)

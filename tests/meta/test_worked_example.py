@@ -10,6 +10,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, DPDispatchAlg, OverlapConfig, ToppHeapDispatchAlg
+from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta import (
     build_plan,
@@ -19,7 +20,7 @@ from magi_attention.meta import (
     make_global_bucket_from_qk_ranges,
 )
 from magi_attention.meta.chunking import compute_pad_size, resolve_chunk_size
-from magi_attention.meta.cost import contiguous_areas, timeline
+from magi_attention.meta.cost import CostModel, contiguous_areas, timeline
 from magi_attention.meta.dispatch import check_partitions
 from magi_attention.meta.explain import explain
 from magi_attention.meta.metas import DistAttnSolver
@@ -134,7 +135,7 @@ def test_explanation_and_timeline_add_up() -> None:
     assert numbers["row_bytes"] == 2 * 2 * 8 * 2
     assert sum(numbers["bytes_per_stage"]) == numbers["bytes_total"] == 14 * 64
     assert numbers["ring_bytes"] == 16 * 64
-    bars = timeline(plan)
+    bars = timeline(plan, CostModel.for_plan(plan, MachineRates()))
     for rank in range(2):
         mine = [b for b in bars if b["rank"] == rank]
         host = next(b for b in mine if b["lane"] == "compute" and b["stage"] == -1)

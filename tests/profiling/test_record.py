@@ -11,6 +11,7 @@ import pytest
 
 from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, make_plan
 from magi_attention.cli import main
+from magi_attention.config.rates import MachineRates
 from magi_attention.meta.cost import CostModel, timeline
 from magi_attention.profiling import record
 from magi_attention.profiling.trace import profiles_of, read_trace
@@ -131,10 +132,10 @@ def test_predictions_against_a_walk_over_time(seed):
     config = DistAttnConfig(overlap_config=OverlapConfig(degree=degree))
     mask = Mask.varlen(cu_seqlens, causal=True)
     plan = make_plan(mask, world, config, num_heads_q=8, num_heads_kv=2, head_dim=64)
-    bars = timeline(plan, CostModel.for_plan(plan))
+    bars = timeline(plan, CostModel.for_plan(plan, MachineRates()))
     shares = 0.0
     for rank in range(world):
-        found, own = record.predicted(plan, rank, 2), [b for b in bars if b["rank"] == rank]
+        found, own = record.predicted(plan, rank, 2, MachineRates()), [b for b in bars if b["rank"] == rank]
         times = np.linspace(0, max(b["end"] for b in own), 20_001)
         middle, width = (times[:-1] + times[1:]) / 2, times[1]
         lanes = {}
