@@ -28,6 +28,7 @@ from magi_attention.kernels import default_registry
 from magi_attention.meta import metas
 from magi_attention.meta.collection import AttnArg, DispatchMeta
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.planner import plan_by_head_groups
 
 _WEIGHED = 2  # keys
 _LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
@@ -59,7 +60,11 @@ class RuntimeManager:
         if flags.hierarchical_comm and cp_mesh is not None and self.transport.size > 1:
             hierarchy = (as_transport(cp_mesh.get_group(0)), as_transport(cp_mesh.get_group(1)))
         policy = policy_from_flags(flags)
-        self.dist_attn_runtime = AttnRuntime(plan, self.transport, default_registry(), policy, hierarchy)
+        groups, computed = 1, plan
+        if flags.flatten_head_groups and plan.cp_size > 1:
+            groups, computed = plan.num_heads_kv, plan_by_head_groups(plan, "always")
+            plan.cache.include(computed.cache)
+        self.dist_attn_runtime = AttnRuntime(computed, self.transport, default_registry(), policy, hierarchy, groups)
 
     @property
     def nbytes(self) -> int:

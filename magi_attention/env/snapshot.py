@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from magi_attention.env import comm, general
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
 
 if TYPE_CHECKING:
     from magi_attention.common.enum import MagiAttentionKernelBackend, MagiAttentionPrecision
@@ -45,8 +45,8 @@ class RuntimeFlags:
 
     @property
     def query_moves(self) -> str:
-        """As of ``build_plan``."""
-        return "always" if self.qo_comm else "never"
+        """As of ``build_plan``. With head groups of their own queries move in the plan of these alone."""
+        return "always" if self.qo_comm and not self.flatten_head_groups else "never"
 
     @classmethod
     def from_env(cls) -> RuntimeFlags:
@@ -98,16 +98,14 @@ _EXCLUSIVE = (
     (_FLATTEN, _FA4),
     (_FLATTEN, _HIDE_TAIL),
     (_FLATTEN, _NO_OVERLAP),
+    (_FLATTEN, _UNEVEN),
     (_FWD_FP32, _FA4),
     (_BWD_FP32, _FA4),
 )
 
-# What the published software has and this build has not, with what to do instead.
-_LACKING = ((_FLATTEN, "head groups do not go to ranks of their own; unset it"),)
-
 
 def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overlap: bool = False) -> None:
-    """Rejects combinations that cannot work together and what this build has not.
+    """Rejects combinations that cannot work together.
 
     Args:
         flags: the snapshot to check.
@@ -115,7 +113,6 @@ def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overl
         no_overlap: the overlap config has degree 0.
     Raises:
         ContractError: two settings exclude each other, or backend and precision do not fit.
-        UnsupportedError: a setting is meaningful but not built.
     """
     backend = flags.kernel_backend.value
     active = {
@@ -145,6 +142,3 @@ def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overl
             f"The {backend} kernel backend computes in bf16 or fp16, not in {flags.precision.value}; set "
             "MAGI_ATTENTION_PRECISION to bf16 or fp16, or MAGI_ATTENTION_KERNEL_BACKEND to sdpa or sdpa_ol."
         )
-    for name, reason in _LACKING:
-        if active[name]:
-            raise UnsupportedError(f"{name}: {reason}.")

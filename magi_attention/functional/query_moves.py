@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from magi_attention.functional.head_groups import heads_by_token, rows_by_group
 from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
 from magi_attention.kernels import Grads, Partial, accumulation_dtype
 from magi_attention.kernels.reference.operands import row_delta
@@ -33,6 +34,7 @@ def forward_with_moves(
     """One call of a plan in which queries move."""
     runtime, prepared, part = call.runtime, call.prepared, call.runtime.part
     assert runtime.queries is not None and part.queries is not None
+    q, k, v = (rows_by_group(x, runtime.head_groups) for x in (q, k, v))
     backend, stage, start = prepared.backend, part.stages[0], time.perf_counter()
     keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q)
     partial = backend.forward(q, k, v, part.host, prepared.forward, sink, None, call.dropout_mask(HOST, q.device))
@@ -53,7 +55,8 @@ def forward_with_moves(
         backend.forward(q, k_remote, v_remote, stage.slices, prepared.forward_alone, None, partial, dropout)
     call.record("compute", 0, start)
     back.wait()
-    return Forward(partial.out.to(q.dtype), partial.lse, _greater(partial, others))
+    out, lse = (heads_by_token(x, runtime.head_groups) for x in (partial.out.to(q.dtype), partial.lse))
+    return Forward(out, lse, _greater(partial, others))
 
 
 def _greater(a: Partial, b: Partial) -> torch.Tensor | None:
@@ -70,6 +73,7 @@ def backward_with_moves(
     """Gradients in the accumulation dtype; dsink is that of this rank's queries."""
     runtime, prepared, part = call.runtime, call.prepared, call.runtime.part
     assert runtime.queries is not None and part.queries is not None
+    dout, q, k, v, out, lse = (rows_by_group(x, runtime.head_groups) for x in (dout, q, k, v, out, lse))
     backend, stage, rows, start = prepared.backend, part.stages[0], part.num_tokens, time.perf_counter()
     delta = row_delta(out, dout, None)
     keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout.to(q.dtype), lse, delta)
@@ -98,6 +102,7 @@ def backward_with_moves(
     keys_back = runtime.comms[0].give_back(dk_remote, dv_remote, grads.dk, grads.dv, wire)
     back.wait()
     keys_back.wait()
+    grads.dq, grads.dk, grads.dv = (heads_by_token(x, runtime.head_groups) for x in (grads.dq, grads.dk, grads.dv))
     return grads
 
 

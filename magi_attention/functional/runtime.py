@@ -21,6 +21,7 @@ from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedE
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused
+from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.stage_comm import QueryComm, StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
@@ -122,7 +123,8 @@ class AttnCall:
 class AttnRuntime:
     """Runs attention for ``transport.rank`` of ``plan``. What calls add to it are memos; tables are in ``cache``.
 
-    With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node.
+    With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node. ``head_groups``: the plan is
+    one of ``plan_by_head_groups``, and calls have as many kv heads, each token's beside one another.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class AttnRuntime:
         registry: Registry,
         policy: AttnPolicy | None = None,
         hierarchy: tuple[Transport, Transport] | None = None,
+        head_groups: int = 1,
     ) -> None:
         if transport.size != plan.cp_size:
             raise ContractError(
@@ -142,6 +145,7 @@ class AttnRuntime:
         self.transport = transport
         self.registry = registry
         self.policy = policy or AttnPolicy()
+        self.head_groups = head_groups
         self.part: RankPlan = plan.rank(transport.rank)
         self._hierarchy = hierarchy
         self._has_said_why = False
@@ -252,11 +256,19 @@ class AttnRuntime:
         scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
     ) -> Prepared:  # fmt: skip
         policy, share = self.policy, 0.0 if dropout is None else dropout.p
+        use = self._use(q, k, v, sink, with_max, dropout)
         forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
         options = [
             options_of(scale, softcap, "sh", policy.deterministic, margin, is_forward and with_max, share)
             for is_forward, margin in ((True, forward), (True, 0), (False, backward), (False, 0))
         ]
+        if self.head_groups > 1:
+            if sink is not None or with_max or dropout is not None:
+                raise UnsupportedError(
+                    "Head groups go to ranks of their own, which have no sink, max_logits or dropout; unset "
+                    "MAGI_ATTENTION_FLATTEN_HEAD_GROUPS, or drop these."
+                )
+            q, k, v = (rows_by_group(x, self.head_groups) for x in (q, k, v))
         problem = Problem.of(q, k, v, options[0], sink, needs_backward=needs_backward)
         backend, _ = self.registry.select(problem, policy.backend, policy.is_backend_explicit)
         if self.queries is not None and needs_backward and isinstance(backend, WheelBackend):
@@ -265,7 +277,6 @@ class AttnRuntime:
                 'with query_moves="never", or set MAGI_ATTENTION_KERNEL_BACKEND=ffa.'
             )
         final = backend if isinstance(backend, FinalBackend) else None
-        use = self._use(q, k, v, sink, with_max, dropout)
         if dropout is not None:
             self._refuse_one_launch()
         attention = self._fused_attention(backend, q) if dropout is None else None
@@ -360,7 +371,7 @@ class AttnRuntime:
         return None
 
     def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
-        rows = self.part.num_tokens
+        rows = self.part.num_tokens // self.head_groups
         for name, x in (("q", q), ("k", k), ("v", v), ("sink", sink)):
             refuse_dtensor(name, x)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -383,6 +394,11 @@ class AttnRuntime:
             raise ContractError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v need the same heads, "
                 "and q and k the same head dim."
+            )
+        if self.head_groups not in (1, k.shape[1]):
+            raise ContractError(
+                f"The key was made for {self.head_groups} kv heads, each for ranks of its own, and k has {k.shape[1]}; "
+                "make a key with the heads of k."
             )
         if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
             raise ContractError(

@@ -109,10 +109,11 @@ class _Choice(NamedTuple):
 
 
 def _with_moves(
-    choice: _Choice, heads: tuple[int, int, int], query_moves: str, rates: MachineRates | None, may_dispatch: bool
-) -> tuple[_Choice, tuple[NDArray[np.int64], ...] | None]:
+    choice: _Choice, heads: tuple[int, int, int], query_moves: str, rates: MachineRates | None, may_dispatch: bool,
+    groups: int = 1,
+) -> tuple[_Choice, tuple[NDArray[np.int64], ...] | None]:  # fmt: skip
     """Who computes what, if queries may move and that pays. Work goes where keys are then, so with ``may_dispatch`` the
-    chunks may be given to other ranks."""
+    chunks may be given to other ranks. ``groups``: as of ``choose_moves``."""
     if query_moves not in QUERY_MOVES:
         raise ContractError(f"query_moves is {query_moves!r}; give one of {', '.join(QUERY_MOVES)}.")
     world = len(choice.partitions)
@@ -122,11 +123,11 @@ def _with_moves(
     cells = Cells.cut(pieces, chunk_of, bounds)
     most = MOST_LOAD * float(cells.area.sum()) / world
     owner = owners(choice.partitions, len(bounds))
-    moves = first = choose_moves(cells, owner, world, heads[:2], most)
+    moves = first = choose_moves(cells, owner, world, heads[:2], most, groups)
     again = min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1] if may_dispatch else None
     if again is not None:
         other = owners(again, len(bounds))
-        found = choose_moves(cells, other, world, heads[:2], most)
+        found = choose_moves(cells, other, world, heads[:2], most, groups)
         if found.cost < moves.cost and found.loads.max() <= max(most, moves.loads.max()):
             moves, owner = found, other
             choice = choice._replace(partitions=check_partitions(again, len(bounds), world))
@@ -196,8 +197,10 @@ def plan_for_partitions(
     plan_type: type[Plan] = Plan,
     query_moves: str = "never",
     rates: MachineRates | None = None,
+    head_groups: int = 1,
 ) -> Plan:
-    """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say)."""
+    """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say). ``head_groups``:
+    as many equal parts of the sequence, one behind the other, are the head groups of one (``plan_by_head_groups``)."""
     num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
     total_tokens, pad_size = as_int(total_tokens, "total_tokens"), as_int(pad_size, "pad_size")
     chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
@@ -206,7 +209,7 @@ def plan_for_partitions(
     pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
     checked = check_partitions(partitions, len(bounds), len(partitions))
     choice = _Choice(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
-    _, assigned = _with_moves(choice, heads, query_moves, rates, may_dispatch=False)
+    _, assigned = _with_moves(choice, heads, query_moves, rates, False, head_groups)
     return _finish(
         plan_type,
         slices,
@@ -225,6 +228,31 @@ def plan_for_partitions(
         query_moves=query_moves,
         assigned=assigned,
         rates=rates,
+    )
+
+
+def plan_by_head_groups(plan: Plan, query_moves: str) -> Plan:
+    """The same mask for each kv head and its query heads apart: a sequence of ``num_heads_kv`` times the tokens, one
+    group behind the other, with one kv head. Whoever holds a token holds it in all groups; who computes what is chosen
+    for each group, so groups may go to ranks of their own. ``ContractError``: uneven shards."""
+    groups, tokens, chunks = plan.num_heads_kv, plan.padded_tokens, plan.num_chunks
+    if tokens % plan.chunk_size:
+        raise ContractError(
+            f"{tokens} tokens are no multiple of the chunk size {plan.chunk_size}, and head groups of their own need "
+            "whole chunks; drop uneven_shard."
+        )
+    shift = np.repeat(np.arange(groups), len(plan.slices)) * tokens
+    slices = np.tile(plan.slices.array, (groups, 1)) + shift[:, None] * np.array([1, 1, 1, 1, 0])
+    return plan_for_partitions(
+        SliceTable(slices),
+        groups * tokens,
+        0,
+        plan.chunk_size,
+        [[group * chunks + chunk for group in range(groups) for chunk in part] for part in plan.partitions],
+        num_heads_q=plan.num_heads_q // groups,
+        head_dim=plan.head_dim,
+        query_moves=query_moves,
+        head_groups=groups,
     )
 
 

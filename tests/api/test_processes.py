@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from magi_attention import api
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.spawn import run_processes
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -89,6 +90,26 @@ def pipeline(rank: int, world: int):
 def test_pipeline_on_four_processes() -> None:
     # fresh interpreters, as in training: what the ranks agree on must not depend on their hashes of strings
     assert run_processes(4, pipeline, fresh=True) == [True] * 4
+
+
+def moving_queries(rank: int, world: int) -> None:
+    wanted = expected()
+    os.environ["MAGI_ATTENTION_QO_COMM"] = "1"
+    tokens = make_key(dist.group.WORLD)
+    os.environ["MAGI_ATTENTION_FLATTEN_HEAD_GROUPS"] = "1"
+    groups = make_key(dist.group.WORLD)
+    for key in (tokens, groups):
+        compare(run_key(key), wanted)
+    cu = torch.tensor(CU, dtype=torch.int32)
+    compare(run_key(api.make_varlen_key_for_new_mask_after_dispatch(cu, cu, groups, causal=True)), wanted)
+    local = [api.dispatch(x, groups) for x in global_tensors()]
+    with pytest.raises(NotImplementedError, match="no sink"):
+        api.calc_attn(*local, groups, sink=torch.zeros(1, 4))
+
+
+def test_moving_queries() -> None:
+    planner_or_skip()
+    run_processes(2, moving_queries)
 
 
 def failures(rank: int, world: int) -> None:

@@ -16,7 +16,7 @@ from magi_attention.common.enum import MagiAttentionKernelBackend as Backend
 from magi_attention.common.enum import MagiAttentionPrecision as Precision
 from magi_attention.env import registry
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
 
 PACKAGE = Path(magi_attention.__file__).parent
 
@@ -249,6 +249,7 @@ BASE = RuntimeFlags(kernel_backend=Backend.FFA)
         ({"qo_comm": True, "kernel_backend": Backend.FA4}, {}),
         ({"qo_comm": True, "hide_tail_reduce": True}, {}),
         ({"qo_comm": True}, {"no_overlap": True}),
+        ({"qo_comm": True, "flatten_head_groups": True}, {"uneven_shard": True}),
         ({"flatten_head_groups": True}, {}),
         ({"fwd_high_precision_reduce": True, "kernel_backend": Backend.FA4}, {}),
         ({"bwd_high_precision_reduce": True, "kernel_backend": Backend.FA4}, {}),
@@ -262,14 +263,10 @@ def test_illegal_combinations(change, config):
     assert isinstance(error.value, AssertionError)
 
 
-def test_what_this_build_lacks():
-    with pytest.raises(UnsupportedError, match="FLATTEN_HEAD_GROUPS"):
-        check_flag_comb(replace(BASE, qo_comm=True, flatten_head_groups=True))
-
-
 def test_legal_combinations_pass():
     check_flag_comb(BASE, uneven_shard=True, no_overlap=True)
     check_flag_comb(replace(BASE, qo_comm=True, fwd_high_precision_reduce=True))
+    check_flag_comb(replace(BASE, qo_comm=True, flatten_head_groups=True))
     check_flag_comb(replace(BASE, deterministic=True, hierarchical_comm=True, hide_tail_reduce=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.SDPA, precision=Precision.FP64, deterministic=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.FA4, precision=Precision.BF16))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head groups that go to ranks of their own, against dense float64 attention; what they have not; what they save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, truth
+
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import to_dense
+from magi_attention.config import DispatchConfig, DistAttnConfig
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional import AttnRuntime, TokenLayout, gather, shard
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.kernels import default_registry
+from magi_attention.meta.planner import build_plan, plan_by_head_groups
+from magi_attention.testing.libraries import planner_or_skip
+
+
+def plans_of(case: Case):
+    """A plan of tokens, that of its head groups, and the problem."""
+    planner_or_skip()
+    case = replace(case, cp=max(case.cp, 2), uneven=False, sink=False)
+    _, slices, total, tensors, _ = make_problem(case)
+    heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
+    plan = build_plan(slices, total, case.cp, config=make_config(case), **heads)
+    return case, plan, plan_by_head_groups(plan, "always"), slices, total, tensors
+
+
+def run_rank(transport, plan, by_groups, policy, tensors, softcap):
+    layout = TokenLayout(plan, transport)
+    runtime = AttnRuntime(by_groups, transport, default_registry(), policy, head_groups=plan.num_heads_kv)
+    q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
+    out, lse, _ = dist_attn(q, k, v, runtime, None, None, softcap)
+    out.backward(dout.detach())
+    return [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(case=cases)
+def test_equals_dense_attention(case: Case) -> None:
+    note(f"seed {case.seed}")
+    torch.set_num_threads(1)
+    case, plan, by_groups, slices, total, tensors = plans_of(case)
+    expected = truth(
+        *tensors[:3], torch.from_numpy(to_dense(slices.array, total, total)), tensors[3], 8**-0.5, case.softcap, None
+    )
+    for result in FakeWorld(case.cp).run(run_rank, plan, by_groups, make_policy(case), tensors, case.softcap):
+        for name, got in zip(("out", "lse", "dq", "dk", "dv"), result):
+            want = getattr(expected, name)
+            assert torch.equal(got.isfinite(), want.isfinite()), name
+            assert (got.nan_to_num(neginf=0) - want.nan_to_num(neginf=0)).abs().max() <= TOLERANCE, name
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases)
+def test_a_token_has_one_owner_and_each_group_its_mask(case: Case) -> None:
+    note(f"seed {case.seed}")
+    case, plan, by_groups, slices, total, _ = plans_of(case)
+    groups, tokens = plan.num_heads_kv, plan.padded_tokens
+    for rank in range(plan.cp_size):
+        own = plan.position_array(rank)
+        wanted = np.concatenate([own + group * tokens for group in range(groups)])
+        assert np.array_equal(by_groups.position_array(rank), wanted)
+    assert by_groups.areas.sum() == groups * plan.areas.sum()
+    assert by_groups.areas.max() <= max(groups * plan.areas.max(), 1.02 * groups * plan.areas.sum() / plan.cp_size)
+
+
+def test_what_they_save():
+    """As many ranks as kv heads: one group each, as in DeepSpeed-Ulysses. A rank is sent its group of other tokens."""
+    planner_or_skip()
+    plan = build_plan(Mask.full(4096).slices, 4096, 4, num_heads_q=4, num_heads_kv=4, head_dim=64)
+    by_groups = plan_by_head_groups(plan, "always")
+    assert by_groups.comm_matrix().sum() == by_groups.query_matrix().sum() == 3 * 4096
+    assert by_groups.imbalance == 1
+
+
+def test_what_is_refused():
+    planner_or_skip()
+    plan = build_plan(Mask.causal(64).slices, 64, 2, num_heads_q=4, num_heads_kv=2, head_dim=8)
+    by_groups = plan_by_head_groups(plan, "always")
+
+    def run(transport, words, error, heads=2, **options):
+        runtime = AttnRuntime(by_groups, transport, default_registry(), head_groups=2)
+        q, k = torch.zeros(32, 4, 8), torch.zeros(32, heads, 8)
+        with pytest.raises(error, match=words):
+            dist_attn(q, k, k, runtime, **options)
+
+    for words, error, options in (
+        ("no sink", UnsupportedError, dict(sink=torch.zeros(1, 4))),
+        ("max_logits", UnsupportedError, dict(return_max_logits=True)),
+        ("has 4", ContractError, dict(heads=4)),
+    ):
+        FakeWorld(2).run(partial(run, words=words, error=error, **options))
+    config = DistAttnConfig(DispatchConfig(7, uneven_shard=True))
+    uneven = build_plan(Mask.causal(50).slices, 50, 2, config=config, num_heads_q=4, num_heads_kv=2)
+    with pytest.raises(ContractError, match="uneven_shard"):
+        plan_by_head_groups(uneven, "always")
