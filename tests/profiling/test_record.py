@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, make_plan
 from magi_attention.cli import main
-from magi_attention.config.rates import MachineRates
+from magi_attention.config.rates import MachineRates, keep_rates
 from magi_attention.meta.cost import CostModel, timeline
 from magi_attention.profiling import record
+from magi_attention.profiling.page import predictions
 from magi_attention.profiling.trace import profiles_of, read_trace
 
 LAYERS, STEPS = 2, 2
 SCRIPT = f"""
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 import torch, torch.distributed as dist
 from magi_attention.api import Mask, attend, make_plan, sum_gradients
 
@@ -44,6 +51,7 @@ sys.exit(0)
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.setenv("MAGI_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MAGI_ATTENTION_RATES_FILE", str(tmp_path / "rates.json"))
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)
@@ -120,6 +128,29 @@ def test_too_few_steps_and_wrong_options(local, tmp_path):
         record.main(["--out", str(tmp_path / "out"), local, "1"])
     with pytest.raises(SystemExit, match="--skip and --steps must be 1 or more"):
         record.main(["--out", str(tmp_path / "out"), "--skip", "0", local])
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_cpu_that_was_measured_is_compared(ranks, script, tmp_path, monkeypatch):
+    measured = replace(MachineRates(), device="CPU", ranks=ranks, link_latency_s=0.25, is_measured=True)
+    keep_rates(tmp_path / "rates.json", measured)
+    plan = make_plan(Mask.causal(64), 2, num_heads_q=2, num_heads_kv=1, head_dim=8)
+    recorder = record.Recorder(record.arguments(["--out", str(tmp_path / "out"), script]))
+    recorder.calls.append((plan, 1, 4, []))
+    monkeypatch.setattr(recorder, "_stage_events", lambda events: [])
+
+    class Exported:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text('{"traceEvents": []}')
+
+    recorder.write(Exported())
+    (predicted,) = read_trace(recorder.path)["magi"]["predicted"]
+    assert predicted["is_measured"] and predicted["communication_s"] > 0.25
+    assert predicted["rates"] == measured.words and f"measured by `magi tune` over {ranks} ranks" in measured.words
+    summary = {"attention": {"forward": {"calls": 1, "compute_ms": 1, "communication_ms": 1, "exposed_ms": 1}}}
+    profile = SimpleNamespace(rank=1, steps=1, is_gpu=False, predicted=[predicted])
+    (row,) = predictions([profile], [summary])
+    assert row["is_comparable"] and row["predicted_communication_ms"] > 250
 
 
 @pytest.mark.parametrize("seed", range(5))
