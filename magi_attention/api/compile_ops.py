@@ -54,7 +54,9 @@ def dist_attn_fwd(
     got = run_forward(call, *qkv, sink)
     max_logits = got.lse.new_empty(0) if got.max_logits is None else got.max_logits
     # In one launch there is no tail, but room for it.
-    tail = [x.contiguous() for x in got.tail] or [x.new_empty((tail_rows, *x.shape[1:])) for x in qkv[1:]]
+    # Without rows both would be the same memory, which results of an op must not be.
+    tail = [x.contiguous() if len(x) else x.new_empty(x.shape) for x in got.tail]
+    tail = tail or [x.new_empty((tail_rows, *x.shape[1:])) for x in qkv[1:]]
     return got.out.to(q.dtype), got.lse, max_logits, *tail
 
 

@@ -119,8 +119,8 @@ def _add_explain(commands) -> None:
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
     explain.add_argument(
-        "--dispatch", choices=("min-heap", "locality", "sequential"), default="min-heap",
-        help="how chunks are given to ranks: DispatchConfig's MinHeapDispatchAlg, and so on",
+        "--dispatch", choices=("locality", "min-heap", "sequential"), default="locality",
+        help="how chunks are given to ranks: DispatchConfig's LocalityDispatchAlg, and so on",
     )  # fmt: skip
     explain.add_argument(
         "--query-moves", choices=("never", "auto", "always"), default="never",

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.intervals import ramps
+from magi_attention.common.intervals import ramps, subtract_intervals
 from magi_attention.common.scalars import as_int
-from magi_attention.common.slices import Q0, Q1, areas, cut_q, trim
+from magi_attention.common.slices import K0, K1, Q0, Q1, areas, cut_q, trim
 from magi_attention.errors import ContractError
 
 
@@ -89,3 +89,15 @@ def sum_by(index: NDArray[np.int64], values: NDArray[np.int64], size: int) -> ND
 def chunk_areas(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int) -> NDArray[np.int64]:
     """Allowed pairs per chunk, int64 ``(num_chunks,)``."""
     return sum_by(chunk_of, areas(pieces), num_chunks)
+
+
+def remote_keys(
+    pieces: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merged ranges of keys that some rank reads and does not hold, by rank, and these ranks: of all ranks at once,
+    each in coordinates of its own."""
+    stride = int(bounds[-1, 1]) + 1  # so ranges of two ranks do not touch
+    wanted = pieces[:, [K0, K1]] + (rank_of * stride)[:, None]
+    found = subtract_intervals(wanted, bounds + (owner * stride)[:, None])
+    ranks = found[:, 0] // stride
+    return found - (ranks * stride)[:, None], ranks

@@ -11,15 +11,9 @@ from numpy.typing import NDArray
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.slices import K0, K1, areas
-from magi_attention.config import (
-    DispatchAlg,
-    DispatchConfig,
-    LocalityDispatchAlg,
-    MinHeapDispatchAlg,
-    SequentialDispatchAlg,
-)
+from magi_attention.config import DispatchAlg, DispatchConfig, LocalityDispatchAlg
 from magi_attention.errors import ContractError, DispatchError
-from magi_attention.meta.chunking import chunk_areas, sum_by
+from magi_attention.meta.chunking import chunk_bounds, owners, remote_keys, sum_by
 from magi_attention.meta.solver.dispatch_solver import (
     BaseDispatchAffinity,
     DispatchData,
@@ -28,9 +22,11 @@ from magi_attention.meta.solver.dispatch_solver import (
     IOUAffinity,
     SampleIDAffinity,
 )
-from magi_attention.meta.solver.locality import improve, key_masks
+from magi_attention.meta.solver.locality import TOLERATED, lower_bound, order_of_chunks, two_ended
+from magi_attention.meta.solver.partition import min_heap, sequential
 
 Partitions = tuple[tuple[int, ...], ...]
+_SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
 
 
 def solve_dispatch(
@@ -41,10 +37,12 @@ def solve_dispatch(
     cp_size: int,
     config: DispatchConfig,
     chunk_size: int,
+    work: NDArray[np.int64],
 ) -> Partitions:
     """Chunk ids per rank, ascending, so that local order follows global order.
 
-    Pure: every rank computes the same. ``ContractError`` for an algorithm that gives no partition or cannot
+    ``pieces`` are slices cut at chunks, with the chunk and the slice of each; ``work`` (num_chunks,) has the areas of
+    chunks. Pure: every rank computes the same. ``ContractError`` for an algorithm that gives no partition or cannot
     serve uneven shards; ``DispatchError`` if a rank would get no chunk.
     """
     if cp_size == 1:
@@ -59,15 +57,16 @@ def solve_dispatch(
             f"{type(alg).__name__} gives every rank the same number of chunks, which uneven_shard does not have; "
             "use MinHeapDispatchAlg, BSDispatchAlg or SequentialDispatchAlg."
         )
-    work = chunk_areas(pieces, chunk_of, num_chunks).tolist()
     if alg.type == DispatchAlgType.LOCALITY:
-        return check_partitions(
-            _by_locality(cast(LocalityDispatchAlg, alg), pieces, chunk_of, work, cp_size, chunk_size),
-            num_chunks,
-            cp_size,
-        )
+        bounds = chunk_bounds(chunk_size * num_chunks, chunk_size)
+        found = _by_locality(cast(LocalityDispatchAlg, alg), pieces, chunk_of, work, bounds, cp_size)
+        return check_partitions(found, num_chunks, cp_size)
+    if alg.type == DispatchAlgType.MIN_HEAP:  # by itself, as jobs take longer to make than to place
+        dealt = min_heap(work.tolist(), cp_size)[1]
+        assert dealt is not None
+        return check_partitions(dealt, num_chunks, cp_size)
     affinities, sample_areas = _affinities(alg, pieces, chunk_of, slice_of, num_chunks)
-    jobs = DispatchJob.from_job_list(work, affinities)
+    jobs = DispatchJob.from_job_list(work.tolist(), affinities)
     solution = DispatchSolver(alg).solve(DispatchData(jobs, cp_size, sample_areas))
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
 
@@ -76,16 +75,39 @@ def _by_locality(
     alg: LocalityDispatchAlg,
     pieces: NDArray[np.int64],
     chunk_of: NDArray[np.int64],
-    work: list[int],
-    cp_size: int,
-    chunk_size: int,
-) -> list[list[int]]:
-    """The better of two starts: the best balance, and the fewest rows."""
-    masks = key_masks(pieces, chunk_of, len(work), chunk_size)
-    jobs = DispatchData(DispatchJob.from_job_list(work, None), cp_size, None)
-    algs = (MinHeapDispatchAlg(), SequentialDispatchAlg())
-    starts = [DispatchSolver(start).solve(jobs).bucket_partitions for start in algs]
-    return min(improve(parts, work, masks, alg.row_cost * chunk_size) for parts in starts)[1]
+    work: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    world: int,
+) -> Sequence[Sequence[int]]:
+    """The partition of the least cost: contiguous blocks if these are balanced, else one that is filled from two ends,
+    or else MinHeap's, which no other may exceed in rows."""
+
+    def rows(partitions: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        owner = owners(partitions, len(bounds))
+        ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
+        return sum_by(ranks, ranges[:, 1] - ranges[:, 0], world)
+
+    def cost(partitions: Sequence[Sequence[int]], fetched: NDArray[np.int64]) -> float:
+        most = _SHARE_OF_MOST * float(fetched.max()) + (1 - _SHARE_OF_MOST) * float(fetched.sum()) / world
+        return _heaviest(partitions, work) + alg.row_cost * most
+
+    areas_of, limit = work.tolist(), int(TOLERATED * lower_bound(work, world))
+    dealt, blocks = min_heap(areas_of, world)[1], sequential(areas_of, world)[1]
+    assert dealt is not None and blocks is not None
+    if len(work) >= world and _heaviest(blocks, work) <= limit:
+        found: Sequence[Sequence[int]] | None = blocks
+    else:
+        found = two_ended(areas_of, order_of_chunks(pieces, chunk_of, work).tolist(), world, limit)
+    if found is None:
+        return dealt
+    fetched, most = rows(found), rows(dealt)
+    if fetched.max() > most.max() or fetched.sum() > most.sum() or cost(found, fetched) > cost(dealt, most):
+        return dealt
+    return found
+
+
+def _heaviest(partitions: Sequence[Sequence[int]], work: NDArray[np.int64]) -> int:
+    return int(sum_by(owners(partitions, len(work)), work, len(partitions)).max())
 
 
 def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_size: int) -> Partitions:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from magi_attention.meta import cost
+from magi_attention.meta.bounds import least_rows
 from magi_attention.meta.plan import Plan
 
 
@@ -13,7 +14,8 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     """Plain numbers and lists, ready for JSON.
 
     Keys: ``tokens, padded_tokens, cp_size, chunk_size, num_chunks, degree, area, areas`` (per rank),
-    ``imbalance`` (heaviest rank over the mean), ``imbalance_contiguous`` (without dispatch), ``shard_sizes``,
+    ``imbalance`` (heaviest rank over the mean), ``least_rows`` (that must move in all, ``bounds.least_rows``),
+    ``imbalance_contiguous`` (without dispatch), ``shard_sizes``,
     ``rows_sent, rows_received`` (per rank), ``stage_rows`` (per rank and stage), ``bytes_per_stage`` (all ranks),
     ``bytes_total``, ``ring_bytes`` and ``all_gather_bytes`` (what those move for the same K and V; they are equal,
     the all-gather only holds everything at once), ``row_bytes``. Where queries move: ``query_rows_sent,
@@ -37,6 +39,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
         "area": area,
         "areas": plan.areas.tolist(),
         "imbalance": plan.imbalance,
+        "least_rows": least_rows(plan),
         "imbalance_contiguous": float(contiguous.max() / mean) if area else 1.0,
         "shard_sizes": list(plan.shard_sizes),
         "rows_sent": matrix.sum(axis=1).tolist(),

@@ -13,7 +13,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import MaskTypes, SliceTable
 from magi_attention.config import DispatchConfig, OverlapConfig
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.chunking import chunk_bounds, split_by_chunk
+from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk
 from magi_attention.meta.collection import (
     A2AVBasedGroupCollectiveArg,
     AttnArg,
@@ -141,7 +141,8 @@ def make_dispatch_meta_from_qk_ranges(
     bounds = chunk_bounds(total_seqlen_q, chunk_size)
     pieces = split_by_chunk(slices.array, bounds)
     config = DispatchConfig(chunk_size, uneven_shard, dispatch_config.alg)
-    partitions = solve_dispatch(*pieces, len(bounds), cp_size, config, chunk_size)
+    work = chunk_areas(pieces[0], pieces[1], len(bounds))
+    partitions = solve_dispatch(*pieces, len(bounds), cp_size, config, chunk_size, work)
     pad = padding_of(slices, total_seqlen_q)
     plan = plan_for_partitions(slices, total_seqlen_q - pad, pad, chunk_size, partitions, uneven_shard=uneven_shard)
     return dispatch_metas(plan, cp_rank)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.intervals import Packing, subtract_intervals
+from magi_attention.common.intervals import Packing
 from magi_attention.common.scalars import as_int
-from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
+from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
@@ -21,6 +21,7 @@ from magi_attention.meta.chunking import (
     chunk_bounds,
     owners,
     pad_size,
+    remote_keys,
     resolve_chunk_size,
     split_by_chunk,
     sum_by,
@@ -75,9 +76,10 @@ def build_plan(
     _check_ends(slices, total_tokens)
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
-    choice = _dispatch(slices, total_tokens, cp_size, chunk, dispatch)
     if balance is not None and dispatch.chunk_size is None:
-        choice = _refine(choice, slices, total_tokens, cp_size, dispatch, balance)
+        choice = _refine(slices, total_tokens, cp_size, chunk, dispatch, balance)
+    else:
+        choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
     choice, assigned = _with_moves(choice, heads, query_moves, rates, may_dispatch=True)
     return _finish(
         plan_type,
@@ -158,26 +160,61 @@ def _is_worth_it(
     return with_moves <= (1 - LEAST_TIME) * without
 
 
-def _dispatch(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Choice:
+class _Cut(NamedTuple):
+    """A sequence in chunks: ``pieces`` of slices, with the chunk and the slice of each, and areas of chunks."""
+
+    chunk: int
+    pad: int
+    bounds: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    chunk_of: NDArray[np.int64]
+    slice_of: NDArray[np.int64]
+    work: NDArray[np.int64]
+
+
+def _cut(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Cut:
     pad = pad_size(total, cp_size, chunk, config.uneven_shard)
     bounds = chunk_bounds(total + pad, chunk)
     pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
-    partitions = solve_dispatch(pieces, chunk_of, slice_of, len(bounds), cp_size, config, chunk)
-    work = chunk_areas(pieces, chunk_of, len(bounds))
-    heaviest = max(int(work[list(chunks)].sum()) for chunks in partitions)
-    imbalance = heaviest * cp_size / max(int(work.sum()), 1)
-    return _Choice(chunk, pad, (pieces, chunk_of, bounds), partitions, imbalance)
+    return _Cut(chunk, pad, bounds, pieces, chunk_of, slice_of, chunk_areas(pieces, chunk_of, len(bounds)))
+
+
+def _imbalance(heaviest: int, cut: _Cut, cp_size: int) -> float:
+    return heaviest * cp_size / max(int(cut.work.sum()), 1)
+
+
+def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> _Choice:
+    partitions = solve_dispatch(
+        cut.pieces, cut.chunk_of, cut.slice_of, len(cut.bounds), cp_size, config, cut.chunk, cut.work
+    )
+    heaviest = max(int(cut.work[list(chunks)].sum()) for chunks in partitions)
+    parts = cut.pieces, cut.chunk_of, cut.bounds
+    return _Choice(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, cp_size))
 
 
 def _refine(
-    choice: _Choice, slices: SliceTable, total: int, cp_size: int, config: DispatchConfig, balance: float
+    slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig, balance: float
 ) -> _Choice:
-    """Halves the chunk while that helps; short chunks cost locality, so not further than needed."""
-    best = choice
-    while best.imbalance > balance and choice.chunk // 2 >= MIN_REFINED_CHUNK:
-        choice = _dispatch(slices, total, cp_size, -(-choice.chunk // 2), config)
-        if choice.imbalance < best.imbalance:
-            best = choice
+    """Halves the chunk while that helps; short chunks cost locality, so not further than needed. Where one chunk is
+    above ``balance`` nothing is dispatched, unless shorter chunks are no better than that chunk."""
+    too_large: list[_Cut] = []
+    best: _Choice | None = None
+    while True:
+        cut = _cut(slices, total, cp_size, chunk, config)
+        chunk = -(-cut.chunk // 2)
+        is_last = cut.chunk // 2 < MIN_REFINED_CHUNK
+        if _imbalance(int(cut.work.max()), cut, cp_size) > balance and not is_last:
+            too_large.append(cut)
+            continue
+        found = _dispatch(cut, cp_size, config)
+        if best is None or found.imbalance < best.imbalance:
+            best = found
+        if best.imbalance <= balance or is_last:
+            break
+    for cut in reversed(too_large):
+        if _imbalance(int(cut.work.max()), cut, cp_size) <= best.imbalance:
+            found = _dispatch(cut, cp_size, config)
+            best = found if found.imbalance <= best.imbalance else best
     return best
 
 
@@ -298,7 +335,7 @@ def _finish(
         computed, rank_of = pieces, owner[chunk_of]
     else:
         computed, rank_of = np.concatenate(assigned), np.repeat(np.arange(world), [len(x) for x in assigned])
-    remotes = _split_by_rank(*_remote_keys(computed, rank_of, bounds, owner), world)
+    remotes = _split_by_rank(*remote_keys(computed, rank_of, bounds, owner), world)
     degree: int
     stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
     if world == 1:
@@ -313,18 +350,6 @@ def _finish(
         else:
             stage_ranges = tuple(_stages(overlap, remote, degree) for remote in packed)
     return plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
-
-
-def _remote_keys(
-    pieces: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merged ranges of keys that some rank reads and does not hold, by rank, and these ranks: of all ranks at once,
-    each in coordinates of its own."""
-    stride = int(bounds[-1, 1]) + 1  # so ranges of two ranks do not touch
-    wanted = pieces[:, [K0, K1]] + (rank_of * stride)[:, None]
-    found = subtract_intervals(wanted, bounds + (owner * stride)[:, None])
-    ranks = found[:, 0] // stride
-    return found - (ranks * stride)[:, None], ranks
 
 
 def _split_by_rank(rows: NDArray[np.int64], rank_of: NDArray[np.int64], world: int) -> list[NDArray[np.int64]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 ABI_VERSION = 18
@@ -311,7 +311,6 @@ SYMM_REDUCE_PREFIX_BYTES, SYMM_REDUCE_TAIL = SymmReduceParams.base.offset, struc
 
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)
-F64_PTR = ctypes.POINTER(c_double)
 
 Functions = dict[str, tuple[Any, tuple[Any, ...]]]
 # function -> (result, arguments). Parameter structs are passed as bytes, whose address C sees.
@@ -325,24 +324,6 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
     "magi_vertex_cover": (c_int32, (c_int32, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)),
-    "magi_swap_chunks": (
-        c_int32,
-        (
-            c_void_p,
-            c_void_p,
-            c_int32,
-            c_void_p,
-            c_void_p,
-            c_int32,
-            c_double,
-            c_double,
-            c_double,
-            c_void_p,
-            c_void_p,
-            c_int32,
-            F64_PTR,
-        ),
-    ),
     "magi_simulate_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
     "magi_bwd_work_list": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, I64_PTR)),

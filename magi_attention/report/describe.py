@@ -46,7 +46,7 @@ def plan_facts(plan: Plan, numbers: dict) -> list[Fact]:
 def overview_table(plan: Plan, numbers: dict) -> Table:
     """One row per figure."""
     pad = f" (+ {plan.pad_size:,} pad)" if plan.pad_size else ""
-    dense = max(plan.total_tokens**2, 1)
+    dense, least = max(plan.total_tokens**2, 1), numbers["least_rows"]
     return [
         ["figure", "value"],
         ["tokens", f"{plan.total_tokens:,}{pad}"],
@@ -57,6 +57,8 @@ def overview_table(plan: Plan, numbers: dict) -> Table:
         ["chunks", f"{plan.num_chunks:,} of {plan.chunk_size:,} tokens"],
         ["imbalance, max/mean", f"{numbers['imbalance']:.4f}"],
         ["the same for a contiguous split", f"{numbers['imbalance_contiguous']:.4f}"],
+        ["rows fetched by all ranks", f"{sum(numbers['rows_received']):,}"],
+        ["at least, while queries stay", "not counted" if least is None else f"{least:,}"],
         ["overlap stages", f"{plan.num_stages}" + (" (degree 0: no overlap)" if plan.degree == 0 else "")],
         ["fingerprint", plan.fingerprint],
     ]

@@ -85,7 +85,7 @@ def test_mistakes_are_contract_errors(make):
 
 
 def test_dispatch_config():
-    assert c.DispatchConfig() == c.DispatchConfig(None, False, c.MinHeapDispatchAlg())
+    assert c.DispatchConfig() == c.DispatchConfig(None, False, c.LocalityDispatchAlg())
     assert c.DispatchConfig(chunk_size=np.int64(4)).chunk_size == 4
     for alg in (c.BSDispatchAlg(), c.MinHeapDispatchAlg(), c.SequentialDispatchAlg()):
         assert c.DispatchConfig(uneven_shard=True, alg=alg).alg is alg

@@ -57,8 +57,8 @@ def test_old_and_new_classes_go_together_in_a_plan(name: str, new) -> None:
                 settings = DistAttnConfig(config(8, alg=alg()), staged)
                 partitions.append(build_plan(mask.slices, 128, 4, config=settings).partitions)
     assert partitions == partitions[:1] * 8
-    assert new["DispatchConfig"]().alg == new["MinHeapDispatchAlg"]()
-    assert DISPATCH["DispatchConfig"]().alg == DISPATCH["MinHeapDispatchAlg"]()
+    assert new["DispatchConfig"]().alg == new["LocalityDispatchAlg"]()
+    assert DISPATCH["DispatchConfig"]().alg == DISPATCH["LocalityDispatchAlg"]()
 
 
 def test_overlap_algorithms(new) -> None:

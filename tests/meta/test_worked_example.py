@@ -9,7 +9,14 @@ import pytest
 from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
-from magi_attention.config import DispatchConfig, DistAttnConfig, DPDispatchAlg, OverlapConfig, ToppHeapDispatchAlg
+from magi_attention.config import (
+    DispatchConfig,
+    DistAttnConfig,
+    DPDispatchAlg,
+    MinHeapDispatchAlg,
+    OverlapConfig,
+    ToppHeapDispatchAlg,
+)
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta import (
@@ -26,7 +33,7 @@ from magi_attention.meta.explain import explain
 from magi_attention.meta.metas import DistAttnSolver
 
 CAUSAL_16 = Mask.causal(16)
-CHUNKS_OF_2 = DistAttnConfig(DispatchConfig(chunk_size=2))
+CHUNKS_OF_2 = DistAttnConfig(DispatchConfig(chunk_size=2, alg=MinHeapDispatchAlg()))
 
 
 def test_plan() -> None:
@@ -50,7 +57,9 @@ def test_plan() -> None:
 
 def test_published_builders_say_the_same() -> None:
     ranges = AttnRanges.from_ranges([(0, 16)])
-    meta_q, meta_k = make_dispatch_meta_from_qk_ranges(ranges, ranges, ["causal"], 16, 16, 2, 2, 1, DispatchConfig())
+    meta_q, meta_k = make_dispatch_meta_from_qk_ranges(
+        ranges, ranges, ["causal"], 16, 16, 2, 2, 1, CHUNKS_OF_2.dispatch_config
+    )
     assert meta_q.partitions == meta_k.partitions == [[0, 3, 4, 7], [1, 2, 5, 6]]
     assert meta_q.position_ids.tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
     assert [meta_q.partitions_perm_idxs[i] for i in meta_q.partitions_unperm_idxs] == list(range(8))

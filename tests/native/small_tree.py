@@ -22,8 +22,6 @@ magi_status magi_tile_plan_host(const int32_t*, int64_t, int32_t, int32_t, int32
 magi_status magi_tile_plan_check(const int32_t*, int64_t, const int32_t*, int64_t) { return MAGI_OK; }
 magi_status magi_tile_transpose_host(const int32_t*, int64_t, int32_t*) { return MAGI_OK; }
 magi_status magi_tile_strips_host(const int32_t*, int64_t, int32_t, int32_t*, int64_t*) { return MAGI_OK; }
-magi_status magi_swap_chunks(int32_t*, const int32_t*, int32_t, const int64_t*, const uint64_t*, int32_t, double,
-                             double, double, const int32_t*, const double*, int32_t, double*) { return MAGI_OK; }
 magi_status magi_vertex_cover(int32_t, int32_t, const int64_t*, const int64_t*, int64_t, const int32_t*,
                               const int32_t*, uint8_t*, uint8_t*) { return MAGI_OK; }
 magi_status magi_simulate_starts(const double*, int64_t, int32_t, double*) { return MAGI_OK; }

@@ -360,18 +360,6 @@ MAGI_EXPORT magi_status magi_simulate_starts(const double* times, int64_t num_wo
 MAGI_EXPORT magi_status magi_group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period,
                                          int64_t* tiles, int64_t* groups, int64_t* num_grouped);
 
-/* Dispatch by swaps of chunks. chunks (num_chunks): the chunks of all ranks, which end at ends
- * (world), in and out; masks (num_chunks, ceil(num_chunks / 64)): the chunks that each one reads,
- * as bits. Energy: area of the heaviest rank plus chunk_cost for each chunk that ranks fetch,
- * share_of_max of that by who fetches most, else by the mean of all; over mean. Step n swaps
- * proposals[n] (rank, place, other rank, its place) if the energy rises by thresholds[n] at most.
- * *energy and chunks: the least seen. */
-MAGI_EXPORT magi_status magi_swap_chunks(int32_t* chunks, const int32_t* ends, int32_t world,
-                                         const int64_t* areas, const uint64_t* masks,
-                                         int32_t num_chunks, double chunk_cost, double share_of_max,
-                                         double mean, const int32_t* proposals,
-                                         const double* thresholds, int32_t steps, double* energy);
-
 /* Least weighted vertex cover of a bipartite graph: of each edge (left[e], right[e]) at least one
  * end is chosen, and the weights of those that are (0 to 2^60 each, 2^62 in all) add up to as
  * little as can be. */

@@ -169,18 +169,21 @@ def min_heap(work: Sequence[float], k: int, spare_empty: bool = True) -> Result:
     heap: list[tuple[float, int]] = [(0, bucket) for bucket in range(k)]
     buckets: list[list[int]] = [[] for _ in range(k)]
     empty = k
-    for placed, item in enumerate(sorted(range(n), key=lambda i: (-work[i], -i))):
+    for placed, item in enumerate(sorted(range(n - 1, -1, -1), key=work.__getitem__, reverse=True)):
         parked = []
-        load, bucket = heapq.heappop(heap)
-        while spare_empty and n - placed <= empty and buckets[bucket]:
-            parked.append((load, bucket))
-            load, bucket = heapq.heappop(heap)
+        while empty and spare_empty and n - placed <= empty and buckets[heap[0][1]]:
+            parked.append(heapq.heappop(heap))
+        load, bucket = heap[0]
+        mine = buckets[bucket]
+        if not mine:
+            empty -= 1
+        mine.append(item)
+        if len(mine) < cap:
+            heapq.heapreplace(heap, (load + work[item], bucket))
+        else:
+            heapq.heappop(heap)
         for entry in parked:
             heapq.heappush(heap, entry)
-        empty -= not buckets[bucket]
-        buckets[bucket].append(item)
-        if len(buckets[bucket]) < cap:
-            heapq.heappush(heap, (load + work[item], bucket))
     return _heaviest(work, buckets), buckets
 
 
@@ -282,4 +285,4 @@ def _equal_count(n: int, k: int) -> int:
 
 
 def _heaviest(work: Sequence[float], buckets: list[list[int]]) -> float:
-    return max((sum(work[i] for i in bucket) for bucket in buckets), default=0)
+    return max((sum([work[i] for i in bucket]) for bucket in buckets), default=0)
