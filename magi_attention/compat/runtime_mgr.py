@@ -56,6 +56,11 @@ class DistAttnRuntimeMgr(RuntimeManager, metaclass=_InstancesAreManagers):
         is_k_permutable: bool,
     ) -> None:
         check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
+        if dist_attn_runtime.head_groups > 1:
+            raise ContractError(
+                "The runtime is for head groups of their own (MAGI_ATTENTION_FLATTEN_HEAD_GROUPS=1), whose rows are "
+                "not those of the metas; use the manager that init_dist_attn_runtime_mgr returned."
+            )
         plan = dist_attn_runtime.plan
         held = [list(part) for part in plan.partitions]
         if dispatch_meta_q.partitions != held or dispatch_meta_k.partitions != held:

@@ -89,8 +89,8 @@ CASES = {
 def test_ours_sends_no_more_than_the_published_ones(name):
     """Where a published one keeps to the load, ours does, and sends at most as much."""
     array, world = np.array(CASES[name]), 4
-    order = np.random.default_rng(3).permutation(32)
-    hosts = [AttnRanges.from_ranges([(64 * c, 64 * c + 64) for c in sorted(order[r::world])]) for r in range(world)]
+    order = np.random.default_rng(3).permutation(16)
+    hosts = [AttnRanges.from_ranges([(128 * c, 128 * c + 128) for c in sorted(order[r::world])]) for r in range(world)]
     for heads in ((4, 4), (16, 2)):
         found = {}
         for kind in ALGORITHMS:
