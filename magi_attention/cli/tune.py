@@ -44,6 +44,8 @@ def command_tune(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return 0
+    if device == "cpu" and args.device == "auto":
+        print(f"There are no two GPUs here: {ranks} processes on the CPU are measured, which says nothing about GPUs.")
     environment = child_environment(max(num_cores() // ranks, 1))
     return run_child(command, environment | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}))
 
