@@ -55,6 +55,16 @@ def thousand_documents(tokens: int, seed: int) -> Mask:
     return Mask.varlen([0, *np.sort(cuts).tolist(), tokens], causal=True)
 
 
+def tree(tokens: int, seed: int) -> Mask:
+    """10,000 nodes, each below a random earlier one; 1 in 100 is a root."""
+    rng = np.random.default_rng(seed)
+    number = np.arange(10_000)
+    parents = np.where(rng.random(10_000) < 0.01, -1, (rng.random(10_000) * number).astype(np.int64))
+    parents[0] = -1
+    cuts = np.sort(rng.choice(np.arange(1, tokens), 9_999, replace=False))
+    return Mask.prefix_tree(np.diff(cuts, prepend=0, append=tokens), parents)
+
+
 def block_causal(tokens: int, seed: int) -> Mask:
     return Mask.block_causal([0, tokens], FRAME + seed)
 
@@ -66,6 +76,7 @@ def window(tokens: int, seed: int) -> Mask:
 CASES = {
     "packed_128K": Case("packed causal", 128 * K, 8, packed),
     "documents_1M": Case("1,000 documents", M, 64, thousand_documents),
+    "tree_4M": Case("tree of 10,000 nodes", 4 * M, 64, tree),
     "blocks_4M": Case("block-causal", 4 * M, 256, block_causal),
     "window_4M": Case("window", 4 * M, 1024, window),
     "packed_4M": Case("packed causal", 4 * M, 1024, packed),

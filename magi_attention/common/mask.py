@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -197,21 +196,29 @@ class Mask:
         lengths, parents = as_int_array(lengths, "lengths").tolist(), as_int_array(parents, "parents").tolist()
         if len(lengths) != len(parents):
             raise ContractError(f"{len(lengths)} lengths but {len(parents)} parents; give one per node.")
-        bounds = [0, *accumulate(lengths)]
-        rows: list[tuple[int, int, int, int, int]] = []
-        ancestors: list[list[tuple[int, int]]] = []
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node or lengths[node] < 0:
-                raise ContractError(
-                    f"Node {node} has parent {parent} and length {lengths[node]}; "
-                    "parents are earlier nodes or -1 and lengths are >= 0."
-                )
-            start, end = bounds[node], bounds[node + 1]
-            line = [] if parent == -1 else ancestors[parent] + [(bounds[parent], bounds[parent + 1])]
-            ancestors.append(line)
-            rows += [(start, end, k0, k1, FULL) for k0, k1 in line]
-            rows.append((start, end, start, end, CAUSAL))
-        return cls._from_rows(rows, "prefix tree", bounds[-1])
+        size, parent, number = np.array(lengths, dtype=np.int64), np.array(parents, dtype=np.int64), np.arange(len(parents))
+        wrong = np.flatnonzero((parent < -1) | (parent >= number) | (size < 0))
+        if len(wrong):
+            node = int(wrong[0])
+            raise ContractError(
+                f"Node {node} has parent {parents[node]} and length {lengths[node]}; "
+                "parents are earlier nodes or -1 and lengths are >= 0."
+            )
+        bounds = np.concatenate([[0], np.cumsum(size)])
+        depth, pairs = np.zeros(len(size), dtype=np.int64), [(number, number)]
+        node, above = number, parent
+        while (is_below := above >= 0).any():
+            node, above = node[is_below], above[is_below]
+            depth[node] += 1
+            pairs.append((node, above))
+            above = parent[above]
+        rows = np.empty((int(depth.sum()) + len(size), 5), dtype=np.int64)
+        last = np.cumsum(depth + 1) - 1  # a node's own slice; its ancestors are before it, the root first
+        for distance, (node, seen) in enumerate(pairs):
+            columns = (bounds[node], bounds[node + 1], bounds[seen], bounds[seen + 1])
+            kind = np.full(len(node), FULL if distance else CAUSAL)
+            rows[last[node] - distance] = np.stack([*columns, kind], axis=1)
+        return cls(SliceTable(rows), int(bounds[-1]), int(bounds[-1]), "prefix tree", _unchecked(None))
 
     @classmethod
     def from_slices(

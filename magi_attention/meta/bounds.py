@@ -32,7 +32,7 @@ def least_rows(plan: Plan) -> int | None:
     heaviest, rows = int(plan.areas.max()), max(plan.shard_sizes)
     keys = _keys_of_queries(slices, plan.padded_tokens)
     pairs = np.concatenate([[0], np.cumsum(keys)])
-    blocks = _blocks(slices)
+    blocks = blocks_of(slices)
     area = pairs[blocks[:, 1]] - pairs[blocks[:, 0]]
     is_split = (area > heaviest) | (blocks[:, 1] - blocks[:, 0] > rows)
     total = 0
@@ -66,10 +66,10 @@ def _keys_of_queries(slices: NDArray[np.int64], total: int) -> NDArray[np.int64]
     return keys
 
 
-def _blocks(slices: NDArray[np.int64]) -> NDArray[np.int64]:
+def blocks_of(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """(blocks, 2) of tokens: no slice reaches from one block into another. Blocks that touch stay two."""
     first, end = np.minimum(slices[:, Q0], slices[:, K0]), np.maximum(slices[:, Q1], slices[:, K1])
     return (merge_intervals(np.stack([2 * first, 2 * end - 1], axis=1)) + 1) // 2
 
 
-__all__ = ["MOST_TOKENS", "least_rows"]
+__all__ = ["MOST_TOKENS", "blocks_of", "least_rows"]

@@ -43,10 +43,12 @@ def order_of_chunks(
     Chunks that follow one another are of one document if their largest pieces begin with the same key.
     """
     size = areas(pieces)
-    largest = np.lexsort((-size, chunk_of))
-    chunks, first = np.unique(chunk_of[largest], return_index=True)
     anchor = np.full(len(work), -1)
-    anchor[chunks] = pieces[largest[first], K0]
+    if len(pieces):
+        begins = np.flatnonzero(np.diff(chunk_of, prepend=chunk_of[:1] - 1))  # pieces are in the order of chunks
+        most = np.repeat(np.maximum.reduceat(size, begins), np.diff(begins, append=len(size)))
+        largest = np.flatnonzero(size == most)[::-1]  # of equal ones the first, which is written last
+        anchor[chunk_of[largest]] = pieces[largest, K0]
     starts = np.flatnonzero(np.diff(anchor, prepend=anchor[:1] - 1))
     counts = np.diff(starts, append=len(work))
     mantissa, exponent = np.frexp(np.add.reduceat(work, starts) / counts)
