@@ -3,12 +3,12 @@
 
     python benchmarks/dispatch.py [--ranks 8,64] [--tokens 8K] [--seeds 2] [--no-growth] [--out benchmarks/results/NAME]
 
-``tokens`` are those of a rank, for 64 ranks or fewer; more ranks have half as many. All but ``zigzag`` and ``whole`` cut
-the sequence into 16 chunks for each rank. ``zigzag`` cuts each document into twice as many pieces as there are ranks and
-gives a rank the pieces r and ``2 * ranks - 1 - r``, as ring attention does. ``whole`` gives documents to ranks whole, the
-largest first to the rank with the least work, and cuts the fewest of the largest by zigzag with which the heaviest rank
-is within 1% of the mean: what the abstract of FlashCP (arXiv 2606.08476) says, as we read it; ranks then hold different
-numbers of tokens. No GPU is used.
+``tokens`` are those of a rank, for 64 ranks or fewer; more ranks have half as many. All but ``zigzag`` and ``whole``
+cut the sequence into 16 chunks for each rank. ``zigzag`` cuts each document into twice as many pieces as there are
+ranks and gives a rank the pieces r and ``2 * ranks - 1 - r``, as ring attention does. ``whole`` gives documents to
+ranks whole, the largest first to the rank with the least work, and cuts the fewest of the largest by zigzag with which
+the heaviest rank is within 1% of the mean: what the abstract of FlashCP (arXiv 2606.08476) says, as we read it; ranks
+then hold different numbers of tokens. No GPU is used.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from magi_attention.meta.chunking import chunk_areas, remote_keys, split_by_chun
 
 CHUNKS = 16  # of a rank
 FRAME, WINDOW = 1560, 1024
+COLOURS = {"locality": "#1f4e96", "zigzag": "#e08e36", "whole": "#59a869", "least": "#8b949e"}
 Ranges = list[tuple[int, int, int]]  # first token, end, rank
 
 
@@ -118,6 +119,10 @@ def whole(blocks: np.ndarray, areas: np.ndarray, ranks: int) -> Ranges:
     return sorted([*zigzag(blocks[order[:low]], ranks), *held])
 
 
+def figures(imbalance: float, rows: np.ndarray) -> dict[str, float]:
+    return {"imbalance": imbalance, "most_rows": int(rows.max()), "mean_rows": float(rows.mean())}
+
+
 def measures(mask: Mask, ranges: Ranges, ranks: int) -> dict[str, float]:
     """Balance and rows fetched where each rank holds such tokens."""
     cut = np.array(sorted(ranges), dtype=np.int64)
@@ -126,7 +131,7 @@ def measures(mask: Mask, ranges: Ranges, ranks: int) -> dict[str, float]:
     loads = sum_by(owner, chunk_areas(pieces, piece_of, len(bounds)), ranks)
     found, who = remote_keys(pieces, owner[piece_of], bounds, owner)
     rows = sum_by(who, found[:, 1] - found[:, 0], ranks)
-    return {"imbalance": float(loads.max() / loads.mean()), "most_rows": int(rows.max()), "mean_rows": float(rows.mean())}
+    return figures(float(loads.max() / loads.mean()), rows)
 
 
 def by_plan(mask: Mask, alg, ranks: int):
@@ -138,8 +143,7 @@ def by_plan(mask: Mask, alg, ranks: int):
         plan = make_plan(mask, ranks, config)
         times.append(1e3 * (time.perf_counter() - start))
     rows = np.array([sum(int(np.diff(r, axis=1).sum()) for r in stages) for stages in plan.stage_ranges])
-    found = {"imbalance": plan.imbalance, "most_rows": int(rows.max()), "mean_rows": float(rows.mean())}
-    return plan, found, min(times)
+    return plan, figures(plan.imbalance, rows), min(times)
 
 
 def compare(name: str, tokens: int, ranks: int, seed: int) -> list[dict]:
@@ -192,7 +196,7 @@ def draw(path: Path, rows: list[dict], grown: list[dict]) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(names) // 2 + 1, squeeze=False)
     for axis, name in zip(axes[:, :-1].flat, names):
-        for label, colour in (("locality", "#1f4e96"), ("zigzag", "#e08e36"), ("whole", "#59a869"), ("least", "#8b949e")):
+        for label, colour in COLOURS.items():
             points = []
             for ranks in sorted({row["ranks"] for row in rows}):
                 found = [row for row in rows if (row["mask"], row["ranks"]) == (name, ranks)]
@@ -236,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows += (found := compare(name, tokens, ranks, seed))
                 for row in found:
                     print(
-                        f"{name:13s} {ranks:5d} ranks, seed {seed}  {row['dispatch']:9s} imbalance {row['imbalance']:.4f}"
+                        f"{name:13s} {ranks:5d} ranks, seed {seed}  {row['dispatch']:9s}"
+                        f"  imbalance {row['imbalance']:.4f}"
                         f"  rows: most {row['most_rows']:>9,} mean {row['mean_rows']:>11,.0f}  {row['ms']:8.1f} ms",
                         flush=True,
                     )

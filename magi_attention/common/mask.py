@@ -196,12 +196,13 @@ class Mask:
         lengths, parents = as_int_array(lengths, "lengths").tolist(), as_int_array(parents, "parents").tolist()
         if len(lengths) != len(parents):
             raise ContractError(f"{len(lengths)} lengths but {len(parents)} parents; give one per node.")
-        size, parent, number = np.array(lengths, dtype=np.int64), np.array(parents, dtype=np.int64), np.arange(len(parents))
+        size, parent = np.array(lengths, dtype=np.int64), np.array(parents, dtype=np.int64)
+        number = np.arange(len(parent))
         wrong = np.flatnonzero((parent < -1) | (parent >= number) | (size < 0))
         if len(wrong):
-            node = int(wrong[0])
+            first = int(wrong[0])
             raise ContractError(
-                f"Node {node} has parent {parents[node]} and length {lengths[node]}; "
+                f"Node {first} has parent {parents[first]} and length {lengths[first]}; "
                 "parents are earlier nodes or -1 and lengths are >= 0."
             )
         bounds = np.concatenate([[0], np.cumsum(size)])

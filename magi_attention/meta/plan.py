@@ -188,6 +188,10 @@ class Plan:
 
     # ---- areas --------------------------------------------------------------------------------------
 
+    def keep_pieces(self, pieces: NDArray[np.int64], chunk_of: NDArray[np.int64]) -> None:
+        """Slices cut at chunks, and the chunk of each; without them they are cut where they are first wanted."""
+        self.__dict__["_pieces"] = self._counted("pieces", (pieces, chunk_of))
+
     @cached_property
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         pieces, chunk_of, _ = split_by_chunk(self.slices.array, self.chunk_ranges)

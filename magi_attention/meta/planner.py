@@ -349,7 +349,9 @@ def _finish(
             stage_ranges = tuple((ranges,) for ranges in remotes)
         else:
             stage_ranges = tuple(_stages(overlap, remote, degree) for remote in packed)
-    return plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
+    plan = plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
+    plan.keep_pieces(pieces, chunk_of)
+    return plan
 
 
 def _split_by_rank(rows: NDArray[np.int64], rank_of: NDArray[np.int64], world: int) -> list[NDArray[np.int64]]:
