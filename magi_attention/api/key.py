@@ -17,6 +17,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import type_codes
 from magi_attention.config import DistAttnConfig
+from magi_attention.env import comm
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, UnsupportedError
 
@@ -190,12 +191,19 @@ def normalize_types(attn_mask_type, count: int) -> list[AttnMaskType]:
     return types
 
 
-def resolve_group(cp_group_or_mesh: Any, hierarchical: bool) -> tuple[Any, DeviceMesh | None]:
+_NO_NODES = (
+    "MAGI_ATTENTION_HIERARCHICAL_COMM=1 needs to know which ranks share a node; pass a 2-D DeviceMesh (inter-node, "
+    "intra-node), set MAGI_ATTENTION_NODE_SIZE, or start the ranks by torchrun."
+)
+
+
+def resolve_group(cp_group_or_mesh: Any, flags: RuntimeFlags) -> tuple[Any, DeviceMesh | None]:
     """``(group, mesh)`` from a process group or a 1-D or 2-D mesh; the group of a mesh is its flattened one.
 
     ``ContractError`` for a mesh of more dims and, with hierarchical communication, for anything but a 2-D mesh
-    (inter-node, intra-node).
+    (inter-node, intra-node) where nothing else says which ranks share a node.
     """
+    needs_mesh = flags.hierarchical_comm and not flags.node_sizes and comm.launcher_node() is None
     if isinstance(cp_group_or_mesh, DeviceMesh):
         mesh = cp_group_or_mesh
         if mesh.get_coordinate() is None:
@@ -205,15 +213,12 @@ def resolve_group(cp_group_or_mesh: Any, hierarchical: bool) -> tuple[Any, Devic
             )
         if mesh.ndim > 2:
             raise ContractError(f"The mesh has {mesh.ndim} dims; give a 1-D mesh or a 2-D one (inter, intra).")
-        if hierarchical and mesh.ndim != 2:
-            raise ContractError("Hierarchical communication needs a 2-D mesh (inter-node, intra-node).")
+        if needs_mesh and mesh.ndim != 2:
+            raise ContractError(_NO_NODES)
         return (mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()), mesh
     if isinstance(cp_group_or_mesh, (dist.ProcessGroup, Transport)):
-        if hierarchical:
-            raise ContractError(
-                "MAGI_ATTENTION_HIERARCHICAL_COMM=1 needs a 2-D DeviceMesh (inter-node, intra-node) "
-                "instead of a process group."
-            )
+        if needs_mesh:
+            raise ContractError(_NO_NODES)
         return cp_group_or_mesh, None
     check_member(cp_group_or_mesh)
     raise ContractError(f"cp_group_or_mesh is {type(cp_group_or_mesh).__name__}; pass a ProcessGroup or a DeviceMesh.")

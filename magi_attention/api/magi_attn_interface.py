@@ -90,7 +90,7 @@ def magi_attn_flex_key(
             f"total_seqlen_q {total_seqlen_q} != total_seqlen_k {total_seqlen_k}; only self-attention is distributed."
         )
     flags = RuntimeFlags.from_env()
-    group, mesh = resolve_group(cp_group_or_mesh, flags.hierarchical_comm)
+    group, mesh = resolve_group(cp_group_or_mesh, flags)
     check_heads(num_heads_q, num_heads_kv, head_dim)
     mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
     if flags.sanity_check:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 
@@ -84,3 +87,20 @@ class GroupSpec:
                 )
         if any(not 0 <= r < self.world for r in self.src_index):
             raise ContractError(f"A source rank lies outside 0..{self.world - 1}.")
+
+
+def rows_per_rank(
+    splits: Sequence[int], ranks_of_split: Sequence[Sequence[int]], world: int
+) -> list[NDArray[np.int64]]:
+    """For every rank, the row numbers of the splits whose list names it, in order."""
+    bounds = np.concatenate([[0], np.cumsum(np.asarray(splits, dtype=np.int64))])
+    parts: list[list[NDArray[np.int64]]] = [[] for _ in range(world)]
+    for i, ranks in enumerate(ranks_of_split):
+        for r in ranks:
+            parts[r].append(np.arange(bounds[i], bounds[i + 1]))
+    return [np.concatenate(p) if p else np.zeros(0, np.int64) for p in parts]
+
+
+def rows_per_source(spec: GroupSpec) -> list[NDArray[np.int64]]:
+    """For every rank the rows of the output that come from it, in order."""
+    return rows_per_rank(spec.output_splits, [(s,) for s in spec.src_index], spec.world)

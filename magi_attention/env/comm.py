@@ -11,6 +11,25 @@ def is_hierarchical_comm_enable() -> bool:
     return registry.get("MAGI_ATTENTION_HIERARCHICAL_COMM")
 
 
+def node_sizes() -> tuple[int, ...]:
+    """Ranks of each node, or of every node if it is one number; () where MAGI_ATTENTION_NODE_SIZE is unset.
+
+    ``ValueError`` for anything but numbers of at least 1 with commas between them.
+    """
+    text = registry.get("MAGI_ATTENTION_NODE_SIZE").strip()
+    parts = text.split(",") if text else []
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(
+            f"MAGI_ATTENTION_NODE_SIZE={text!r} is no number of ranks; give one such as 8, or one per node, as 8,8,4."
+        )
+    return tuple(int(part) for part in parts)
+
+
+def launcher_node() -> int | None:
+    """Number of this process's node as torchrun gave it; None under another launcher."""
+    return registry.get("GROUP_RANK")
+
+
 def _sm_margin(name: str) -> int:
     value = registry.get(name)
     if is_native_grpcoll_enable():

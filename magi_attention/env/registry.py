@@ -110,7 +110,8 @@ _GENERAL = (
     _int("CUDA_DEVICE_MAX_CONNECTIONS", _G, "CUDA's hardware queues; 1 prefetches stage by stage.", 8, 1),
 )
 _COMMUNICATION = (
-    _flag("HIERARCHICAL_COMM", _C, "Rows cross the network once per node; needs a 2-D mesh."),
+    _flag("HIERARCHICAL_COMM", _C, "Rows cross the network once for each node."),
+    _text(PREFIX + "NODE_SIZE", _C, "Ranks per node, as 8, or of each node, as 8,8,4; if unset, a mesh or torchrun."),
     _int(PREFIX + "FFA_FORWARD_SM_MARGIN", _C, "SMs left to communication in forward.", None, 0),
     _int(PREFIX + "FFA_BACKWARD_SM_MARGIN", _C, "SMs left to communication in backward.", None, 0),
     _flag("QO_COMM", _C, "Queries and outputs move too."),
@@ -146,6 +147,7 @@ _BUILD = (
     _text(PREFIX + "HOME", _B, "Read by nobody.", has_effect=False),
 )
 _LAUNCH = (
+    _int("GROUP_RANK", _L, "Number of this process's node, which torchrun sets.", None, 0),
     _text("MAGI_HOME", _L, "Folder of the launcher's sessions, on every node; ~/.magi if unset."),
     _text("MAGI_SOURCES", _L, "Folder of examples/, tests/ and benchmarks/ where they are not beside the package."),
     _text("MAGI_RUN_FOLDER", _L, "Folder of a node's files, which the launcher sets for its ranks."),

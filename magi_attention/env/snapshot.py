@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RuntimeFlags:
     """Frozen, hashable, picklable. ``kernel_backend`` is a ``MagiAttentionKernelBackend``; ``precision`` a
-    ``MagiAttentionPrecision`` or None; SM margins count SMs; ``dsink_all_reduce_op`` is none, sum or avg.
+    ``MagiAttentionPrecision`` or None; SM margins count SMs; ``dsink_all_reduce_op`` is none, sum or avg;
+    ``node_sizes`` are ranks per node, one for all nodes or one each, empty where the launcher or a mesh says it.
     """
 
     kernel_backend: MagiAttentionKernelBackend
@@ -27,6 +28,7 @@ class RuntimeFlags:
     precision: MagiAttentionPrecision | None = None
     deterministic: bool = False
     hierarchical_comm: bool = False
+    node_sizes: tuple[int, ...] = ()
     qo_comm: bool = False
     native_grpcoll: bool = False
     stage_mode: str = "auto"
@@ -57,6 +59,7 @@ class RuntimeFlags:
             precision=general.precision(),
             deterministic=general.is_deterministic_mode_enable(),
             hierarchical_comm=comm.is_hierarchical_comm_enable(),
+            node_sizes=comm.node_sizes(),
             qo_comm=comm.is_qo_comm_enable(),
             native_grpcoll=comm.is_native_grpcoll_enable(),
             stage_mode=comm.stage_mode(),

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from magi_attention.comm.collectives.hierarchical import NodeLevels
 from magi_attention.comm.symm.buffers import why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.intervals import Packing
@@ -123,7 +124,7 @@ class AttnCall:
 class AttnRuntime:
     """Runs attention for ``transport.rank`` of ``plan``. What calls add to it are memos; tables are in ``cache``.
 
-    With ``hierarchy`` (inter, intra transports) rows cross between nodes once per node. ``head_groups``: the plan is
+    With ``hierarchy`` rows cross between nodes once per node. ``head_groups``: the plan is
     one of ``plan_by_head_groups``, and calls have as many kv heads, each token's beside one another.
     """
 
@@ -133,7 +134,7 @@ class AttnRuntime:
         transport: Transport,
         registry: Registry,
         policy: AttnPolicy | None = None,
-        hierarchy: tuple[Transport, Transport] | None = None,
+        hierarchy: NodeLevels | None = None,
         head_groups: int = 1,
     ) -> None:
         if transport.size != plan.cp_size:
@@ -164,7 +165,7 @@ class AttnRuntime:
             self.cache.include(self.queries.cache)
         plan.cache.include(self.cache)
 
-    def _comm(self, stage: int, hierarchy: tuple[Transport, Transport] | None, ahead: Ahead) -> StageComm:
+    def _comm(self, stage: int, hierarchy: NodeLevels | None, ahead: Ahead) -> StageComm:
         plan = self.plan
         spec, is_idle = self.part.stages[stage].cast, plan.stage_is_idle[stage]
         specs = [plan.cast_spec(r, stage) for r in range(plan.cp_size)] if hierarchy and not is_idle else ()

@@ -13,13 +13,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce
-from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, hierarchical_phases
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, NodeLevels
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.collectives.wire import start_fetch, start_reduce
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.plan_cache import PlanCache
+from magi_attention.common.two_level.phases import two_level_cast
 
 T = TypeVar("T")
 
@@ -73,8 +74,8 @@ class QueryComm:
 class StageComm:
     """Group cast and reduce of one stage; ``is_idle`` if no rank of the group receives anything in it.
 
-    By default every row goes straight from its owner to each rank that needs it. With ``hierarchy``, the (inter,
-    intra) transports, a row crosses between nodes once per node; ``specs`` are then those of all ranks. ``made`` is the
+    By default every row goes straight from its owner to each rank that needs it. With ``hierarchy`` a row crosses
+    between nodes once per node; ``specs`` are then those of all ranks. ``made`` is the
     layout of the direct form, if that was made ahead.
 
     Plans are checked when they are made, so the direct form leaves the checks of ``group_cast`` out. The caller holds
@@ -86,7 +87,7 @@ class StageComm:
         spec: GroupSpec,
         transport: Transport,
         is_idle: bool,
-        hierarchy: tuple[Transport, Transport] | None = None,
+        hierarchy: NodeLevels | None = None,
         specs: Sequence[GroupSpec] = (),
         made: A2AVLayout | None = None,
     ) -> None:
@@ -106,11 +107,10 @@ class StageComm:
     @cached_property
     def _levels(self) -> dict[str, Any]:
         """Arguments of ``group_cast`` and ``group_reduce`` with a hierarchy."""
-        inter, intra = self._hierarchy  # type: ignore[misc]
-        phases = hierarchical_phases(self._specs, inter.size, intra.size, self._spec.rank)
-        layout = HierarchicalLayout(phases)
+        assert self._hierarchy is not None
+        layout = HierarchicalLayout(two_level_cast(self._specs, self._hierarchy.nodes, self._spec.rank))
         self.cache.include(layout.cache)
-        return {"layout": layout, "inter_group": inter, "intra_group": intra}
+        return {"layout": layout, "intra_group": self._hierarchy.intra}
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:

@@ -74,6 +74,12 @@ def pipeline(rank: int, world: int):
         make_key(dist.group.WORLD)
     with pytest.raises(AssertionError, match="2-D"):
         make_key(mesh["intra"])
+    os.environ["MAGI_ATTENTION_NODE_SIZE"] = "3"  # nodes of 3 ranks and of 1
+    compare(run_key(make_key(dist.group.WORLD)), wanted)
+    del os.environ["MAGI_ATTENTION_NODE_SIZE"]
+    os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun would have it
+    compare(run_key(make_key(dist.group.WORLD)), wanted)
+    del os.environ["GROUP_RANK"]
     del os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"]
 
     later = dist.new_group([1, 2, 3])  # a context-parallel group without global rank 0

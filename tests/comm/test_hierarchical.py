@@ -1,67 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Group cast and reduce over nodes beside the direct form, and beside what they must give."""
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from comm_oracle import cast_rows, contributions, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce
-from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, split_hierarchical
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, join_nodes
 from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.phases import two_level_cast
+from magi_attention.errors import ContractError
+from magi_attention.testing.spawn import run_processes
 
-meshes = st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (2, 4), (4, 2)])
-
-
-def levels(t, inter, intra):
-    """(inter, intra) transports of a world whose rank is node * intra + local."""
-    node, local = divmod(t.rank, intra)
-    return (
-        t.subgroup([m * intra + local for m in range(inter)]),
-        t.subgroup([node * intra + i for i in range(intra)]),
-    )
+EVEN = [(1,), (3,), (1, 1), (2, 2), (2, 2, 2), (4, 4), (2, 2, 2, 2)]
+UNEVEN = [(3, 2), (1, 3), (2, 1, 3), (4, 1), (1, 1, 5)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
-@given(st.integers(0, 2**32 - 1), meshes, st.booleans(), st.booleans())
-def test_two_levels_match_brute_force(seed, mesh, async_op, keep_layout):
-    inter, intra = mesh
-    world = inter * intra
-    plan = random_plan(seed, world, max_splits=5)
+def scattered_nodes(sizes, rng):
+    """Nodes of these sizes whose ranks follow one another, or not."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    return Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(EVEN + UNEVEN), st.booleans(), st.booleans())
+def test_two_levels_match_brute_force(seed, sizes, async_op, keep_layout):
     rng = np.random.default_rng(seed)
+    nodes = scattered_nodes(sizes, rng)
+    plan = random_plan(seed, nodes.world, max_splits=5)
     xs = [rng.standard_normal((s.input_rows, 2)) for s in plan.specs]
     ys = [rng.standard_normal((s.output_rows, 2)) for s in plan.specs]
 
     def main(t):
-        between, within = levels(t, inter, intra)
-        options = dict(inter_group=between, hier_intra_group=within)
-        if keep_layout:
-            phases = split_hierarchical(plan.specs, inter, intra)[t.rank]
-            options["layout"] = HierarchicalLayout(phases)
+        layout = HierarchicalLayout(two_level_cast(plan.specs, nodes, t.rank))
+        options = dict(hier_intra_group=t.subgroup(nodes.mates(t.rank)), layout=layout if keep_layout else None)
         x, y = torch.tensor(xs[t.rank]), torch.tensor(ys[t.rank])
         out, back = torch.full_like(y, torch.nan), x.clone()
         cast = group_cast(x, out, *plan.lists(t.rank), t, async_op=async_op, **options)
         reduce = group_reduce(y, back, *plan.reduce_lists(t.rank), t, async_op=async_op, **options)
         cast.wait_post_process(), reduce.wait_post_process()
-        crossing = sum(n for m, n in enumerate(between.rows_to) if m != between.rank)
-        return out.numpy(), back.numpy(), crossing
+        return out.numpy(), back.numpy(), sum(n for r, n in enumerate(t.rows_to) if r not in nodes.mates(t.rank))
 
-    for r, (out, back, crossing) in enumerate(FakeWorld(world).run(main)):
+    needed = {
+        (s, row, nodes.node_of[j])
+        for j, route in enumerate(plan.routes)
+        for s, row in route
+        if nodes.node_of[s] != nodes.node_of[j]
+    }
+    crossed = 0
+    for r, (out, back, crossing) in enumerate(FakeWorld(nodes.world).run(main)):
         np.testing.assert_array_equal(out, cast_rows(plan, xs, r))
         for i, terms in enumerate(contributions(plan, ys, r)):
             np.testing.assert_allclose(back[i], xs[r][i] + sum(terms, np.zeros(2)), atol=1e-13)
-        # each row once per needing node in the cast, and the partial sums of the nodes this one carries back
-        needed = {
-            (s, row, j // intra)
-            for j, route in enumerate(plan.routes)
-            for s, row in route
-            if s // intra != j // intra
-        }
-        sent = sum(s == r for s, _, _ in needed)
-        carried = sum(s % intra == r % intra and node == r // intra for s, _, node in needed)
-        assert crossing == sent + carried
+        crossed += crossing
+    # each row once per needing node in the cast, and one sum from each such node in the reduce
+    assert crossed == 2 * len(needed)
+
+
+def run_op(t, plan, seed, op, dtype, acc, options):
+    """A cast of three tensors (beside an lse, or not) and a reduce of three; everything that they write."""
+    gen = torch.Generator().manual_seed(seed * 64 + t.rank)
+    spec = plan.specs[t.rank]
+
+    def rows(count, *shape, dtype=dtype):
+        return torch.randn(count, *shape, generator=gen, dtype=torch.float64).to(dtype)
+
+    shapes = [(2, 3), (2, 3), (2, 3)] if op == "lse" else [(3,), (2, 2), (1,)]
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    xs, outs = [rows(spec.input_rows, *s) for s in shapes], [rows(spec.output_rows, *s) for s in shapes]
+    x_lse, out_lse = (rows(n, 2, dtype=lse_dtype) for n in (spec.input_rows, spec.output_rows))
+    lse = dict(cast_lse=True, input_lse=x_lse, output_lse=out_lse) if op == "lse" else {}
+    group_cast(xs, outs, *plan.lists(t.rank), t, **lse, **options).wait_post_process()
+    found = [*outs, out_lse.clone()]
+    partials = [rows(spec.output_rows, *s) for s in shapes]
+    if op == "lse":
+        partials[0][:1], out_lse[:1] = torch.nan, -torch.inf  # a row that saw nothing, whatever it holds
+        lse = dict(input_lse=out_lse, output_lse=x_lse)
+    more = dict(reduce_op=op, acc_reduce=acc, **lse, **options)
+    group_reduce(partials, xs, *plan.reduce_lists(t.rank), t, **more).wait_post_process()
+    return [*found, *xs, x_lse]
+
+
+def check_against_direct(t, nodes, intra, plan, seed, op, dtype, acc):
+    """Casts give the same bits as the direct form, reduces the same up to rounding and the same bits again."""
+    layout = HierarchicalLayout(two_level_cast(plan.specs, nodes, t.rank))
+    direct = run_op(t, plan, seed, op, dtype, acc, {})
+    twice = [run_op(t, plan, seed, op, dtype, acc, dict(intra_group=intra, layout=layout)) for _ in range(2)]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    for i, (want, got, again) in enumerate(zip(direct, *twice)):
+        assert torch.equal(got, again), (seed, op, dtype, i)
+        if i < 4:
+            assert torch.equal(got, want), (seed, op, dtype, i)
+        else:
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=f"{seed} {op} {dtype} {i}")
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from(EVEN + UNEVEN),
+    st.sampled_from(["sum", "avg", "lse"]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_every_operation_against_the_direct_form(seed, sizes, op, dtype, acc):
+    nodes = scattered_nodes(sizes, np.random.default_rng(seed))
+    plan = random_plan(seed, nodes.world, max_splits=5)
+
+    def main(t):
+        check_against_direct(t, nodes, t.subgroup(nodes.mates(t.rank)), plan, seed, op, dtype, acc)
+
+    FakeWorld(nodes.world).run(main)
+
+
+GLOO = [("2", 4), ("3", 5), ("4", 8), ("2", 8), ("3,1,2", 6)]  # declared sizes, and ranks of the group
+
+
+def gloo_main(rank, world):
+    for case, (declared, size) in enumerate(GLOO):
+        group = dist.new_group(range(size))
+        if rank >= size:
+            continue
+        t = as_transport(group)
+        levels = join_nodes(t, tuple(map(int, declared.split(","))), None)
+        for n, op in enumerate(("sum", "avg", "lse")):
+            seed = 100 * case + n
+            plan = random_plan(seed, size, max_splits=5)
+            check_against_direct(t, levels.nodes, levels.intra, plan, seed, op, DTYPES[(case + n) % 4], n != 1)
+    return True
+
+
+def test_gloo():
+    assert run_processes(8, gloo_main) == [True] * 8
 
 
 def all_to_all_specs(world, rows):
@@ -79,44 +157,77 @@ def all_to_all_specs(world, rows):
     ]
 
 
-def test_network_rows_against_flat():
-    specs = all_to_all_specs(8, 5)
-    layouts = [HierarchicalLayout(p) for p in split_hierarchical(specs, 2, 4)]
-    assert [lay.network_rows for lay in layouts] == [5] * 8  # flat: 5 rows to each of 4 ranks = 20
-    # the ranks of the other node share the load evenly
-    assert [lay.inter.recv.count for lay in layouts] == [5] * 8
+def test_network_rows_against_the_direct_form():
+    specs, nodes = all_to_all_specs(8, 5), Nodes.of_sizes((4,), range(8))
+    layouts = [HierarchicalLayout(two_level_cast(specs, nodes, r)) for r in range(8)]
+    assert [lay.network_rows for lay in layouts] == [5] * 8  # directly: 5 rows to each of 4 ranks = 20
+    # the ranks of the other node share the load evenly: 3 mates, and 1 far rank each
+    assert [lay.exchange.recv.count for lay in layouts] == [20] * 8
 
 
 def test_16_bit_wire_adds_node_sums_in_float32():
-    specs = all_to_all_specs(4, 1)
-    plan_in = [s.output_rows for s in specs]
+    specs, nodes = all_to_all_specs(4, 1), Nodes.of_sizes((2,), range(4))
 
     def main(t):
-        between, within = levels(t, 2, 2)
-        layout = HierarchicalLayout(split_hierarchical(specs, 2, 2)[t.rank])
-        y = torch.full((plan_in[t.rank], 1), 1 + 2.0**-10)
+        layout = HierarchicalLayout(two_level_cast(specs, nodes, t.rank))
+        y = torch.full((3, 1), 1 + 2.0**-10)
         out = torch.zeros(1, 1)
-        options = dict(layout=layout, inter_group=between, intra_group=within, comm_dtype=torch.bfloat16)
+        options = dict(layout=layout, intra_group=t.subgroup(nodes.mates(t.rank)), comm_dtype=torch.bfloat16)
         return group_reduce(y, out, [], [], [], [], t, **options).wait_post_process().item()
 
     assert FakeWorld(4).run(main) == [3.0] * 4
 
 
-def test_what_two_levels_cannot_do():
-    specs = all_to_all_specs(4, 1)
+def test_nodes_of_declared_sizes():
+    assert Nodes.of_sizes((2,), range(5)).node_of == (0, 0, 1, 1, 2)
+    assert Nodes.of_sizes((3, 2), range(5)).members == ((0, 1, 2), (3, 4))
+    # one context-parallel group among several: every second rank of nodes of 4
+    assert Nodes.of_sizes((4,), (1, 3, 5, 7)).node_of == (0, 0, 1, 1)
+    with pytest.raises(ContractError, match="have 3 in all, but there is a rank 3"):
+        Nodes.of_sizes((2, 1), range(4))
+    with pytest.raises(ContractError, match="at least one rank"):
+        Nodes.of_sizes((0,), range(4))
+
+
+def test_the_launcher_says_who_shares_a_node():
+    def main(t):
+        return join_nodes(t, (), t.rank // 3).nodes.node_of, join_nodes(t, (2,), None).intra.ranks
+
+    assert FakeWorld(5).run(main) == [((0, 0, 0, 1, 1), ranks) for ranks in [(0, 1), (0, 1), (2, 3), (2, 3), (4,)]]
+
+    def nobody(t):
+        join_nodes(t, (), None if t.rank == 1 else 0)
+
+    def differently(t):
+        join_nodes(t, (t.rank + 1,), None)
+
+    with pytest.raises(ContractError, match="On rank 1 nothing says on which node"):
+        FakeWorld(2).run(nobody)
+    with pytest.raises(ContractError, match=r"different node sizes: \[\[1\], \[2\]\]"):
+        FakeWorld(2).run(differently)
+
+
+def test_groups_and_layouts_that_do_not_fit():
+    specs, nodes = all_to_all_specs(4, 1), Nodes.of_sizes((2,), range(4))
 
     def main(t):
-        between, within = levels(t, 2, 2)
-        layout = HierarchicalLayout(split_hierarchical(specs, 2, 2)[t.rank])
+        within = t.subgroup(nodes.mates(t.rank))
+        layout = HierarchicalLayout(two_level_cast(specs, nodes, t.rank))
         y, out = torch.zeros(3, 1), torch.zeros(1, 1)
-        options = dict(layout=layout, inter_group=between, intra_group=within)
-        with pytest.raises(UnsupportedError, match="sum only"):
-            group_reduce(y, out, [], [], [], [], t, reduce_op="avg", **options)
-        with pytest.raises(ContractError, match="inter_group and intra_group"):
+        with pytest.raises(ContractError, match="needs intra_group"):
             group_reduce(y, out, [], [], [], [], t, layout=layout)
-        with pytest.raises(ContractError, match=r"node \* node_size \+ local rank"):
-            group_cast(torch.zeros(0), torch.zeros(0), [], [], [], [], t, inter_group=t, intra_group=within)
+        with pytest.raises(ContractError, match="of a node of 2"):
+            group_reduce(y, out, [], [], [], [], t, layout=layout, intra_group=t)
+        none = torch.zeros(0)
+        with pytest.raises(ContractError, match="alone says nothing"):
+            group_cast(none, none, [], [], [], [], t, inter_group=within)
+
+    def overlapping(t):
+        none = torch.zeros(0)
+        group_cast(none, none, [], [], [], [], t, intra_group=t.subgroup([0, 1, 2, 3] if t.rank < 3 else [3]))
 
     FakeWorld(4).run(main)
-    with pytest.raises(ContractError, match="shape of the device mesh"):
-        split_hierarchical(specs, 3, 2)
+    with pytest.raises(ContractError, match="must divide the ranks"):
+        FakeWorld(4).run(overlapping)
+    with pytest.raises(ContractError, match="one spec per rank"):
+        two_level_cast(specs, Nodes.of_sizes((2,), range(6)), 0)

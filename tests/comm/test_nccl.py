@@ -8,9 +8,11 @@ from comm_oracle import random_plan
 from test_fake_world import collectives
 
 from magi_attention.comm.collectives.group import group_cast, group_reduce
-from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, split_hierarchical
+from magi_attention.comm.collectives.hierarchical import HierarchicalLayout
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.comm.transport.torch import as_transport
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.phases import two_level_cast
 from magi_attention.testing.spawn import run_processes
 
 NUM_GPUS = min(torch.cuda.device_count(), 4) // 2 * 2
@@ -41,13 +43,12 @@ def nccl_main(rank, size):
     assert collectives(world, "cuda") == rank
     half = size // 2
     nodes = [dist.new_group([0, 1][:size] if n == 0 else [2, 3]) for n in range(max(half, 1))]
-    rails = [dist.new_group([i + 2 * n for n in range(half)]) for i in range(2)]
-    mesh = dict(intra_group=nodes[rank // 2], inter_group=rails[rank % 2])
+    mesh = dict(intra_group=nodes[rank // 2])
     for seed in range(8):
         plan = random_plan(seed, size, max_splits=12, max_size=3000)
         want = FakeWorld(size).run(cast_and_reduce, plan, seed, "cpu")[rank]
-        phases = split_hierarchical(plan.specs, half, 2)[rank]
-        for options in ({}, dict(mesh, layout=HierarchicalLayout(phases))):
+        layout = HierarchicalLayout(two_level_cast(plan.specs, Nodes.of_sizes((2,), range(size)), rank))
+        for options in ({}, dict(mesh, layout=layout)):
             got = cast_and_reduce(world, plan, seed, "cuda", **options)
             for a, b in zip(got, want):
                 assert torch.equal(a, b), (seed, options.keys())

@@ -163,6 +163,19 @@ def test_backend_and_its_earlier_spellings(monkeypatch):
         env.general.kernel_backend()
 
 
+def test_node_sizes_and_the_node_of_the_launcher(monkeypatch):
+    assert env.comm.node_sizes() == () and env.comm.launcher_node() is None
+    for text, sizes in (("8", (8,)), (" 8, 8,4", (8, 8, 4))):
+        monkeypatch.setenv("MAGI_ATTENTION_NODE_SIZE", text)
+        assert RuntimeFlags.from_env().node_sizes == sizes
+    for text in ("0", "8,", "-1", "eight"):
+        monkeypatch.setenv("MAGI_ATTENTION_NODE_SIZE", text)
+        with pytest.raises(ValueError, match="MAGI_ATTENTION_NODE_SIZE"):
+            env.comm.node_sizes()
+    monkeypatch.setenv("GROUP_RANK", "2")
+    assert env.comm.launcher_node() == 2
+
+
 def test_sm_margins_follow_connections_and_native(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert env.general.is_cuda_device_max_connections_one()

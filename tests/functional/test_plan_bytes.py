@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
@@ -74,9 +75,7 @@ def test_bytes_with_two_levels(degree):
     plan = make_plan(degree, 4, degree)
 
     def rank(transport):
-        node, local = divmod(transport.rank, 2)
-        inter, intra = transport.subgroup([local, local + 2]), transport.subgroup([2 * node, 2 * node + 1])
-        return use(transport, plan, "sdpa", (inter, intra))
+        return use(transport, plan, "sdpa", join_nodes(transport, (2,), None))
 
     used = FakeWorld(4).run(rank)
     assert plan.nbytes == reached_bytes(plan, [u[:2] for u in used])

@@ -31,7 +31,7 @@ from magi_attention.comm.collectives.hierarchical import (
     start_hierarchical_reduce,
 )
 from magi_attention.comm.collectives.layout import A2AVLayout
-from magi_attention.comm.collectives.reduce import reduce_arrived, reduce_rows
+from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.collectives.wire import start_cast, start_reduce
 from magi_attention.comm.collectives.work import WorkWithPostProcessFn
 from magi_attention.comm.symm.buffers import SymmGroup
@@ -42,10 +42,11 @@ from magi_attention.comm.symm.collective import (
     start_symm_reduce,
     symm_group_for,
 )
-from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.base import AllToAll, Transport
+from magi_attention.comm.transport.part import PartTransport
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Group = dist.ProcessGroup | Transport | None
@@ -81,7 +82,8 @@ def group_cast(
         cast_lse: also cast ``input_lse`` to ``output_lse``, (len, heads) float32, beside (len, heads, dim).
         kwargs: ``layout``, an A2AVLayout or HierarchicalLayout in place of the four lists;
             ``check``, compare the arguments of all ranks first (default: MAGI_ATTENTION_SANITY_CHECK);
-            ``inter_group`` and ``intra_group``, for the two-level form;
+            ``intra_group``, the ranks of this rank's node, for the two-level form, where a row crosses the network
+            once for each node (``inter_group`` may be given beside it and is not needed);
             ``native``, straight over NVLink or not (default: MAGI_ATTENTION_NATIVE_GRPCOLL). All ranks then compare
             their counts at the first call with a layout, and at every call with lists: keep layouts;
             ``config``, a GrpCollConfig, whose ``num_sms`` are the most SMs that it unpacks. Names may have the prefix
@@ -116,8 +118,7 @@ def group_cast(
         args_of.check_rows("output", layout.output_rows, outputs[0].shape[0], tail)
         buffers = _buffers(transport, layout, options, inputs, [[x.dtype for x in inputs]], "cast")
         if isinstance(layout, HierarchicalLayout):
-            inter, intra = _levels(options, cast_lse)
-            work, finish = start_hierarchical_cast(inter, intra, layout, inputs, outputs)
+            work, finish = start_hierarchical_cast(transport, _intra(options, layout), layout, inputs, outputs)
         elif buffers is not None:
             buffers.check("group_cast")
             exchange = SymmExchange.of(transport, layout, buffers, _signature("cast", inputs))
@@ -173,7 +174,7 @@ def group_reduce(
         A handle; ``wait_post_process()`` gives ``output``, or ``(output, output_lse)`` for ``lse``.
 
     Raises:
-        As ``group_cast``. UnsupportedError: ``avg`` or ``lse`` in the two-level form.
+        As ``group_cast``.
     """
     options = args_of.read_options("group_reduce", kwargs)
     transport = as_transport(group)
@@ -203,8 +204,8 @@ def group_reduce(
         buffers = _buffers(transport, layout, options, inputs, dtypes, reduce_op)
         finish = None
         if isinstance(layout, HierarchicalLayout):
-            inter, intra = _levels(options, reduce_op != "sum")
-            work, parts = start_hierarchical_reduce(inter, intra, layout, inputs, wire_dtypes)
+            intra = _intra(options, layout)
+            work, parts = start_hierarchical_reduce(transport, intra, layout, inputs, wire_dtypes, reduce_op)
         elif buffers is not None:
             buffers.check("group_reduce")
             exchange = SymmExchange.of(transport, layout, buffers, signature)
@@ -219,9 +220,6 @@ def group_reduce(
         with transport.guard("group_reduce"), torch.no_grad():
             if finish is not None:
                 finish()
-            elif isinstance(layout, HierarchicalLayout):
-                for i, y in enumerate(outputs):
-                    reduce_rows(y, [(rows, tensors[i]) for rows, tensors in parts()], acc_reduce)
             else:
                 reduce_arrived(parts(), outputs, out_lse, reduce_op, acc_reduce)
         return (output, output_lse) if is_lse else output
@@ -246,9 +244,10 @@ def _prepare(
         raise ContractError("Pass splits and index lists, or a layout.")
     if args_of.is_check_on(options["check"]):
         args_of.compare_ranks(transport, args_of.counts_of_spec(spec), signature)
-    if options["inter_group"] is not None and options["intra_group"] is not None:
-        inter, intra = _levels(options, False)
-        return gather_hierarchical_layout(transport, spec, inter, intra)
+    if options["intra_group"] is not None:
+        return gather_hierarchical_layout(transport, spec, _as_part(options["intra_group"]))
+    if options["inter_group"] is not None:
+        raise ContractError("inter_group alone says nothing of nodes; pass intra_group, the ranks of the own node.")
     return A2AVLayout.from_spec(spec)
 
 
@@ -265,15 +264,20 @@ def _num_sms(options: dict) -> int | None:
     return None if options["config"] is None else options["config"].num_sms
 
 
-def _levels(options: dict, is_beyond_sum: bool) -> tuple[Transport, Transport]:
-    if options["inter_group"] is None or options["intra_group"] is None:
-        raise ContractError("A hierarchical layout needs inter_group and intra_group; pass both.")
-    if is_beyond_sum:
-        raise UnsupportedError(
-            "The two-level form casts without lse and reduces by sum only; leave out inter_group and "
-            "intra_group (or turn hierarchical communication off) for lse and avg."
+def _intra(options: dict, layout: HierarchicalLayout) -> AllToAll:
+    if options["intra_group"] is None:
+        raise ContractError("A hierarchical layout needs intra_group, the ranks of this rank's node; pass it.")
+    intra, made_for = _as_part(options["intra_group"]), layout.forward
+    if (intra.rank, intra.size) != (made_for.rank, made_for.world):
+        raise ContractError(
+            f"The layout is for rank {made_for.rank} of a node of {made_for.world}, intra_group has this process as "
+            f"rank {intra.rank} of {intra.size}; pass the group of the layout's node."
         )
-    return as_transport(options["inter_group"]), as_transport(options["intra_group"])
+    return intra
+
+
+def _as_part(group: Group | PartTransport) -> AllToAll:
+    return group if isinstance(group, PartTransport) else as_transport(group)
 
 
 def _signature(kind: str, inputs: Sequence[torch.Tensor]) -> tuple:

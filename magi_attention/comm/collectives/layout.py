@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.group_spec import GroupSpec, rows_per_rank
 from magi_attention.common.plan_cache import Kind, PlanCache, on_gpu
 from magi_attention.errors import ContractError
 from magi_attention.native.rows import ALL_ROWS, RowList, Terms, row_kernels
@@ -137,8 +137,13 @@ class A2AVLayout:
         output_rows: int,
         sends: Sequence[np.ndarray],
         recvs: Sequence[np.ndarray],
+        num_contributions: np.ndarray | None = None,
     ):
-        """``sends[r]``: rows of the input for rank r; ``recvs[r]``: rows of the output from rank r."""
+        """``sends[r]``: rows of the input for rank r; ``recvs[r]``: rows of the output from rank r.
+
+        ``num_contributions``: for each row of the input how many contributions its terms in the reduce hold, where
+        these are sums already; by default each term is one.
+        """
         if sends[rank].size != recvs[rank].size:
             raise ContractError(
                 f"Rank {rank} sends {sends[rank].size} rows to itself but expects {recvs[rank].size}; the "
@@ -159,9 +164,12 @@ class A2AVLayout:
             if rows.size:
                 self.segments.append((self._rows(rows, f"segment {r}"), None if r == rank else at))
             at += self.send_counts[r]
-        self._num_contributions = np.zeros(self.input_rows, np.int64)
-        for rows in sends:
-            self._num_contributions[rows] += 1
+        self.are_terms_sums = num_contributions is not None
+        if num_contributions is None:
+            num_contributions = np.zeros(self.input_rows, np.int64)
+            for rows in sends:
+                num_contributions[rows] += 1
+        self._num_contributions = num_contributions
         self._begin()
 
     def _begin(self) -> None:
@@ -182,7 +190,11 @@ class A2AVLayout:
 
     @classmethod
     def from_spec(
-        cls, spec: GroupSpec, output_map: np.ndarray | None = None, output_rows: int | None = None
+        cls,
+        spec: GroupSpec,
+        output_map: np.ndarray | None = None,
+        output_rows: int | None = None,
+        num_contributions: np.ndarray | None = None,
     ) -> A2AVLayout:
         """``output_map[i]`` is the row of the real output buffer (``output_rows`` long) that row i of the
         spec's output stands for; by default the two are the same."""
@@ -191,10 +203,10 @@ class A2AVLayout:
         if output_map is not None:
             recvs = [output_map[rows] for rows in recvs]
         num_out = spec.output_rows if output_rows is None else output_rows
-        return cls(spec.rank, spec.world, spec.input_rows, num_out, sends, recvs)
+        return cls(spec.rank, spec.world, spec.input_rows, num_out, sends, recvs, num_contributions)
 
     def contributions(self, device: torch.device) -> torch.Tensor:
-        """How many contributions the reduce adds to each row of the cast's input: (input_rows,) int64."""
+        """How many contributions reach each row of the cast's input in the reduce: (input_rows,) int64."""
         return self.cache.get(_CONTRIBUTIONS, device, lambda: torch.from_numpy(self._num_contributions).to(device))
 
     @property
@@ -229,15 +241,3 @@ class A2AVLayout:
         if touched is not None:
             counts = counts[touched]
         return touched, np.concatenate([[0], np.cumsum(counts)]), sources[order]
-
-
-def rows_per_rank(
-    splits: Sequence[int], ranks_of_split: Sequence[Sequence[int]], world: int
-) -> list[np.ndarray]:
-    """For every rank, the row numbers of the splits whose list names it, in order."""
-    bounds = np.concatenate([[0], np.cumsum(np.asarray(splits, dtype=np.int64))])
-    parts: list[list[np.ndarray]] = [[] for _ in range(world)]
-    for i, ranks in enumerate(ranks_of_split):
-        for r in ranks:
-            parts[r].append(np.arange(bounds[i], bounds[i + 1]))
-    return [np.concatenate(p) if p else np.zeros(0, np.int64) for p in parts]

@@ -79,6 +79,8 @@ def _reduce_by_kernel(
     kernels = row_kernels(outputs[0])
     if kernels is None:
         return False
+    if reduce_op == "avg" and arrived.layout.are_terms_sums:
+        return False  # why: the kernel divides by the number of terms
     if out_lse is None:
         launch = _prepared_sum(arrived, outputs, reduce_op == "avg", acc_reduce)
         if launch is None:

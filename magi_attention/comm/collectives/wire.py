@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache, partial
 import torch
 
 from magi_attention.comm.collectives.layout import A2AVLayout, Rows, copy_rows
-from magi_attention.comm.transport.base import Transport, Work
+from magi_attention.comm.transport.base import AllToAll, Work
 from magi_attention.common.plan_cache import Kind
 from magi_attention.native.rows import ALL_ROWS, Part, PreparedRows, RowList, row_kernels
 
@@ -166,7 +166,7 @@ Finish = Callable[[], None]
 
 
 def start_cast(
-    transport: Transport, layout: A2AVLayout, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    transport: AllToAll, layout: A2AVLayout, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[Work, Finish]:
     """Puts the rows on the wire. Call the second result after the wait: it moves rows into ``outputs``."""
     pack = RowPack.of(inputs, [x.dtype for x in inputs])
@@ -187,7 +187,7 @@ def start_cast(
 
 
 def start_fetch(
-    transport: Transport, layout: A2AVLayout, inputs: Sequence[torch.Tensor]
+    transport: AllToAll, layout: A2AVLayout, inputs: Sequence[torch.Tensor]
 ) -> tuple[Work, Callable[[], list[torch.Tensor]]]:
     """``start_cast`` into tensors of its own, which the second result gives after the wait.
 
@@ -219,7 +219,7 @@ def _place_in_output(outputs: Sequence[torch.Tensor], recv: Rows) -> torch.Tenso
 
 
 def start_reduce(
-    transport: Transport, layout: A2AVLayout, inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    transport: AllToAll, layout: A2AVLayout, inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[Work, Callable[[], Arrived]]:
     """Sends the rows of ``inputs`` back where the cast had them from, in ``dtypes`` on the wire. Call the
     second result after the wait."""

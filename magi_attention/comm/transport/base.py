@@ -35,14 +35,12 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-@runtime_checkable
-class Transport(Protocol):
-    """A group of ranks that exchange tensors. Every rank calls every method, except ``guard``."""
+class AllToAll(Protocol):
+    """What group casts and reduces need from a group of ranks."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
-    timeout_s: float
 
     def all_to_all_v(
         self,
@@ -55,6 +53,13 @@ class Transport(Protocol):
         """Sends ``input_splits[r]`` consecutive rows (dim 0) of ``input`` to each rank r, in order of r;
         ``output`` receives ``output_splits[r]`` rows from each r. Same dtype and trailing dims everywhere."""
         ...
+
+
+@runtime_checkable
+class Transport(AllToAll, Protocol):
+    """A group of ranks that exchange tensors. Every rank calls every method, except ``guard``."""
+
+    timeout_s: float
 
     def all_gather_object(self, obj: object) -> list:
         """The objects of all ranks, in rank order; each is pickled. Blocks the host."""
