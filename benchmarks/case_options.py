@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 import torch
-from masks import NAMES, WINDOW, Case, make_case
+from masks import ALL_NAMES, WINDOW, Case, make_case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -37,7 +37,7 @@ def list_of(convert, allowed: Sequence[str] | None = None):
 def add_case_options(parser: argparse.ArgumentParser, masks: Sequence[str], seqlens: str, samples: int) -> None:
     """With these defaults."""
     add = parser.add_argument
-    add("--masks", type=list_of(str, NAMES), default=list(masks), metavar="A,B", help=", ".join(NAMES))
+    add("--masks", type=list_of(str, ALL_NAMES), default=list(masks), metavar="A,B", help=", ".join(ALL_NAMES))
     add("--seqlens", type=list_of(parse_size), default=seqlens, metavar="4K,32K", help=seqlens)
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")

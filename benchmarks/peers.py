@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
-from masks import Case
+from masks import SHARED_KEYS, Case
 
 from magi_attention.kernels import AttnOptions, Problem
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints
@@ -139,6 +139,8 @@ def _flash_attention(fixed: Callable, varlen: Callable) -> Make:
     def make(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
         if case.name == "varlen_block_causal":
             raise Unfit("FlashAttention has no block-causal mask.")
+        if case.name == SHARED_KEYS:
+            raise Unfit("FlashAttention has no mask of documents and queries that see all of them.")
         first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
         if case.is_varlen:
             cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=q.device)

@@ -241,6 +241,8 @@ class FinalBackend(Backend, Protocol):
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         dropout: DropoutMask | None = None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:
-        """Gradients in the dtype of q, that of the sink in the accumulation dtype."""
+        """Gradients in the dtype of q, that of the sink in the accumulation dtype. With ``delta``, as of
+        ``row_delta``, nobody reads out."""
         ...

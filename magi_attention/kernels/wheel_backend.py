@@ -134,9 +134,12 @@ class WheelBackend(WheelKernels):
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         dropout: DropoutMask | None = None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:
         """See ``FinalBackend.backward_final``."""
         _refuse(dropout)
+        if delta is not None:
+            raise ContractError("Backends on wheels take no delta; give out alone, or use backend ffa.")
         check_operands(q, k, v, slices)
         if _has_no_pairs(q, k, slices):
             grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)))

@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -111,6 +111,7 @@ class FfaFwdParams(ctypes.Structure):
         ("softmax_scale", c_float),
         ("softcap", c_float),
         ("has_dropout", c_int32),
+        *((name, c_int32) for name in ("split_tiles", "split_parts", "split_blocks", "reserved")),
         *((name, c_int64) for name in _STRIDES),
         ("workspace_bytes", c_int64),
         *((name, c_void_p) for name in _POINTERS),

@@ -255,4 +255,6 @@ def test_a_wrapper_on_a_gpu(name, dim):
         wanted = [want, *torch.autograd.grad(want, case.leaves, dout.double())]
         for what, a, b in zip(("out", "dq", "dk", "dv", "dsink"), got, wanted):
             distance = (a.double() - b.double()).norm()
-            assert distance <= 2e-2 * b.double().norm() + 1e-3, (what, seed, distance)
+            # dsink sums terms of both signs, so the rounding of out counts by their size and not by that of the sum.
+            least = 1e-2 if what == "dsink" else 1e-3
+            assert distance <= 2e-2 * b.double().norm() + least, (what, seed, distance)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles that the forward kernel cuts along the keys, because there are fewer of them than multiprocessors."""
+"""Tiles that the forward kernel splits along the keys: all, where there are fewer of them than multiprocessors; and
+long ones, where the host knows the mask."""
 
 from __future__ import annotations
 
@@ -8,10 +9,19 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from forward_oracle import NEG_INF, Result, allowed_error_of_huge_logits, assert_right, dense, make_inputs
+from forward_oracle import (
+    NEG_INF,
+    Result,
+    allowed_error,
+    allowed_error_of_huge_logits,
+    assert_right,
+    dense,
+    make_inputs,
+)
 from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend, options_of, pytestmark  # noqa: F401
 
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
 from magi_attention.kernels.types import Partial
 from magi_attention.testing import masks
 
@@ -96,6 +106,52 @@ def test_stages():
     for row in (0, 1):
         one = type(x.slices)(x.slices.array[row : row + 1])
         ffa.forward(x.q, x.k, x.v, one, options_of(x), init=part)
+    assert_right(x, Result(part.out, part.lse, part.max_logits))
+
+
+def readers(rows: int, count: int, first: int | None = None) -> np.ndarray:
+    """Causal documents of 128 rows, and ``count`` queries that see all keys, from ``first`` on or at the end."""
+    first = rows - count if first is None else first
+    parts = [(0, first), (first + count, rows)]
+    documents = [[a, min(a + 128, end)] for start, end in parts for a in range(start, end, 128)]
+    return np.array([*([a, b, a, b, 1] for a, b in documents), [first, first + count, 0, rows, 0]])
+
+
+def split_of(backend: FfaBackend, x) -> list[ForwardSplits]:
+    """Those of the calls so far."""
+    return [key[-1] for key in backend.calls_of(x.q).forward._prepared if key[-1] is not None]
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "heads,dims,count", [((8, 8), (128, 128), 64), ((8, 1), (64, 64), 40), ((6, 2), (192, 128), 300)]
+)
+def test_long_tiles_beside_short_ones(dtype, heads, dims, count):
+    for seed, first in enumerate((None, 1_000)):
+        x = make_inputs(seed, readers(6_000, count, first), 6_000, 6_000, heads, dims, dtype=dtype)
+        backend, want = FfaBackend(), dense(x, torch.float64)
+        got = [backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x, bool(i))) for i in (1, 0, 0)]
+        (splits, *_) = split_of(backend, x)
+        assert splits.tiles < -(-6_000 // 16) and splits.parts > 1
+        for out, lse, most in got:
+            assert_right(x, Result(out, lse, most), allowed_error(x, want), want, note=f"seed {seed}")
+        assert torch.equal(got[1][0], got[2][0]) and torch.equal(got[1][1], got[2][1])
+        ((workspace, *_),) = backend.calls_of(x.q).forward._workspaces.values()
+        assert not workspace[:4096].any(), "counters must be back at zero"
+
+
+def test_long_tiles_with_options_and_stages():
+    x = make_inputs(7, readers(5_000, 70), 5_000, 5_000, (8, 2), (128, 128), softcap=20.0, sink_shape=(3, 8))
+    backend = FfaBackend()
+    got = backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x), x.sink)
+    assert split_of(backend, x)
+    assert_right(x, Result(*got))
+    x = make_inputs(8, readers(5_000, 70), 5_000, 5_000, (8, 2), (128, 128))
+    out = torch.zeros(5_000, 8, 128, device=DEVICE)
+    part = Partial(out, torch.full((5_000, 8), NEG_INF, device=DEVICE))
+    rows = x.slices.array
+    for one in (rows[:-1], rows[-1:]):
+        backend.forward(x.q, x.k, x.v, type(x.slices)(one), options_of(x), init=part)
     assert_right(x, Result(part.out, part.lse, part.max_logits))
 
 

@@ -2,10 +2,53 @@
 // Scalars of a forward call. P is what a forward kernel is launched with.
 #pragma once
 
+#include "ffa/common/host.h"
+#include "ffa/common/part.cuh"
 #include "ffa/common/scores.cuh"
 #include "magi/abi.h"
 
 namespace magi {
+
+// Which tiles are split along the keys: the first `tiles` of the order, each into `parts` at most,
+// of `blocks` key blocks of 128 at least. Without any, 0 tiles and 1 part.
+struct FwdSplits {
+  int32_t tiles = 0, parts = 1, blocks = kBlocksOfPart;
+
+  template <typename P>
+  void apply(P* k) const {
+    k->split_tiles = tiles;
+    k->max_parts = parts;
+    k->split_blocks = blocks;
+  }
+};
+
+// Those that the caller asks for, who knows the mask; else of all tiles where there is more than
+// one SM for each. The same on a device whatever is left free, so that sm_margin does not change
+// results. `slots`: how many split tiles, each for one head unit, the workspace can count.
+inline magi_status fwd_splits(const magi_ffa_fwd_params& a, int sms, int slots, FwdSplits* splits) {
+  const int64_t tiles = (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens;
+  const int64_t head_units = a.heads_q / a.pack, work_tiles = tiles * head_units;
+  if (a.split_tiles != 0) {
+    const int64_t split = a.split_tiles * head_units;
+    if (a.split_tiles < 0 || a.split_tiles > tiles || split > slots || a.split_parts < 2 ||
+        a.split_parts > kMaxParts || a.split_blocks < kBlocksOfPart ||
+        split * a.split_parts > kMostSplitWork)
+      return fail(
+          MAGI_INVALID_ARGUMENT,
+          "%d tiles split into up to %d parts of %d blocks: give at most %lld tiles for %lld "
+          "head units, 2 to %d parts and %d blocks or more.",
+          a.split_tiles, a.split_parts, a.split_blocks,
+          (long long)(slots / head_units < tiles ? slots / head_units : tiles),
+          (long long)head_units, kMaxParts, kBlocksOfPart);
+    *splits = {a.split_tiles, a.split_parts, a.split_blocks};
+    return MAGI_OK;
+  }
+  const int64_t parts = work_tiles < 1 ? 1 : sms / work_tiles;
+  if (parts > 1 && work_tiles <= slots)
+    *splits = {static_cast<int32_t>(tiles),
+               static_cast<int32_t>(parts < kMaxParts ? parts : kMaxParts), kBlocksOfPart};
+  return MAGI_OK;
+}
 
 // Key and value bytes of the heads that are worked on together; the rest of L2 is for queries and
 // outputs. A little more than a power of two, for keys that are a little more than that.

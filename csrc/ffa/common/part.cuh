@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of the forward that are cut along the keys, because there are too few of them to fill the
-// GPU.
+// Tiles of the forward that are split along the keys, because there are too few of them to fill the
+// GPU, or because some take longer than an SM's share of the whole.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,17 @@ namespace magi {
 
 constexpr int kMaxParts =
     16;  // the last part reads the others' outputs, some 70 KB each at head dim 128
-constexpr int kBlocksOfPart = 4;  // key blocks of 128 below which cutting does not pay
+constexpr int kBlocksOfPart = 4;      // key blocks of 128 below which splitting does not pay
+constexpr int kMostSplitWork = 8192;  // parts of a launch: offsets of partials are 32 bits
 
-// Which part of a tile a work tile is.
+// Which part of a tile a work tile is; `order_idx` of a split tile.
 struct Part {
-  int32_t index, count;
+  int32_t index, count, order_idx;
 
-  __host__ __device__ static Part of_word(int32_t word) { return {word & 0xffff, word >> 16}; }
-  __host__ __device__ int32_t word() const { return index | count << 16; }
+  __host__ __device__ static Part of_word(int32_t word) {
+    return {word & 0xff, word >> 8 & 0xff, word >> 16};
+  }
+  __host__ __device__ int32_t word() const { return index | count << 8 | order_idx << 16; }
 
   // The piece [lo, hi) of a segment's visit range: whole blocks, counted from the right; empty if
   // the segment is short.

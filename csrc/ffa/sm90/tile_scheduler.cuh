@@ -79,11 +79,13 @@ __device__ __forceinline__ void publish_end(const P& p, const Smem& smem,
 
 // One lane. Schedules work tiles two ahead and stages the segment records of each in shared memory.
 //
-// `part_of(where the tile's description is in the plan, index)` gives the fourth word of the work
-// tile, or kNoPart. Returns what would be published next.
-template <typename P, typename Smem, typename PartOf>
+// `coords(work tile, &order_idx, &head_unit, &part)` says what each of the `total` is, and
+// `part_of(where the tile's description is in the plan, order_idx, part)` gives the fourth word of
+// the work tile, or kNoPart. Returns what would be published next.
+template <typename P, typename Smem, typename Coords, typename PartOf>
 __device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const Smem& smem,
-                                                             int parts, PartOf part_of) {
+                                                             int total, Coords coords,
+                                                             PartOf part_of) {
   // Offsets rather than pointers, to save registers.
   const int32_t* header = p.plan;
   const int32_t tiles_at = header[offsetof(magi_tile_plan_header, words_tiles) / 4];
@@ -95,32 +97,37 @@ __device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const S
     return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile +
                                           offsetof(magi_tile_desc, segment_begin) / 4);
   };
-  const int total = p.num_tiles * p.head_units * parts;
   PipelineState state;
   int work_tile = blockIdx.x;
   int next = work_tile < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-  int order_idx = 0, head_unit = 0, tile = 0;
+  int order_idx = 0, head_unit = 0, part = 0, tile = 0;
   int2 desc = make_int2(0, 0);
+  // A work tile is of the first L2 group if its head is.
+  auto tile_at = [&](int of_head, int at) {
+    return tile_of(p, order_at, first_order_at, of_head * p.num_tiles, at);
+  };
   if (work_tile < total) {
-    work_tile_coords(p, work_tile / parts, &order_idx, &head_unit);
-    tile = tile_of(p, order_at, first_order_at, work_tile / parts, order_idx);
+    coords(work_tile, &order_idx, &head_unit, &part);
+    tile = tile_at(head_unit, order_idx);
     desc = segments_of(tile);
   }
   while (work_tile < total) {
     // The look-ups of the next work tile travel while this one is scheduled.
     const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-    int next_order_idx = 0, next_head = 0, next_tile = 0;
+    int next_order_idx = 0, next_head = 0, next_part = 0, next_tile = 0;
     if (next < total) {
-      work_tile_coords(p, next / parts, &next_order_idx, &next_head);
-      next_tile = tile_of(p, order_at, first_order_at, next / parts, next_order_idx);
+      coords(next, &next_order_idx, &next_head, &next_part);
+      next_tile = tile_at(next_head, next_order_idx);
     }
-    const int word = part_of(tiles_at + 8 * tile, work_tile % parts);
+    const int word = part_of(tiles_at + 8 * tile, order_idx, part);
     if (word != kNoPart)
       publish_work_tile(p, smem, state, tile, head_unit, desc, word, records_at, segment_words);
     work_tile = next;
     next = after;
     tile = next_tile;
+    order_idx = next_order_idx;
     head_unit = next_head;
+    part = next_part;
     if (work_tile < total) desc = segments_of(tile);
   }
   publish_end(p, smem, state);

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 18
+#define MAGI_ABI_VERSION 19
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -219,6 +219,11 @@ typedef struct {
   float softmax_scale;  /* > 0 */
   float softcap;        /* > 0, or 0 for none */
   int32_t has_dropout;  /* 1: dropout is not NULL. Not with magi_ffa_fwd_remote */
+  int32_t split_tiles;  /* the first so many tiles of the plan's order are split along the keys, */
+  int32_t split_parts;  /* into 2 to 16 parts at most, */
+  int32_t split_blocks; /* of so many key blocks of 128 or more, at least 4; all 0: the call decides
+                           by its shapes */
+  int32_t reserved;
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;
   int64_t v_stride_token, v_stride_head;

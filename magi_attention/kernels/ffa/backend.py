@@ -224,9 +224,10 @@ class FfaBackend:
         options: AttnOptions,
         sink: torch.Tensor | None = None,
         dropout: DropoutMask | None = None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:
         """Gradients of ``forward_final``: dq, dk, dv in q's dtype, rounded once in the kernel; dsink float32."""
-        x = Operands(dout, q, k, v, out, lse, None)
+        x = Operands(dout, q, k, v, out if delta is None else None, lse, delta)
         return self.calls_of(q).backward.run(self.runtime, x, slices, options, sink, None, q.dtype, dropout=dropout)
 
     def slices_of(

@@ -32,6 +32,7 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
 from magi_attention.kernels.types import AttnOptions, Partial, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
@@ -87,6 +88,8 @@ class ForwardCalls:
             return self.run(runtime, q, k, v, mask, options, sink, into, out_dtype, dropout)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
+        if plan.splits is not None:
+            call = self._call(q, k, v, options, sink, into, out_dtype, k.shape[0], plan.splits)
         return self._launch(call, addresses, sink, into, plan.address, index, stream, capturing, None, dropout)
 
     def run_fused(
@@ -137,7 +140,7 @@ class ForwardCalls:
 
         ``options`` is the object given then.
         """
-        call = self._prepared.get((*_key(q, k, v, options, sink, None, None), k.shape[0]))
+        call = self._prepared.get((*_key(q, k, v, options, sink, None, None), k.shape[0], None))
         if call is None or call.is_unusual:
             return None
         index = q.get_device()
@@ -157,12 +160,12 @@ class ForwardCalls:
 
     def _call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-        into: Partial | None, out_dtype: torch.dtype | None, total_k: int,
+        into: Partial | None, out_dtype: torch.dtype | None, total_k: int, splits: ForwardSplits | None = None,
     ) -> _Prepared:  # fmt: skip
         """What calls with these operands share; ``total_k`` keys, those of other ranks included."""
-        key = (*_key(q, k, v, options, sink, into, out_dtype), total_k)
+        key = (*_key(q, k, v, options, sink, into, out_dtype), total_k, splits)
         call = self._prepared.get(key)
-        return self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k) if call is None else call
+        return self._prepare(key, q, k, v, options, sink, into, out_dtype, total_k, splits) if call is None else call
 
     def _launch(
         self, call: _Prepared, addresses: tuple[int, int, int], sink: torch.Tensor | None, into: Partial | None,
@@ -205,6 +208,7 @@ class ForwardCalls:
     def _prepare(
         self, key: tuple[object, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
         sink: torch.Tensor | None, into: Partial | None, out_dtype: torch.dtype | None, total_k: int,
+        splits: ForwardSplits | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``."""
         check_shapes(q, k, v)
@@ -214,7 +218,9 @@ class ForwardCalls:
         out_dtype = q.dtype if out_dtype is None else out_dtype
         out_shape, lse_shape = (tokens, heads, v.shape[2]), (tokens, heads)
         sink_count = 0 if sink is None else sink.shape[0 if options.sink_layout == "sh" else 1]
+        cut = splits or ForwardSplits(0, 0, 0)
         prefix, workspace_bytes = library.prefix(
+            split_tiles=cut.tiles, split_parts=cut.parts, split_blocks=cut.blocks,
             dtype=DTYPES[q.dtype], out_dtype=abi.FP32 if out_dtype == torch.float32 else DTYPES[out_dtype],
             total_q=tokens, total_k=total_k, heads_q=heads, heads_kv=k.shape[1], head_dim=dim,
             head_dim_v=v.shape[2], pack=tile.pack, tile_tokens=tile.tokens, accumulate=int(into is not None),
@@ -229,7 +235,8 @@ class ForwardCalls:
             log_copy(odd)
         out_like, lse_like = q.new_empty((), dtype=out_dtype), q.new_empty((), dtype=torch.float32)
         prepared = _Prepared(
-            library, prefix, workspace_bytes, PlanShape(tokens, total_k, tile), out_like.expand(out_shape),
+            library, prefix, workspace_bytes,
+            PlanShape(tokens, total_k, tile, head_units=heads // tile.pack), out_like.expand(out_shape),
             lse_like.expand(lse_shape), q.device, is_empty or bool(odd), options,
         )  # fmt: skip
         remember(self._prepared, key, prepared)

@@ -23,6 +23,7 @@ from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
+from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits, forward_splits
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
@@ -31,6 +32,7 @@ from magi_attention.native.tile_plan import TilePlan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
+_NUM_BLOCKS = 5  # column of TilePlan.tiles
 
 
 class RangeTensors(NamedTuple):
@@ -43,13 +45,15 @@ class RangeTensors(NamedTuple):
 
 class PlanShape(NamedTuple):
     """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; ``schedule`` says
-    which one lies behind it, made on the host: the work tiles of wide steps, or a work list."""
+    which one lies behind it, made on the host: the work tiles of wide steps, or a work list. ``head_units`` of a
+    forward: how often each tile is worked on."""
 
     total_q: int
     total_k: int
     tile: FfaTile
     is_transposed: bool = False
     schedule: WorkTileShape | ListShape | None = None
+    head_units: int = 0
 
     @property
     def rows(self) -> int:
@@ -91,13 +95,15 @@ class StreamOrder:
 
 class Kept(NamedTuple):
     """A plan, its address, and the orders that backwards keep with it; None if it is for one call. ``streams`` of a
-    plan that several streams may use. ``work_list``: the address of the work list behind the plan, 0 for none."""
+    plan that several streams may use. ``work_list``: the address of the work list behind the plan, 0 for none.
+    ``splits``: of a forward, where the host knows the mask."""
 
     plan: torch.Tensor
     address: int
     orders: PlanCache | None
     streams: StreamOrder | None = None
     work_list: int = 0
+    splits: ForwardSplits | None = None
 
     def order_of(self, key: tuple[object, ...], num_bytes: int, capturing: bool) -> KeptOrder | None:
         """The order for calls of ``key``, to be held until the launch; None if none is kept.
@@ -252,7 +258,16 @@ def _of_table(slices: SliceTable, shape: PlanShape, device: torch.device, stream
     plan, orders = _to_device(words, device), PlanCache()
     slices.cache.include(orders)
     address = plan.data_ptr()
-    return Kept(plan, address, orders, StreamOrder(plan, stream), address + 4 * list_begin if list_begin else 0)
+    work_list_at = address + 4 * list_begin if list_begin else 0
+    return Kept(plan, address, orders, StreamOrder(plan, stream), work_list_at, _splits(words, shape, device))
+
+
+def _splits(words: np.ndarray, shape: PlanShape, device: torch.device) -> ForwardSplits | None:
+    if not shape.head_units or device.type != "cuda":
+        return None
+    plan = TilePlan(words)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return forward_splits(plan.tiles[plan.order, _NUM_BLOCKS], shape.head_units, sms)
 
 
 def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
@@ -263,7 +278,7 @@ def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> to
 
 def _host_words(slices: SliceTable, shape: PlanShape) -> tuple[np.ndarray, int]:
     """The words of a plan with its schedule behind it, and where its work list begins; 0 for none."""
-    total_q, total_k, tile, is_transposed, schedule = shape
+    total_q, total_k, tile, is_transposed, schedule, _ = shape
     plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
     if isinstance(schedule, ListShape):
         return np.concatenate([plan.words, work_list(plan, schedule)]), len(plan.words)

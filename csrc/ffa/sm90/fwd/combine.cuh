@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles that are cut along the keys, because there are too few of them to fill the GPU. Each part
+// Tiles that are split along the keys (ffa/common/part.cuh). Each part
 // leaves its unfinished output in the workspace; the part that arrives last combines all of them,
 // in the order of the keys whoever it is, so that results do not depend on timing.
 #pragma once
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool combine_splits(const FwdKernelParams& p, float (
                                                SoftmaxState<C>& state, int work_tile, Part part,
                                                int group) {
   const int thread = threadIdx.x % 128, slot = C::kGroups * work_tile + group;
-  // In float2. There are no more parts than multiprocessors, so 32 bits do.
+  // In float2. There are kMostSplitWork parts at most, so 32 bits do.
   constexpr int kStride = partial_floats<C>() / 2, kStats = 128 * (C::kDv / 4);
   float2* all = reinterpret_cast<float2*>(p.partials);
   const int first = slot * p.max_parts * kStride + thread;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // FFA forward for sm_90a. A CTA takes a query tile at a time and walks all key intervals of its
-// segments, accumulating in registers; the output is written once (tiles that are cut along the
+// segments, accumulating in registers; the output is written once (tiles that are split along the
 // keys are combined first, see fwd/combine.cuh). Warpgroup 0 feeds (a copying lane, a scheduling
 // lane, and a warp that clears V rows which no query sees), the others compute.
 #pragma once
@@ -248,7 +248,7 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     if constexpr (!C::kPlain) {
       const int4 cut = lds_int4(smem.work_tile(traversal.work_stage()));
       const Part part = Part::of_word(uniform(cut.w));
-      const int number = uniform(cut.x) * p.head_units + uniform(cut.y);
+      const int number = part.order_idx * p.head_units + uniform(cut.y);
       if (part.count > 1) whole = combine_splits<C>(p, o, state, number, part, group);
     }
     // Tile and head are read again rather than kept in registers.

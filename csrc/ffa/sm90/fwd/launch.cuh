@@ -42,27 +42,19 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote
   return MAGI_OK;
 }
 
-// Into how many parts a tile may be cut: only where there is a multiprocessor for each part. The
-// same on a device whatever is left free, so that sm_margin does not change results.
-inline int fwd_max_parts(int64_t work_tiles, int sms) {
-  if (work_tiles < 1 || work_tiles >= sms || kArrivalsAt + 3 * work_tiles > kPartialsAt) return 1;
-  const int64_t parts = sms / work_tiles;
-  return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
-}
-
 template <typename C>
-int64_t fwd_workspace_bytes(int64_t work_tiles, int parts) {
+int64_t fwd_workspace_bytes(const FwdSplits& splits, int head_units) {
   return 4ll * kPartialsAt +
-         (parts > 1 ? 4 * C::kGroups * work_tiles * parts * partial_floats<C>() : 0);
+         4ll * C::kGroups * splits.tiles * head_units * splits.parts * partial_floats<C>();
 }
 
 template <typename C>
 magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  const int64_t work_tiles =
-      (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens * (a.heads_q / a.pack);
-  *bytes = fwd_workspace_bytes<C>(work_tiles, fwd_max_parts(work_tiles, sms));
+  FwdSplits splits;
+  MAGI_RETURN(fwd_splits(a, sms, (kPartialsAt - kArrivalsAt) / C::kGroups, &splits));
+  *bytes = fwd_workspace_bytes<C>(splits, a.heads_q / a.pack);
   return MAGI_OK;
 }
 
@@ -75,7 +67,8 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remot
     return cudaFuncSetAttribute(ffa_fwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 C::smem_bytes(C::kBlockM));
   }));
-  const int64_t work = work_tiles * k.max_parts;
+  const int64_t work =
+      work_tiles + static_cast<int64_t>(k.split_tiles) * k.head_units * (k.max_parts - 1);
   const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
   const int grid = work < room ? static_cast<int>(work) : room;
   if (remote != nullptr)  // beside the put, which holds its multiprocessors already
@@ -110,10 +103,12 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
   if (work_tiles >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
                 (long long)work_tiles);
-  k.max_parts = fwd_max_parts(work_tiles, sms);
-  const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
+  FwdSplits splits;
+  MAGI_RETURN(fwd_splits(a, sms, (kPartialsAt - kArrivalsAt) / C::kGroups, &splits));
+  splits.apply(&k);
+  const int64_t need = fwd_workspace_bytes<C>(splits, k.head_units);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
-  const bool plain = k.max_parts == 1 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
+  const bool plain = k.split_tiles == 0 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
   if (a.has_dropout)
     return start_fwd<FwdConfig<T, kD, kDv, false, true>>(a, remote, k, work_tiles, sms);
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);

@@ -17,7 +17,7 @@ struct FwdKernelParams {
   const int32_t* plan;
   int32_t* workspace;  // [0] work tile counter, [1] CTAs that are done, [2] those that need no more
                        // remote keys, from kArrivalsAt the parts that are done
-  float* partials;     // of tiles that are cut, see fwd/combine.cuh
+  float* partials;     // of tiles that are split, see fwd/combine.cuh
   void* out;
   float* lse;
   float* max_logits;
@@ -26,7 +26,9 @@ struct FwdKernelParams {
   int32_t total_q, heads_q, head_units;       // head units = heads_q / pack
   int32_t pack, tile_tokens, num_tiles, head_dim_v;
   int32_t kv_head_of_head_unit;  // kv head = head unit / this
-  int32_t max_parts;             // into which a tile may be cut along the keys
+  int32_t split_tiles;           // the first so many of the order are split along the keys,
+  int32_t max_parts;             // each into at most so many parts
+  int32_t split_blocks;          // of so many key blocks of 128 or more
   int32_t heads_per_l2_group;    // head units whose keys and values are kept in L2 together
   int32_t sink_count, sink_per_row;
   int32_t out_is_float, accumulate;

@@ -75,12 +75,21 @@ struct FwdSmem {
 // more of them.
 template <typename C>
 __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
-  PipelineState state =
-      schedule_work_tiles(p, smem, C::kPlain ? 1 : p.max_parts, [&](int tile_at, int index) {
-        Part part{index, 1};
+  const int extra = C::kPlain ? 0 : p.split_tiles * (p.max_parts - 1);
+  PipelineState state = schedule_work_tiles(
+      p, smem, (p.num_tiles + extra) * p.head_units,
+      [&](int work_tile, int* order_idx, int* head_unit, int* part) {
+        if constexpr (C::kPlain)
+          work_tile_coords(p, work_tile, order_idx, head_unit);
+        else
+          split_work_coords(p, work_tile, order_idx, head_unit, part);
+      },
+      [&](int tile_at, int order_idx, int index) {
+        Part part{index, 1, 0};
         if (!C::kPlain) {
           const int blocks = p.plan[tile_at + offsetof(magi_tile_desc, num_blocks) / 4];
-          part.count = min(p.max_parts, max(1, blocks / kBlocksOfPart));
+          part.count = parts_of(p, order_idx, blocks);
+          if (part.count > 1) part.order_idx = order_idx;
         }
         return part.index < part.count ? part.word() : kNoPart;
       });

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which work tiles of a forward are split: those that would end long after the others."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from magi_attention.kernels.ffa.schedule.forward_splits import MOST_PARTS, ForwardSplits, forward_splits
+
+
+def parts_of(blocks: np.ndarray, splits: ForwardSplits | None) -> list[int]:
+    """Blocks of each work tile, in the order in which they are taken."""
+    found = []
+    for place, count in enumerate(blocks.tolist()):
+        is_split = splits is not None and place < splits.tiles
+        parts = min(splits.parts, max(1, count // splits.blocks)) if is_split else 1
+        found += [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+    return found
+
+
+def last_end(work: list[int], head_units: int, sms: int) -> int:
+    """Whoever is free takes the next work tile; each is there once for each head unit."""
+    free = [0] * sms
+    for blocks in work:
+        for _ in range(head_units):
+            heapq.heapreplace(free, free[0] + blocks)
+    return max(free)
+
+
+def test_the_last_work_tile_ends_sooner():
+    draws = np.random.default_rng(5)
+    num_split = 0
+    for _ in range(100):
+        seed = int(draws.integers(1 << 30))
+        rng = np.random.default_rng(seed)
+        tiles, head_units, sms = int(rng.integers(1, 200)), int(rng.integers(1, 9)), int(rng.integers(8, 133))
+        blocks = rng.integers(1, 12, tiles)
+        blocks[: rng.integers(0, 4)] = rng.integers(1, 2_000)
+        blocks = np.sort(blocks)[::-1]
+        splits = forward_splits(blocks, head_units, sms)
+        whole, work = last_end(blocks.tolist(), head_units, sms), parts_of(blocks, splits)
+        note = f"seed {seed}: {tiles} tiles, {head_units} head units, {sms} SMs, {splits}"
+        assert sum(work) == blocks.sum() and min(work) >= 1, note
+        if splits is None:
+            continue
+        num_split += 1
+        assert 0 < splits.tiles <= tiles and 1 < splits.parts <= MOST_PARTS, note
+        share = blocks.sum() * head_units / sms
+        # Nothing more is to be had where a tile has as many parts as there may be.
+        assert last_end(work, head_units, sms) <= max(2.1 * max(share, 8), blocks[0] / MOST_PARTS + share + 1), note
+        assert last_end(work, head_units, sms) < whole, note
+    assert num_split > 10
+
+
+def test_even_tiles_stay_whole():
+    assert forward_splits(np.full(128, 64), 8, 132) is None
+    assert forward_splits(np.arange(128, 0, -1), 8, 132) is None  # causal
+    assert forward_splits(np.array([], dtype=np.int64), 8, 132) is None
+    assert forward_splits(np.zeros(40, dtype=np.int64), 8, 132) is None
