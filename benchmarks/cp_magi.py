@@ -40,7 +40,7 @@ class Variant:
 # ``attend`` with a plan: who may move to whom.
 QUERY_MOVES = {"attend_keys": "never", "attend_auto": "auto", "attend_moves": "always"}
 VARIANTS = {
-    "magi": Variant(1, dispatch=api.MinHeapDispatchAlg()),  # the default of the published package
+    "magi": Variant(1),  # what a user gets who sets nothing
     "magi_a2av_0": Variant(0, STAGED),
     "magi_a2av_1": Variant(1, STAGED),
     "magi_a2av_2": Variant(2, STAGED),

@@ -82,19 +82,25 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
 
 def why_none_move(plan) -> str:
     """What moving queries would do, under the dispatch of a plan in which only keys and values do."""
-    from magi_attention.meta.planner import LEAST_SAVING, LEAST_TIME, MOST_LOAD, query_moves_of
+    from magi_attention.config.rates import MachineRates
+    from magi_attention.meta.planner import LEAST_TIME, MOST_LOAD, query_moves_of, step_seconds
 
     moves = query_moves_of(plan)
     if not moves.cost_of_keys:
         return "Nothing travels, so no query has to."
     (cost, load), keys = moves.cheapest, moves.cost_of_keys
     uneven = ""
-    if cost < (1 - LEAST_SAVING) * keys and load > MOST_LOAD * plan.slices.area / plan.cp_size:
+    if cost < 0.9 * keys and load > MOST_LOAD * plan.slices.area / plan.cp_size:
         heaviest = load * plan.cp_size / plan.slices.area
         uneven = f" ({cost / keys:.0%} without balance, the heaviest rank at {heaviest:.2f} of the mean)"
     share = f"{moves.cost / keys:.0%} of the bytes of a training step would travel"
-    least = "a tenth" if plan.rates is None else f"{LEAST_TIME:.0%} of the modelled time"
-    return f"Keys and values alone move: with queries {share}{uneven}, and queries move where {least} is saved."
+    costs, loads = (moves.cost, keys), (int(moves.loads.max()), int(plan.areas.max()))
+    heads = plan.num_heads_q, plan.num_heads_kv, plan.head_dim
+    with_moves, without = step_seconds(costs, loads, heads, plan.cp_size, plan.rates or MachineRates())
+    return (
+        f"Keys and values alone move: with queries {share}{uneven}, and a layer would take {with_moves * 1e3:.2f} ms "
+        f"in place of {without * 1e3:.2f}, by the model. Queries move where that saves {LEAST_TIME:.0%}."
+    )
 
 
 def about_queries(mask, plan, numbers: dict, args: argparse.Namespace) -> str | None:

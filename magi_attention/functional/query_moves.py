@@ -3,7 +3,8 @@
 
 Forward: keys and queries are on their way while local pairs are computed; then the pairs of received queries, whose
 outputs go back while local queries meet received keys. Outputs merge by their lse. Backward the same, with dout, lse
-and delta beside the queries; delta, one number for each row and head, is what the backward needs of out.
+and delta beside the queries; delta, one number for each row and head, is what the backward needs of out. Where no keys
+travel, the backward is one kernel over local and received queries: gradients of all local keys are written once then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from magi_attention.functional.head_groups import heads_by_token, rows_by_group
 from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
+from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import Grads, Partial, accumulation_dtype
 from magi_attention.kernels.reference.operands import row_delta
 
@@ -44,7 +46,7 @@ def forward_with_moves(
     call.record("comm", 0, start)
 
     start, dropout = time.perf_counter(), call.dropout_mask(JOINED, q.device, QUERIES)
-    both = torch.cat([k, k_remote]), torch.cat([v, v_remote])
+    both = _behind(k, k_remote), _behind(v, v_remote)
     others = backend.forward(q_remote, *both, part.queries.slices, prepared.forward, None, None, dropout)
     wire = others.out.dtype if runtime.policy.forward_high_precision_reduce else q.dtype
     back = runtime.queries.give_back(
@@ -70,25 +72,42 @@ def backward_with_moves(
     call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor,
 ) -> Grads:  # fmt: skip
-    """Gradients in the accumulation dtype; dsink is that of this rank's queries."""
+    """Gradients in the accumulation dtype, or in q's; dsink is that of this rank's queries."""
+    runtime = call.runtime
+    assert runtime.queries is not None
+    dout, q, k, v, out, lse = (rows_by_group(x, runtime.head_groups) for x in (dout, q, k, v, out, lse))
+    delta, dout = row_delta(out, dout, None), dout.to(q.dtype)
+    keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout, lse, delta)
+    if runtime.comms[0].is_idle and sink is None and call.dropout is None:
+        grads = _backward_joined(call, (q, dout, lse, delta), queries, k, v)
+    else:
+        grads = _backward_staged(call, (dout, q, k, v, out, lse), delta, sink, keys, queries)
+    grads.dq, grads.dk, grads.dv = (heads_by_token(x, runtime.head_groups) for x in (grads.dq, grads.dk, grads.dv))
+    return grads
+
+
+def _backward_staged(
+    call: AttnCall, operands: tuple[torch.Tensor, ...], delta: torch.Tensor, sink: torch.Tensor | None,
+    keys: Handle[list[torch.Tensor]], queries: Handle[list[torch.Tensor]],
+) -> Grads:  # fmt: skip
+    """Local pairs while rows travel; those of received queries; those of received keys. ``operands``: dout, q, k, v,
+    out, lse."""
     runtime, prepared, part = call.runtime, call.prepared, call.runtime.part
     assert runtime.queries is not None and part.queries is not None
-    dout, q, k, v, out, lse = (rows_by_group(x, runtime.head_groups) for x in (dout, q, k, v, out, lse))
     backend, stage, rows, start = prepared.backend, part.stages[0], part.num_tokens, time.perf_counter()
-    delta = row_delta(out, dout, None)
-    keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout.to(q.dtype), lse, delta)
-    operands, dropout = (dout, q, k, v, out, lse), call.dropout_mask(HOST, q.device)
-    grads = backend.backward(*operands, part.host, prepared.backward, sink, delta, None, dropout)
+    dout, q, k, v, out, lse = operands
+    dropout = call.dropout_mask(HOST, q.device)
+    grads = backend.backward(dout, q, k, v, out, lse, part.host, prepared.backward, sink, delta, None, dropout)
     call.record("compute", HOST, start)
     k_remote, v_remote = keys.wait()
     q_remote, dout_remote, lse_remote, delta_remote = queries.wait()
     call.record("comm", 0, start)
 
     start, dropout = time.perf_counter(), call.dropout_mask(JOINED, q.device, QUERIES)
-    both = torch.cat([k, k_remote]), torch.cat([v, v_remote])
+    both = _behind(k, k_remote), _behind(v, v_remote)
     # With delta nobody reads out.
-    operands = (dout_remote, q_remote, *both, dout_remote, lse_remote)
-    others = backend.backward(*operands, part.queries.slices, prepared.backward, None, delta_remote, None, dropout)
+    received = (dout_remote, q_remote, *both, dout_remote, lse_remote)
+    others = backend.backward(*received, part.queries.slices, prepared.backward, None, delta_remote, None, dropout)
     wire = accumulation_dtype(q.dtype) if runtime.policy.high_precision_reduce else q.dtype
     back = runtime.queries.give_back((others.dq,), (wire,), (grads.dq,), "sum")
     grads.dk += others.dk[:rows]
@@ -96,14 +115,41 @@ def backward_with_moves(
     dk_remote, dv_remote = others.dk[rows:].contiguous(), others.dv[rows:].contiguous()
     if len(stage.slices):
         init, dropout = Grads(grads.dq, dk_remote, dv_remote), call.dropout_mask(0, q.device)
-        operands = (dout, q, k_remote, v_remote, out, lse)
-        backend.backward(*operands, stage.slices, prepared.backward_alone, None, delta, init, dropout)
+        here = (dout, q, k_remote, v_remote, out, lse)
+        backend.backward(*here, stage.slices, prepared.backward_alone, None, delta, init, dropout)
     call.record("compute", 0, start)
     keys_back = runtime.comms[0].give_back(dk_remote, dv_remote, grads.dk, grads.dv, wire)
     back.wait()
     keys_back.wait()
-    grads.dq, grads.dk, grads.dv = (heads_by_token(x, runtime.head_groups) for x in (grads.dq, grads.dk, grads.dv))
     return grads
+
+
+def _backward_joined(
+    call: AttnCall, local: tuple[torch.Tensor, ...], queries: Handle[list[torch.Tensor]], k: torch.Tensor,
+    v: torch.Tensor,
+) -> Grads:  # fmt: skip
+    """One kernel over local and received queries; ``local``: q, dout, lse, delta. What others add to dq is small
+    beside what a second pass over dk and dv would read and write."""
+    runtime, prepared, part, start = call.runtime, call.prepared, call.runtime.part, time.perf_counter()
+    assert runtime.queries is not None
+    q, dout, lse, delta = (torch.cat(pair) for pair in zip(local, queries.wait()))
+    call.record("comm", 0, start)
+    start, rows, is_high = time.perf_counter(), part.num_tokens, runtime.policy.high_precision_reduce
+    operands = (dout, q, k, v, dout, lse)  # with delta nobody reads out
+    if prepared.final is None or is_high:
+        grads = prepared.backend.backward(*operands, part.with_queries, prepared.backward, None, delta)
+    else:
+        grads = prepared.final.backward_final(*operands, part.with_queries, prepared.backward, None, None, delta)
+    call.record("compute", HOST, start)
+    wire = accumulation_dtype(q.dtype) if is_high else q.dtype
+    dq, grads.dq = grads.dq[rows:], grads.dq[:rows]
+    runtime.queries.give_back((dq,), (wire,), (grads.dq,), "sum").wait()
+    return grads
+
+
+def _behind(local: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Local rows and the received ones behind them; no copy where there are none."""
+    return torch.cat([local, received]) if len(received) else local
 
 
 __all__ = ["Forward", "backward_with_moves", "forward_with_moves"]

@@ -35,8 +35,10 @@ from magi_attention.meta.solver.placement import Cells
 from magi_attention.meta.solver.query_moves import Moves, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
-LEAST_SAVING = 0.1  # of what travels, from which on queries move by themselves
-LEAST_TIME = 0.02  # of the modelled time, the same where rates are known
+LEAST_TIME = 0.05  # of the modelled time, from which saving on queries move by themselves
+# Where queries move, attention goes stage by stage. A forward and its backward then take the host so many seconds, and
+# the GPU so many more than in one launch: two H200, 8,192 to 65,536 tokens a rank, 8 heads (docs/query-moves.md).
+STAGED_HOST_S, STAGED_EXTRA_S = 1.9e-3, 0.5e-3
 MOST_LOAD = 1.02  # of a rank, over the mean, that moves may make
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
 
@@ -63,8 +65,8 @@ def build_plan(
     multiple of ``chunk_size * cp_size``, with it only as far as every rank needs a chunk; pad rows attend to nothing.
     With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
-    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_SAVING`` of what travels, or
-    with ``rates`` ``LEAST_TIME`` of the modelled time. ``rates`` complete the config, too (``MachineRates.config``).
+    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_TIME`` of the modelled time, by
+    ``rates`` or those assumed of H100 GPUs. ``rates`` complete the config, too (``MachineRates.config``).
     ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for slices beyond the
     total or bad head counts; ``DispatchError`` for a rank without chunks.
     """
@@ -136,7 +138,8 @@ def _with_moves(
     if query_moves == "auto":
         before = sum_by(owners(given.partitions, len(bounds))[cells.query_chunk], cells.area, world)
         costs = (moves.cost, first.cost_of_keys), (int(moves.loads.max()), int(before.max()))
-        if not _is_worth_it(*costs, heads, world, rates):
+        with_moves, without = step_seconds(*costs, heads, world, rates or MachineRates())
+        if with_moves > (1 - LEAST_TIME) * without:
             return given, None
     return choice, moves.assigned(cells, owner)
 
@@ -149,15 +152,14 @@ def query_moves_of(plan: Plan) -> Moves:
     return choose_moves(cells, plan.rank_of_chunk, plan.cp_size, heads, MOST_LOAD * plan.slices.area / plan.cp_size)
 
 
-def _is_worth_it(
-    cost: tuple[int, int], load: tuple[int, int], heads: tuple[int, int, int], world: int, rates: MachineRates | None
-) -> bool:
-    """Of moves, and of keys alone: ``cost`` as of ``Moves``, and the area of the heaviest rank."""
-    if rates is None:
-        return cost[0] <= (1 - LEAST_SAVING) * cost[1]
+def step_seconds(
+    cost: tuple[int, int], load: tuple[int, int], heads: tuple[int, int, int], world: int, rates: MachineRates
+) -> tuple[float, float]:
+    """Modelled seconds of a forward and its backward, with moves and with keys alone: of both ``cost`` as of ``Moves``,
+    and the area of the heaviest rank. Keys alone travel while the kernel runs; with moves little of it is hidden."""
     pair, value = sum(rates.pair_seconds(*heads)), rates.bytes_seconds(heads[2] * rates.element_bytes) / world
-    with_moves, without = (area * pair + values * value for area, values in zip(load, cost))
-    return with_moves <= (1 - LEAST_TIME) * without
+    moves = load[0] * pair + cost[0] * value + STAGED_EXTRA_S
+    return max(moves, STAGED_HOST_S), max(load[1] * pair, cost[1] * value)
 
 
 class _Cut(NamedTuple):

@@ -66,6 +66,11 @@ class RankPlan:
         """All slices over local keys followed by every stage's buffer: the one-kernel form."""
         return self.cache.get(_JOINED, None, self._join)
 
+    @property
+    def with_queries(self) -> SliceTable:
+        """``host``, and behind its rows those of the received queries; for plans in which no keys are received."""
+        return self.cache.get(_WITH_QUERIES, None, self._with_queries)
+
     def take_joined(self, table: SliceTable) -> None:
         """Holds ``joined``, which an equal part in another process made."""
         self.cache.include(table.cache)
@@ -76,12 +81,21 @@ class RankPlan:
         for stage in self.stages:
             parts.append(stage.slices.array + np.array([0, 0, offset, offset, 0]))
             offset += stage.recv_rows
+        return self._kept(parts)
+
+    def _with_queries(self) -> SliceTable:
+        assert self.queries is not None
+        below = np.array([self.num_tokens, self.num_tokens, 0, 0, 0])
+        return self._kept([self.host.array, self.queries.slices.array + below])
+
+    def _kept(self, parts: list[NDArray[np.int64]]) -> SliceTable:
         table = SliceTable(merge(np.concatenate(parts)))
         self.cache.include(table.cache)
         return table
 
 
 _JOINED: Kind[None, SliceTable] = Kind("slices of all stages")
+_WITH_QUERIES: Kind[None, SliceTable] = Kind("slices of local and received queries")
 
 
 def cut_by_windows(

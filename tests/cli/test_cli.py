@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from magi_attention.cli import main
 from magi_attention.cli.masks import read_mask
 from magi_attention.common.slices import to_dense
+from magi_attention.config.rates import MachineRates, keep_rates
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
@@ -48,10 +50,12 @@ def test_explain_says_where_another_dispatch_moves_less(capsys):
     assert "--dispatch" not in printed and re.search(r"this plan, all stages +0 B", printed)  # a document each
 
 
-def test_explain_says_whether_queries_move(capsys):
+def test_explain_says_whether_queries_move(tmp_path, capsys):
     planner_or_skip()
+    slow = replace(MachineRates(), device="CPU", link_bytes_per_s=1e9, is_measured=True)
+    keep_rates(tmp_path / "rates.json", slow)
     few = ["explain", "--docs", "3000,3000,3000,7384", "--cp", "8", "--no-pictures", "--heads-q", "8"]
-    few += ["--dispatch", "min-heap"]
+    few += ["--rates", str(tmp_path / "rates.json")]
     assert main(few) == 0
     assert "With --query-moves auto" in capsys.readouterr().out
     assert main([*few, "--query-moves", "auto"]) == 0

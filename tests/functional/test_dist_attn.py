@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from magi_attention.comm.collectives.hierarchical import NodeLevels
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeTransport, FakeWorld
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import (
     BatchToppHeapDispatchAlg,
     BSDispatchAlg,
@@ -195,11 +197,11 @@ def test_two_level_communication_gives_the_same(inter: int, intra: int, degree: 
     plan, _, _, tensors, _ = make_problem(case)
 
     def rank(transport):
-        node, local = divmod(transport.rank, intra)
-        inter_group = transport.subgroup([n * intra + local for n in range(inter)])
-        intra_group = transport.subgroup([node * intra + i for i in range(intra)])
+        node = transport.rank // intra
+        mates = transport.subgroup([node * intra + i for i in range(intra)])
         layout = TokenLayout(plan, transport)
-        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case), (inter_group, intra_group))
+        levels = NodeLevels(Nodes.of([r // intra for r in range(inter * intra)]), mates)
+        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case), levels)
         q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
         out, lse, _ = dist_attn(q, k, v, runtime)
         out.backward(dout.detach())

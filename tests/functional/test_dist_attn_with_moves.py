@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, note, settings
 from test_dist_attn import Case, cases, check_beside_dense, make_config, make_problem
 
-from magi_attention.common.slices import areas, to_dense
+from magi_attention.common.slices import SliceTable, areas, to_dense
+from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -29,6 +31,27 @@ def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")
     torch.set_num_threads(1)
     check_beside_dense(case, *with_moves(case))
+
+
+@pytest.mark.parametrize("is_high,has_sink", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("cp,document,chunk", [(2, 32, 8), (4, 16, 16)])
+def test_no_keys_travel(cp: int, document: int, chunk: int, is_high: bool, has_sink: bool) -> None:
+    """Causal documents, and 16 queries that see all keys and go to them. Without sinks the backward is one kernel."""
+    planner_or_skip()
+    total, first = 512, 496
+    queries = [[a, min(a + document, first)] for a in range(0, first, document)]
+    rows = [*([a, b, a, b, 1] for a, b in queries), [first, total, 0, total, 1]]
+    slices = SliceTable(np.array(rows))
+    config = DistAttnConfig(DispatchConfig(chunk))
+    plan = build_plan(slices, total, cp, config=config, query_moves="always", num_heads_q=2, num_heads_kv=2)
+    parts = [plan.rank(rank) for rank in range(cp)]
+    assert not any(stage.recv_rows for part in parts for stage in part.stages)
+    assert sum(part.queries.recv_rows for part in parts) > 16
+    gen = torch.Generator().manual_seed(cp)
+    tensors = [torch.randn(total, 2, d, generator=gen, dtype=torch.float64) for d in (8, 8, 6, 6)]
+    sink = torch.randn(3, 2, generator=gen, dtype=torch.float64) if has_sink else None
+    case = Case(cp, cp, 1, False, 0, (2, 2), "sdpa_ol", has_sink, 0.0, False, is_high, True)
+    check_beside_dense(case, plan, slices, total, tensors, sink)
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)

@@ -73,7 +73,7 @@ def test_plans_are_cheaper_and_as_even(seed, ranks, heads, query_moves):
     again = after.with_mask(mask)
     assert again.query_moves == query_moves and cost(again) <= cost(before)
     if query_moves == "auto" and after.assigned is not None:
-        assert cost(after) <= 0.9 * cost(before)
+        assert cost(after) < cost(before)
 
 
 def test_few_queries_with_many_keys():
@@ -85,7 +85,7 @@ def test_few_queries_with_many_keys():
     mask = Mask.from_slices(q, k, 1, total, total)
     for heads, most in (((8, 8), 0.2), ((32, 8), 0.6)):
         sizes = dict(num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=128)
-        before, after = (make_plan(mask, 8, **sizes, query_moves=x) for x in ("never", "auto"))
+        before, after = (make_plan(mask, 8, **sizes, query_moves=x) for x in ("never", "always"))
         assert after.assigned is not None and cost(after) < most * cost(before)
         found = after.explain()
         assert found["do_queries_move"] and found["bytes_total"] < before.explain()["bytes_total"]
@@ -98,6 +98,16 @@ def test_many_queries_for_each_key_head():
     never, auto = (make_plan(Mask.causal(16_384), 8, **sizes, query_moves=x) for x in ("never", "auto"))
     assert auto.assigned is None and auto.partitions == never.partitions
     assert not auto.explain()["do_queries_move"]
+
+
+def test_auto_asks_what_time_that_saves():
+    """Short documents and 256 queries that see all keys, on two GPUs: keys wait for the link, from some length on."""
+    for total, heads, moves in ((16_384, 8, False), (131_072, 8, True), (131_072, 64, False)):
+        first = total - 256
+        queries = [[a, min(a + 512, first)] for a in range(0, first, 512)]
+        mask = Mask.from_slices([*queries, [first, total]], [*queries, [0, total]], "causal", total, total)
+        plan = make_plan(mask, 2, num_heads_q=heads, num_heads_kv=8, head_dim=128, query_moves="auto")
+        assert (plan.assigned is not None) == moves, (total, heads)
 
 
 def test_plans_differ_by_what_moves():
