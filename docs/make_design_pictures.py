@@ -155,6 +155,32 @@ FUSED = (
 )
 
 
+TWO_LEVELS = (
+    (9.2, 5.4),
+    [
+        (0.2, 4.3, 1.6, 0.8, PLAIN, "node 0", "owner of a row"),
+        (0.2, 2.7, 1.6, 0.9, HOST, "rank 0", "rows of K and V"),
+        (0.2, 0.5, 1.6, 0.9, WIRE, "GRADS", "one sum of\neach far node"),
+        (3.6, 4.3, 5.4, 0.8, PLAIN, "node 1", "three ranks that need the row"),
+        (3.6, 2.7, 2.0, 0.9, WIRE, "HELD", "each far row once,\non the carrier"),
+        (3.6, 0.5, 2.0, 0.9, WIRE, "TERMS", "on the carrier:\nadded in rank order"),
+        (7.0, 3.1, 2.0, 0.8, WIRE, "OUT of rank 3", "the carrier itself"),
+        (7.0, 2.1, 2.0, 0.8, WIRE, "OUT of rank 4", "dk, dv computed"),
+        (7.0, 1.1, 2.0, 0.8, WIRE, "OUT of rank 5", "dk, dv computed"),
+    ],
+    [
+        ((1.8, 3.15), (3.6, 3.15), "network, once"),
+        ((5.6, 3.25), (7.0, 3.5), "forward"),
+        ((5.6, 3.1), (7.0, 2.6), ""),
+        ((5.6, 2.95), (7.0, 1.75), ""),
+        ((7.0, 3.2), (5.6, 1.3), ""),
+        ((7.0, 2.2), (5.6, 1.1), "terms"),
+        ((7.0, 1.3), (5.6, 0.85), ""),
+        ((3.6, 0.95), (1.8, 0.95), "network, one sum"),
+    ],
+)
+
+
 def draw_boxes(content: Content) -> Figure:
     (width, height), boxes, arrows = content
     figure, axis = _axes(width, height)
@@ -369,6 +395,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_backward.png": (lambda: BACKWARD, draw_boxes),
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
+    "design_two_levels.png": (lambda: TWO_LEVELS, draw_boxes),
     "design_portable.png": (lambda: PORTABLE, draw_boxes),
     "design_determinism.png": (determinism_content, draw_determinism),
 }

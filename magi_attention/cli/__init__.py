@@ -116,6 +116,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
     explain.add_argument("--prefix", type=int, help="prefix-lm: tokens of the prefix; 0 without it")
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
+    explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: bytes on the network and inside nodes")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
     explain.add_argument(

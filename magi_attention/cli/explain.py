@@ -8,9 +8,9 @@ import json
 import time
 
 from magi_attention.cli.budget import budget_of, check_budget_options, rates_of, show_budget
-from magi_attention.cli.common import make_folder, show_table
+from magi_attention.cli.common import UsageError, make_folder, show_table
 from magi_attention.cli.masks import build_mask, check_options
-from magi_attention.errors import NoBackendError, UnsupportedError
+from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out
 SLIDER_DEGREES = range(5)  # that the page has, besides --degree
@@ -149,6 +149,22 @@ def show_kernels(args: argparse.Namespace) -> None:
     print(why)
 
 
+def links_of(plan, sizes: str | None) -> dict | None:
+    """Bytes by link for nodes of ``sizes`` ranks, "8" or "8,8,4"; None without sizes."""
+    from magi_attention.common.two_level.nodes import Nodes
+    from magi_attention.meta.explain import explain_links
+
+    if sizes is None:
+        return None
+    parts = sizes.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--node-size {sizes} is no number of ranks; give one such as 8, or one per node, as 8,8,4.")
+    try:
+        return explain_links(plan, Nodes.of_sizes([int(part) for part in parts], range(plan.cp_size)))
+    except ContractError as error:
+        raise UsageError(f"--node-size {sizes}: {error}") from error
+
+
 def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.meta.explain import explain
     from magi_attention.report import describe
@@ -162,15 +178,20 @@ def command_explain(args: argparse.Namespace) -> int:
     plan = plan_for(mask, args.cp, args, args.dispatch, args.query_moves)
     seconds = time.perf_counter() - started
     numbers = explain(plan)
+    links = links_of(plan, args.node_size)
     budget = budget_of(plan, args, plan_for) if args.budget else None
     if args.json:
         more = {} if budget is None else {"budget": budget}
+        more |= {} if links is None else {"links": links}
         print(json.dumps({**numbers, "seconds": round(seconds, 4), **more}))
         return 0
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
     show_table("Ranks", describe.rank_table(plan, numbers))
     heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
+    if links is not None:
+        sizes = ", ".join(dict.fromkeys(str(len(ranks)) for ranks in links["nodes"]))
+        show_table(f"Links, {len(links['nodes'])} nodes of {sizes} ranks, K and V", describe.link_table(links))
     if budget is not None:
         show_budget(budget)
     show_kernels(args)

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.meta import cost
 from magi_attention.meta.bounds import least_rows
 from magi_attention.meta.plan import Plan
@@ -56,3 +60,23 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
         "query_rows_received": queries.sum(axis=0).tolist(),
         "query_row_bytes": per_query,
     }
+
+
+def explain_links(plan: Plan, nodes: Nodes, element_bytes: int = 2) -> dict[str, Any]:
+    """Bytes of K and V that a forward moves between nodes and inside them, ready for JSON.
+
+    Keys: ``nodes`` (ranks of each), and for the forms ``direct`` (each row straight to every rank that needs it) and
+    ``two_levels`` (once to each node): ``network_bytes`` and ``node_bytes``, of all ranks, and
+    ``busiest_network_bytes`` and ``busiest_node_bytes``, which one rank receives. Gradients come back the same way.
+    """
+    per_row, found = cost.row_bytes(plan, element_bytes), {}
+    stages = [[plan.cast_spec(rank, stage) for rank in range(plan.cp_size)] for stage in range(plan.num_stages)]
+    for name, count in (("direct", direct_rows), ("two_levels", two_level_rows)):
+        rows = [count(specs, nodes) for specs in stages]
+        network, node = sum(r.network for r in rows), sum(r.node for r in rows)
+        found[name] = {
+            f"{prefix}{link}_bytes": int(total(received)) * per_row
+            for link, received in (("network", network), ("node", node))
+            for prefix, total in (("", np.sum), ("busiest_", np.max))
+        }
+    return {"nodes": [list(ranks) for ranks in nodes.members], **found}

@@ -85,6 +85,16 @@ def rank_table(plan: Plan, numbers: dict) -> Table:
     return table
 
 
+def link_table(links: dict) -> Table:
+    """Bytes on the network and inside nodes, of ``meta.explain.explain_links``, straight and by two levels."""
+    table = [["forward", "network", "busiest rank", "inside nodes", "busiest rank"]]
+    for name, words in (("direct", "straight to each rank"), ("two_levels", "once to each node")):
+        form = links[name]
+        kinds = ("network_bytes", "busiest_network_bytes", "node_bytes", "busiest_node_bytes")
+        table.append([words, *(readable_bytes(form[kind]) for kind in kinds)])
+    return table
+
+
 def volume_table(plan: Plan, numbers: dict) -> Table:
     """Bytes of K and V of every stage, and of ring P2P and all-gather for comparison."""
     unit, everything = numbers["row_bytes"], max(numbers["all_gather_bytes"], 1)

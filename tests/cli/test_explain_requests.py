@@ -55,6 +55,21 @@ def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
     assert "choose another folder with --name" in refused(capsys, "run", "--name", "x", "--device", "cpu")
 
 
+def test_links_of_nodes(capsys):
+    arguments = ["explain", "--tokens", "65536", "--mask", "full", "--cp", "8", "--no-pictures", "--heads-kv", "1"]
+    assert main([*arguments, "--node-size", "4", "--json"]) == 0
+    links = json.loads(capsys.readouterr().out)["links"]
+    shard = 65536 // 8 * 2 * 128 * 2  # bytes of K and V of a rank
+    assert links["nodes"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert links["direct"]["network_bytes"] == 8 * 4 * shard and links["direct"]["node_bytes"] == 8 * 3 * shard
+    assert links["two_levels"]["network_bytes"] == 8 * shard and links["two_levels"]["node_bytes"] == 8 * 6 * shard
+    assert links["two_levels"]["busiest_network_bytes"] == shard
+    assert main([*arguments, "--node-size", "5,3"]) == 0
+    assert "2 nodes of 5, 3 ranks" in capsys.readouterr().out
+    for sizes in ("0", "4,x", "4,2"):
+        assert f"--node-size {sizes}" in refused(capsys, *arguments, "--node-size", sizes)
+
+
 OWNERS = {"window": "sliding-window", "global-prefix": "sliding-window", "block": "block-causal", "prefix": "prefix-lm"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pages import DESIGN, ROOT, name_of, without_blocks
 
-NAMES = ["overview", "forward", "backward", "schedule", "fused_comm", "determinism", "portable"]
+NAMES = ["overview", "forward", "backward", "schedule", "fused_comm", "two_levels", "determinism", "portable"]
 FILES = re.compile(r"[\w./-]+\.(?:cuh|cu|cpp|h|py|md)")
 
 

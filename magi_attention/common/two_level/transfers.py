@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group cast over nodes, and the group reduce that is its transpose, as one-sided transfers.
+
+Every rank owns regions of rows that others write:
+
+``HELD``    rows of far ranks, each once, that this rank carries for its node
+``OUT``     the output of the cast
+``TERMS``   what the ranks of this node add to the rows held, rank by rank
+``GRADS``   what comes back for this rank's rows: a term of each rank of its node, and a sum of each other node
+
+A *put* moves a run of rows into a region of one rank and adds 1 to a signal there. Puts overtake one another, so a
+signal says something only when all of its puts are counted: ``expected``. Held rows form *blocks* of one sender, which
+travel on as soon as they are whole, so that a node forwards or adds one block while the next is on its way.
+
+    cast      send;  of each block: wait, forward;  wait for ``arrivals``
+    reduce    give;  of each block: wait, add its terms in the order of their ranks, back;  wait for ``grads``, add
+
+``docs/design/two_levels.md`` has the protocol around it. Everything follows from the specs alone, so each rank makes
+the same plan without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.common.group_spec import GroupSpec, rows_per_rank, rows_per_source
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.errors import ContractError
+
+BLOCK_ROWS = 1024  # 4 MiB of K and V, 8 heads of 128 in 16 bits: far above what hides the latency of a network
+Rows = NDArray[np.int64]
+
+
+class Region(IntEnum):
+    """Memory that other ranks write."""
+
+    HELD, OUT, TERMS, GRADS = range(4)
+
+
+class Put(NamedTuple):
+    """``rows`` rows, from ``source_row`` on, to ``target`` of ``peer``, from ``target_row`` on; 1 to its ``signal``."""
+
+    peer: int
+    source_row: int
+    target: Region
+    target_row: int
+    rows: int
+    signal: int
+
+
+class Signal(NamedTuple):
+    """A counter of this rank: in each epoch ``sender`` adds ``expected`` to it."""
+
+    sender: int
+    expected: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sum:
+    """Row i of a result is the sum of ``terms[begins[i] : begins[i + 1]]`` in this order, senders ascending.
+
+    A term is a row of the region; -1 - t stands for row t of what this rank has itself.
+    """
+
+    begins: Rows
+    terms: Rows
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Block:
+    """Rows ``first .. first + rows`` of ``HELD`` on one rank; signals are those of that rank."""
+
+    source: int
+    first: int
+    rows: int
+    held: int  # signal: the block is whole
+    forward: tuple[Put, ...]  # from HELD
+    terms: tuple[int, ...]  # signals: what each rank of the node adds is here
+    add: Sum  # rows of TERMS
+    back: Put  # from the sums, which lie as the rows of HELD do
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankTransfers:
+    """The part of one rank. Source rows are those of the cast's input (``send``) or output (``give``).
+
+    Signals of casts (of puts into HELD and OUT) and of reduces are counted apart, as the one may begin while the other
+    ends. ``upstream`` and ``downstream``: over these nodes, whatever the specs, who may write to this rank in a cast,
+    and to whom it may write; in a reduce it is the other way round.
+    """
+
+    rank: int
+    send: tuple[Put, ...]  # far ranks first
+    blocks: tuple[Block, ...]
+    arrivals: tuple[int, ...]  # signals: OUT is whole
+    give: tuple[Put, ...]  # far owners first
+    grads: tuple[int, ...]  # signals: GRADS is whole
+    add: Sum  # rows of GRADS, into the cast's input rows
+    cast_signals: tuple[Signal, ...]
+    reduce_signals: tuple[Signal, ...]
+    region_rows: tuple[int, int, int, int]  # by Region
+    upstream: tuple[int, ...]
+    downstream: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TransferPlan:
+    """The transfers of all ranks for one cast and its reduce."""
+
+    nodes: Nodes
+    ranks: tuple[RankTransfers, ...]
+
+    @property
+    def network_rows(self) -> int:
+        """Rows that cross between nodes in the cast; as many sums come back in the reduce."""
+        node_of = self.nodes.node_of
+        return sum(p.rows for r in self.ranks for p in r.send if node_of[p.peer] != node_of[r.rank])
+
+    @property
+    def node_rows(self) -> int:
+        """Rows that move between ranks of one node in the cast, forwards among them."""
+        puts = [(r.rank, p) for r in self.ranks for p in (*r.send, *(p for b in r.blocks for p in b.forward))]
+        return sum(p.rows for rank, p in puts if p.target is Region.OUT and p.peer != rank)
+
+
+def plan_transfers(specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int = BLOCK_ROWS) -> TransferPlan:
+    """The transfers for the casts ``specs`` of all ranks, in rank order.
+
+    Raises:
+        ContractError: specs and nodes are of different numbers of ranks, ``block_rows`` is below 1, or two ranks
+            disagree about how many rows pass between them.
+    """
+    if len(specs) != nodes.world or block_rows < 1:
+        raise ContractError(
+            f"{len(specs)} specs, nodes of {nodes.world} ranks and blocks of {block_rows} rows; give one spec per rank "
+            "and blocks of at least one row."
+        )
+    return _Builder(specs, nodes, block_rows).build()
+
+
+@dataclass(slots=True)
+class _Part:
+    """What grows of one rank."""
+
+    send: list[Put] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
+    give: list[Put] = field(default_factory=list)
+    grads: list[int] = field(default_factory=list)
+    cast_signals: list[Signal] = field(default_factory=list)
+    reduce_signals: list[Signal] = field(default_factory=list)
+    held_rows: int = 0
+    term_rows: int = 0
+    grad_rows: int = 0
+    adds: list[tuple[int, Rows, Rows]] = field(default_factory=list)  # sender, input rows, terms
+
+
+def _added(signals: list[Signal], sender: int, expected: int) -> int:
+    signals.append(Signal(sender, expected))
+    return len(signals) - 1
+
+
+class _Builder:
+    """``needed[s][d]``: rows of s that d needs, ascending; ``placed[d][s]``: where in its output these go."""
+
+    def __init__(self, specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int) -> None:
+        self.specs, self.nodes, self.block_rows = specs, nodes, block_rows
+        self.needed = [rows_per_rank(spec.input_splits, spec.dst_indices, spec.world) for spec in specs]
+        self.placed = [rows_per_source(spec) for spec in specs]
+        for s, row in enumerate(self.needed):
+            for d, rows in enumerate(row):
+                if rows.size != self.placed[d][s].size:
+                    raise ContractError(
+                        f"Rank {s} sends {rows.size} rows to rank {d}, which expects {self.placed[d][s].size}; the "
+                        "specs do not belong together."
+                    )
+        self.parts = [_Part() for _ in specs]
+        self.arrivals = self._list_arrivals()
+
+    def build(self) -> TransferPlan:
+        nodes, ranks = self.nodes, range(self.nodes.world)
+        num_nodes = len(nodes.members)
+        for step in range(1, num_nodes):  # why: so that not all ranks send to node 0 first
+            for source in ranks:
+                self._carry(source, (nodes.node_of[source] + step) % num_nodes)
+        for source in ranks:
+            self._stay(source)
+        return TransferPlan(nodes, tuple(self._finish(rank) for rank in ranks))
+
+    def _list_arrivals(self) -> dict[tuple[int, int], int]:
+        """The signal of each pair (last sender, reader) of a row; its count follows as puts are listed."""
+        signals: dict[tuple[int, int], int] = {}
+        for reader, part in enumerate(self.parts):
+            node = self.nodes.node_of[reader]
+            for source, rows in enumerate(self.placed[reader]):
+                near = self.nodes.node_of[source] == node
+                last = source if near else self.nodes.carrier(source, node)
+                if rows.size and (last, reader) not in signals:
+                    signals[last, reader] = _added(part.cast_signals, last, 0)
+                    part.arrivals.append(signals[last, reader])
+        return signals
+
+    def _out(self, last: int, reader: int, sources: Rows, targets: Rows) -> Iterator[Put]:
+        """Puts of these rows into the output of ``reader``."""
+        if not sources.size:
+            return
+        signal, counted = self.arrivals[last, reader], self.parts[reader].cast_signals
+        for a, b, rows in _runs(sources, targets):
+            counted[signal] = Signal(last, counted[signal].expected + 1)
+            yield Put(reader, a, Region.OUT, b, rows, signal)
+
+    def _stay(self, source: int) -> None:
+        """Rows for ranks of the own node, straight to their place, and what comes back for them."""
+        owner = self.parts[source]
+        for reader in self.nodes.mates(source):
+            rows, places = self.needed[source][reader], self.placed[reader][source]
+            owner.send += self._out(source, reader, rows, places)
+            if not rows.size:
+                continue
+            if reader == source:
+                owner.adds.append((reader, rows, -1 - places))
+                continue
+            at = np.arange(owner.grad_rows, owner.grad_rows + rows.size)
+            runs = list(_runs(places, at))
+            signal = _added(owner.reduce_signals, reader, len(runs))
+            self.parts[reader].give += [Put(source, a, Region.GRADS, b, n, signal) for a, b, n in runs]
+            owner.grads.append(signal)
+            owner.adds.append((reader, rows, at))
+            owner.grad_rows += rows.size
+
+    def _carry(self, source: int, node: int) -> None:
+        """Rows of ``source`` for another node: once to the carrier, from there on, and their sums back."""
+        carrier = self.nodes.carrier(source, node)
+        readers = self.nodes.members[node]
+        union = np.unique(np.concatenate([self.needed[source][d] for d in readers]))
+        owner, part = self.parts[source], self.parts[carrier]
+        if not union.size:
+            return
+        num_blocks = -(-union.size // self.block_rows)
+        grad_signal = _added(owner.reduce_signals, carrier, num_blocks)
+        owner.grads.append(grad_signal)
+        owner.adds.append((carrier, union, np.arange(owner.grad_rows, owner.grad_rows + union.size)))
+        for begin in range(0, union.size, self.block_rows):
+            rows = union[begin : begin + self.block_rows]
+            first, held = part.held_rows, np.arange(part.held_rows, part.held_rows + rows.size)
+            runs = list(_runs(rows, held))
+            signal = _added(part.cast_signals, source, len(runs))
+            owner.send += [Put(carrier, a, Region.HELD, b, n, signal) for a, b, n in runs]
+            back = Put(source, first, Region.GRADS, owner.grad_rows + begin, rows.size, grad_signal)
+            part.blocks.append(self._block(source, carrier, rows, first, signal, back))
+            part.held_rows += rows.size
+        owner.grad_rows += union.size
+
+    def _block(self, source: int, carrier: int, rows: Rows, first: int, signal: int, back: Put) -> Block:
+        """One block: who gets its rows, and what these add for them."""
+        part = self.parts[carrier]
+        forward: list[Put] = []
+        term_signals: list[int] = []
+        adds: list[tuple[int, Rows, Rows]] = []
+        for reader in self.nodes.mates(carrier):
+            wanted = self.needed[source][reader]
+            inside = (wanted >= rows[0]) & (wanted <= rows[-1])
+            at, places = np.searchsorted(rows, wanted[inside]), self.placed[reader][source][inside]
+            if not at.size:
+                continue
+            forward += self._out(carrier, reader, first + at, places)
+            terms = np.arange(part.term_rows, part.term_rows + at.size)
+            runs = list(_runs(places, terms))
+            arrived = _added(part.reduce_signals, reader, len(runs))
+            self.parts[reader].give += [Put(carrier, a, Region.TERMS, b, n, arrived) for a, b, n in runs]
+            term_signals.append(arrived)
+            adds.append((reader, at, terms))
+            part.term_rows += at.size
+        add = _sum(adds, rows.size)
+        return Block(source, first, rows.size, signal, tuple(forward), tuple(term_signals), add, back)
+
+    def _finish(self, rank: int) -> RankTransfers:
+        part, spec, nodes = self.parts[rank], self.specs[rank], self.nodes
+        far = [s for s in range(nodes.world) if nodes.node_of[s] != nodes.node_of[rank]]
+        carried = [s for s in far if nodes.carrier(s, nodes.node_of[rank]) == rank]
+        carriers = {nodes.carrier(rank, nodes.node_of[s]) for s in far}
+        mates = nodes.mates(rank)
+        return RankTransfers(
+            rank,
+            tuple(part.send),
+            tuple(part.blocks),
+            tuple(part.arrivals),
+            tuple(part.give),
+            tuple(part.grads),
+            _sum(part.adds, spec.input_rows),
+            tuple(part.cast_signals),
+            tuple(part.reduce_signals),
+            (part.held_rows, spec.output_rows, part.term_rows, part.grad_rows),
+            tuple(sorted({*mates, *carried})),
+            tuple(sorted({*mates, *carriers})),
+        )
+
+
+def _runs(sources: Rows, targets: Rows) -> Iterator[tuple[int, int, int]]:
+    """(first source, first target, rows) of the stretches in which both rise by one."""
+    if not sources.size:
+        return
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    begins = np.concatenate([[0], breaks, [sources.size]])
+    for a, b in zip(begins[:-1].tolist(), begins[1:].tolist()):
+        yield int(sources[a]), int(targets[a]), b - a
+
+
+def _sum(adds: Sequence[tuple[int, Rows, Rows]], rows: int) -> Sum:
+    """From (sender, result rows, terms) in any order."""
+    ordered = sorted(adds, key=lambda add: add[0])
+    none = np.zeros(0, np.int64)
+    results = np.concatenate([none, *(add[1] for add in ordered)])
+    terms = np.concatenate([none, *(add[2] for add in ordered)])
+    order = np.argsort(results, kind="stable")
+    counts = np.bincount(results, minlength=rows)
+    return Sum(np.concatenate([[0], np.cumsum(counts)]), terms[order])

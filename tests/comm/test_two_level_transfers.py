@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer plans over nodes: they send no row twice, and by four verbs they deliver, whatever the network does."""
+
+import numpy as np
+import pytest
+from comm_oracle import random_plan
+from two_level_model import OMISSIONS, Violation, World
+
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
+from magi_attention.common.two_level.transfers import Region, plan_transfers
+from magi_attention.errors import ContractError
+
+SHAPES = [(2, 2), (3, 2), (4, 4), (2, 2, 2, 2), (1, 3, 2), (5, 1, 2)]
+
+
+def draw(seed, sizes, count=1, max_splits=4):
+    """``count`` casts over nodes of these sizes, whose ranks follow one another or not, and their transfer plans."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    nodes = Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
+    casts = [random_plan(seed * 8 + i, nodes.world, max_splits) for i in range(count)]
+    return nodes, casts, [plan_transfers(c.specs, nodes, int(rng.integers(1, 5))) for c in casts]
+
+
+def far_rows(cast, nodes):
+    """Rows that must cross: each (source, row) once for every other node in which a rank needs it."""
+    needs = [(s, row, nodes.node_of[j]) for j, route in enumerate(cast.routes) for s, row in route]
+    return {need for need in needs if nodes.node_of[need[0]] != need[2]}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_row_crosses_once(seed):
+    nodes, (cast,), (plan,) = draw(seed, SHAPES[seed % len(SHAPES)])
+    assert plan.network_rows == len(far_rows(cast, nodes))
+    sums = [b.back for r in plan.ranks for b in r.blocks if nodes.node_of[b.source] != nodes.node_of[r.rank]]
+    assert sum(put.rows for put in sums) == plan.network_rows
+    for part in plan.ranks:
+        give = [p for p in part.give if nodes.node_of[p.peer] != nodes.node_of[part.rank]]
+        assert not give, "what ranks add to far rows is summed in the node first"
+        far = [p.target is Region.HELD for p in part.send]
+        assert far == sorted(far, reverse=True), "the slower network first"
+    written = [np.zeros(n, int) for part in plan.ranks for n in part.region_rows]
+    for part in plan.ranks:
+        for put in (*part.send, *part.give, *(p for b in part.blocks for p in (*b.forward, b.back))):
+            written[4 * put.peer + put.target][put.target_row : put.target_row + put.rows] += 1
+    assert all((counts == 1).all() for counts in written), "each row of each region is written once"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_by_link(seed):
+    nodes, (cast,), (plan,) = draw(seed, SHAPES[seed % len(SHAPES)])
+    node_of = nodes.node_of
+    pairs = [(s, j) for j, route in enumerate(cast.routes) for s, _ in route if s != j]
+    direct = direct_rows(cast.specs, nodes)
+    for rank in range(nodes.world):
+        sources = [s for s, j in pairs if j == rank]
+        assert direct.network[rank] == sum(node_of[s] != node_of[rank] for s in sources)
+        assert direct.node[rank] == sum(node_of[s] == node_of[rank] for s in sources)
+    levels = two_level_rows(cast.specs, nodes)
+    assert levels.network.sum() == plan.network_rows == len(far_rows(cast, nodes)) <= direct.network.sum()
+    assert levels.node.sum() == plan.node_rows
+    # nothing gets lost: what a node's ranks need comes over one link or the other
+    assert levels.network.sum() + levels.node.sum() >= len(pairs)
+
+
+def expected_results(kind, cast, nodes, epoch):
+    """What each rank must end with: names of rows, or of terms in their order."""
+    if kind == "cast":
+        return [[("x", epoch, s, row) for s, row in route] for route in cast.routes]
+    sums = []
+    for owner, spec in enumerate(cast.specs):
+        found = [{} for _ in range(spec.input_rows)]  # row -> sender -> its terms
+        for j, route in enumerate(cast.routes):
+            for i, (s, row) in enumerate(route):
+                if s == owner:
+                    near = nodes.node_of[j] == nodes.node_of[owner]
+                    sender = j if near else nodes.carrier(owner, nodes.node_of[j])
+                    term = "p", epoch, j, i
+                    found[row].setdefault(sender, []).append((term, near))
+        sums.append(
+            [
+                tuple(ts[0][0] if ts[0][1] else tuple(t for t, _ in ts) for _, ts in sorted(senders.items()))
+                for senders in found
+            ]
+        )
+    return sums
+
+
+def epochs_of(seed, plans):
+    """Casts and reduces in any order, over the plans in any order."""
+    rng = np.random.default_rng(seed)
+    picks = [(("cast", "reduce")[rng.integers(2)], int(rng.integers(len(plans)))) for _ in range(4)]
+    return picks, [(kind, plans[i]) for kind, i in picks]
+
+
+def check_world(seed, sizes, **options):
+    nodes, casts, plans = draw(seed, sizes, 2, **options)
+    picks, epochs = epochs_of(seed, plans)
+    world = World(epochs, seed).run()
+    for epoch, (kind, i) in enumerate(picks):
+        got = [rank.results[epoch] for rank in world.ranks]
+        assert got == expected_results(kind, casts[i], nodes, epoch), (seed, epoch, kind)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_rows_arrive_in_any_world(block):
+    for seed in range(100 * block, 100 * block + 100):
+        check_world(seed, SHAPES[seed % len(SHAPES)])
+
+
+@pytest.mark.parametrize("sizes", [(8,) * 8, (8,) * 3, (2,) * 8])
+def test_rows_arrive_in_large_worlds(sizes):
+    check_world(7, sizes, max_splits=2)
+
+
+@pytest.mark.parametrize("omit", OMISSIONS)
+def test_the_model_finds_what_is_left_out(omit):
+    """Each verb of the protocol is needed: without it some world reads too early or writes too early."""
+
+    def breaks(seed):
+        _, _, plans = draw(seed, (3, 3), 2, max_splits=6)
+        try:
+            World(epochs_of(seed, plans)[1], seed, omit=omit).run()
+        except Violation:
+            return True
+        return False
+
+    assert any(breaks(seed) for seed in range(40))
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_dead_rank_is_named(block):
+    named = 0
+    for seed in range(30 * block, 30 * block + 30):
+        nodes, _, plans = draw(seed, SHAPES[seed % len(SHAPES)], 2)
+        dies = seed % nodes.world
+        world = World(epochs_of(seed, plans)[1], seed, timeout=10_000.0, dies=dies).run()
+        others = [rank for rank in world.ranks if rank.rank != dies]
+        assert {rank.lost for rank in others} <= {dies, None}, seed
+        assert all(rank.is_done or rank.lost == dies for rank in others), seed
+        named += any(rank.lost == dies for rank in others)
+    assert named, "in no world a rank died in time"
+
+
+def test_what_does_not_belong_together():
+    cast = random_plan(3, 4)
+    with pytest.raises(ContractError, match="one spec per rank"):
+        plan_transfers(cast.specs, Nodes.of_sizes((2,), range(6)))
+    with pytest.raises(ContractError, match="at least one row"):
+        plan_transfers(cast.specs, Nodes.of_sizes((2,), range(4)), 0)
+    other = next(p for p in (random_plan(s, 4) for s in range(4, 99)) if p.specs[0].output_rows)
+    with pytest.raises(ContractError, match="do not belong together"):
+        plan_transfers([*other.specs[:1], *cast.specs[1:]], Nodes.of_sizes((2,), range(4)))
