@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm", "functional", "utils"},
     "utils": {*LEAVES, "env", "config", "common", "meta"},
     "report": {*LEAVES, "env", "config", "common", "meta"},
+    "simulate": {*LEAVES, "config", "common", "meta"},
     "launch": {*LEAVES, "env"},
     "doctor": {*LEAVES, "env", "native"},
 }
@@ -55,7 +56,7 @@ MODULE_EXCEPTIONS = {
     "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }
 NO_MODULE_LEVEL_TORCH = {
-    *("errors", "version", "env", "config", "common", "meta", "cli", "report", "launch", "doctor"),
+    *("errors", "version", "env", "config", "common", "meta", "cli", "report", "simulate", "launch", "doctor"),
 }
 ENVIRON_READERS = {"env.registry"}
 

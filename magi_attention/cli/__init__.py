@@ -19,10 +19,11 @@ from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.explain import FOLDER, command_explain
-from magi_attention.cli.masks import BLOCK
+from magi_attention.cli.masks import add_mask_options
 from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
 from magi_attention.cli.run import command_run, example_options_given
+from magi_attention.cli.simulate import add_simulate
 from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.cli.tune import add_tune
 from magi_attention.errors import MagiError
@@ -30,7 +31,6 @@ from magi_attention.version import __version__
 
 # A word that may be left out is only seen by argparse in front of the options; behind them it is taken here.
 OPTIONAL_WORDS = {"run": "script", "profile": "script", "render": "script", "status": "name", "down": "name"}
-MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 
 
 def degree(text: str) -> int | str:
@@ -106,15 +106,9 @@ def _add_explain(commands) -> None:
         "explain", help="plan a mask for any number of ranks, in tables and on a page"
     )
     explain.set_defaults(function=command_explain)
-    explain.add_argument("--mask", choices=MASKS, help="inside every document; causal without it")
+    add_mask_options(explain)
     explain.add_argument("--tokens", type=int, help="length of the sequence")
-    explain.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
-    explain.add_argument("--doc-file", help="text file of document lengths")
     explain.add_argument("--mask-file", help="slices (.json) or a dense mask (.npy, .png); see docs/masks.md")
-    explain.add_argument("--window", type=int, help="sliding-window: tokens before the query")
-    explain.add_argument("--global-prefix", type=int, help="sliding-window: tokens all can see; 0 without it")
-    explain.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
-    explain.add_argument("--prefix", type=int, help="prefix-lm: tokens of the prefix; 0 without it")
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
     explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: bytes on the network and inside nodes")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
@@ -184,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     add_completion(commands, top)
     add_bench(commands)
     add_tune(commands)
+    add_simulate(commands)
     add_launcher(commands)
     return top
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask of `magi explain`: from options, from a JSON file of slices, or from a dense picture."""
+"""The mask of `magi explain` and `magi simulate`: from options, from a JSON file of slices, or from a dense picture."""
 
 from __future__ import annotations
 
@@ -13,12 +13,24 @@ from magi_attention.cli.common import UsageError
 from magi_attention.errors import MagiError
 from magi_attention.launch.textfile import read_text
 
+MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 BLOCK = 1024  # default of --block
 _MASK_KEYS = ("total", "q_ranges", "k_ranges", "types")
 _LENGTHS = ("tokens", "docs", "doc_file")
 _MASK_OF = {
     "window": "sliding-window", "global_prefix": "sliding-window", "block": "block-causal", "prefix": "prefix-lm",
 }  # fmt: skip
+
+
+def add_mask_options(parser: argparse.ArgumentParser) -> None:
+    """A kind of mask and document lengths."""
+    parser.add_argument("--mask", choices=MASKS, help="inside every document; causal without it")
+    parser.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
+    parser.add_argument("--doc-file", help="text file of document lengths")
+    parser.add_argument("--window", type=int, help="sliding-window: tokens before the query")
+    parser.add_argument("--global-prefix", type=int, help="sliding-window: tokens all can see; 0 without it")
+    parser.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
+    parser.add_argument("--prefix", type=int, help="prefix-lm: tokens of the prefix; 0 without it")
 
 
 def read_mask(path: Path):

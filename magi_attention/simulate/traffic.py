@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan asks of each rank: pairs to compute, and rows over NVLink and over the network. Counted, not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.common.intervals import intersect_intervals, merge_intervals, subtract_intervals, total_length
+from magi_attention.common.slices import pairs_before
+from magi_attention.errors import UnsupportedError
+from magi_attention.meta.plan import Plan
+from magi_attention.simulate.kernels import kind_of
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Rows of K and V of one stage, float64 ``(cp_size,)`` each. ``near``, ``far``: what a rank needs of its node and
+    of others. ``link_in`` and ``link_out`` cross NVLink, ``net_in`` and ``net_out`` the network."""
+
+    near: Floats
+    far: Floats
+    link_in: Floats
+    link_out: Floats
+    net_in: Floats
+    net_out: Floats
+    ranges: tuple[Ints, ...]  # keys that each rank receives
+    owner: Ints  # rank of each chunk
+    chunk_size: int
+
+    @cached_property
+    def rows(self) -> Floats:
+        return self.near + self.far
+
+    def slowest_sender(self, seconds: Floats) -> Floats:
+        """For each rank the largest of ``seconds`` over the ranks whose rows it receives; 0 where it receives none."""
+        levels = [seconds[self.owner]]  # levels[i][c]: over 2**i chunks from c on
+        while len(levels[-1]) > 1 and 2 ** len(levels) <= len(levels[0]):
+            step = 2 ** (len(levels) - 1)
+            levels.append(np.maximum(levels[-1][:-step], levels[-1][step:]))
+        counts = np.array([len(ranges) for ranges in self.ranges])
+        found, flat = np.zeros(len(counts)), np.concatenate(self.ranges)
+        if not len(flat):
+            return found
+        first, last = flat[:, 0] // self.chunk_size, (flat[:, 1] - 1) // self.chunk_size
+        level = np.int64(np.log2(last - first + 1))
+        best = np.empty(len(flat))
+        for i in np.unique(level):
+            here = level == i
+            best[here] = np.maximum(levels[i][first[here]], levels[i][last[here] - 2**i + 1])
+        np.maximum.at(found, np.repeat(np.arange(len(counts)), counts), best)
+        return found
+
+
+@dataclass(frozen=True)
+class PlanWork:
+    """The work of a plan on nodes of ``node`` ranks.
+
+    ``local`` (cp_size,): pairs with keys that a rank holds. ``near`` and ``far`` (cp_size, stages): pairs with keys of
+    its node and of others. ``rows`` (cp_size,): query rows. ``degree`` is the plan's.
+    """
+
+    kind: str
+    total_pairs: int
+    degree: int
+    rows: Floats
+    local: Floats
+    near: Floats
+    far: Floats
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def pairs(self) -> Floats:
+        """(cp_size,) of each rank."""
+        found: Floats = self.local + self.near.sum(axis=1) + self.far.sum(axis=1)
+        return found
+
+
+def work_of(plan: Plan, node: int, levels: str) -> PlanWork:
+    """``UnsupportedError`` for a plan that moves queries: the model knows keys and values that travel."""
+    if plan.assigned is not None:
+        raise UnsupportedError("The model has no queries that move; make the plan with query_moves='never'.")
+    hosts = [plan.host_ranges(rank) for rank in range(plan.cp_size)]
+    nodes = [
+        merge_intervals(np.concatenate(hosts[first : first + node])) for first in range(0, plan.cp_size, node)
+    ]
+    near_ranges = [
+        [intersect_intervals(ranges, nodes[rank // node]) for ranges in stages]
+        for rank, stages in enumerate(plan.stage_ranges)
+    ]
+    local, near, far = _pairs(plan, hosts, near_ranges)
+    traffic = tuple(
+        _traffic(plan, stage, node, levels, nodes, [ranges[stage] for ranges in near_ranges])
+        for stage in range(plan.num_stages)
+    )
+    rows = np.array(plan.shard_sizes, dtype=np.float64)
+    return PlanWork(
+        kind_of(plan.slices.array), int(plan.areas.sum()), plan.degree, rows, local, near, far, traffic
+    )  # fmt: skip
+
+
+def _pairs(plan: Plan, hosts: Sequence[Ints], near_ranges: Sequence[Sequence[Ints]]) -> tuple[Floats, Floats, Floats]:
+    """Pairs with local keys, with keys of the node and with others, by rank and stage."""
+    stages = plan.num_stages
+    local, near, total = np.zeros(plan.cp_size), np.zeros((plan.cp_size, stages)), np.zeros((plan.cp_size, stages))
+    for rank in range(plan.cp_size):
+        parts = [hosts[rank], *plan.stage_ranges[rank], *near_ranges[rank]]
+        before = pairs_before(plan.pieces_of(rank), np.concatenate(parts))
+        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        found = np.bincount(part_of, weights=before[:, 1] - before[:, 0], minlength=len(parts))
+        local[rank], total[rank], near[rank] = found[0], found[1 : 1 + stages], found[1 + stages :]
+    return local, near, total - near
+
+
+def _traffic(
+    plan: Plan, stage: int, node: int, levels: str, nodes: Sequence[Ints], near_ranges: Sequence[Ints]
+) -> Traffic:
+    """Over two levels the GPUs of a node share what comes from the network, and pass it on, in equal parts."""
+    ranges = tuple(stages[stage] for stages in plan.stage_ranges)
+    near = np.array([total_length(x) for x in near_ranges], dtype=np.float64)
+    far_ranges = [subtract_intervals(x, nodes[rank // node]) for rank, x in enumerate(ranges)]
+    far = np.array([total_length(x) for x in far_ranges], dtype=np.float64)
+    link_in, link_out = near.copy(), _rows_by_owner(plan, near_ranges)
+    if levels == "flat":
+        net_in, net_out = far.copy(), _rows_by_owner(plan, far_ranges)
+    else:
+        firsts = range(0, plan.cp_size, node)
+        unions = [merge_intervals(np.concatenate(far_ranges[first : first + node])) for first in firsts]
+        sizes = np.array([min(node, plan.cp_size - first) for first in firsts])
+        share = np.array([total_length(x) for x in unions]) / sizes
+        net_in, net_out = np.repeat(share, sizes), _rows_by_owner(plan, unions)
+        passed_on = far * (1 - 1 / np.repeat(sizes, sizes))
+        link_in += passed_on
+        link_out += np.repeat(np.add.reduceat(passed_on, np.array(firsts)) / sizes, sizes)
+    return Traffic(near, far, link_in, link_out, net_in, net_out, ranges, plan.rank_of_chunk, plan.chunk_size)
+
+
+def _rows_by_owner(plan: Plan, ranges: Sequence[Ints]) -> Floats:
+    """Rows that each rank sends if every one of ``ranges``, which may overlap, is sent by those that own it."""
+    flat = np.concatenate([*ranges, np.zeros((0, 2), dtype=np.int64)])
+    edges = np.concatenate([flat.reshape(-1), plan.chunk_ranges[:, 0]])
+    steps = np.concatenate([np.tile([1, -1], len(flat)), np.zeros(plan.num_chunks, dtype=np.int64)])
+    order = np.argsort(edges, kind="stable")
+    edges, readers = edges[order], np.cumsum(steps[order])
+    lengths = np.diff(np.append(edges, plan.padded_tokens))
+    owner = plan.owner_of(np.minimum(edges, plan.padded_tokens - 1))
+    found: Floats = np.bincount(owner, weights=readers * lengths, minlength=plan.cp_size).astype(np.float64)
+    return found
+
+
+__all__ = ["PlanWork", "Traffic", "work_of"]

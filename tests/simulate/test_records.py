@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model beside the records of two and four GPUs, and the page that says how far it is off."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import simulated  # noqa: E402
+
+PAGE = ROOT / "docs" / "guides" / "simulate.md"
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[simulated.CellError]:
+    return [cell for record in simulated.RECORDS for cell in simulated.errors_of(record)]
+
+
+def test_most_times_are_within_a_tenth(cells):
+    """Of the cells whose kernels the rate table knows; the page says which those are not, and why."""
+    errors = sorted(abs(cell.error) for cell in cells)
+    assert len(errors) > 100 and errors[len(errors) // 2] < 0.06
+    assert sum(error <= 0.1 for error in errors) > 0.8 * len(errors)
+
+
+def test_the_page_has_the_errors_of_today(cells):
+    """To three points in a hundred. If not, run ``python benchmarks/simulated.py --write``."""
+    page = PAGE.read_text(encoding="utf-8")
+    told, now = (simulated.numbers(table) for table in (simulated.table_of(page), simulated.table(cells)))
+    assert told.keys() == now.keys()
+    far = {key: (told[key], now[key]) for key in now if abs(told[key] - now[key]) > 3}
+    assert not far, far

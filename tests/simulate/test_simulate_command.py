@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magi simulate`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from magi_attention.cli import main
+
+WORDS = ["simulate", "--gpus", "8,16", "--tokens-per-gpu", "1K"]
+
+
+def test_tables_and_what_would_have_to_change(tmp_path, capsys):
+    words = [*WORDS, "--ways", "one_launch,ring,all-gather", "--docs", "3000,500,17", "--out", str(tmp_path)]
+    assert main([*words, "--tokens-per-gpu", "192K"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("Measured: ") and "Modelled: " in first and "assumed" in first
+    assert sum("one launch" in line for line in lines) == 3  # two tables, and the last line
+    assert lines[-1].startswith("one launch, 16 GPUs: efficiency ") and "GB/s of network" in lines[-1]
+    assert (tmp_path / "simulate.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_numbers_as_json(capsys):
+    assert main([*WORDS, "--json", "--mask", "sliding-window", "--window", "100", "--levels", "flat"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["cluster"]["levels"] == "flat" and len(data["estimates"]) == 2 * 9
+    assert [one["ranks"] for one in data["answers"]] == [16]
+    for one in data["estimates"]:
+        assert (one["reason"] is None) == (one["efficiency"] is not None)
+
+
+def test_documents_are_repeated_to_any_number_of_tokens(capsys):
+    """1,000 tokens of each GPU are documents of 300, 50, 300, ...: as many pairs as those have."""
+    assert main([*WORDS, "--tokens-per-gpu", "1000", "--json", "--docs", "300,50", "--ways", "one_launch"]) == 0
+    one = json.loads(capsys.readouterr().out)["estimates"][0]
+    repeats, rest = divmod(8000, 350)
+    lengths = [300, 50] * repeats + [rest]
+    assert rest <= 300
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    seconds = (one["forward_ms"] + one["backward_ms"]) / 1e3
+    assert one["tflops"] == pytest.approx(14 * pairs * 64 * 128 / 8 / seconds / 1e12)
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--goal", "1"], "between 0 and 1"),
+        (["--window", "5"], "--window is for --mask sliding-window"),
+        (["--rates", "none.json"], "magi tune"),
+        (["--heads-kv", "7"], "do not divide"),
+        (["--no-pictures", "--out", "x"], "--out"),
+    ],
+)
+def test_wrong_requests(words, text, capsys):
+    assert main([*WORDS, *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--gpus", "8192"], ["--ways", "magic"], ["--tokens-per-gpu", "many"]])
+def test_wrong_words(words, capsys):
+    with pytest.raises(SystemExit):
+        main([*WORDS, *words])
+    assert "4096" in (err := capsys.readouterr().err) or "one_launch" in err or "8K" in err
