@@ -152,7 +152,7 @@ def command_simulate(args: argparse.Namespace) -> int:
         from magi_attention.simulate.picture import draw
 
         title = f"{mask_of(args.node).name} mask, {args.tokens_per_gpu:,} tokens a GPU: a model, not a measurement"
-        draw(out / "simulate.png", [found[n, way] for way in ways for n in every], title)
+        draw(out / "simulate.png", [found[n, way] for way in ways for n in every], title, args.goal)
         print(f"Picture: {out / 'simulate.png'}")
     for one in answers:
         print(sentence(one, cluster))
@@ -238,6 +238,8 @@ def sentence(answer, cluster) -> str:
     else:
         rate = f"{answer.network_bytes_per_s / 1e9:.3g} GB/s of network for each GPU"
         parts.append(f"It is {answer.goal:g} {'down to' if holds else 'from'} {rate}{'' if holds else ' on'}.")
+    if answer.even > answer.efficiency + 0.01:
+        parts.append(f"Were rows sent and received by all ranks alike, it would be {answer.even:.2f}.")
     if answer.latency_s is None:
         parts.append("Exchanges without any latency would not reach it.")
     else:

@@ -14,8 +14,9 @@ from magi_attention.simulate.ways import OURS, Estimate
 _COLOURS = "#1f4e96 #4f86cf #8db4e6 #6e7780 #3f9c5a #d9822b #c4453c #7d5fb2 #8a6245".split()
 
 
-def draw(path: Path, estimates: Sequence[Estimate], title: str) -> None:
-    """Writes a PNG file; a way has no point where it has no time. Ours are solid lines."""
+def draw(path: Path, estimates: Sequence[Estimate], title: str, goal: float) -> None:
+    """Writes a PNG file with a line at the efficiency ``goal``; a way has no point where it has no time. Ours are solid
+    lines."""
     figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
@@ -34,7 +35,7 @@ def draw(path: Path, estimates: Sequence[Estimate], title: str) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(color="#dde2e8", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].axhline(0.9, color="#6e7780", linewidth=0.8, linestyle=":")
+    axes[1].axhline(goal, color="#6e7780", linewidth=0.8, linestyle=":")
     axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
 

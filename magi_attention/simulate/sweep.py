@@ -13,6 +13,7 @@ from magi_attention.simulate.ways import WAYS, Case, Estimate, estimate
 MaskOf = Callable[[int], Mask]  # of so many tokens
 GOAL = 0.9
 _STEPS = 7  # halves of a bisection: to one part in a hundred
+_TOKEN_STEPS = 4  # each of which makes a plan
 _MOST_TIMES = 64.0  # as many tokens on a GPU are tried
 _ENDLESS = 1e18  # bytes per second
 
@@ -32,8 +33,9 @@ class Answer:
     """What keeps ``goal`` for ``way`` over the GPUs of a case; None where no value does.
 
     ``network_bytes_per_s``: the least of each GPU's link. ``latency_s``: the most of each exchange, over NVLink and
-    over the network. ``tokens_per_gpu``: the least; only where today's are too few. All to one part in a hundred.
-    ``endless``: efficiency with a network that takes no time. ``network_is_used``: anything crosses it at all.
+    over the network. ``tokens_per_gpu``: the least; to one part in ten, and only where today's are too few.
+    ``endless``: efficiency with a network that takes no time; ``even``: if all ranks sent and received as much as the
+    mean. ``network_is_used``: anything crosses it at all.
     """
 
     way: str
@@ -41,6 +43,7 @@ class Answer:
     goal: float
     efficiency: float
     endless: float
+    even: float
     network_bytes_per_s: float | None
     latency_s: float | None
     tokens_per_gpu: int | None
@@ -67,13 +70,14 @@ def answer(way: str, case: Case, mask_of: MaskOf, goal: float = GOAL) -> Answer:
         return estimate(way, case, changed).efficiency or 0.0
 
     now, endless = efficiency(cluster), with_network(_ENDLESS)
+    even = estimate(way, Case(case.mask, case.ranks, cluster, is_even=True)).efficiency or 0.0
     slow = with_network(1e6)
     needs_more = now < goal
     return Answer(
-        way, case.ranks, goal, now, endless,
+        way, case.ranks, goal, now, endless, even,
         least(with_network, goal, 1e6, 1e14) if endless != slow else None,
         _inverse(least(lambda x: with_latency(1 / x), goal, 1e0, 1e12)),
-        _whole(least(with_tokens, goal, tokens, tokens * _MOST_TIMES)) if needs_more else None,
+        _whole(least(with_tokens, goal, tokens, tokens * _MOST_TIMES, _TOKEN_STEPS)) if needs_more else None,
         endless != slow,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +38,11 @@ class Traffic:
     @cached_property
     def rows(self) -> Floats:
         return self.near + self.far
+
+    def evened(self) -> Traffic:
+        """As many rows over each kind of link, sent and received by all ranks alike."""
+        names = "link_in", "link_out", "net_in", "net_out"
+        return replace(self, **{name: np.full(len(self.near), getattr(self, name).mean()) for name in names})
 
     def slowest_sender(self, seconds: Floats) -> Floats:
         """For each rank the largest of ``seconds`` over the ranks whose rows it receives; 0 where it receives none."""
@@ -87,6 +92,11 @@ class PlanWork:
         return found
 
 
+def evened(work: PlanWork) -> PlanWork:
+    """``work`` with traffic that is the same for all ranks: what a better dispatch could have at best."""
+    return replace(work, traffic=tuple(traffic.evened() for traffic in work.traffic))
+
+
 def work_of(plan: Plan, node: int, levels: str) -> PlanWork:
     """``UnsupportedError`` for a plan that moves queries: the model knows keys and values that travel."""
     if plan.assigned is not None:
@@ -126,7 +136,7 @@ def _pairs(plan: Plan, hosts: Sequence[Ints], near_ranges: Sequence[Sequence[Int
 def _traffic(
     plan: Plan, stage: int, node: int, levels: str, nodes: Sequence[Ints], near_ranges: Sequence[Ints]
 ) -> Traffic:
-    """Over two levels the GPUs of a node share what comes from the network, and pass it on, in equal parts."""
+    """As ``common.two_level.traffic`` counts, which goes through the splits of every rank, for plans of any size."""
     ranges = tuple(stages[stage] for stages in plan.stage_ranges)
     near = np.array([total_length(x) for x in near_ranges], dtype=np.float64)
     far_ranges = [subtract_intervals(x, nodes[rank // node]) for rank, x in enumerate(ranges)]
@@ -135,15 +145,34 @@ def _traffic(
     if levels == "flat":
         net_in, net_out = far.copy(), _rows_by_owner(plan, far_ranges)
     else:
-        firsts = range(0, plan.cp_size, node)
-        unions = [merge_intervals(np.concatenate(far_ranges[first : first + node])) for first in firsts]
-        sizes = np.array([min(node, plan.cp_size - first) for first in firsts])
-        share = np.array([total_length(x) for x in unions]) / sizes
-        net_in, net_out = np.repeat(share, sizes), _rows_by_owner(plan, unions)
-        passed_on = far * (1 - 1 / np.repeat(sizes, sizes))
-        link_in += passed_on
-        link_out += np.repeat(np.add.reduceat(passed_on, np.array(firsts)) / sizes, sizes)
+        unions = [
+            merge_intervals(np.concatenate(far_ranges[first : first + node])) for first in range(0, len(near), node)
+        ]
+        net_in, net_out = np.zeros(len(near)), _rows_by_owner(plan, unions)
+        rank = np.arange(len(near))
+        first = rank - rank % node
+        # carrier[r, p]: who takes, for the node of rank r, the rows of ranks with place p in theirs.
+        carrier = first[:, None] + np.arange(node) % np.minimum(node, len(near) - first)[:, None]
+        np.add.at(net_in, carrier[::node], _rows_by_place(plan, unions, node))
+        passed_on = np.where(carrier == rank[:, None], 0.0, _rows_by_place(plan, far_ranges, node))
+        link_in += passed_on.sum(axis=1)
+        np.add.at(link_out, carrier, passed_on)
     return Traffic(near, far, link_in, link_out, net_in, net_out, ranges, plan.rank_of_chunk, plan.chunk_size)
+
+
+def _rows_by_place(plan: Plan, ranges: Sequence[Ints], node: int) -> Floats:
+    """Rows of each of ``ranges``, (len(ranges), node), by the place that their owner has in its node."""
+    is_of = plan.rank_of_chunk[:, None] % node == np.arange(node)
+    is_of = np.concatenate([is_of, np.zeros((1, node), dtype=bool)])  # behind the last chunk
+    starts = np.append(plan.chunk_ranges[:, 0], plan.padded_tokens)
+    before = np.zeros((len(starts), node))
+    before[1:] = np.cumsum(np.diff(starts)[:, None] * is_of[:-1], axis=0)
+    flat = np.concatenate([*ranges, np.zeros((0, 2), dtype=np.int64)])
+    chunk = np.searchsorted(starts, flat, side="right") - 1
+    until = before[chunk] + (flat - starts[chunk])[:, :, None] * is_of[chunk]
+    found = np.zeros((len(ranges), node))
+    np.add.at(found, np.repeat(np.arange(len(ranges)), [len(x) for x in ranges]), until[:, 1] - until[:, 0])
+    return found
 
 
 def _rows_by_owner(plan: Plan, ranges: Sequence[Ints]) -> Floats:
@@ -159,4 +188,4 @@ def _rows_by_owner(plan: Plan, ranges: Sequence[Ints]) -> Floats:
     return found
 
 
-__all__ = ["PlanWork", "Traffic", "work_of"]
+__all__ = ["PlanWork", "Traffic", "evened", "work_of"]

@@ -23,18 +23,20 @@ from magi_attention.simulate.events import Outcome
 from magi_attention.simulate.kernels import KernelTimes, kind_of
 from magi_attention.simulate.machine import Cluster
 from magi_attention.simulate.spread import Spread, spread
-from magi_attention.simulate.traffic import PlanWork, work_of
+from magi_attention.simulate.traffic import PlanWork, evened, work_of
 
 BALANCE = 1.02  # of ``make_plan``
 
 
 @dataclass
 class Case:
-    """One mask over ``ranks`` GPUs of ``cluster``, and what is counted of it: once for all speeds of a network."""
+    """One mask over ``ranks`` GPUs of ``cluster``, and what is counted of it: once for all speeds of a network.
+    ``is_even``: of our plans, as if every rank sent and received as much as the mean."""
 
     mask: Mask
     ranks: int
     cluster: Cluster
+    is_even: bool = False
     _plans: dict[tuple[int, bool], PlanWork] = field(default_factory=dict, repr=False)
     _spreads: dict[int, Spread] = field(default_factory=dict, repr=False)
 
@@ -49,7 +51,8 @@ class Case:
                 num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
                 rates=cluster.rates if cluster.rates.is_measured else None,
             )  # fmt: skip
-            self._plans[key] = work_of(plan, cluster.node, cluster.levels)
+            work = work_of(plan, cluster.node, cluster.levels)
+            self._plans[key] = evened(work) if self.is_even else work
         return self._plans[key]
 
     def spread(self, inner: int = 1) -> Spread:

@@ -8,6 +8,8 @@ import pytest
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.errors import UnsupportedError
 from magi_attention.meta.planner import build_plan
@@ -63,12 +65,12 @@ def test_pairs_and_rows_of_a_plan(seed):
         assert sum(t.link_in.sum() for t in work.traffic) == pytest.approx(sum(t.link_out.sum() for t in work.traffic))
     for one, other in zip(flat.traffic, two.traffic):
         assert other.net_in.sum() <= one.net_in.sum() and other.link_in.sum() >= one.link_in.sum()
-    if len(two.traffic) == 1:  # stages bring rows apart, and then a row may cross twice
-        wanted = [keys[first : first + node].any(axis=0) for first in range(0, ranks, node)]
-        assert two.traffic[0].net_out.tolist() == [
-            sum(int(want[owner == rank].sum()) for n, want in enumerate(wanted) if n != rank // node)
-            for rank in range(ranks)
-        ]
+    nodes = Nodes.of_sizes([node], range(ranks))
+    for stage, (one, other) in enumerate(zip(flat.traffic, two.traffic)):
+        specs = [plan.cast_spec(rank, stage) for rank in range(ranks)]
+        for mine, counted in ((one, direct_rows(specs, nodes)), (other, two_level_rows(specs, nodes))):
+            assert mine.net_in.tolist() == counted.network.tolist()
+            assert mine.link_in.tolist() == counted.node.tolist()
 
 
 @pytest.mark.parametrize("seed", range(6))

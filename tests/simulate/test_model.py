@@ -199,6 +199,7 @@ def test_answers_hold_in_the_model(name):
     case = Case(MASKS[name](2048 * 32), 32, CLUSTER)
     found = answer("one launch", case, MASKS[name], 0.8)
     assert found.network_is_used and found.efficiency <= found.endless
+    assert found.even >= found.efficiency * (1 - 1e-9)
     if found.network_bytes_per_s is not None:
         at = replace(CLUSTER, network_bytes_per_s=found.network_bytes_per_s)
         below = replace(CLUSTER, network_bytes_per_s=found.network_bytes_per_s * 0.97)

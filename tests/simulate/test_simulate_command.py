@@ -8,6 +8,7 @@ import json
 import pytest
 
 from magi_attention.cli import main
+from magi_attention.config.rates import KernelRate, MachineRates, keep_rates
 
 WORDS = ["simulate", "--gpus", "8,16", "--tokens-per-gpu", "1K"]
 
@@ -41,6 +42,20 @@ def test_documents_are_repeated_to_any_number_of_tokens(capsys):
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     seconds = (one["forward_ms"] + one["backward_ms"]) / 1e3
     assert one["tflops"] == pytest.approx(14 * pairs * 64 * 128 / 8 / seconds / 1e12)
+
+
+def test_rates_of_a_file(tmp_path, capsys):
+    """Kernels of a tenth of the pace take ten times as long; the first words name the machine."""
+    path = tmp_path / "rates.json"
+    call = KernelRate(64, 8, 128, 4096, 65e12, 57.2e12)
+    keep_rates(path, MachineRates("a slow GPU", ranks=8, kernels=(call,), is_measured=True))
+    found = []
+    for words in ([], ["--rates", str(path)]):
+        assert main([*WORDS, "--json", "--ways", "one_launch", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert "a slow GPU" in found[1]["origins"] and "a slow GPU" not in found[0]["origins"]
+    assert found[1]["estimates"][0]["tflops"] < 0.2 * found[0]["estimates"][0]["tflops"]
+    assert found[1]["estimates"][0]["efficiency"] > found[0]["estimates"][0]["efficiency"]
 
 
 @pytest.mark.parametrize(
