@@ -71,18 +71,18 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def mask_maker(args: argparse.Namespace):
-    """A function from tokens to the mask: documents of --docs again and again, the last one cut."""
+    """A function from tokens to the mask: documents of --docs again and again, the last one cut; if it is then shorter
+    than --prefix, it goes to the document before it."""
     lengths = document_lengths(args) if args.docs is not None or args.doc_file is not None else None
 
     def mask_of(tokens: int):
         one = argparse.Namespace(**{**vars(args), "doc_file": None, "tokens": tokens, "docs": None})
         if lengths is not None:
-            repeats, rest = divmod(tokens, sum(lengths))
-            found = lengths * repeats
-            for length in lengths:
-                if rest > 0:
-                    found = [*found, min(length, rest)]
-                    rest -= length
+            found = lengths * (tokens // sum(lengths) + 1)
+            while (beyond := sum(found) - tokens) > 0:
+                found[-1:] = [found[-1] - beyond] if found[-1] > beyond else []
+            if len(found) > 1 and found[-1] < (args.prefix or 0):
+                found[-2:] = [sum(found[-2:])]
             one.docs = ",".join(map(str, found))
         return build_mask(one)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from magi_attention.cli import main
+from magi_attention.cli import main, parser
+from magi_attention.cli.simulate import mask_maker
 from magi_attention.config.rates import KernelRate, MachineRates, keep_rates
 
 WORDS = ["simulate", "--gpus", "8,16", "--tokens-per-gpu", "1K"]
@@ -42,6 +44,14 @@ def test_documents_are_repeated_to_any_number_of_tokens(capsys):
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     seconds = (one["forward_ms"] + one["backward_ms"]) / 1e3
     assert one["tflops"] == pytest.approx(14 * pairs * 64 * 128 / 8 / seconds / 1e12)
+
+
+@pytest.mark.parametrize("tokens, wanted", [(14, [5, 9]), (20, [5, 9, 5, 1]), (21, [5, 9, 5, 2]), (3, [3])])
+def test_documents_are_no_shorter_than_the_prefix(tokens, wanted):
+    for prefix in (0, 2, 3):
+        words = ["--docs", "5,9", "--mask", "prefix-lm", "--prefix", str(prefix)]
+        found = np.diff(mask_maker(parser().parse_args(["simulate", *words]))(tokens).cu_seqlens).tolist()
+        assert found == (wanted if wanted[-1] >= prefix else [*wanted[:-2], sum(wanted[-2:])])
 
 
 def test_rates_of_a_file(tmp_path, capsys):
