@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of `magi simulate` beside the records of two and four GPUs, cell by cell.
 
-    python benchmarks/simulated.py [--write]
+    python benchmarks/simulated.py [--cells] [--write]
 
-``--write`` puts the table and its summary into docs/guides/simulate.md.
+``--cells`` prints milliseconds, measured and modelled, of every cell. ``--write`` puts the table and its summary into
+docs/guides/simulate.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -130,10 +132,18 @@ def numbers(text: str) -> dict[tuple[str, str, int], int]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", action="store_true", help="print milliseconds of every cell")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/guides/simulate.md")
+    options = parser.parse_args(arguments)
     found = [cell for record in RECORDS for cell in errors_of(record)]
     text = f"{table(found)}\n\n{summary(found)}"
     print(text)
-    if "--write" in arguments:
+    for cell in found if options.cells else ():
+        where = f"{cell.record}, {cell.mask}, {cell.tokens} tokens, {cell.way}, {cell.direction}"
+        kernel = f"slowest rank's kernels alone {cell.kernel:.2f}"
+        print(f"{where}: measured {cell.measured:.2f} ms ({kernel}), modelled {cell.modelled:.2f}, {cell.error:+.0%}")
+    if options.write:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{text}\n{marks[3]}", page), encoding="utf-8")
     return 0
