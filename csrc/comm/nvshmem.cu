@@ -1,13 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that includes headers of NVSHMEM: joining, symmetric memory, put with signal,
-// leaving.
-#include <nvshmem.h>
-#include <nvshmemx.h>
-
+// Joining, symmetric memory, put with signal, leaving.
 #include <cstring>
 
-#include "ffa/common/host.h"
-#include "magi/comm.h"
+#include "comm/nvshmem_verbs.cuh"
 
 namespace magi {
 namespace comm {
@@ -71,6 +66,13 @@ magi_status magi_comm_join(const void* id, int32_t rank, int32_t world) {
   MAGI_RETURN(magi::comm::done(nvshmemx_set_attr_uniqueid_args(rank, world, &shared, &attributes),
                                "reading the id"));
   return magi::comm::done(nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes), "joining");
+}
+
+magi_status magi_comm_check(int32_t version) {
+  MAGI_RETURN(magi::comm::check_joined());
+  if (version == MAGI_ABI_VERSION) return MAGI_OK;
+  return magi::fail(MAGI_INVALID_ARGUMENT, "ABI version %d, this library has %d.", version,
+                    MAGI_ABI_VERSION);
 }
 
 magi_status magi_comm_leave(void) {

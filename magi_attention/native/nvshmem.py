@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import loader
+from magi_attention.native import abi, loader
 from magi_attention.native.toolchain import COMM, find_nvshmem
 
 _HOST = "libnvshmem_host.so.3"
@@ -106,6 +106,23 @@ class Nvshmem:
     def wait_signal(self, signal: int, value: int, stream: int) -> None:
         """Holds the stream until this process's ``signal`` is at least ``value``."""
         self._check(self._library.magi_comm_wait_signal(signal, value, stream), "Waiting for a signal")
+
+    # -- an exchange over nodes: each is one launch on the stream of its parameters, see comm.h ---------------
+    def put(self, params: abi.CommPutParams) -> None:
+        """Puts rows of the arena to other ranks, each after its wait."""
+        self._check(self._library.magi_comm_put(params), "Putting rows")
+
+    def wait(self, params: abi.CommWaitParams) -> None:
+        """Holds the stream until signals have counted this epoch."""
+        self._check(self._library.magi_comm_wait(params), "Waiting for rows")
+
+    def sum(self, params: abi.CommSumParams) -> None:
+        """Adds rows in a fixed order, and puts blocks that are for other ranks."""
+        self._check(self._library.magi_comm_sum(params), "Adding rows")
+
+    def end(self, params: abi.CommEndParams) -> None:
+        """Ends an epoch of the arena."""
+        self._check(self._library.magi_comm_end(params), "Ending an epoch")
 
     def leave(self) -> None:
         """Leaves the group; collective, and after the last transfer of every process."""

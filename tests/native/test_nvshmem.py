@@ -26,7 +26,7 @@ def test_every_function_of_the_header_is_bound_with_as_many_arguments():
 def test_only_one_file_includes_nvshmem():
     sources = toolchain.source_files(ROOT / "csrc")
     found = [p.name for p in sources if re.search(r"#include [<\"]nvshmem", p.read_text())]
-    assert found == ["nvshmem.cu"]
+    assert found == ["nvshmem_verbs.cuh"]
 
 
 @pytest.mark.parametrize(

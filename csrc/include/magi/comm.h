@@ -39,6 +39,87 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 /* The stream goes on when the signal of this process is at least `value`. */
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
+/* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of an exchange is
+ * one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places in it are
+ * offsets in bytes. Signals are words of 64 bits that only grow. The epoch is a word that counts
+ * what is over, so launches may be captured in a graph. In epoch n (from 1) a signal is awaited at
+ * n times what an epoch adds to it.
+ *
+ * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failed_peer, if
+ * that is 0, and goes on; so does every wait while *failed_peer is not 0. *failed_peer is in host
+ * memory that the GPU can write; results are then void. */
+typedef struct {
+  void* arena;
+  int64_t epoch_at;   /* of this rank's epoch */
+  int64_t signals_at; /* of signal 0 */
+  int32_t* failed_peer;
+  uint32_t timeout_ms; /* below 2^31 */
+  int32_t reserved;
+} magi_comm_epoch;
+
+/* Rows of a put and of a wait in tables, of int64. */
+#define MAGI_COMM_PUT_WORDS \
+  8 /* source, target, bytes, rank, signal there, then a wait or -1, 0, 0 */
+#define MAGI_COMM_WAIT_WORDS 3 /* signal here, what an epoch adds to it, rank that does */
+#define MAGI_COMM_BLOCK_WORDS                                                \
+  9 /* first of begins, rows, result; then a put without its source: target, \
+       bytes, rank or -1 for none, signal there; first wait, end of waits */
+
+/* Puts in this order, each after its wait, all of them when `credits` say that the epoch before is
+ * over on the ranks that they go to. When the kernel is over, their sources may be written again.
+ */
+typedef struct {
+  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t num_puts, num_credits, num_ctas;
+  magi_comm_epoch epoch;
+  const int64_t* puts;    /* device: (num_puts, MAGI_COMM_PUT_WORDS) */
+  const int64_t* credits; /* device: (num_credits, MAGI_COMM_WAIT_WORDS) */
+  void* stream;
+} magi_comm_put_params;
+MAGI_EXPORT magi_status magi_comm_put(const magi_comm_put_params* params);
+
+/* The stream goes on when all these signals have counted this epoch. */
+typedef struct {
+  int32_t version;
+  int32_t num_waits;
+  magi_comm_epoch epoch;
+  const int64_t* waits; /* device: (num_waits, MAGI_COMM_WAIT_WORDS) */
+  void* stream;
+} magi_comm_wait_params;
+MAGI_EXPORT magi_status magi_comm_wait(const magi_comm_wait_params* params);
+
+/* Blocks of rows, each after its waits: a row is the sum of terms in their order, in float32,
+ * rounded to out_dtype. A block with a put then goes to another rank, out of the arena. Row i of a
+ * block has the terms begins[first + i] to begins[first + i + 1], each the place of a row in the
+ * arena. */
+typedef struct {
+  int32_t version;
+  int32_t num_blocks, num_ctas;
+  int32_t row_values; /* a multiple of 8 */
+  int32_t wire_dtype; /* of terms */
+  int32_t out_dtype;
+  magi_comm_epoch epoch;
+  const int64_t* blocks; /* device: (num_blocks, MAGI_COMM_BLOCK_WORDS) */
+  const int64_t* waits;  /* device: (.., MAGI_COMM_WAIT_WORDS) */
+  const int64_t* begins; /* device */
+  const int64_t* terms;  /* device */
+  void* out;             /* from which places of results count: the arena, if blocks have puts */
+  void* stream;
+} magi_comm_sum_params;
+MAGI_EXPORT magi_status magi_comm_sum(const magi_comm_sum_params* params);
+
+/* Ends the epoch: tells these ranks that what they write here may be written again. Behind the last
+ * read on the stream. */
+typedef struct {
+  int32_t version;
+  int32_t num_ranks;
+  magi_comm_epoch epoch;
+  const int64_t* ranks; /* device: (num_ranks,) */
+  int64_t signal;       /* at each of them */
+  void* stream;
+} magi_comm_end_params;
+MAGI_EXPORT magi_status magi_comm_end(const magi_comm_end_params* params);
+
 #ifdef __cplusplus
 }
 #endif

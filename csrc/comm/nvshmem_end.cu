@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of an epoch of an exchange over nodes, see magi/comm.h.
+
+#include "comm/nvshmem_verbs.cuh"
+
+namespace magi {
+namespace comm {
+
+constexpr int kCommEndThreads = 64;
+
+__global__ void __launch_bounds__(kCommEndThreads)
+    comm_end(const __grid_constant__ magi_comm_end_params p) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.num_ranks; i += blockDim.x)
+    nvshmemx_signal_op(signal_word(p.epoch, p.signal), 1, NVSHMEM_SIGNAL_ADD,
+                       static_cast<int>(p.ranks[i]));
+  if (threadIdx.x == 0) *epoch_word(p.epoch) += 1;
+}
+
+}  // namespace comm
+}  // namespace magi
+
+extern "C" magi_status magi_comm_end(const magi_comm_end_params* params) {
+  const magi_comm_end_params& p = *params;
+  MAGI_RETURN(magi_comm_check(p.version));
+  if (p.num_ranks < 0)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d ranks; give 0 or more.", p.num_ranks);
+  magi::comm::comm_end<<<1, magi::comm::kCommEndThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
+      p);
+  return magi::cuda_status(cudaGetLastError(), "ending an epoch");
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Puts of a group cast or reduce over nodes, see magi/comm.h.
+
+#include "comm/nvshmem_verbs.cuh"
+
+namespace magi {
+namespace comm {
+
+constexpr int kCommPutThreads = 512;
+
+// A CTA takes every gridDim.x-th put, so those that wait for nothing, which come first, are on
+// their way before any CTA waits.
+__global__ void __launch_bounds__(kCommPutThreads)
+    comm_put(const __grid_constant__ magi_comm_put_params p) {
+  const uint64_t over = *epoch_word(p.epoch);
+  wait_for_all(p.epoch, p.credits, p.num_credits, over);
+#pragma unroll 1
+  for (int i = blockIdx.x; i < p.num_puts; i += gridDim.x) {
+    const int64_t* put = p.puts + static_cast<int64_t>(i) * MAGI_COMM_PUT_WORDS;
+    if (put[5] >= 0) wait_for_all(p.epoch, put + 5, 1, over + 1);
+    nvshmemx_putmem_signal_nbi_block(place(p.epoch, put[1]), place(p.epoch, put[0]),
+                                     static_cast<size_t>(put[2]), signal_word(p.epoch, put[4]), 1,
+                                     NVSHMEM_SIGNAL_ADD, static_cast<int>(put[3]));
+  }
+  drain();
+}
+
+}  // namespace comm
+}  // namespace magi
+
+extern "C" magi_status magi_comm_put(const magi_comm_put_params* params) {
+  const magi_comm_put_params& p = *params;
+  MAGI_RETURN(magi_comm_check(p.version));
+  if (p.num_puts < 0 || p.num_credits < 0 || p.num_ctas < 1)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d puts after %d credits by %d CTAs.", p.num_puts,
+                      p.num_credits, p.num_ctas);
+  magi::comm::
+      comm_put<<<p.num_ctas, magi::comm::kCommPutThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
+          p);
+  return magi::cuda_status(cudaGetLastError(), "launching puts");
+}
