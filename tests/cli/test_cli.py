@@ -37,7 +37,8 @@ def test_explain_for_256_ranks(tmp_path, capsys):
 
 def test_explain_says_where_another_dispatch_moves_less(capsys):
     """And there the other one is as it was said to be."""
-    arguments = ["explain", "--docs", "30000,2000,66000,33072", "--cp", "8", "--no-pictures"]
+    arguments = ["explain", "--mask", "sliding-window", "--window", "2048", "--tokens", "65536", "--cp", "8"]
+    arguments.append("--no-pictures")
     assert main([*arguments, "--dispatch", "min-heap"]) == 0
     said = re.search(r"--dispatch locality .* would receive (.*) in place of (.*), at", capsys.readouterr().out)
     assert said is not None and main([*arguments, "--dispatch", "locality"]) == 0
