@@ -3,8 +3,8 @@
 
 Forward: keys and queries are on their way while local pairs are computed; then the pairs of received queries, whose
 outputs go back while local queries meet received keys. Outputs merge by their lse. Backward the same, with dout, lse
-and delta beside the queries; delta, one number for each row and head, is what the backward needs of out. Where no keys
-travel, the backward is one kernel over local and received queries: gradients of all local keys are written once then.
+and delta beside the queries; delta, one number for each row and head, is what the backward needs of out. Where a rank
+receives few rows, its backward is one kernel over all that it has: gradients of local keys are written once then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import Grads, Partial, accumulation_dtype
 from magi_attention.kernels.reference.operands import row_delta
+
+_FEW = 4  # rows are few if a rank has so many times as many of its own
 
 
 class Forward(NamedTuple):
@@ -78,8 +80,11 @@ def backward_with_moves(
     dout, q, k, v, out, lse = (rows_by_group(x, runtime.head_groups) for x in (dout, q, k, v, out, lse))
     delta, dout = row_delta(out, dout, None), dout.to(q.dtype)
     keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout, lse, delta)
-    if runtime.comms[0].is_idle and sink is None and call.dropout is None:
-        grads = _backward_joined(call, (q, dout, lse, delta), queries, k, v)
+    part = runtime.part
+    assert part.queries is not None
+    few = _FEW * (part.queries.recv_rows + part.stages[0].recv_rows) <= part.num_tokens
+    if few and sink is None and call.dropout is None:  # each rank may choose: what travels is the same
+        grads = _backward_joined(call, (q, dout, lse, delta), (k, v), keys, queries)
     else:
         grads = _backward_staged(call, (dout, q, k, v, out, lse), delta, sink, keys, queries)
     grads.dq, grads.dk, grads.dv = (heads_by_token(x, runtime.head_groups) for x in (grads.dq, grads.dk, grads.dv))
@@ -125,16 +130,17 @@ def _backward_staged(
 
 
 def _backward_joined(
-    call: AttnCall, local: tuple[torch.Tensor, ...], queries: Handle[list[torch.Tensor]], k: torch.Tensor,
-    v: torch.Tensor,
+    call: AttnCall, rows: tuple[torch.Tensor, ...], columns: tuple[torch.Tensor, ...],
+    keys: Handle[list[torch.Tensor]], queries: Handle[list[torch.Tensor]],
 ) -> Grads:  # fmt: skip
-    """One kernel over local and received queries; ``local``: q, dout, lse, delta. What others add to dq is small
-    beside what a second pass over dk and dv would read and write."""
+    """One kernel over local and received rows; ``rows``: local q, dout, lse, delta, ``columns``: k, v. It waits for
+    what travels, which is little beside what further passes over dk and dv would read and write."""
     runtime, prepared, part, start = call.runtime, call.prepared, call.runtime.part, time.perf_counter()
     assert runtime.queries is not None
-    q, dout, lse, delta = (torch.cat(pair) for pair in zip(local, queries.wait()))
+    q, dout, lse, delta = (_behind(*pair) for pair in zip(rows, queries.wait()))
+    k, v = (_behind(*pair) for pair in zip(columns, keys.wait()))
     call.record("comm", 0, start)
-    start, rows, is_high = time.perf_counter(), part.num_tokens, runtime.policy.high_precision_reduce
+    start, own, is_high = time.perf_counter(), part.num_tokens, runtime.policy.high_precision_reduce
     operands = (dout, q, k, v, dout, lse)  # with delta nobody reads out
     if prepared.final is None or is_high:
         grads = prepared.backend.backward(*operands, part.with_queries, prepared.backward, None, delta)
@@ -142,8 +148,12 @@ def _backward_joined(
         grads = prepared.final.backward_final(*operands, part.with_queries, prepared.backward, None, None, delta)
     call.record("compute", HOST, start)
     wire = accumulation_dtype(q.dtype) if is_high else q.dtype
-    dq, grads.dq = grads.dq[rows:], grads.dq[:rows]
-    runtime.queries.give_back((dq,), (wire,), (grads.dq,), "sum").wait()
+    (dq, dk, dv), grads.dq = (x[own:] for x in (grads.dq, grads.dk, grads.dv)), grads.dq[:own]
+    grads.dk, grads.dv = grads.dk[:own], grads.dv[:own]
+    back = runtime.queries.give_back((dq,), (wire,), (grads.dq,), "sum")
+    keys_back = runtime.comms[0].give_back(dk, dv, grads.dk, grads.dv, wire)
+    back.wait()
+    keys_back.wait()
     return grads
 
 

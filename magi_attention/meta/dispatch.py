@@ -83,8 +83,8 @@ def _by_locality(
     world: int,
 ) -> Sequence[Sequence[int]]:
     """The partition of the least cost: contiguous blocks, with some chunks swapped where they are not balanced; one
-    that is filled from two ends; or MinHeap's, which no other may exceed in rows, and which stays where little is saved.
-    """
+    that is filled from two ends; or MinHeap's, which no other may exceed in rows, and which stays where less than
+    ``LEAST_GAIN`` of its cost is saved."""
 
     def rows(partitions: Sequence[Sequence[int]]) -> NDArray[np.int64]:
         owner = owners(partitions, len(bounds))
@@ -104,7 +104,8 @@ def _by_locality(
     if not tried or _heaviest(blocks, work) > limit:
         tried.append(two_ended(areas_of, order_of_chunks(pieces, chunk_of, work).tolist(), world, limit))
     most = rows(dealt)
-    best, least = dealt, (1 - LEAST_GAIN) * cost(dealt, most)
+    best: Sequence[Sequence[int]] = dealt
+    least = (1 - LEAST_GAIN) * cost(dealt, most)
     for found in tried:
         if found is None:
             continue

@@ -30,7 +30,7 @@ from magi_attention.meta.dispatch import check_partitions, solve_dispatch
 from magi_attention.meta.plan import QUERY_MOVES, Plan
 from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
-from magi_attention.meta.solver.partition import min_heap
+from magi_attention.meta.solver.partition import min_heap, sequential
 from magi_attention.meta.solver.placement import Cells
 from magi_attention.meta.solver.query_moves import Moves, choose_moves
 
@@ -128,13 +128,20 @@ def _with_moves(
     most = MOST_LOAD * float(cells.area.sum()) / world
     owner = owners(choice.partitions, len(bounds))
     moves = first = choose_moves(cells, owner, world, heads[:2], most, groups)
-    again = min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1] if may_dispatch else None
-    if again is not None:
-        other = owners(again, len(bounds))
+
+    def try_dispatch(parts: Sequence[Sequence[int]] | None) -> None:
+        nonlocal moves, owner, choice
+        if parts is None or (other := owners(parts, len(bounds))).tolist() == owner.tolist():
+            return
         found = choose_moves(cells, other, world, heads[:2], most, groups)
         if found.cost < moves.cost and found.loads.max() <= max(most, moves.loads.max()):
             moves, owner = found, other
-            choice = choice._replace(partitions=check_partitions(again, len(bounds), world))
+            choice = choice._replace(partitions=check_partitions(parts, len(bounds), world))
+
+    if may_dispatch:
+        # Work may follow the keys: so contiguous blocks may balance that would not if keys alone moved.
+        try_dispatch(sequential([1] * len(bounds), world)[1])
+        try_dispatch(min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1])
     if query_moves == "auto":
         before = sum_by(owners(given.partitions, len(bounds))[cells.query_chunk], cells.area, world)
         costs = (moves.cost, first.cost_of_keys), (int(moves.loads.max()), int(before.max()))

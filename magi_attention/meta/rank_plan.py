@@ -68,7 +68,7 @@ class RankPlan:
 
     @property
     def with_queries(self) -> SliceTable:
-        """``host``, and behind its rows those of the received queries; for plans in which no keys are received."""
+        """All slices where queries move: rows of received queries behind the local ones, received keys likewise."""
         return self.cache.get(_WITH_QUERIES, None, self._with_queries)
 
     def take_joined(self, table: SliceTable) -> None:
@@ -85,8 +85,9 @@ class RankPlan:
 
     def _with_queries(self) -> SliceTable:
         assert self.queries is not None
-        below = np.array([self.num_tokens, self.num_tokens, 0, 0, 0])
-        return self._kept([self.host.array, self.queries.slices.array + below])
+        rows, (stage,) = self.num_tokens, self.stages
+        beside, below = np.array([0, 0, rows, rows, 0]), np.array([rows, rows, 0, 0, 0])
+        return self._kept([self.host.array, stage.slices.array + beside, self.queries.slices.array + below])
 
     def _kept(self, parts: list[NDArray[np.int64]]) -> SliceTable:
         table = SliceTable(merge(np.concatenate(parts)))
