@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the pages into docs/pictures: a mask by rank, kernel speeds from a committed record, and the
+"""Draws the pictures of the pages into docs/pictures: a mask by rank, kernel speeds from committed records, and the
 figures of docs/design (``make_design_pictures.py``).
 
     python docs/make_pictures.py [--out docs/pictures]
@@ -31,15 +31,19 @@ from magi_attention.api import Mask, Plan, make_plan  # noqa: E402
 from magi_attention.meta.cost import contiguous_areas  # noqa: E402
 from magi_attention.report.pictures import paint_mask, rank_colours  # noqa: E402
 
-RECORD = ROOT / "benchmarks" / "results" / "kernel_peers_h100.json"
+# What `magi bench kernel` wrote, by direction.
+RECORDS = {d: ROOT / "benchmarks" / "results" / f"kernel_{d}_h100.json" for d in ("forward", "backward")}
+Speeds = dict[tuple[str, str, int, str], float]
 K = 1024
 INK, FAINT = "#1f2328", "#dde2e8"
-# Colour and label of each implementation of the record, in the order of the bars.
+# Colour and label of each implementation, in the order of the bars.
 STYLES = {
-    "magi_host": ("#1f4e96", "ours: attend, calc_attn (mask known on the host)"),
+    "magi_attend": ("#1f4e96", "ours: attend (mask known on the host)"),
     "magi": ("#6f9fdc", "ours: flex_flash_attn_func (mask on the GPU)"),
     "fa4": ("#e08e36", "FlashAttention-4"),
     "cudnn_flex": ("#59a869", "cudnn.flex_attention"),
+    "cudnn": ("#b7d7a8", "cuDNN by torch"),
+    "flex": ("#c9a0dc", "FlexAttention of torch"),
 }
 TITLES = {
     "full": "full",
@@ -120,23 +124,39 @@ def _work(axis, plan: Plan) -> None:
     axis.legend(handles, labels, handler_map=handlers, handlelength=2.4, frameon=False, fontsize=8.5, loc="lower right")
 
 
-def _places(record: dict) -> dict[tuple[str, int], float]:
-    """x of the bars of every (mask, length) of the record; masks in the order of TITLES, a gap between two."""
-    found = {(row["mask"], row["seqlen"]) for row in record["results"]}
+def read_records() -> dict[str, dict]:
+    return {direction: json.loads(path.read_text()) for direction, path in RECORDS.items()}
+
+
+def speeds(records: dict[str, dict]) -> Speeds:
+    """TFLOP/s by (direction, mask, length, name of ``STYLES``). Of the two forms of cudnn.flex_attention the faster."""
+    found: Speeds = {}
+    for direction, record in records.items():
+        for row in record["results"]:
+            key = (direction, row["mask"], row["seqlen"], row["name"].removesuffix("_thd"))
+            if key[-1] in STYLES and row["tflops"]:
+                found[key] = max(row["tflops"], found.get(key, 0.0))
+    return found
+
+
+def _places(found: Speeds) -> dict[tuple[str, int], float]:
+    """x of the bars of every (mask, length); masks in the order of TITLES, a gap between two."""
+    cells = {(mask, seqlen) for _, mask, seqlen, _ in found}
     places, at, last = {}, 0.0, None
-    for mask, seqlen in sorted(found, key=lambda cell: (list(TITLES).index(cell[0]), cell[1])):
+    for mask, seqlen in sorted(cells, key=lambda cell: (list(TITLES).index(cell[0]), cell[1])):
         at += 1.0 if mask == last else 1.5
         places[mask, seqlen], last = at, mask
     return places
 
 
-def kernel_speed(record: dict) -> Figure:
-    """Every figure of the record as a bar: forward above, backward below."""
+def kernel_speed(records: dict[str, dict]) -> Figure:
+    """A bar for each implementation: forward above, backward below."""
     figure = _figure(10.4, 6.0)
     axes = figure.subplots(2, 1, sharex=True)
-    places = _places(record)
-    for axis, direction in zip(axes, ("forward", "backward")):
-        _bars(axis, record, places, direction)
+    found = speeds(records)
+    places = _places(found)
+    for axis, direction in zip(axes, RECORDS):
+        _bars(axis, found, places, direction)
     axes[1].set_xticks(list(places.values()), [f"{seqlen // K}K" for _, seqlen in places])
     for mask, title in TITLES.items():
         middle = float(np.mean([x for (name, _), x in places.items() if name == mask]))
@@ -144,25 +164,25 @@ def kernel_speed(record: dict) -> Figure:
         axes[1].annotate(title, **place, ha="center", va="top", fontsize=10, color=INK)
     handles = [Patch(color=colour, label=label) for colour, label in STYLES.values()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)
-    where = record["environment"]
+    where = records["forward"]["environment"]
     figure.suptitle(
         f"Attention kernels on one {where['gpu']}: TFLOP/s, more is better\n"
-        f"64 query heads on 8, head dim 128, bf16; {where['time']}, commit {where['commit']}",
+        f"64 query heads on 8, head dim 128, bf16; {where['time'][:10]}, commit {where['commit']}",
         fontsize=11, color=INK,
     )  # fmt: skip
     return figure
 
 
-def _bars(axis, record: dict, places: dict, direction: str) -> None:
+def _bars(axis, found: Speeds, places: dict, direction: str) -> None:
     width = 0.84 / len(STYLES)
     for order, (name, (colour, _)) in enumerate(STYLES.items()):
         shift = (order - (len(STYLES) - 1) / 2) * width
-        found = [
-            (places[row["mask"], row["seqlen"]] + shift, row[f"{direction}_tflops"])
-            for row in record["results"]
-            if row["name"] == name and row[f"{direction}_tflops"] is not None
+        bars = [
+            (at + shift, found[key])
+            for (mask, seqlen), at in places.items()
+            if (key := (direction, mask, seqlen, name)) in found
         ]
-        axis.bar(*zip(*found), width * 0.95, color=colour, zorder=2)
+        axis.bar(*zip(*bars), width * 0.95, color=colour, zorder=2)
     axis.grid(axis="y", color="#e4e7eb", lw=0.8, zorder=0)
     axis.set_ylim(0, 760)
     axis.set_xlim(min(places.values()) - 0.7, max(places.values()) + 0.7)
@@ -181,8 +201,10 @@ def descriptions() -> dict[str, str]:
     """Name of each picture -> the input that it shows."""
     plan = readme_plan()
     drawn = plan.slices.array.tobytes() + repr((plan.padded_tokens, plan.chunk_size, plan.partitions)).encode()
-    mask, record = (hashlib.sha256(data).hexdigest() for data in (drawn, RECORD.read_bytes()))
-    readme = {"mask_by_rank.png": f"slices and partitions {mask}", "kernel_speed.png": f"{RECORD.name} {record}"}
+    data = b"".join(path.read_bytes() for path in RECORDS.values())
+    mask, record = (hashlib.sha256(x).hexdigest() for x in (drawn, data))
+    names = ", ".join(path.name for path in RECORDS.values())
+    readme = {"mask_by_rank.png": f"slices and partitions {mask}", "kernel_speed.png": f"{names} {record}"}
     return {**readme, **design.descriptions()}
 
 
@@ -193,7 +215,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     figures = {
         "mask_by_rank.png": mask_by_rank(readme_plan()),
-        "kernel_speed.png": kernel_speed(json.loads(RECORD.read_text())),
+        "kernel_speed.png": kernel_speed(read_records()),
         **design.figures(),
     }
     for name, description in descriptions().items():
