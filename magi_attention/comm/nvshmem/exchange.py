@@ -2,7 +2,7 @@
 """One group cast over nodes, and its reduce, by one-sided transfers: ``docs/design/two_levels.md``.
 
 A cast is one launch of puts, forwards among them, and a wait; a reduce is puts, sums of the node that go on to the
-owner, a wait, and the sum of the owner. Both can be captured in a CUDA graph: epochs are counted in device memory.
+owner, a wait, and the sum of the owner. Epochs are counted in device memory, so no argument changes between calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ def symmetric_memory(library: Nvshmem, num_bytes: int) -> torch.Tensor:
 
     ``library.free(memory.data_ptr())`` gives it back, collectively, when nothing uses it any more.
     """
-    return torch.as_tensor(_Address(library.alloc(num_bytes), num_bytes), device="cuda")
+    address = library.alloc(num_bytes)
+    memory = torch.as_tensor(_Address(address, num_bytes), device="cuda")
+    if memory.data_ptr() != address:
+        raise ContractError(
+            f"Symmetric memory lies on another device than cuda:{torch.cuda.current_device()}; choose the device by "
+            "torch.cuda.set_device before joining."
+        )
+    return memory
 
 
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
