@@ -21,6 +21,7 @@ from magi_attention.common.slices import (
     check_countable,
     empty_slices,
     first_overlap,
+    merge,
     to_dense,
 )
 from magi_attention.errors import ContractError
@@ -222,6 +223,32 @@ class Mask:
         return cls(SliceTable(rows), int(bounds[-1]), int(bounds[-1]), "prefix tree", _unchecked(None))
 
     @classmethod
+    def block_sparse(
+        cls,
+        blocks: NDArray[np.generic] | torch.Tensor | Sequence[Sequence[bool]],
+        q_sizes: int | Sequence[int],
+        k_sizes: int | Sequence[int] | None = None,
+    ) -> Mask:
+        """``blocks[i, j]`` says whether all queries of block i see all keys of block j, for all heads alike.
+
+        Args:
+            blocks: boolean (query blocks, key blocks), an array or a tensor.
+            q_sizes: tokens of a query block, one number for all or one for each.
+            k_sizes: the same of key blocks; None where they are as the query blocks.
+        Raises:
+            ContractError: sizes below 1, or not as many as blocks.
+        """
+        array = blocks.detach().cpu().numpy() if hasattr(blocks, "detach") else np.asarray(blocks)
+        if array.ndim != 2:
+            raise ContractError(f"blocks has shape {array.shape}; give one row for each query block.")
+        q = _block_bounds(q_sizes, array.shape[0], "q_sizes")
+        k = _block_bounds(q_sizes if k_sizes is None else k_sizes, array.shape[1], "k_sizes")
+        edges = np.diff(np.pad(array.astype(bool), ((0, 0), (1, 1))).astype(np.int8), axis=1)
+        (row, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)  # runs of blocks, row by row
+        rows = np.stack([q[row], q[row + 1], k[first], k[end], np.full(len(row), FULL)], axis=1).astype(np.int64)
+        return cls(SliceTable(merge(rows)), int(q[-1]), int(k[-1]), "block sparse")
+
+    @classmethod
     def from_slices(
         cls,
         q_ranges: Iterable[Iterable[int]],
@@ -308,6 +335,17 @@ class Mask:
 def _unchecked(cu_seqlens: CuSeqlens | None) -> tuple[int, ...] | None:
     """For the type checker only: ``__post_init__`` checks any form of them and makes the tuple."""
     return cast("tuple[int, ...] | None", cu_seqlens)
+
+
+def _block_bounds(sizes: int | Sequence[int], count: int, name: str) -> NDArray[np.int64]:
+    """Where each of ``count`` blocks begins, and the total."""
+    given = as_int_array(sizes, name)
+    if given.shape not in ((), (count,)) or (given < 1).any():
+        raise ContractError(
+            f"{name} has {given.size} sizes, the smallest {given.min() if given.size else 'none'}, for {count} blocks; "
+            "give one size of 1 token or more for all, or one for each."
+        )
+    return np.concatenate([[0], np.cumsum(np.broadcast_to(given, (count,)))]).astype(np.int64)
 
 
 def _as_documents(cu_seqlens: CuSeqlens | int) -> NDArray[np.int64]:

@@ -191,3 +191,29 @@ def test_from_dense_finds_diagonals() -> None:
 def test_bad_masks_say_what_to_do(make, words) -> None:
     with pytest.raises(ContractError, match=words):
         make()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_block_sparse(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(1, 12, 2).tolist())
+    blocks = rng.random(shape) < rng.choice([0.1, 0.5, 0.9])
+    sizes = [rng.integers(1, 9, count) for count in shape]
+    mask = Mask.block_sparse(blocks, *sizes).check()
+    assert np.array_equal(mask.to_dense(), np.repeat(np.repeat(blocks, sizes[0], axis=0), sizes[1], axis=1))
+    size = int(rng.integers(1, 9))
+    square = rng.random((7, 7)) < 0.4
+    same = Mask.block_sparse(torch.from_numpy(square), size)
+    assert same == Mask.block_sparse(square.tolist(), [size] * 7, size)
+    assert (same.total_q, same.total_k, same.area) == (7 * size, 7 * size, int(square.sum()) * size**2)
+
+
+def test_block_sparse_merges_and_refuses() -> None:
+    assert len(Mask.block_sparse(np.ones((16, 16)), 128).slices) == 1
+    assert len(Mask.block_sparse(np.zeros((3, 3)), 4).slices) == 0
+    for sizes, words in (((0,), "smallest 0, for 2 blocks"), (([1, 2, 3],), "3 sizes"), ((4, [1]), "k_sizes has 1")):
+        with pytest.raises(ContractError, match=words):
+            Mask.block_sparse(np.ones((2, 2)), *sizes)
+    with pytest.raises(ContractError, match="one row for each query block"):
+        Mask.block_sparse(np.ones(4), 2)
