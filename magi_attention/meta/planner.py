@@ -32,7 +32,7 @@ from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 from magi_attention.meta.solver.partition import min_heap, sequential
 from magi_attention.meta.solver.placement import Cells
-from magi_attention.meta.solver.query_moves import Moves, choose_moves
+from magi_attention.meta.solver.query_moves import KEY_COST, Moves, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 LEAST_TIME = 0.05  # of the modelled time, from which saving on queries move by themselves
@@ -127,6 +127,9 @@ def _with_moves(
     cells = Cells.cut(pieces, chunk_of, bounds)
     most = MOST_LOAD * float(cells.area.sum()) / world
     owner = owners(choice.partitions, len(bounds))
+    before = sum_by(owner[chunk_of], areas(pieces), world)
+    if query_moves == "auto" and not _may_pay(choice.cut, owner, before, heads, rates or MachineRates()):
+        return choice, None
     moves = first = choose_moves(cells, owner, world, heads[:2], most, groups)
 
     def try_dispatch(parts: Sequence[Sequence[int]] | None) -> None:
@@ -143,12 +146,25 @@ def _with_moves(
         try_dispatch(sequential([1] * len(bounds), world)[1])
         try_dispatch(min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1])
     if query_moves == "auto":
-        before = sum_by(owners(given.partitions, len(bounds))[cells.query_chunk], cells.area, world)
         costs = (moves.cost, first.cost_of_keys), (int(moves.loads.max()), int(before.max()))
         with_moves, without = step_seconds(*costs, heads, world, rates or MachineRates())
         if with_moves > (1 - LEAST_TIME) * without:
             return given, None
     return choice, moves.assigned(cells, owner)
+
+
+def _may_pay(
+    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64],
+    before: NDArray[np.int64], heads: tuple[int, int, int], rates: MachineRates,
+) -> bool:  # fmt: skip
+    """Would it save time if moves sent nothing and were balanced? The solver takes seconds for many ranks, and where
+    keys do not wait for the link it need not be asked. ``before``: areas of the ranks."""
+    pieces, chunk_of, bounds = cut
+    ranges, _ = remote_keys(pieces, owner[chunk_of], bounds, owner)
+    cost = KEY_COST * heads[1] * int((ranges[:, 1] - ranges[:, 0]).sum())
+    loads = -(-int(before.sum()) // len(before)), int(before.max())
+    best, without = step_seconds((0, cost), loads, heads, len(before), rates)
+    return best <= (1 - LEAST_TIME) * without
 
 
 def query_moves_of(plan: Plan) -> Moves:

@@ -9,7 +9,9 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from magi_attention.api import Mask, make_plan
+from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
+from magi_attention.meta import planner as planning
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST
 from magi_attention.native.planner import vertex_cover
 from magi_attention.testing.libraries import planner_or_skip
@@ -108,6 +110,23 @@ def test_auto_asks_what_time_that_saves():
         mask = Mask.from_slices([*queries, [first, total]], [*queries, [0, total]], "causal", total, total)
         plan = make_plan(mask, 2, num_heads_q=heads, num_heads_kv=8, head_dim=128, query_moves="auto")
         assert (plan.assigned is not None) == moves, (total, heads)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_auto_does_not_ask_in_vain(seed, monkeypatch):
+    """What it leaves out without the solver it would have left out with it."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    total, ranks = int(rng.integers(500, 4000)), int(rng.choice([2, 4, 8]))
+    array = random_slices(rng, total, total)
+    mask = Mask.from_slices(array[:, :2].tolist(), array[:, 2:4].tolist(), array[:, 4].tolist(), total, total)
+    link = float(10 ** rng.uniform(6, 10))
+    heads = dict(num_heads_q=8, num_heads_kv=8, head_dim=128, rates=MachineRates(link_bytes_per_s=link))
+    auto = make_plan(mask, ranks, **heads, query_moves="auto")
+    asked = []
+    monkeypatch.setattr(planning, "_may_pay", lambda cut, owner, before, heads, rates: asked.append(before) or True)
+    assert auto == make_plan(mask, ranks, **heads, query_moves="auto") and len(asked) == 1
+    assert asked[0].sum() == mask.area
 
 
 def test_plans_differ_by_what_moves():
