@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.balance_hint import advise_balance
+from magi_attention.api.balance_hint import advise_balance, advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
     compiled_gather,
@@ -213,6 +213,7 @@ def make_flex_key_for_new_mask_after_dispatch(
             head_dim=heads[2],
             query_moves=key.flags.query_moves,
         )
+        advise_other_mask(plan)
         return RuntimeManager(plan, group, key.flags, config, mesh)
 
     return _remember(key, make)

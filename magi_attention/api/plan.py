@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
+from magi_attention.api.balance_hint import advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
     compiled_gather,
@@ -141,7 +142,7 @@ class Plan(meta_plan.Plan):
         this plan's mask, and so are its documents where the new mask knows none. ``overlap`` stands for itself: rates
         of this plan do not complete it."""
         _check_square(mask, self.total_tokens)
-        return plan_for_partitions(
+        plan = plan_for_partitions(
             mask.slices,
             self.total_tokens,
             self.pad_size,
@@ -157,6 +158,8 @@ class Plan(meta_plan.Plan):
             query_moves=self.query_moves,
             rates=self.rates,
         )
+        advise_other_mask(plan)
+        return plan
 
     def prepare(self, rank: int, kernels: KernelTiles | None = None) -> Plan:
         """Makes what the first call of ``rank`` would make: its part of the plan, the layouts of the rows that travel

@@ -14,7 +14,11 @@ from magi_attention.api import (
     BSDispatchAlg,
     DispatchConfig,
     DistAttnConfig,
+    Mask,
+    SequentialDispatchAlg,
     magi_attn_flex_key,
+    make_flex_key_for_new_mask_after_dispatch,
+    make_plan,
 )
 from magi_attention.api import balance_hint as advice
 from magi_attention.comm.transport.fake import FakeWorld
@@ -29,6 +33,7 @@ LONG, EVEN = [0, 600, *range(601, TOTAL, 5), TOTAL], [*range(0, TOTAL + 1, 64)]
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
     monkeypatch.setattr(advice, "_TOLD", set())
+    monkeypatch.setattr(advice, "_TOLD_OF_OTHERS", set())
 
 
 def key_of(transport, cuts, **dispatch):
@@ -91,3 +96,28 @@ def test_nothing_is_tried_where_a_trial_may_search_for_long():
 def test_an_empty_mask_is_balanced():
     plan = build_plan(SliceTable([]), TOTAL, WORLD)
     assert plan.imbalance == 1.0 and advice.advise_balance(plan, DistAttnConfig(), None) is None
+
+
+def test_a_mask_on_the_dispatch_of_another(caplog):
+    """A window's ranks are contiguous; of a causal mask the last one has most."""
+    window, causal = Mask.sliding_window(TOTAL, (255, 0)), Mask.causal(TOTAL)
+    with caplog.at_level(logging.WARNING, logger="magi_attention.api"):
+        plans = [make_plan(mask, WORLD, balance=None) for mask in (causal, window)]
+        even = plans[0].with_mask(window)
+        assert even.imbalance < 1.25 and not warnings_of(caplog)
+        for _ in range(2):
+            uneven = plans[1].with_mask(causal)
+    (said,) = warnings_of(caplog)
+    now, best = map(float, re.search(r"has ([\d.]+) times .* would make it ([\d.]+)\. Make", said).groups())
+    assert abs(uneven.imbalance - now) <= 0.005 and abs(plans[0].imbalance - best) <= 0.05 and now > 1.5
+
+
+def test_keys_after_dispatch_say_it_too(caplog):
+    def rank(transport):
+        all_of_it = AttnRanges.from_ranges([[0, TOTAL]])
+        key = key_of(transport, [0, TOTAL], alg=SequentialDispatchAlg())
+        return make_flex_key_for_new_mask_after_dispatch(all_of_it, all_of_it, ["causal"], key)
+
+    with caplog.at_level(logging.WARNING, logger="magi_attention.api"):
+        FakeWorld(WORLD).run(rank)
+    assert [text for text in warnings_of(caplog) if "for another mask" in text]
