@@ -83,7 +83,7 @@ def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None
 def why_none_move(plan) -> str:
     """What moving queries would do, under the dispatch of a plan in which only keys and values do."""
     from magi_attention.config.rates import MachineRates
-    from magi_attention.meta.planner import LEAST_TIME, MOST_LOAD, query_moves_of, step_seconds
+    from magi_attention.meta.moves import LEAST_TIME, MOST_LOAD, query_moves_of, step_seconds
 
     moves = query_moves_of(plan)
     if not moves.cost_of_keys:

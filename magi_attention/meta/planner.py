@@ -24,22 +24,14 @@ from magi_attention.meta.chunking import (
     remote_keys,
     resolve_chunk_size,
     split_by_chunk,
-    sum_by,
 )
 from magi_attention.meta.dispatch import check_partitions, solve_dispatch
-from magi_attention.meta.plan import QUERY_MOVES, Plan
+from magi_attention.meta.moves import Dispatched, with_moves
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
-from magi_attention.meta.solver.partition import min_heap, sequential
-from magi_attention.meta.solver.placement import Cells
-from magi_attention.meta.solver.query_moves import KEY_COST, Moves, choose_moves
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
-LEAST_TIME = 0.05  # of the modelled time, from which saving on queries move by themselves
-# Where queries move, attention goes stage by stage. A forward and its backward then take the host so many seconds, and
-# the GPU so many more than in one launch: two H200, 8,192 to 65,536 tokens a rank, 8 heads (docs/query-moves.md).
-STAGED_HOST_S, STAGED_EXTRA_S = 1.9e-3, 0.5e-3
-MOST_LOAD = 1.02  # of a rank, over the mean, that moves may make
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
 
 
@@ -82,7 +74,7 @@ def build_plan(
         choice = _refine(slices, total_tokens, cp_size, chunk, dispatch, balance)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
-    choice, assigned = _with_moves(choice, heads, query_moves, rates, may_dispatch=True)
+    choice, assigned = with_moves(choice, heads, query_moves, rates, may_dispatch=True)
     return _finish(
         plan_type,
         slices,
@@ -102,87 +94,6 @@ def build_plan(
         assigned=assigned,
         rates=rates,
     )
-
-
-class _Choice(NamedTuple):
-    chunk: int
-    pad: int
-    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # pieces, chunk of each, chunk bounds
-    partitions: tuple[tuple[int, ...], ...]
-    imbalance: float  # heaviest rank over the mean
-
-
-def _with_moves(
-    choice: _Choice, heads: tuple[int, int, int], query_moves: str, rates: MachineRates | None, may_dispatch: bool,
-    groups: int = 1,
-) -> tuple[_Choice, tuple[NDArray[np.int64], ...] | None]:  # fmt: skip
-    """Who computes what, if queries may move and that pays. Work goes where keys are then, so with ``may_dispatch`` the
-    chunks may be given to other ranks. ``groups``: as of ``choose_moves``."""
-    if query_moves not in QUERY_MOVES:
-        raise ContractError(f"query_moves is {query_moves!r}; give one of {', '.join(QUERY_MOVES)}.")
-    world = len(choice.partitions)
-    if query_moves == "never" or world == 1:
-        return choice, None
-    given, (pieces, chunk_of, bounds) = choice, choice.cut
-    cells = Cells.cut(pieces, chunk_of, bounds)
-    most = MOST_LOAD * float(cells.area.sum()) / world
-    owner = owners(choice.partitions, len(bounds))
-    before = sum_by(owner[chunk_of], areas(pieces), world)
-    if query_moves == "auto" and not _may_pay(choice.cut, owner, before, heads, rates or MachineRates()):
-        return choice, None
-    moves = first = choose_moves(cells, owner, world, heads[:2], most, groups)
-
-    def try_dispatch(parts: Sequence[Sequence[int]] | None) -> None:
-        nonlocal moves, owner, choice
-        if parts is None or (other := owners(parts, len(bounds))).tolist() == owner.tolist():
-            return
-        found = choose_moves(cells, other, world, heads[:2], most, groups)
-        if found.cost < moves.cost and found.loads.max() <= max(most, moves.loads.max()):
-            moves, owner = found, other
-            choice = choice._replace(partitions=check_partitions(parts, len(bounds), world))
-
-    if may_dispatch:
-        # Work may follow the keys: so contiguous blocks may balance that would not if keys alone moved.
-        try_dispatch(sequential([1] * len(bounds), world)[1])
-        try_dispatch(min_heap(moves.chunk_loads(cells, owner).tolist(), world)[1])
-    if query_moves == "auto":
-        costs = (moves.cost, first.cost_of_keys), (int(moves.loads.max()), int(before.max()))
-        with_moves, without = step_seconds(*costs, heads, world, rates or MachineRates())
-        if with_moves > (1 - LEAST_TIME) * without:
-            return given, None
-    return choice, moves.assigned(cells, owner)
-
-
-def _may_pay(
-    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64],
-    before: NDArray[np.int64], heads: tuple[int, int, int], rates: MachineRates,
-) -> bool:  # fmt: skip
-    """Would it save time if moves sent nothing and were balanced? The solver takes seconds for many ranks, and where
-    keys do not wait for the link it need not be asked. ``before``: areas of the ranks."""
-    pieces, chunk_of, bounds = cut
-    ranges, _ = remote_keys(pieces, owner[chunk_of], bounds, owner)
-    cost = KEY_COST * heads[1] * int((ranges[:, 1] - ranges[:, 0]).sum())
-    loads = -(-int(before.sum()) // len(before)), int(before.max())
-    best, without = step_seconds((0, cost), loads, heads, len(before), rates)
-    return best <= (1 - LEAST_TIME) * without
-
-
-def query_moves_of(plan: Plan) -> Moves:
-    """What ``choose_moves`` finds for the mask and the dispatch of a plan, whatever was asked for."""
-    bounds = plan.chunk_ranges
-    pieces, chunk_of, _ = split_by_chunk(plan.slices.array, bounds)
-    cells, heads = Cells.cut(pieces, chunk_of, bounds), (plan.num_heads_q, plan.num_heads_kv)
-    return choose_moves(cells, plan.rank_of_chunk, plan.cp_size, heads, MOST_LOAD * plan.slices.area / plan.cp_size)
-
-
-def step_seconds(
-    cost: tuple[int, int], load: tuple[int, int], heads: tuple[int, int, int], world: int, rates: MachineRates
-) -> tuple[float, float]:
-    """Modelled seconds of a forward and its backward, with moves and with keys alone: of both ``cost`` as of ``Moves``,
-    and the area of the heaviest rank. Keys alone travel while the kernel runs; with moves little of it is hidden."""
-    pair, value = sum(rates.pair_seconds(*heads)), rates.bytes_seconds(heads[2] * rates.element_bytes) / world
-    moves = load[0] * pair + cost[0] * value + STAGED_EXTRA_S
-    return max(moves, STAGED_HOST_S), max(load[1] * pair, cost[1] * value)
 
 
 class _Cut(NamedTuple):
@@ -208,22 +119,22 @@ def _imbalance(heaviest: int, cut: _Cut, cp_size: int) -> float:
     return heaviest * cp_size / max(int(cut.work.sum()), 1)
 
 
-def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> _Choice:
+def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> Dispatched:
     partitions = solve_dispatch(
         cut.pieces, cut.chunk_of, cut.slice_of, len(cut.bounds), cp_size, config, cut.chunk, cut.work
     )
     heaviest = max(int(cut.work[list(chunks)].sum()) for chunks in partitions)
     parts = cut.pieces, cut.chunk_of, cut.bounds
-    return _Choice(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, cp_size))
+    return Dispatched(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, cp_size))
 
 
 def _refine(
     slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig, balance: float
-) -> _Choice:
+) -> Dispatched:
     """Halves the chunk while that helps; short chunks cost locality, so not further than needed. Where one chunk is
     above ``balance`` nothing is dispatched, unless shorter chunks are no better than that chunk."""
     too_large: list[_Cut] = []
-    best: _Choice | None = None
+    best: Dispatched | None = None
     while True:
         cut = _cut(slices, total, cp_size, chunk, config)
         chunk = -(-cut.chunk // 2)
@@ -270,8 +181,8 @@ def plan_for_partitions(
     bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
     pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
     checked = check_partitions(partitions, len(bounds), len(partitions))
-    choice = _Choice(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
-    _, assigned = _with_moves(choice, heads, query_moves, rates, False, head_groups)
+    choice = Dispatched(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
+    _, assigned = with_moves(choice, heads, query_moves, rates, False, head_groups)
     return _finish(
         plan_type,
         slices,

@@ -9,7 +9,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from magi_attention.api import Mask, make_plan
-from magi_attention.meta.planner import query_moves_of
+from magi_attention.meta.moves import query_moves_of
 from magi_attention.meta.solver.placement import Pairs, Placement, Side
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST, place
 from magi_attention.testing.libraries import planner_or_skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from magi_attention.api import Mask, make_plan
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
-from magi_attention.meta import planner as planning
+from magi_attention.meta import moves as choosing
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST
 from magi_attention.native.planner import vertex_cover
 from magi_attention.testing.libraries import planner_or_skip
@@ -124,7 +124,7 @@ def test_auto_does_not_ask_in_vain(seed, monkeypatch):
     heads = dict(num_heads_q=8, num_heads_kv=8, head_dim=128, rates=MachineRates(link_bytes_per_s=link))
     auto = make_plan(mask, ranks, **heads, query_moves="auto")
     asked = []
-    monkeypatch.setattr(planning, "_may_pay", lambda cut, owner, before, heads, rates: asked.append(before) or True)
+    monkeypatch.setattr(choosing, "_may_pay", lambda cut, owner, before, heads, rates: asked.append(before) or True)
     assert auto == make_plan(mask, ranks, **heads, query_moves="auto") and len(asked) == 1
     assert asked[0].sum() == mask.area
 
