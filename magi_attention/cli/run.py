@@ -120,8 +120,9 @@ def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: floa
     from magi_attention.report.run import LIMIT, read_run, write_page
 
     result = read_run(folder)
-    shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, chunk_size=None)
-    page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape, "min-heap", "never"))
+    shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, chunk_size=None, plan_rates=None)
+    # As the training made it.
+    page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape, "locality", "never"))
     for name, curve in ((f"{ranks} ranks", result.parallel), ("one process", result.replay)):
         if curve:
             first, last = curve["losses"][0], curve["losses"][-1]
