@@ -49,7 +49,7 @@ def train(rank: int, world: int) -> list[float]:
     kernels = kernel_tiles("cpu", torch.float32, **SHAPE)  # None on a CPU; on a GPU, plans get their tile plans too
     loader = DataLoader(
         Documents(), batch_size=4, collate_fn=partial(collate, rank, world, kernels),
-        num_workers=1, prefetch_factor=1,
+        num_workers=1, prefetch_factor=1, multiprocessing_context="forkserver",
     )  # fmt: skip
     losses = []
     for tokens, plan in loader:

@@ -146,7 +146,11 @@ def collate(items):
 
 def test_a_worker_of_a_data_loader_makes_plans(monkeypatch):
     documents = [torch.arange(100 + 10 * i) for i in range(6)]
-    loader = DataLoader(documents, batch_size=2, collate_fn=collate, num_workers=1, prefetch_factor=1)
+    # Not by fork, after which a worker may wait for ever for threads that only this process has.
+    loader = DataLoader(
+        documents, batch_size=2, collate_fn=collate, num_workers=1, prefetch_factor=1,
+        multiprocessing_context="forkserver",
+    )  # fmt: skip
     found = list(loader)
     monkeypatch.setattr(TilePlan, "build", refuse)
     monkeypatch.setattr(meta_plan.Plan, "_make_rank", refuse)

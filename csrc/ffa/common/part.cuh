@@ -12,14 +12,17 @@ constexpr int kMaxParts =
 constexpr int kBlocksOfPart = 4;      // key blocks of 128 below which splitting does not pay
 constexpr int kMostSplitWork = 8192;  // parts of a launch: offsets of partials are 32 bits
 
-// Which part of a tile a work tile is; `order_idx` of a split tile.
+// Which part of a tile a work tile is.
 struct Part {
-  int32_t index, count, order_idx;
+  int32_t index, count;
 
-  __host__ __device__ static Part of_word(int32_t word) {
-    return {word & 0xff, word >> 8 & 0xff, word >> 16};
-  }
-  __host__ __device__ int32_t word() const { return index | count << 8 | order_idx << 16; }
+  __host__ __device__ static Part of_word(int32_t word) { return {word & 0xffff, word >> 16}; }
+  __host__ __device__ int32_t word() const { return index | count << 16; }
+
+  // A word that also holds the place of the tile in the order, below 2^11.
+  __host__ __device__ static Part of_placed_word(int32_t word) { return {word & 31, word >> 16}; }
+  __host__ __device__ static int32_t place_of_word(int32_t word) { return word >> 5 & 0x7ff; }
+  __host__ __device__ int32_t placed_word(int32_t place) const { return word() | place << 5; }
 
   // The piece [lo, hi) of a segment's visit range: whole blocks, counted from the right; empty if
   // the segment is short.

@@ -222,7 +222,7 @@ typedef struct {
   int32_t split_tiles;  /* the first so many tiles of the plan's order are split along the keys, */
   int32_t split_parts;  /* into 2 to 16 parts at most, */
   int32_t split_blocks; /* of so many key blocks of 128 or more, at least 4; all 0: the call decides
-                           by its shapes */
+                           by its shapes, as portable kernels always do */
   int32_t reserved;
   int64_t q_stride_token, q_stride_head;
   int64_t k_stride_token, k_stride_head;

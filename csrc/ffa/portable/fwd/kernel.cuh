@@ -146,21 +146,22 @@ __device__ __forceinline__ void softmax(const FwdKernelParams& p,
 }
 
 // One thread: takes work tiles from a counter, beginning with `work`, until one has a part to work
-// on, and leaves it in shared memory: tile (-1: no more work), head unit, Part::word, number of a
-// split tile, kv head.
+// on, and leaves it in shared memory: tile (-1: no more work), head unit, Part::word, number of the
+// whole tile, kv head.
 __device__ __forceinline__ void publish_work(const FwdKernelParams& p, const PlanReader& plan,
                                              uint32_t slot, int work) {
   const magi_tile_plan_header& header = plan.header();
-  const int total = (p.num_tiles + p.split_tiles * (p.max_parts - 1)) * p.head_units;
+  const int total = p.num_tiles * p.head_units * p.max_parts;
   while (work < total) {
-    int order_idx, head_unit, index;
-    split_work_coords(p, work, &order_idx, &head_unit, &index);
-    const int tile = tile_of(p, header.words_order, header.words_first_order,
-                             head_unit * p.num_tiles, order_idx);
-    Part part{index, 1, 0};
-    if (order_idx < p.split_tiles) part.count = parts_of(p, order_idx, plan.tile(tile).num_blocks);
+    const int whole = work / p.max_parts;
+    int order_idx, head_unit;
+    work_tile_coords(p, whole, &order_idx, &head_unit);
+    const int tile = tile_of(p, header.words_order, header.words_first_order, whole, order_idx);
+    Part part{work % p.max_parts, 1};
+    if (p.max_parts > 1)
+      part.count = min(p.max_parts, max(1, plan.tile(tile).num_blocks / kBlocksOfPart));
     if (part.index < part.count) {
-      sts_int4(slot, tile, head_unit, part.word(), order_idx * p.head_units + head_unit);
+      sts_int4(slot, tile, head_unit, part.word(), whole);
       sts_int(slot + 16, head_unit / p.kv_head_of_head_unit);
       return;
     }

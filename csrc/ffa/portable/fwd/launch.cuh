@@ -11,19 +11,30 @@
 
 namespace magi::portable {
 
+// Into how many parts a tile may be cut: only where there is an SM for each part. The
+// same on a device whatever is left free, so that sm_margin does not change results.
+inline int fwd_max_parts(int64_t work_tiles, int sms) {
+  if (work_tiles < 1 || work_tiles >= sms || kArrivalsAt + work_tiles > kPartialsAt) return 1;
+  const int64_t parts = sms / work_tiles;
+  return parts < kMaxParts ? static_cast<int>(parts) : kMaxParts;
+}
+
 template <typename C>
-int64_t fwd_workspace_bytes(const FwdSplits& splits, int head_units) {
+int64_t fwd_workspace_bytes(int64_t work_tiles, int parts) {
   return 4ll * kPartialsAt +
-         8ll * splits.tiles * head_units * splits.parts * pairs_of_part<C>() * C::kThreads;
+         (parts > 1 ? 8ll * work_tiles * parts * pairs_of_part<C>() * C::kThreads : 0);
+}
+
+inline int64_t fwd_num_tiles(const magi_ffa_fwd_params& a) {
+  return (static_cast<int64_t>(a.total_q) + a.tile_tokens - 1) / a.tile_tokens;
 }
 
 template <typename C>
 magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  FwdSplits splits;
-  MAGI_RETURN(fwd_splits(a, sms, kPartialsAt - kArrivalsAt, &splits));
-  *bytes = fwd_workspace_bytes<C>(splits, a.heads_q / a.pack);
+  const int64_t work_tiles = fwd_num_tiles(a) * (a.heads_q / a.pack);
+  *bytes = fwd_workspace_bytes<C>(work_tiles, fwd_max_parts(work_tiles, sms));
   return MAGI_OK;
 }
 
@@ -76,10 +87,8 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   if (work_tiles >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
                 static_cast<long long>(work_tiles));
-  FwdSplits splits;
-  MAGI_RETURN(fwd_splits(a, sms, kPartialsAt - kArrivalsAt, &splits));
-  splits.apply(&k);
-  const int64_t need = fwd_workspace_bytes<C>(splits, k.head_units);
+  k.max_parts = fwd_max_parts(work_tiles, sms);
+  const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   static DeviceOnce configured;
   MAGI_RETURN(configured.run([] {
@@ -87,8 +96,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
                                 C::smem_bytes(C::kBlockM));
   }));
   // A margin of SMs is room for so many CTAs fewer.
-  const int64_t work =
-      work_tiles + static_cast<int64_t>(k.split_tiles) * k.head_units * (k.max_parts - 1);
+  const int64_t work = work_tiles * k.max_parts;
   const int room = C::kCtasPerSm * (sms - a.sm_margin > 1 ? sms - a.sm_margin : 1);
   const int grid = work < room ? static_cast<int>(work) : room;
   ffa_fwd<C>

@@ -25,9 +25,7 @@ struct FwdKernelParams {
   int32_t total_q, total_k, heads_q, head_units;  // head units = heads_q / pack
   int32_t pack, pack_log2, tile_tokens, num_tiles, head_dim, head_dim_v;
   int32_t kv_head_of_head_unit;  // kv head = head unit / this
-  int32_t split_tiles;           // the first so many of the order are split along the keys,
-  int32_t max_parts;             // each into at most so many parts
-  int32_t split_blocks;          // of so many key blocks of 128 or more
+  int32_t max_parts;             // into which a tile may be cut along the keys
   int32_t heads_per_l2_group;    // head units whose keys and values are kept in L2 together
   int32_t sink_count, sink_per_row;
   int32_t out_is_float, accumulate;

@@ -79,7 +79,8 @@ struct NBlockIter {
     int4 mine = lds_int4(at + 32 +
                          16 * (thread_again() / 128 - 1));  // visit_lo, visit_hi, full_lo, full_hi
     if constexpr (!C::kPlain) {
-      visit = Part::of_word(lds_int(smem.work_tile(work_stage()) + 12)).template piece<C>(visit);
+      visit =
+          Part::of_placed_word(lds_int(smem.work_tile(work_stage()) + 12)).template piece<C>(visit);
       mine = make_int4(max(mine.x, visit.x), min(mine.y, visit.y), max(mine.z, visit.x),
                        min(mine.w, visit.y));
     }

@@ -247,8 +247,8 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     bool whole = true;
     if constexpr (!C::kPlain) {
       const int4 cut = lds_int4(smem.work_tile(traversal.work_stage()));
-      const Part part = Part::of_word(uniform(cut.w));
-      const int number = part.order_idx * p.head_units + uniform(cut.y);
+      const Part part = Part::of_placed_word(uniform(cut.w));
+      const int number = Part::place_of_word(uniform(cut.w)) * p.head_units + uniform(cut.y);
       if (part.count > 1) whole = combine_splits<C>(p, o, state, number, part, group);
     }
     // Tile and head are read again rather than kept in registers.

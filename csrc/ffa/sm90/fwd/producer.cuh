@@ -85,13 +85,12 @@ __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
           split_work_coords(p, work_tile, order_idx, head_unit, part);
       },
       [&](int tile_at, int order_idx, int index) {
-        Part part{index, 1, 0};
+        Part part{index, 1};
         if (!C::kPlain) {
           const int blocks = p.plan[tile_at + offsetof(magi_tile_desc, num_blocks) / 4];
           part.count = parts_of(p, order_idx, blocks);
-          if (part.count > 1) part.order_idx = order_idx;
         }
-        return part.index < part.count ? part.word() : kNoPart;
+        return part.index < part.count ? part.placed_word(part.count > 1 ? order_idx : 0) : kNoPart;
       });
   if (p.remote.buffer.of_rank == nullptr) return;
   // As before a work tile in the place of the last one: when that is over.
@@ -127,8 +126,8 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     }
     for (int left = work_tile.z; left > 0; --left) {
       mbar_wait(smem.segment_full(segments.stage), segments.phase);
-      const Part part =
-          Part::of_word(lds_int(smem.work_tile(work_tiles.stage) + 12));  // not kept in registers
+      const Part part = Part::of_placed_word(
+          lds_int(smem.work_tile(work_tiles.stage) + 12));  // not kept in registers
       const int2 visit = part.template piece<C>(lds_int2(smem.segment(segments.stage)));
       const bool clears = lds_int(smem.segment(segments.stage) + 16) != 0;
       mbar_arrive(smem.segment_empty(segments.stage));
@@ -182,7 +181,7 @@ __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& sme
     for (int left = work_tile.z; left > 0; --left) {
       mbar_wait(smem.segment_full(segments.stage), segments.phase);
       const uint32_t at = smem.segment(segments.stage);
-      const Part part = Part::of_word(lds_int(smem.work_tile(work_tiles.stage) + 12));
+      const Part part = Part::of_placed_word(lds_int(smem.work_tile(work_tiles.stage) + 12));
       const int2 visit = part.template piece<C>(lds_int2(at));
       const bool clears = lds_int(at + 16) != 0;
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
