@@ -134,8 +134,8 @@ def kernel_tiles(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dims: tuple[int, int], softcap: float,
     transport: Transport, registry: Registry, policy: Any,
 ) -> KernelTiles | None:  # fmt: skip
-    """Of the kernels that will run such calls on ``device``; None if their backend makes no tile plans. Collective at
-    the first call for a group of GPUs."""
+    """What the kernels that will run such calls on ``device`` want to know; None if their backend makes no tile plans.
+    Collective at the first call for a group of GPUs."""
     options = AttnOptions(head_dims[0] ** -0.5, softcap, deterministic=policy.deterministic)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = Problem(device.type, dtype, *heads, *head_dims, options, needs_backward=True, capability=capability)

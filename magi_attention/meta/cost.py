@@ -45,7 +45,7 @@ class CostModel:
         element_bytes: int = 2,
         is_backward: bool = False,
     ) -> CostModel:
-        """Of the forward pass; or of the backward, up to the gradients of remote keys, which then go back."""
+        """The model of the forward pass, or of the backward up to the gradients of remote keys, which then go back."""
         length = 2 * float(plan.areas.sum()) / max(plan.total_tokens, 1)  # of a causal mask with as many keys a query
         forward, backward = rates.pair_seconds(plan.num_heads_q, plan.num_heads_kv, plan.head_dim, length)
         row_s = rates.bytes_seconds(row_bytes(plan, element_bytes))

@@ -27,8 +27,8 @@ from magi_attention.meta.solver.partition import min_heap, sequential
 
 Partitions = tuple[tuple[int, ...], ...]
 _SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
-# Of MinHeap's cost, from which saving on another partition is taken. Runs of chunks take the backward kernel up to 5%
-# longer than MinHeap's mixture: causal and packed documents on two H200 (docs/dispatch.md).
+# Another partition has to save this share of MinHeap's cost. Runs of chunks take the backward kernel 5 to 7% longer
+# than MinHeap's mixture: causal and packed documents on two H200 (docs/dispatch.md).
 LEAST_GAIN = 0.015
 
 

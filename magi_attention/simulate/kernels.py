@@ -83,8 +83,8 @@ class KernelTimes:
             self._overhead_s[is_backward] = np.array([seconds - best * pairs for pairs, seconds in mine]) / pace
 
     def seconds(self, pairs: Floats | float, rows: Floats | float, is_backward: bool, heads: float = 1.0) -> Floats:
-        """Of calls on ``pairs`` allowed pairs of ``rows`` query rows, by a GPU that is not hot yet; ``heads`` is the
-        share of the heads. No rows take no time."""
+        """A GPU that is not hot yet takes so long for calls on ``pairs`` allowed pairs of ``rows`` query rows;
+        ``heads`` is the share of the heads. No rows take no time."""
         values, where, beyond = self._values * heads, self._tokens, self._overhead_s[is_backward]
         rows = np.asarray(rows, dtype=np.float64)
         slope = (beyond[-1] - beyond[-2]) / (where[-1] - where[-2])

@@ -94,7 +94,7 @@ class Cluster:
         return self.rates.link_bytes_per_s / _ASSUMED_LINK
 
     def copy(self, num_bytes: float) -> float:
-        """Of a kernel that reads and writes so many bytes together."""
+        """Seconds of a kernel that reads and writes so many bytes together."""
         return num_bytes / self.calibration.copy_bytes_per_s
 
     def merge(self, rows: float) -> float:

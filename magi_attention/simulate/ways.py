@@ -41,7 +41,7 @@ class Case:
     _spreads: dict[int, Spread] = field(default_factory=dict, repr=False)
 
     def plan_work(self, degree: int, is_sequential: bool = False) -> PlanWork:
-        """Of our plan with ``degree`` stages; ``is_sequential``: rank r holds the r-th run of tokens."""
+        """The work of our plan with ``degree`` stages; ``is_sequential``: rank r holds the r-th run of tokens."""
         key = degree, is_sequential
         if key not in self._plans:
             cluster, alg = self.cluster, SequentialDispatchAlg() if is_sequential else LocalityDispatchAlg()
@@ -56,7 +56,7 @@ class Case:
         return self._plans[key]
 
     def spread(self, inner: int = 1) -> Spread:
-        """Of peers, over ``ranks / inner`` parts."""
+        """How peers spread the mask over ``ranks / inner`` parts."""
         if inner not in self._spreads:
             self._spreads[inner] = spread(self.mask, self.ranks // inner, inner)
         return self._spreads[inner]
@@ -90,8 +90,8 @@ OURS = ("one launch", "one stage", "two stages", "fetch, then attend")
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one layer: milliseconds of each direction on the slowest rank, TFLOP/s of each GPU in both, and efficiency:
-    the time of one GPU's kernels on an equal share, over that. Without a time ``reason`` says why there is none."""
+    """One layer: milliseconds of each direction on the slowest rank, TFLOP/s of each GPU in both, and efficiency, which
+    is the time of one GPU's kernels on an equal share over that. Without a time ``reason`` says why there is none."""
 
     way: str
     ranks: int

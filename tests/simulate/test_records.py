@@ -22,7 +22,7 @@ def cells() -> list[simulated.CellError]:
 
 
 def test_most_times_are_within_a_tenth(cells):
-    """Of the cells whose kernels the rate table knows; the page says which those are not, and why."""
+    """Cells whose kernels the rate table knows; the page names the others, and says why."""
     errors = sorted(abs(cell.error) for cell in cells)
     assert len(errors) > 100 and errors[len(errors) // 2] < 0.06
     assert sum(error <= 0.1 for error in errors) > 0.8 * len(errors)

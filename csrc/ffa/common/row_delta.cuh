@@ -6,7 +6,7 @@
 
 namespace magi {
 
-// Of 16 bytes of out and of dout.
+// The share of 16 bytes of out and of dout.
 template <typename T>
 __device__ __forceinline__ float chunk_delta(uint4 out, uint4 dout) {
   const uint32_t x[4] = {out.x, out.y, out.z, out.w}, y[4] = {dout.x, dout.y, dout.z, dout.w};

@@ -159,13 +159,13 @@ class DynamicAttnSolver:
 
     @cached_property
     def _hosts_of(self) -> tuple[list[Packing], list[Packing]]:
-        """Of queries and of keys, what each rank holds."""
+        """What each rank holds, of queries and of keys."""
         q, k = ([_ranges(host) for host in hosts] for hosts in (self.host_ranges_q, self.host_ranges_k))
         return [Packing(x) for x in q], [Packing(x) for x in k]
 
     @cached_property
     def _needs(self) -> tuple[list[Ints], list[Ints]]:
-        """Of queries and of keys, the ranges that each rank receives."""
+        """The ranges that each rank receives, of queries and of keys."""
         slices = [bucket.to_slices() for bucket in self.bucket_per_rank]
         q, k = (
             [subtract_intervals(mine[:, ends], host.ranges) for mine, host in zip(slices, hosts)]

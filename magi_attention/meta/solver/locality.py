@@ -5,8 +5,8 @@ Where queries see keys of their own document only, a rank that holds a run of it
 before the run. So ranks are filled one after another with runs of chunks. Chunks are ordered by the density of their
 document, the area of a chunk in the mean, and within a document by position. A rank takes a run from the dense end and
 a run from the other one, as many chunks as are its due, of an area near the mean of what is left; and the last few
-chunks one by one from anywhere, so that the area comes out right. Of one causal sequence this is zigzag: a run from its
-end and one from its start. Of packed documents, long ones are cut into runs, and short ones stay whole.
+chunks one by one from anywhere, so that the area comes out right. One causal sequence becomes zigzag: a run from its
+end and one from its start. Long packed documents are cut into runs, and short ones stay whole.
 
 Ranks that are filled last get what nobody took. They are dealt with by MinHeap, as many of them as it takes, and then
 pairs of chunks are swapped with light ranks until no rank is above the limit. Sums are of integers and no function is

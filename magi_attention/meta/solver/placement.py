@@ -147,7 +147,7 @@ class Placement:
         return int(self.loads.max(initial=0))
 
     def cost(self) -> int:
-        """Of all that has to be sent."""
+        """The cost of all that has to be sent."""
         return sum(side.cost() for side in self._sides)
 
     def sent(self) -> Ints:

@@ -81,7 +81,7 @@ def choose_moves(
 
 
 def _cost(cells: Cells, owner: Ints, world: int, costs: tuple[int, int], rank_of_cell: Ints) -> int:
-    """Of the rows that travel, by the row; ``Pairs`` count all rows of a chunk that somebody needs."""
+    """The cost of the rows that travel, row by row; ``Pairs`` count all rows of a chunk that somebody needs."""
     total = 0
     for cost, chunk, ends in zip(costs, (cells.query_chunk, cells.key_chunk), ((Q0, Q1), (K0, K1))):
         is_sent = owner[chunk] != rank_of_cell
