@@ -11,6 +11,7 @@ anew. Settings of the environment are those of the time when the model was compi
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import Any
 
@@ -232,10 +233,11 @@ class Plan(meta_plan.Plan):
 
 
 def _identity(group: Any) -> Any:
-    """What tells two groups over the same ranks apart; the default group is asked for anew each time."""
+    """What tells two groups over the same ranks apart; the default group is asked for anew each time. Process groups
+    are referred to weakly: a plan that is held must not keep alive what destroy_process_group ended."""
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.group.WORLD
-    return group
+        group = torch.distributed.group.WORLD
+    return weakref.ref(group) if isinstance(group, torch.distributed.ProcessGroup) else group
 
 
 def make_plan(

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,18 @@ def test_a_key_of_a_destroyed_group_is_refused():
             *said, got, same = said
             assert len(said) == 16 and all("process group was destroyed" in text for text in said), said
             assert got == same == "True"
+
+
+def group_behind_a_held_plan(rank: int, world: int) -> bool:
+    """Whether torch's group ended with ``destroy_process_group`` although a plan that used it is still held."""
+    group, plan = dist.new_group(), api.make_plan(Mask.varlen(BOUNDS, causal=True), world)
+    x = plan.shard(torch.randn(40, 2, 8), group).requires_grad_()
+    plan.gather(api.attend(x, x, x, plan, group)[0], group).sum().backward()
+    held = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    return held() is None and plan.cp_size == world
+
+
+def test_a_held_plan_does_not_hold_its_group():
+    assert run_processes(2, group_behind_a_held_plan, timeout_s=300) == [True, True]

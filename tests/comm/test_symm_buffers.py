@@ -53,7 +53,7 @@ SHARED, RENUMBERED = [A, A], [A, View("host", 0, "GPU-b")]
 def test_gpus_of_one_number_are_used_by_wish_alone(views, monkeypatch, caplog) -> None:
     group = SimpleNamespace()
     transport = object.__new__(symm_buffers.TorchTransport)
-    transport.group = group
+    transport._group = lambda: group
     known = {"views": views}
     monkeypatch.setattr(symm_buffers, "attached", lambda g: known)
     reason = why_no_symm_buffers(transport)

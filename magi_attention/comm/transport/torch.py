@@ -42,6 +42,10 @@ _WIRE_DTYPES = frozenset(
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     }
 )
+_DESTROYED = (
+    "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
+    "with it. Make a group, and the key again for it; a plan goes on, with the new group."
+)
 _SMALL_INTS = frozenset({torch.int16, torch.uint16})
 
 
@@ -51,7 +55,9 @@ class TorchTransport(TransportBase):
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None):
         group = dist.group.WORLD if group is None else group
         check_group(group)
-        self.group = group
+        # why weak: a script keeps its plans to its end, and gloo's threads end with the last reference to their group;
+        # a thread that drops a tensor after Python began to end aborts the process
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
@@ -65,6 +71,14 @@ class TorchTransport(TransportBase):
         self._backends: dict[str, str] = {}
         self._a2a = dist.AllToAllOptions()
         self._a2a.asyncOp = True
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which torch.distributed holds until it is destroyed; ``ContractError`` after that."""
+        group = self._group()
+        if group is None:
+            raise ContractError(_DESTROYED)
+        return group
 
     # -- group collectives --------------------------------------------------------------------------------
     def all_to_all_v(
@@ -285,7 +299,8 @@ class TorchTransport(TransportBase):
         check_alive(self.group)
 
     def report_failure(self, exc: BaseException, stage: str) -> None:
-        if self._board is not None and not is_destroyed(self.group):
+        group = self._group()
+        if self._board is not None and group is not None and not is_destroyed(group):
             self._board.report(describe_error(exc, stage))
 
 
@@ -334,10 +349,7 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 def check_alive(group: dist.ProcessGroup) -> None:
     if is_destroyed(group):
-        raise ContractError(
-            "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
-            "with it. Make a group, and the key again for it; a plan goes on, with the new group."
-        )
+        raise ContractError(_DESTROYED)
 
 
 def attached(group: dist.ProcessGroup) -> dict:
