@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from magi_attention.errors import ContractError
-from magi_attn_extensions.gathered_attention import gathered_attention
+from magi_attention.functional import index_attn_func
+from magi_attention.kernels.index_attn import prepare_indices
 
 # published backend -> is it of the newer releases, whose indices are (Tq, Hk, top-k)?
 BACKENDS = {
@@ -32,10 +33,9 @@ def dsa_attn_func(
         index_map: integer (Hk, Tq, top-k): rows of k, -1 for none, in any order; one listed twice counts once.
         index_sparse_indices: the same as (Tq, Hk, top-k), in place of ``index_map``; the form of newer releases, and
             of ``index_map`` with the backends that only these have, ``ffa_index_sparse`` and ``ffa_block_sparse``.
-        backend: any published name. There is one implementation behind all of them, which gathers the listed keys for
-            a block of queries at a time (``gathered_attention``), on CPUs and GPUs; no kernel yet.
+        backend: any published name. ``index_attn_func`` is behind all of them, on CPUs and GPUs.
             With ``ffa_block_sparse`` an index is the number of a block of ``sparse_k_block_size`` keys.
-        deterministic: without effect; results are the same bits on every run.
+        deterministic: as of ``index_attn_func``.
 
     Raises:
         ContractError: an unknown backend, shapes that do not fit together, an index beyond k.
@@ -47,5 +47,7 @@ def dsa_attn_func(
     indices = index_sparse_indices
     if index_map is not None:
         indices = index_map if BACKENDS[backend] else index_map.transpose(0, 1)
-    block = sparse_k_block_size if backend == "ffa_block_sparse" else 1
-    return gathered_attention(q, k, v, indices, softmax_scale, block)
+    if backend == "ffa_block_sparse":
+        indices = prepare_indices(indices, k.shape[0], k_block_size=sparse_k_block_size)
+    out, meta = index_attn_func(q, k, v, indices, softmax_scale=softmax_scale, deterministic=deterministic)
+    return out, meta.lse

@@ -61,7 +61,8 @@ from magi_attention.config import (
     UniformOverlapAlg,
 )
 from magi_attention.config.rates import MachineRates
-from magi_attention.functional import AttnPolicy, flex_flash_attn_func
+from magi_attention.functional import AttnPolicy, flex_flash_attn_func, index_attn_func
+from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 
 __all__ = [
     "AttnForwardMeta",
@@ -87,6 +88,7 @@ __all__ = [
     "OverlapAlg",
     "OverlapConfig",
     "Plan",
+    "PreparedIndices",
     "SequentialDispatchAlg",
     "SortedSequentialSelectAlg",
     "ToppHeapDispatchAlg",
@@ -103,6 +105,7 @@ __all__ = [
     "get_labels",
     "get_most_recent_key",
     "get_position_ids",
+    "index_attn_func",
     "infer_attn_mask_from_cu_seqlens",
     "infer_attn_mask_from_sliding_window",
     "infer_varlen_mask_from_batch",
@@ -118,6 +121,7 @@ __all__ = [
     "make_plan",
     "make_varlen_key_for_new_mask_after_dispatch",
     "plan_async",
+    "prepare_indices",
     "roll",
     "roll_simple",
     "set_gradient_sum",

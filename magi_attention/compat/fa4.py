@@ -78,7 +78,7 @@ def ffa_fa4_func(
     needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     options = options_for(q, softmax_scale, softcap, "sh")
     out, lse, _ = flex_fwd(
-        q, k, v, q_ranges, k_ranges, attn_type_map, None, None, "sh",
+        q, k, v, q_ranges, k_ranges, attn_type_map, None, "sh",
         options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
     )  # fmt: skip
     return out, lse.detach()

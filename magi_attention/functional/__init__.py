@@ -3,6 +3,7 @@
 
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.functional.index_attn import index_attn_func
 from magi_attention.functional.layout import TokenLayout, gather, positions, shard
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
 from magi_attention.kernels.reference.correction import (
@@ -27,6 +28,7 @@ __all__ = [
     "dist_attn",
     "flex_flash_attn_func",
     "gather",
+    "index_attn_func",
     "positions",
     "shard",
 ]

@@ -15,10 +15,12 @@ from torch.compiler import is_compiling
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional.index_attn import attend_lists, index_attn_func
+from magi_attention.functional.inputs import check_devices, check_qkv
 from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
 from magi_attention.kernels.ffa.launch_cache import KnownCalls
+from magi_attention.kernels.index_attn import prepare_indices
 from magi_attention.kernels.reference.correction import check_sink
-from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 from magi_attention.kernels.types import as_scale
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -29,17 +31,20 @@ _LEGACY_NOTE = (
 
 
 def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches calls that ran before again by native code, and takes the 1.0.x calling form too.
+    """Launches calls that ran before again by native code, and takes the calling forms of 1.0.x and of newer releases.
 
     Not under ``torch.compile``, which shall see the one custom op that ``func`` is. ``known_calls`` of what is
     returned is the memo.
     """
+    signature = inspect.signature(func)
     known = KnownCalls(
-        inspect.signature(func), AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",)
+        signature, AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",)
     )
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("index_sparse_indices") is not None:
+            return _index_sparse(signature, args, kwargs)
         if is_compiling():
             args, kwargs = _without_bounds(args, kwargs)
             return func(*args, **kwargs)
@@ -73,6 +78,27 @@ def _without_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
         kwargs.pop("max_seqlen_q", None)
         args = args[:5] + rest
     return args, kwargs
+
+
+def _index_sparse(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """``flex_flash_attn_func(q, k, v, index_sparse_indices=..., sparse_k_block_size=1)`` of releases after 1.1.x.
+
+    It is ``index_attn_func`` with the lists (Tq, Hk, N) of rows or blocks of k. ``index_sparse`` and ``block_sparse``
+    are hints, as ``index_attn`` and ``sparse_load`` under their newer names.
+    """
+    kwargs = {name: x for name, x in kwargs.items() if name not in ("index_sparse", "block_sparse")}
+    indices = kwargs.pop("index_sparse_indices")
+    block = as_int(kwargs.pop("sparse_k_block_size", 1), "sparse_k_block_size")
+    given = signature.bind(*args, **kwargs).arguments
+    clash = [n for n in ("q_ranges", "k_ranges", "attn_type_map", "index_attn_indices") if given.get(n) is not None]
+    if clash:
+        raise ContractError(f"index_sparse_indices and {' and '.join(clash)} exclude each other; give one of them.")
+    options = {n: given[n] for n in inspect.signature(index_attn_func).parameters if n in given}
+    if block != 1:
+        indices = prepare_indices(indices.to(given["q"].device), given["k"].shape[0], k_block_size=block)
+    return index_attn_func(indices=indices, **options)
 
 
 @_with_short_way
@@ -118,7 +144,9 @@ def flex_flash_attn_func(
             faster from the first call on, on the CPU.
         attn_type_map: (N,) integer: 0 full, 1 causal, 2 inverse causal, 3 bi-causal; None: all full.
         index_attn_indices: in place of the ranges, int (Tq / n, n, max_topk) with any n: for row r of q,
-            in flat order, the rows of k that it sees, padded with -1. k and v have one head then.
+            in flat order, the rows of k that it sees, padded with -1. k and v have one head then. It is
+            ``index_attn_func`` of lists (Tq, 1, max_topk), which is the plain way to say it. Newer releases take that
+            function's own lists as ``index_sparse_indices``, with ``sparse_k_block_size``; so does this one.
         q_block_size, k_block_size: must be 1, with indices.
         sink: (S, Hq) for ``sink_layout`` "sh", (Tq, S, Hq) for "ssh": extra logits in the softmax sum.
         softmax_scale: a number, default ``D ** -0.5``. A tensor of one element counts as its present value and is
@@ -161,10 +189,16 @@ def flex_flash_attn_func(
     check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
-        _check_devices(q, sink=sink)
+        check_devices(q, sink=sink)
+    if index_attn_indices is not None:
+        lists = prepare_indices(index_attn_indices.reshape(q.shape[0], 1, -1).to(q.device), k.shape[0])
+        return attend_lists(
+            q, k, v, lists, sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale, softcap=softcap,
+            deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
+        )  # fmt: skip
     scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
     out, lse, max_logits = flex_fwd(
-        q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, sink, sink_layout,
+        q, k, v, q_ranges, k_ranges, attn_type_map, sink, sink_layout,
         scale, as_float(softcap, "softcap"), bool(deterministic), as_int(sm_margin, "sm_margin"),
         bool(return_max_logits), "", needs_backward,
     )  # fmt: skip
@@ -182,7 +216,7 @@ def check_call(
     index_attn: bool = False,
 ) -> None:
     """Raises ``ContractError`` unless tensors and mask fit together; looks at no value of the mask."""
-    _check_qkv(q, k, v)
+    check_qkv(q, k, v)
     _check_mask_devices(q, q_ranges=q_ranges, k_ranges=k_ranges, attn_type_map=attn_type_map, indices=indices)
     if (q_ranges is None) == (indices is None):
         raise ContractError("Give either q_ranges and k_ranges or index_attn_indices, exactly one of the two.")
@@ -196,29 +230,6 @@ def check_call(
     if k_ranges is None:
         raise ContractError("k_ranges is missing; give one k range per q range.")
     _check_ranges(q_ranges, k_ranges, attn_type_map)  # type: ignore[arg-type]
-
-
-def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 3:
-        raise ContractError(f"{shapes}: give (tokens, heads, head dim) each; batches are packed into tokens.")
-    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
-        raise ContractError(f"{shapes}: k and v must have the same tokens and heads.")
-    if q.shape[2] != k.shape[2]:
-        raise ContractError(f"{shapes}: q and k must have the same head dim.")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ContractError(f"{shapes}: the number of query heads must be a multiple of that of kv heads.")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
-        raise ContractError(
-            f"dtypes of q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast all three to one floating dtype."
-        )
-    _check_devices(q, k=k, v=v)
-
-
-def _check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:
-    for name, x in others.items():
-        if x is not None and x.device != q.device:
-            raise ContractError(f"{name} is on {x.device}, q on {q.device}; move {name} to {q.device}.")
 
 
 def _check_mask_devices(q: torch.Tensor, **masks: torch.Tensor | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.errors import ContractError
+from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 
 
 def refuse_dtensor(name: str, x: object, is_global: bool = False) -> None:
@@ -23,3 +24,28 @@ def refuse_dtensor(name: str, x: object, is_global: bool = False) -> None:
             f"{told}its rows on this rank, {of}.to_local(). Ranks hold the rows that plan.shard (dispatch) gave "
             "them, which a DTensor's placement does not describe."
         )
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ``ContractError`` unless the three are (tokens, heads, head dim) each and fit together."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ContractError(f"{shapes}: give (tokens, heads, head dim) each; batches are packed into tokens.")
+    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ContractError(f"{shapes}: k and v must have the same tokens and heads.")
+    if q.shape[2] != k.shape[2]:
+        raise ContractError(f"{shapes}: q and k must have the same head dim.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ContractError(f"{shapes}: the number of query heads must be a multiple of that of kv heads.")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
+        raise ContractError(
+            f"dtypes of q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast all three to one floating dtype."
+        )
+    check_devices(q, k=k, v=v)
+
+
+def check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises ``ContractError`` unless the others, each under its name, are on q's device."""
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ContractError(f"{name} is on {x.device}, q on {q.device}; move {name} to {q.device}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slice tables from the tensors that kernel calls take: ranges and types, or index lists."""
+"""Slice tables from the tensors that kernel calls take: ranges and types."""
 
 from __future__ import annotations
 
@@ -137,28 +137,6 @@ def _table(array: np.ndarray) -> SliceTable:
             f"attn_type_map[{bad[0]}] is {array[bad[0], 4]}; use 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)."
         )
     return SliceTable(array)
-
-
-def table_from_indices(indices: torch.Tensor, total_k: int) -> SliceTable:
-    """FULL one-row slices from per-row key lists.
-
-    ``indices`` is integer (..., max_topk); flattened to (rows, max_topk), row r lists the rows of k that
-    query row r sees, in any order, padded with -1. A key listed twice counts once. Runs of consecutive keys
-    become one slice.
-
-    Raises:
-        ContractError: an index >= ``total_k``.
-    """
-    ids = as_int_array(indices, "The attention indices").reshape(-1, max(indices.shape[-1], 1))
-    if ids.size and int(ids.max()) >= total_k:
-        raise ContractError(f"An attention index is {int(ids.max())}, but k has only {total_k} rows.")
-    rows, columns = np.nonzero(ids >= 0)
-    flat = np.unique(rows * (total_k + 1) + ids[rows, columns])  # +1 keeps the runs of two rows apart
-    first = np.flatnonzero(np.diff(flat, prepend=-2) != 1)
-    last = np.append(first[1:], len(flat)) - 1 if len(flat) else first
-    row, start = np.divmod(flat[first], total_k + 1)
-    end = flat[last] % (total_k + 1) + 1
-    return SliceTable(np.stack([row, row + 1, start, end, np.full_like(row, FULL)], axis=1))
 
 
 def check_disjoint(slices: SliceTable) -> None:

@@ -25,7 +25,7 @@ from magi_attention.common.range import AttnRange
 from magi_attention.common.scalars import as_int, as_int_array
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
-from magi_attention.kernels.tables import table_from_attn_arg, table_from_indices, table_from_tensors
+from magi_attention.kernels.tables import table_from_attn_arg, table_from_tensors
 
 NO_INTEGERS = [4.5, 4.0, np.float64(4.5), np.float32(4.0), torch.tensor(4.5), "4", 4 + 0j]
 NO_COUNTS = [True, np.bool_(True), torch.tensor(True), None]  # of these lists may hold some
@@ -174,8 +174,6 @@ def test_ranges_of_kernel_calls_are_integers() -> None:
         argument = type("Argument", (), {"q_ranges": q, "k_ranges": k, "attn_type_map": types})
         with pytest.raises(ContractError, match="holds floats|Unknown AttnMaskType 1.5"):
             table_from_attn_arg(argument)
-    with pytest.raises(ContractError, match="attention indices holds? floats"):
-        table_from_indices(torch.tensor([[0.5, 1.0]]), 9)
 
 
 def test_as_int_and_as_int_array() -> None:

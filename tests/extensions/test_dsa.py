@@ -8,7 +8,8 @@ import torch
 from dense import assert_equal_gradients, dense_attention
 
 from magi_attention.errors import ContractError
-from magi_attn_extensions import dsa_attn_func, gathered_attention
+from magi_attention.kernels.index_attn import reference
+from magi_attn_extensions import dsa_attn_func
 from magi_attn_extensions.dsa_interface import BACKENDS
 
 # (Tq, Tk, Hq, Hk, D, top-k); the last two are the published sizes
@@ -42,7 +43,7 @@ def dense(leaves, indices, scale=None, block=1):
 def test_top_k_attention_is_dense_attention(sizes, seed, monkeypatch):
     """Also with so small a budget that a block has a few queries only."""
     if sizes[0] < 128:
-        monkeypatch.setattr(gathered_attention, "BUDGET", 200)
+        monkeypatch.setattr(reference, "BUDGET", 200)
     leaves, indices = draw(sizes, seed)
     scale = 0.7 if seed == 1 else None
     out, lse = dsa_attn_func(*leaves, indices.transpose(0, 1), scale)

@@ -13,8 +13,9 @@ from magi_attention import api
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.index_attn import reference
 from magi_attention.meta.solver.dispatch_solver import MinHeapDispatchAlg
-from magi_attn_extensions import MSA, gathered_attention
+from magi_attn_extensions import MSA
 from magi_attn_extensions.MSA import selection
 
 BLOCK = 128
@@ -53,7 +54,7 @@ def dense_mask(index_q, index_k, bounds, config):
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_over_ranks_it_is_dense_attention(case, monkeypatch):
     bounds, world, chunk, options = CASES[case]
-    monkeypatch.setattr(gathered_attention, "BUDGET", 1 << 20)
+    monkeypatch.setattr(reference, "BUDGET", 1 << 20)
     monkeypatch.setattr(selection, "BUDGET", 1 << 15)
     config = MSA.MsaConfig(**options)
     q, k, v, index_q, index_k = tensors = draw(bounds[-1], case)

@@ -124,7 +124,7 @@ def test_custom_op_registration_is_sound():
 
     case = make_case(7, 12, 10, np.array([[0, 12, 0, 10, 0]]))
     q, k, v = leaves(case)
-    mask = (*case.slices.tensors(), None)
+    mask = case.slices.tensors()
     for sink, top in ((None, False), (torch.randn(2, 4, dtype=torch.float64, requires_grad=True), True)):
         args = (q, k, v, *mask, sink, "sh", 0.3, 0.0, False, 0, top, "", True)
         torch.library.opcheck(torch_ops.flex_fwd, args)

@@ -21,7 +21,6 @@ from magi_attention.kernels.tables import (
     check_disjoint,
     table_from_attn_arg,
     table_from_host_ranges,
-    table_from_indices,
     table_from_tensors,
 )
 from magi_attention.testing.masks import random_slices
@@ -67,20 +66,6 @@ def test_walk_is_kept_with_the_table_and_not_shared():
     assert block_walk(table, 4, 4) is block_walk(table, 4, 4)
     assert block_walk(table, 4, 4) is not block_walk(twin, 4, 4)
     assert block_walk(SliceTable(empty_slices()), 4, 4) == ()
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_index_lists_become_their_slices(seed):
-    rng = np.random.default_rng(seed)
-    rows, total_k, topk = int(rng.integers(1, 12)), int(rng.integers(1, 20)), 6
-    ids = rng.integers(-1, total_k, size=(rows, 1, topk))
-    dense = np.zeros((rows, total_k), dtype=bool)
-    for r in range(rows):
-        dense[r, ids[r, 0][ids[r, 0] >= 0]] = True
-    table = table_from_indices(torch.from_numpy(ids.astype(np.int32)), total_k)
-    assert np.array_equal(to_dense(table.array, rows, total_k), dense)
-    assert table.area == dense.sum()
 
 
 def test_equal_range_tensors_share_a_table():

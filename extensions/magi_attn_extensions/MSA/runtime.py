@@ -17,7 +17,6 @@ import torch
 from magi_attention import api
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError
-from magi_attn_extensions.gathered_attention import gathered_attention
 from magi_attn_extensions.MSA.config import BLOCK, MsaConfig, MsaOutput, MsaV1Inputs
 from magi_attn_extensions.MSA.selection import select_packed
 
@@ -99,5 +98,6 @@ def calc_msa(inputs: MsaV1Inputs, key: MagiMsaKey) -> MsaOutput:
     if key.config.high_precision_reduce and k.dtype != torch.float64:
         k, v = k.float(), v.float()
     k, v = (api.undispatch(x, key.runtime_key, is_partial_grad=True) for x in (k, v))
-    out, _ = gathered_attention(q, k, v, chosen, key.config.softmax_scale, BLOCK, first, end)
-    return MsaOutput(out)
+    lists = api.prepare_indices(chosen, k.shape[0], k_block_size=BLOCK, k_start=first, k_end=end)
+    out, _ = api.index_attn_func(q.to(k.dtype), k, v, lists, softmax_scale=key.config.softmax_scale)
+    return MsaOutput(out.to(inputs.q.dtype))

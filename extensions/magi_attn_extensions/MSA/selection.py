@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from magi_attn_extensions.gathered_attention import BUDGET
+from magi_attention.kernels.index_attn.reference import BUDGET
 from magi_attn_extensions.MSA.config import BLOCK, MsaConfig
 
 NEG_INF = float("-inf")

@@ -18,10 +18,10 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.registry import default_registry
-from magi_attention.kernels.tables import check_disjoint, table_from_indices, table_from_tensors
+from magi_attention.kernels.tables import check_disjoint, table_from_tensors
 from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
 
-_MASK = "Tensor? q_ranges, Tensor? k_ranges, Tensor? attn_type_map, Tensor? indices, Tensor? sink"
+_MASK = "Tensor q_ranges, Tensor k_ranges, Tensor? attn_type_map, Tensor? sink"
 _OPTIONS = (
     "str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin, "
     "bool return_max_logits, str prefer, bool needs_backward"
@@ -80,24 +80,20 @@ def prepared_flex_fwd(
     return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
 
 
-def _mask(
-    k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe
-) -> SliceTable | RangeTensors:
+def _mask(k: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe) -> SliceTable | RangeTensors:
     """For the CUDA kernels: ranges on a GPU as they are, where nobody needs to look at them."""
     from magi_attention.env import general
 
     is_checked = general.is_sanity_check_enable()
-    if indices is None and q_ranges is not None and q_ranges.device == k.device and not is_checked:
-        return RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
-    return _slices(k, q_ranges, k_ranges, types, indices)
+    if q_ranges.device == k.device and not is_checked:
+        return RangeTensors(q_ranges, k_ranges, types)
+    return _slices(q_ranges, k_ranges, types)
 
 
-def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, indices: Maybe) -> SliceTable:
+def _slices(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe) -> SliceTable:
     from magi_attention.env import general
 
-    if indices is not None:
-        return table_from_indices(indices, k.shape[0])
-    slices = table_from_tensors(q_ranges, k_ranges, types, default_registry().tables)  # type: ignore[arg-type]
+    slices = table_from_tensors(q_ranges, k_ranges, types, default_registry().tables)
     if general.is_sanity_check_enable():
         check_disjoint(slices)
     return slices
@@ -109,8 +105,8 @@ def _slices(k: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe, types: Maybe, ind
     schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def flex_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe,
-    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor,
+    attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
     return_max_logits: bool, prefer: str, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -120,7 +116,7 @@ def flex_fwd(
         options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
         backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward), prefer)
         is_ffa = isinstance(backend, FfaBackend)
-        mask = (_mask if is_ffa else _slices)(k, q_ranges, k_ranges, attn_type_map, indices)
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map) if is_ffa else _slices(q_ranges, k_ranges, attn_type_map)
         if isinstance(backend, FfaBackend) and needs_backward:
             backend.slices_of(mask, q, k, options)  # starts to read the ranges, which the backward wants to know
     with step("fwd_run"):
@@ -136,8 +132,8 @@ def flex_fwd(
 
 @flex_fwd.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: Maybe, k_ranges: Maybe,
-    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor,
+    attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
     return_max_logits: bool, prefer: str, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -161,8 +157,7 @@ def _(
 )
 def flex_bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q_ranges: Maybe, k_ranges: Maybe,
-    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
@@ -171,7 +166,7 @@ def flex_bwd(
         options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
         backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
         is_ffa = isinstance(backend, FfaBackend)
-        mask = (_mask if is_ffa else _slices)(k, q_ranges, k_ranges, attn_type_map, indices)
+        mask = _mask(k, q_ranges, k_ranges, attn_type_map) if is_ffa else _slices(q_ranges, k_ranges, attn_type_map)
         if isinstance(backend, FfaBackend):
             slices = backend.slices_of(mask, q, k, options)
             mask = mask if slices is None else slices
@@ -188,8 +183,7 @@ def flex_bwd(
 @flex_bwd.register_fake
 def _(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q_ranges: Maybe, k_ranges: Maybe,
-    attn_type_map: Maybe, indices: Maybe, sink: Maybe,
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
@@ -197,9 +191,9 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, q_ranges, k_ranges, types, indices, sink, *options = inputs
+    q, k, v, q_ranges, k_ranges, types, sink, *options = inputs
     out, lse, _ = output
-    ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, indices, sink)
+    ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, sink)
     ctx.options = options
 
 
@@ -208,7 +202,7 @@ def _grad(ctx: Any, dout: torch.Tensor, _dlse: object, _dmax_logits: object) -> 
     tensors = ctx.saved_tensors
     dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
     sink = tensors[-1]
-    return dq, dk, dv, None, None, None, None, None if sink is None else dsink, *[None] * 8
+    return dq, dk, dv, None, None, None, None if sink is None else dsink, *[None] * 8
 
 
 flex_fwd.register_autograd(_grad, setup_context=_save)

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of each query to a list of keys of its own.
+
+``types`` has the interface of an implementation, ``choice`` the list of implementations, ``reference`` the one in plain
+torch, ``custom_ops`` what callers run.
+"""
+
+from magi_attention.kernels.index_attn.choice import backends, choose
+from magi_attention.kernels.index_attn.prepare import prepare_indices
+from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem, PreparedIndices
+
+__all__ = ["IndexBackend", "IndexProblem", "PreparedIndices", "backends", "choose", "prepare_indices"]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index attention as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees opaque nodes.
+
+``magi_attention::index_fwd`` and ``magi_attention::index_bwd`` take prepared lists and run what ``choose`` gives. Sinks
+join here, by the lse, so that no implementation has to know them. Gradients of ``lse`` and ``max_logits`` are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.index_attn.choice import choose
+from magi_attention.kernels.index_attn.reference import largest_logits
+from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
+from magi_attention.kernels.reference.correction import correct_attn_out_lse_with_sink, sink_bwd
+from magi_attention.kernels.types import accumulation_dtype, options_of
+
+_LISTS = "Tensor rows, Tensor counts, SymInt k_block_size, Tensor? k_start, Tensor? k_end"
+_OPTIONS = "Tensor? sink, str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin"
+Maybe = torch.Tensor | None
+
+
+@torch.library.custom_op(
+    "magi_attention::index_fwd", mutates_args=(),
+    schema=(
+        f"(Tensor q, Tensor k, Tensor v, {_LISTS}, {_OPTIONS}, bool return_max_logits, bool needs_backward) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)  # fmt: skip
+def index_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, k_block_size: int,
+    k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float,
+    deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
+    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end)
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward)
+    out, lse = choose(problem).forward(problem, q, k, v, lists)
+    if sink is not None:
+        out, lse = correct_attn_out_lse_with_sink(out, lse, sink, sink_layout)
+    max_logits = largest_logits(options, q, k, lists) if return_max_logits else lse.new_empty(0)
+    return out.to(q.dtype), lse, max_logits
+
+
+@index_fwd.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, k_block_size: int,
+    k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float,
+    deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    acc, heads = accumulation_dtype(q.dtype), q.shape[1]
+    return (
+        q.new_empty((q.shape[0], heads, v.shape[2])),
+        q.new_empty((q.shape[0], heads), dtype=acc),
+        q.new_empty((heads if return_max_logits else 0,), dtype=acc),
+    )
+
+
+@torch.library.custom_op(
+    "magi_attention::index_bwd", mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)  # fmt: skip
+def index_bwd(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    rows: torch.Tensor, counts: torch.Tensor, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
+    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end)
+    options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward=True)
+    dq, dk, dv = choose(problem).backward(problem, dout, q, k, v, out, lse, lists)
+    dsink = lse.new_empty(0) if sink is None else sink_bwd(sink, lse, out, dout, sink_layout)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
+@index_bwd.register_fake
+def _(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    rows: torch.Tensor, counts: torch.Tensor, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe,
+    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, rows, counts, block, k_start, k_end, sink, *options = inputs
+    out, lse, max_logits = output
+    ctx.save_for_backward(q, k, v, out, lse, rows, counts, k_start, k_end, sink)
+    ctx.block, ctx.options = block, options[:5]
+    ctx.mark_non_differentiable(lse, max_logits)
+
+
+def _grad(ctx: Any, dout: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, rows, counts, k_start, k_end, sink = ctx.saved_tensors
+    lists = rows, counts, ctx.block, k_start, k_end
+    dq, dk, dv, dsink = index_bwd(dout, q, k, v, out, lse, *lists, sink, *ctx.options)
+    return dq, dk, dv, *[None] * 5, None if sink is None else dsink, *[None] * 7
+
+
+index_fwd.register_autograd(_grad, setup_context=_save)
+index_bwd.register_autograd(refuse_double_backward)

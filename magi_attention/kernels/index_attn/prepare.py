@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From lists of keys as callers choose them to lists as kernels read them: sorted, every key once."""
+
+from __future__ import annotations
+
+import torch
+
+from magi_attention.env import general
+from magi_attention.errors import ContractError
+from magi_attention.kernels.index_attn.types import PreparedIndices
+
+_INTEGERS = (torch.int32, torch.int64)
+_LAST = torch.iinfo(torch.int32).max  # sorts behind every entry
+
+
+def prepare_indices(
+    indices: torch.Tensor, total_k: int, *, k_block_size: int = 1, k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
+) -> PreparedIndices:  # fmt: skip
+    """Sorts lists of keys, once for all layers that share them and for every forward and backward.
+
+    Args:
+        indices: int32 or int64 (Tq, Hk, N): entries in any order. Negative ones are none, wherever they stand, and one
+            that is there twice counts once. By default an entry is a row of k.
+        total_k: rows of k.
+        k_block_size: if above 1, entry b is the rows ``[b * k_block_size, (b + 1) * k_block_size)`` of k.
+        k_start: integer (Tq,): rows are counted from here, as from the first key of the query's document.
+        k_end: integer (Tq,): only rows before this one are seen, as for causal attention.
+
+    Raises:
+        ContractError: shapes or dtypes that do not fit together, and an entry that begins after the last key. On a GPU
+            such entries count as none without an error, since looking would wait for the GPU; with
+            ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
+    """
+    if indices.dim() != 3 or indices.dtype not in _INTEGERS:
+        raise ContractError(
+            f"indices are {tuple(indices.shape)} {indices.dtype}; give int32 or int64 (queries, kv heads, keys)."
+        )
+    if not 0 <= total_k < _LAST or k_block_size < 1:
+        raise ContractError(f"total_k is {total_k}, k_block_size {k_block_size}; give 0 or more, and 1 or more.")
+    bounds = [_bound(name, x, indices) for name, x in (("k_start", k_start), ("k_end", k_end))]
+    rows, counts = prepare_op(indices, total_k, k_block_size, bounds[0])
+    return PreparedIndices(rows, counts, total_k, k_block_size, *bounds)
+
+
+def _bound(name: str, x: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor | None:
+    if x is None:
+        return None
+    if x.dim() != 1 or x.shape[0] != indices.shape[0] or x.dtype not in _INTEGERS:
+        raise ContractError(f"{name} is {tuple(x.shape)} {x.dtype}; give int64 ({indices.shape[0]},), one per query.")
+    return x.to(indices.device, torch.int64)
+
+
+@torch.library.custom_op(
+    "magi_attention::index_prepare", mutates_args=(),
+    schema="(Tensor indices, SymInt total_k, SymInt k_block_size, Tensor? k_start) -> (Tensor, Tensor)",
+)  # fmt: skip
+def prepare_op(
+    indices: torch.Tensor, total_k: int, k_block_size: int, k_start: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rows, counts)`` of ``PreparedIndices``."""
+    start = 0 if k_start is None else k_start[:, None, None]
+    is_beyond = indices.long() * k_block_size + start >= total_k
+    is_none = indices < 0
+    if not indices.is_cuda or general.is_sanity_check_enable():
+        _refuse(indices, is_beyond & ~is_none, total_k, k_block_size)
+    rows = indices.masked_fill(is_none | is_beyond, _LAST).int().sort(dim=-1).values
+    is_kept = rows != _LAST
+    is_kept[..., 1:] &= rows[..., 1:] != rows[..., :-1]
+    # Each kept entry goes behind those before it, and all others into one more column, which is dropped.
+    place = torch.where(is_kept, is_kept.cumsum(-1) - 1, rows.shape[2])
+    packed = torch.full((*rows.shape[:2], rows.shape[2] + 1), -1, dtype=torch.int32, device=rows.device)
+    packed.scatter_(-1, place, rows)
+    return packed[..., :-1].contiguous(), is_kept.sum(-1, dtype=torch.int32)
+
+
+def _refuse(indices: torch.Tensor, is_bad: torch.Tensor, total_k: int, block: int) -> None:
+    if not bool(is_bad.any()):
+        return
+    worst = int(indices[is_bad].max())
+    blocks = f" in blocks of {block}" if block > 1 else ""
+    raise ContractError(f"An attention index is {worst}{blocks}, but k has only {total_k} rows.")
+
+
+@prepare_op.register_fake
+def _(
+    indices: torch.Tensor, total_k: int, k_block_size: int, k_start: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return indices.new_empty(indices.shape, dtype=torch.int32), indices.new_empty(indices.shape[:2], dtype=torch.int32)

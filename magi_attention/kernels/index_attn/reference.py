@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index attention by gathering the keys of each query: the reference, in plain tensor operations on any device.
+
+Queries are taken in blocks, so that no more than ``BUDGET`` numbers of keys and values are gathered at a time. Keys are
+read once for each query that lists them; a kernel would share them. Results are the same bits on every run. The
+formulas are those of ``kernels.reference.sdpa``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
+from magi_attention.kernels.reference.correction import safe_lse, safe_subtract
+from magi_attention.kernels.reference.operands import reference_why_not
+from magi_attention.kernels.types import AttnOptions, accumulation_dtype
+
+BUDGET = 1 << 25  # 128 MiB of float32
+_NEG_INF = float("-inf")
+
+
+class _Part:
+    """Some of the queries with their keys: n queries, N keys for each, G query heads per kv head."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, queries: slice) -> None:
+        self.queries, self.heads, self.acc = queries, k.shape[1], accumulation_dtype(q.dtype)
+        keys, seen = _keys(lists, queries)
+        self.seen = seen[:, :, None]  # (n, Hk, 1, N)
+        self.sees_any = seen.any(-1)[:, :, None, None]  # (n, Hk, 1, 1)
+        # A key that is not seen stands for row 0, whose values then must not matter, not even NaN.
+        self.rows = torch.where(seen, keys, 0) * self.heads + torch.arange(self.heads, device=q.device)[:, None]
+        self.q, self.k = self.grouped(q), self.gathered(k)
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor (Tq, Hq, D) as (n, Hk, G, D); 0 where the query sees nothing."""
+        rows: torch.Tensor = x[self.queries].unflatten(1, (self.heads, -1)).to(self.acc)
+        return rows.masked_fill(~self.sees_any, 0)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of k or v as (n, Hk, N, D); 0 where nothing is seen."""
+        return x.flatten(0, 1)[self.rows].to(self.acc).masked_fill(~self.seen.transpose(-1, -2), 0)
+
+    def logits(self, options: AttnOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits (n, Hk, G, N), -inf where nothing is seen, and the slope of the softcap or None."""
+        logits, slope = torch.matmul(self.q, self.k.transpose(-1, -2)) * options.softmax_scale, None
+        if options.softcap > 0:
+            logits = torch.tanh(logits / options.softcap)
+            slope = 1 - logits**2
+            logits = logits * options.softcap
+        return logits.masked_fill(~self.seen, _NEG_INF), slope
+
+    def add(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds (n, Hk, N, D) to their rows of ``total``, in one order always."""
+        rows, values = self.rows.flatten(), values.flatten(0, 2)
+        if total.is_cuda:  # where index_add_ adds in any order, and this one sorts
+            total.index_put_((rows,), values, accumulate=True)
+        else:
+            total.index_add_(0, rows, values)
+
+
+def _keys(lists: PreparedIndices, queries: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of k (n, Hk, N) int64 of some queries, and which of them are seen."""
+    listed = lists.rows[queries].long()
+    if lists.is_plain:
+        return listed, listed >= 0
+    block = lists.k_block_size
+    keys = listed[..., None] * block + torch.arange(block, device=listed.device)
+    if lists.k_start is not None:
+        keys = keys + lists.k_start[queries, None, None, None]
+    seen = (listed[..., None] >= 0) & (keys >= 0) & (keys < lists.total_k)
+    if lists.k_end is not None:
+        seen &= keys < lists.k_end[queries, None, None, None]
+    return keys.flatten(2), seen.flatten(2)
+
+
+def _parts(q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, dim_v: int) -> Iterator[_Part]:
+    if k.shape[0] == 0:  # there is no row 0 to stand for what is not seen
+        lists = lists._replace(rows=lists.rows[..., :0])
+    numbers = k.shape[1] * max(lists.rows.shape[2] * lists.k_block_size, 1) * (k.shape[2] + dim_v)
+    step = max(BUDGET // numbers, 1)
+    for start in range(0, q.shape[0], step):
+        yield _Part(q, k, lists, slice(start, start + step))
+
+
+@dataclass(frozen=True)
+class IndexReference:
+    """The reference as an ``IndexBackend``, ``"sdpa"`` as the dense one."""
+
+    name: str = "sdpa"
+
+    def why_not(self, problem: IndexProblem) -> str | None:
+        return reference_why_not(problem)
+
+    @torch.no_grad()
+    def forward(
+        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``IndexBackend.forward``."""
+        acc = accumulation_dtype(q.dtype)
+        out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=acc if problem.has_sink else q.dtype)
+        lse = q.new_empty(q.shape[:2], dtype=acc)
+        for part in _parts(q, k, lists, v.shape[2]):
+            logits, _ = part.logits(problem.options)
+            total = safe_lse(logits, keepdim=True)
+            weights = torch.exp(safe_subtract(logits, total))
+            out[part.queries] = torch.matmul(weights, part.gathered(v)).flatten(1, 2).to(out.dtype)
+            lse[part.queries] = total.flatten(1)
+        return out, lse
+
+    @torch.no_grad()
+    def backward(
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See ``IndexBackend.backward``; dk and dv in the accumulation dtype."""
+        dq = torch.empty_like(q)
+        dk, dv = (x.new_zeros((x.shape[0] * x.shape[1], x.shape[2]), dtype=lse.dtype) for x in (k, v))
+        for part in _parts(q, k, lists, v.shape[2]):
+            logits, slope = part.logits(problem.options)
+            grad, values = part.grouped(dout), part.gathered(v)
+            delta = (grad * part.grouped(out)).sum(-1, keepdim=True)
+            total = lse[part.queries].unflatten(1, (part.heads, -1))[..., None]
+            weights = torch.exp(safe_subtract(logits, total))
+            part.add(dv, torch.matmul(weights.transpose(-1, -2), grad))
+            dlogits = weights * (torch.matmul(grad, values.transpose(-1, -2)) - delta) * problem.options.softmax_scale
+            if slope is not None:
+                dlogits = dlogits * slope
+            part.add(dk, torch.matmul(dlogits.transpose(-1, -2), part.q))
+            dq[part.queries] = torch.matmul(dlogits, part.k).flatten(1, 2).to(q.dtype)
+        return dq, dk.view(k.shape), dv.view(v.shape)
+
+
+@torch.no_grad()
+def largest_logits(options: AttnOptions, q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices) -> torch.Tensor:
+    """``max_logits`` (Hq,) as of ``Partial``, in the accumulation dtype; reads the keys once more."""
+    largest = q.new_full((q.shape[1],), _NEG_INF, dtype=accumulation_dtype(q.dtype))
+    for part in _parts(q, k, lists, 0):
+        logits, _ = part.logits(options)
+        if logits.numel():
+            largest = torch.maximum(largest, logits.amax((0, 3)).flatten())
+    return largest

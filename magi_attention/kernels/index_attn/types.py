@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an implementation of index attention is asked and what it gives back.
+
+Query t sees, in the heads of kv head h, a list of keys of its own. Shapes: q (Tq, Hq, D), k (Tk, Hk, D),
+v (Tk, Hk, Dv), out (Tq, Hq, Dv), lse (Tq, Hq), lists (Tq, Hk, N); Hq is a multiple of Hk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from magi_attention.kernels.types import AttnOptions, Problem
+
+
+class PreparedIndices(NamedTuple):
+    """Lists of keys in the order that kernels want, as ``prepare_indices`` makes them.
+
+    ``rows`` int32 (Tq, Hk, N), contiguous: each list ascending, every entry once, then -1 to its end. ``counts`` int32
+    (Tq, Hk): entries of each list. ``total_k``: rows of k that they are for. With ``k_block_size`` 1 and ``k_start``
+    None an entry is a row of k. Else entry b is the block of ``k_block_size`` rows from ``k_start[t] + b *
+    k_block_size`` on, and only its rows before ``k_end[t]`` are seen (int64 (Tq,) each; None: 0 and ``total_k``).
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    total_k: int
+    k_block_size: int = 1
+    k_start: torch.Tensor | None = None
+    k_end: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Are entries rows of k?"""
+        return self.k_block_size == 1 and self.k_start is None and self.k_end is None
+
+
+@dataclass(frozen=True)
+class IndexProblem(Problem):
+    """A ``Problem`` whose queries have lists of up to ``topk`` entries; ``is_plain`` as of ``PreparedIndices``."""
+
+    topk: int = 0
+    is_plain: bool = True
+
+    @classmethod
+    def of_lists(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, lists: PreparedIndices,
+        sink: torch.Tensor | None = None, needs_backward: bool = False,
+    ) -> IndexProblem:  # fmt: skip
+        """The problem posed by these tensors."""
+        problem = Problem.of(q, k, v, options, sink, needs_backward)
+        common = {f.name: getattr(problem, f.name) for f in fields(Problem)}
+        return cls(**common, topk=lists.rows.shape[2], is_plain=lists.is_plain)
+
+
+@runtime_checkable
+class IndexBackend(Protocol):
+    """One implementation of index attention. Stateless; any strides of q, k, v and dout are accepted.
+
+    The caller adds sinks, by ``lse``, and computes ``max_logits``: an implementation knows neither. Scale, softcap,
+    ``deterministic`` and ``sm_margin`` are in ``problem.options``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def why_not(self, problem: IndexProblem) -> str | None:
+        """None if it can run the problem, else a sentence."""
+        ...
+
+    def forward(
+        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out, lse)``: out in q's dtype or, where the caller has to round it once more (``problem.has_sink``),
+        preferably in the accumulation dtype, which lse always has. A query without keys gives 0 and -inf."""
+        ...
+
+    def backward(
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """``(dq, dk, dv)`` in any floating dtype; out and lse are the final ones of each row, with the sink."""
+        ...

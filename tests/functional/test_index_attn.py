@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index attention against a masked softmax in float64, with all options, and against poison in what nobody lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from magi_attention.api import flex_flash_attn_func, index_attn_func, prepare_indices
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.kernels.index_attn import reference
+from magi_attention.kernels.index_attn.custom_ops import index_bwd, index_fwd
+
+NEG_INF = float("-inf")
+# Tq, Tk, Hq, Hk, D, Dv, N
+SIZES = [(7, 9, 4, 2, 8, 8, 5), (5, 3, 3, 3, 5, 4, 6), (6, 20, 8, 1, 16, 12, 11), (3, 1, 2, 1, 4, 4, 2)]
+
+
+def draw(sizes, seed):
+    """Leaves q, k, v in float64 and int32 lists with duplicates, -1 anywhere and empty rows."""
+    tq, tk, hq, hk, dim, dim_v, width = sizes
+    gen = torch.Generator().manual_seed(seed)
+    shapes = (tq, hq, dim), (tk, hk, dim), (tk, hk, dim_v)
+    leaves = [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
+    indices = torch.randint(-tk // 2, tk, (tq, hk, width), generator=gen, dtype=torch.int32)
+    indices[torch.rand(tq, generator=gen) < 0.3] = -1
+    return leaves, indices
+
+
+def allowed_by(indices, total_k, block=1, start=None, end=None):
+    """(Hk, Tq, Tk) from the definition, pair by pair."""
+    tokens, heads, _ = indices.shape
+    allowed = torch.zeros(heads, tokens, total_k, dtype=torch.bool)
+    for t in range(tokens):
+        first, last = 0 if start is None else int(start[t]), total_k if end is None else int(end[t])
+        for h in range(heads):
+            for entry in indices[t, h].tolist():
+                if entry >= 0:
+                    allowed[h, t, first + entry * block : min(first + (entry + 1) * block, last)] = True
+    return allowed
+
+
+def truth(leaves, allowed, scale=None, softcap=0.0, sink=None):
+    """``(out, lse, max_logits)`` by autograd's own formulas."""
+    q, k, v = leaves
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    seen = allowed.repeat_interleave(group, 0)
+    logits = torch.where(seen, logits, NEG_INF)
+    mass = logits.exp()
+    total = mass.sum(2)
+    if sink is not None:
+        extra = sink.exp().sum(-2)  # (Hq,) or (Tq, Hq)
+        total = total + (extra[:, None] if extra.dim() == 1 else extra.t())
+    weights = mass / torch.where(total == 0, 1.0, total)[..., None]
+    out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+    return out, total.log().t(), logits.flatten(1).amax(1)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_every_option_is_as_in_a_dense_softmax(case, monkeypatch):
+    sizes, seed = SIZES[case % len(SIZES)], 100 + case
+    print(f"seed {seed}")
+    monkeypatch.setattr(reference, "BUDGET", 300)  # a few queries at a time
+    leaves, indices = draw(sizes, seed)
+    sink = None
+    if case % 3:
+        shape = (2, sizes[2]) if case % 3 == 1 else (sizes[0], 3, sizes[2])
+        sink = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    options = dict(scale=0.7 if case % 2 else None, softcap=1.5 if case >= 6 else 0.0, sink=sink)
+    want, lse, largest = truth(leaves, allowed_by(indices, sizes[1]), **options)
+    options["softmax_scale"] = options.pop("scale")
+    out, meta = index_attn_func(
+        *leaves, indices.long() if case % 2 else indices, return_max_logits=True, deterministic=bool(case % 2),
+        sink_layout="ssh" if case % 3 == 2 else "sh", **options,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(meta.lse, lse.detach())
+    torch.testing.assert_close(meta.max_logits, largest.detach())
+    assert not meta.lse.requires_grad and not meta.max_logits.requires_grad
+    inputs = leaves if sink is None else [*leaves, sink]
+    dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(seed))
+    for got, wanted in zip(*(torch.autograd.grad(x, inputs, dout) for x in (out, want))):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_lists_of_blocks_between_bounds():
+    leaves, _ = draw((6, 21, 4, 2, 8, 8, 1), 5)
+    gen = torch.Generator().manual_seed(5)
+    indices = torch.randint(-1, 3, (6, 2, 4), generator=gen)
+    start, end = torch.tensor([0, 0, 3, 5, 5, 6]), torch.tensor([21, 4, 14, 5, 21, 0])
+    for bounds in ({}, dict(k_start=start), dict(k_end=end), dict(k_start=start, k_end=end)):
+        lists = prepare_indices(indices, 21, k_block_size=6, **bounds)
+        allowed = allowed_by(indices, 21, 6, bounds.get("k_start"), bounds.get("k_end"))
+        results = index_attn_func(*leaves, lists)[0], truth(leaves, allowed)[0]
+        torch.testing.assert_close(*results)
+        for pair in zip(*(torch.autograd.grad(x.sum(), leaves) for x in results)):
+            torch.testing.assert_close(*pair)
+
+
+def test_layers_share_prepared_lists():
+    leaves, indices = draw(SIZES[0], 3)
+    lists = prepare_indices(indices, 9)
+    assert torch.equal(index_attn_func(*leaves, lists)[0], index_attn_func(*leaves, indices)[0])
+    with pytest.raises(ContractError, match=r"for \(7, 2\) queries and kv heads and 9 keys, but q and k have"):
+        index_attn_func(leaves[0][:6], *leaves[1:], lists)
+    with pytest.raises(ContractError, match="give integers .7 queries, 2 kv heads, keys."):
+        index_attn_func(*leaves, indices[:, :1])
+
+
+def test_poison_in_what_nobody_sees_stays_there():
+    leaves, indices = draw(SIZES[0], 8)
+    indices[indices == 0] = 1  # row 0 stands for what is not seen
+    indices[2] = -1
+    want = index_attn_func(*leaves, indices)
+    dout = torch.ones_like(want[0])
+    wanted = torch.autograd.grad(want[0], leaves, dout)
+    unseen = ~allowed_by(indices, 9).any(1)  # (Hk, Tk)
+    q, k, v = poisoned = [x.detach().clone() for x in leaves]
+    q[2], k[unseen.t()], v[unseen.t()] = (float("nan"),) * 3
+    poisoned = [x.requires_grad_() for x in poisoned]
+    out, meta = index_attn_func(*poisoned, indices)
+    dout[2] = float("nan")
+    assert unseen[:, 0].all() and torch.equal(out, want[0]) and torch.equal(meta.lse, want[1].lse)
+    assert (out[2] == 0).all() and (meta.lse[2] == NEG_INF).all()
+    for got, grad in zip(torch.autograd.grad(out, poisoned, dout), wanted):
+        assert torch.equal(got, grad)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_the_same_bits_again_and_for_any_order_of_a_list(dtype):
+    leaves, indices = draw((33, 50, 8, 2, 32, 16, 24), 4)
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    want = truth([x.double() for x in leaves], allowed_by(indices, 50))[0]
+    runs = []
+    for lists in (indices, indices, indices.flip(-1)):
+        out, meta = index_attn_func(*leaves, lists, deterministic=True)
+        runs.append([out, meta.lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+    assert runs[0][0].dtype == dtype and runs[0][1].dtype == torch.float32
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(runs[0][0].double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 1, 4, 4, 3), (3, 0, 2, 1, 4, 4, 2), (3, 4, 2, 1, 4, 4, 0)], ids=str)
+def test_nothing_to_see_gives_zeros(sizes):
+    leaves, _ = draw((*sizes[:1], max(sizes[1], 1), *sizes[2:]), 0)
+    leaves = [leaves[0], *(x.detach()[: sizes[1]].requires_grad_() for x in leaves[1:])]
+    indices = torch.full((sizes[0], 1, sizes[6]), -1)
+    out, meta = index_attn_func(*leaves, indices, return_max_logits=True)
+    assert out.shape == (sizes[0], 2, 4) and (out == 0).all()
+    assert (meta.lse == NEG_INF).all() and (meta.max_logits == NEG_INF).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_compiled_it_is_one_op_and_one_that_prepares():
+    (q, k, v), indices = draw(SIZES[2], 6)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(q, k, v, indices):
+        return index_attn_func(q, k, v, indices)[0] * 2
+
+    out = torch.compile(layer, fullgraph=True, backend=backend)(q, k, v, indices)
+    assert torch.equal(out, layer(q, k, v, indices))
+    names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
+    assert names == ["magi_attention.index_prepare.default", "magi_attention.index_fwd.default"]
+    trained = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, indices)
+    wanted = torch.autograd.grad(layer(q, k, v, indices).sum(), (q, k, v))
+    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(trained.sum(), (q, k, v)), wanted))
+
+
+def test_ops_are_registered_soundly():
+    (q, k, v), indices = draw(SIZES[0], 1)
+    lists = prepare_indices(indices, 9)
+    mask = lists.rows, lists.counts, 1, None, None
+    sink = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    for extra, top in ((None, False), (sink, True)):
+        torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))
+        out, lse, _ = index_fwd(q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True)
+        back = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
+        extra = None if extra is None else extra.detach()
+        torch.library.opcheck(
+            index_bwd, (*back, *mask, extra, "sh", 0.3, 0.0, False, 0), test_utils=("test_schema", "test_faketensor")
+        )
+    out = index_fwd(q, k, v, *mask, None, "sh", 0.3, 0.0, False, 0, False, True)[0]
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+        grad.sum().backward()
+
+
+def test_published_spellings_say_the_same():
+    leaves, indices = draw(SIZES[0], 9)
+    q, k, v = leaves
+    options = dict(softmax_scale=0.3, softcap=2.0)
+    want, meta = index_attn_func(*leaves, indices, **options)
+    newer, newer_meta = flex_flash_attn_func(
+        *leaves, index_sparse_indices=indices, index_sparse=True, block_sparse=True, pack_gqa=True, **options
+    )
+    assert torch.equal(newer, want) and torch.equal(newer_meta.lse, meta.lse)
+    # physical rows of 1.1.x: kv head h of token t is row t * Hk + h of k
+    physical = torch.where(indices < 0, indices, indices * 2 + torch.arange(2, dtype=torch.int32)[:, None])
+    older, _ = flex_flash_attn_func(
+        q.reshape(14, 2, 8), k.reshape(18, 1, 8), v.reshape(18, 1, 8), index_attn_indices=physical, index_attn=True,
+        **options,
+    )  # fmt: skip
+    assert torch.equal(older.reshape(want.shape), want)
+    blocks = torch.where(indices < 0, indices, indices // 4)
+    by_blocks, _ = flex_flash_attn_func(*leaves, index_sparse_indices=blocks, sparse_k_block_size=4)
+    torch.testing.assert_close(by_blocks, truth(leaves, allowed_by(blocks, 9, 4))[0])
+    ranges = torch.tensor([[0, 4]])
+    with pytest.raises(ContractError, match="index_sparse_indices and q_ranges and k_ranges exclude each other"):
+        flex_flash_attn_func(*leaves, ranges, ranges, index_sparse_indices=indices)
