@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions.
 
-New code: ``Mask, make_plan, plan_async, Plan, attend, attend_replicated_kv``. Existing code: the functions of the
-published 1.1.x API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
+New code: ``Mask, make_plan, plan_async, Plan, attend, attend_index, attend_replicated_kv``. Existing code: functions
+of the published 1.1.x API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
 """
 
 from magi_attention.api.functools import (
@@ -14,6 +14,7 @@ from magi_attention.api.functools import (
     squash_batch_dim,
 )
 from magi_attention.api.gradients import set_gradient_sum, sum_gradients
+from magi_attention.api.index_attn import IndexExchange, attend_index, prepare_index_exchange
 from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
 from magi_attention.api.legacy import magi_attn_flex_dispatch, magi_attn_varlen_dispatch
 from magi_attention.api.magi_attn_interface import (
@@ -80,6 +81,7 @@ __all__ = [
     "GeneralAttnMaskType",
     "GreedyOverlapAlg",
     "GrpCollConfig",
+    "IndexExchange",
     "LBDispatchAlg",
     "Mask",
     "LocalityDispatchAlg",
@@ -94,6 +96,7 @@ __all__ = [
     "ToppHeapDispatchAlg",
     "UniformOverlapAlg",
     "attend",
+    "attend_index",
     "attend_replicated_kv",
     "calc_attn",
     "clear_cache",
@@ -121,6 +124,7 @@ __all__ = [
     "make_plan",
     "make_varlen_key_for_new_mask_after_dispatch",
     "plan_async",
+    "prepare_index_exchange",
     "prepare_indices",
     "roll",
     "roll_simple",

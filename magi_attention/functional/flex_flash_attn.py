@@ -191,7 +191,7 @@ def flex_flash_attn_func(
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
         check_devices(q, sink=sink)
     if index_attn_indices is not None:
-        lists = prepare_indices(index_attn_indices.reshape(q.shape[0], 1, -1).to(q.device), k.shape[0])
+        lists = prepare_indices(index_attn_indices.flatten(0, 1)[:, None].to(q.device), k.shape[0])
         return attend_lists(
             q, k, v, lists, sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale, softcap=softcap,
             deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,

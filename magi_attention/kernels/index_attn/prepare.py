@@ -32,15 +32,26 @@ def prepare_indices(
             such entries count as none without an error, since looking would wait for the GPU; with
             ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
     """
-    if indices.dim() != 3 or indices.dtype not in _INTEGERS:
-        raise ContractError(
-            f"indices are {tuple(indices.shape)} {indices.dtype}; give int32 or int64 (queries, kv heads, keys)."
-        )
+    _check_form(indices)
     if not 0 <= total_k < _LAST or k_block_size < 1:
         raise ContractError(f"total_k is {total_k}, k_block_size {k_block_size}; give 0 or more, and 1 or more.")
     bounds = [_bound(name, x, indices) for name, x in (("k_start", k_start), ("k_end", k_end))]
     rows, counts = prepare_op(indices, total_k, k_block_size, bounds[0])
     return PreparedIndices(rows, counts, total_k, k_block_size, *bounds)
+
+
+def check_lists(indices: torch.Tensor, total_k: int) -> None:
+    """Raises ``ContractError`` as ``prepare_indices`` does for lists of rows of k."""
+    _check_form(indices)
+    if not indices.is_cuda or general.is_sanity_check_enable():
+        _refuse(indices, indices >= total_k, total_k, 1)
+
+
+def _check_form(indices: torch.Tensor) -> None:
+    if indices.dim() != 3 or indices.dtype not in _INTEGERS:
+        raise ContractError(
+            f"indices are {tuple(indices.shape)} {indices.dtype}; give int32 or int64 (queries, kv heads, keys)."
+        )
 
 
 def _bound(name: str, x: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index attention over a context-parallel group: the rows of keys and values that this rank's lists name are fetched.
+
+A *row* is one kv head of one token, k (D,) and v (Dv,): heads choose for themselves, and whole tokens would carry the
+rows of heads that did not choose them. Which rows are needed is known at run time only. So each call
+
+1. marks the rows of other ranks that are needed, each once, and tells all ranks how many it needs from whom,
+2. asks their owners for them and fetches k and v in one message,
+3. attends locally, over its own rows and behind them those that came, by lists that name these.
+
+The backward returns the gradients of fetched rows in one message; an owner adds them in rank order to its own, in
+float32. The host waits for the GPU once, for the counts of step 1, which say how large the messages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from magi_attention.common.forward_meta import AttnForwardMeta
+from magi_attention.common.plan_cache import Kind, on_gpu
+from magi_attention.common.scalars import as_int
+from magi_attention.errors import ContractError
+from magi_attention.functional.index_attn import attend_lists
+from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor
+from magi_attention.functional.layout import TokenLayout
+from magi_attention.kernels.double_backward import once_differentiable
+from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
+from magi_attention.kernels.index_attn.prepare import check_lists
+from magi_attention.kernels.reference.correction import check_sink
+from magi_attention.kernels.types import accumulation_dtype
+
+_STARTS: Kind[torch.device, torch.Tensor] = Kind("first rows of shards", on_gpu)
+_MAX_LISTED = 4
+_INT32 = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class IndexExchange:
+    """Which rows cross between ranks for some lists, as ``prepare_index_exchange`` found out.
+
+    ``lists`` are for queries (T * Hk, G heads) and the rows of this rank, (T * Hk) of them, with the fetched ones
+    behind. ``requests`` int64: rows of this rank that others fetch, ``sent_counts[r]`` of them by rank r;
+    ``got_counts[r]`` rows are fetched from rank r.
+    """
+
+    lists: PreparedIndices
+    num_heads_kv: int
+    requests: torch.Tensor
+    sent_counts: tuple[int, ...]
+    got_counts: tuple[int, ...]
+
+
+def make_exchange(indices: torch.Tensor, layout: TokenLayout, max_rows: int | None = None) -> IndexExchange:
+    """``prepare_index_exchange`` by the layout of a plan."""
+    world, me = layout.transport.size, layout.rank
+    with layout.exchange(indices, "index attention, lists of keys"):
+        bound = -1 if max_rows is None else min(as_int(max_rows, "max_rows", at_least=0), _INT32)
+        refuse_dtensor("indices", indices)
+        items = _items(indices, layout)
+        heads = indices.shape[1]
+        starts = _starts(layout, indices.device) * heads
+        own_start, own_rows = sum(layout.plan.shard_sizes[:me]) * heads, layout.num_local * heads
+        is_own = (items >= own_start) & (items < own_start + own_rows)
+        # One place more, for what is fetched from nobody.
+        is_needed = torch.zeros(layout.plan.padded_tokens * heads + 1, dtype=torch.bool, device=items.device)
+        is_needed.index_fill_(0, torch.where(is_own, -1, items).flatten() % len(is_needed), True)
+        is_needed[-1] = False
+        before = is_needed.cumsum(0, dtype=torch.int32)  # rows needed up to here
+        counts = torch.cat([before.new_zeros(1), before])[starts].diff()
+        table = _tell(torch.cat([counts, counts.new_tensor([bound])]), layout)
+    _check_bounds(table)
+    got, sent = tuple(table[me][:world]), tuple(row[me] for row in table)
+    with layout.transport.guard("index attention, requests"):
+        place = torch.where(is_needed, before - 1, sum(got)).long()
+        wanted = torch.empty(sum(got) + 1, dtype=torch.int64, device=items.device)
+        wanted.scatter_(0, place, torch.arange(len(place), device=items.device))
+        wanted = wanted[:-1] - torch.repeat_interleave(starts[:-1], counts, output_size=sum(got))
+        requests = wanted.new_empty(sum(sent))
+        layout.transport.all_to_all_v(requests, wanted, sent, got).wait()
+        fetched = own_rows + place[items.clamp(min=0)]
+        rows = torch.where(items < 0, -1, torch.where(is_own, items - own_start, fetched))
+        lists = prepare_indices(rows.flatten(0, 1)[:, None], own_rows + sum(got))
+    return IndexExchange(lists, heads, requests, sent, got)
+
+
+def _items(indices: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """int64 like ``indices``: each entry as a row among those of all shards put one after another; -1 for none."""
+    plan = layout.plan
+    check_lists(indices, plan.total_tokens)
+    if indices.shape[0] != layout.num_local or indices.shape[1] == 0:
+        raise ContractError(
+            f"indices are {tuple(indices.shape)}, and rank {layout.rank} holds {layout.num_local} of "
+            f"{plan.total_tokens} tokens (+{plan.pad_size} pad); give lists (rows of plan.shard, kv heads, keys)."
+        )
+    is_pad = layout.index("local", indices.device) >= plan.total_tokens
+    is_none = (indices < 0) | (indices >= plan.total_tokens) | is_pad[:, None, None]
+    places = layout.index("natural", indices.device)[indices.masked_fill(is_none, 0).long()]
+    items = places * indices.shape[1] + torch.arange(indices.shape[1], device=indices.device)[:, None]
+    return items.masked_fill(is_none, -1)
+
+
+def _starts(layout: TokenLayout, device: torch.device) -> torch.Tensor:
+    """int64 (ranks + 1,): first row of each shard among those of all shards put one after another, and their end."""
+
+    def make() -> torch.Tensor:
+        return torch.tensor([0, *layout.plan.shard_sizes]).cumsum(0).to(device)
+
+    return layout.cache.get(_STARTS, device, make)
+
+
+def _tell(counts: torch.Tensor, layout: TokenLayout) -> list[list[int]]:
+    """Of each rank: how many rows it fetches from every rank, and its ``max_rows`` or -1."""
+    world = layout.transport.size
+    told: list[list[int]] = layout.transport.all_gather_v(counts, [world + 1] * world).view(world, -1).tolist()
+    return told
+
+
+def _check_bounds(table: list[list[int]]) -> None:
+    """Raises on every rank alike, from what all know."""
+    over = [(r, sum(row[:-1]), row[-1]) for r, row in enumerate(table) if 0 <= row[-1] < sum(row[:-1])]
+    if not over:
+        return
+    listed = "; ".join(
+        f"rank {r} needs {need:,} rows of other ranks, {need - bound:,} more than its max_rows of {bound:,}"
+        for r, need, bound in over[:_MAX_LISTED]
+    )
+    rest = f"; and {len(over) - _MAX_LISTED} more ranks" if len(over) > _MAX_LISTED else ""
+    raise ContractError(
+        f"Index attention would fetch too many rows (one kv head of one token each): {listed}{rest}. Nothing was sent. "
+        "Raise max_rows, or choose fewer keys of other ranks."
+    )
+
+
+class _Fetch(torch.autograd.Function):
+    """Rows of this rank, then those of others: k and v (T, Hk, D) become (T * Hk + fetched, 1, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, exchange: IndexExchange, layout: TokenLayout
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.layout, ctx.shapes = exchange, layout, (k.shape, v.shape)
+        own = [x.flatten(0, 1) for x in (k, v)]
+        sent = torch.cat([x[exchange.requests] for x in own], dim=1)
+        got = sent.new_empty((sum(exchange.got_counts), sent.shape[1]))
+        with layout.transport.guard("index attention, rows"):
+            layout.transport.all_to_all_v(got, sent, exchange.got_counts, exchange.sent_counts).wait()
+        parts = got.split([x.shape[1] for x in own], dim=1)
+        return tuple(torch.cat([x, part])[:, None] for x, part in zip(own, parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange, layout, shapes = ctx.exchange, ctx.layout, ctx.shapes
+        num_own = shapes[0][0] * shapes[0][1]
+        sent = torch.cat([x[num_own:, 0] for x in grads], dim=1)
+        got = sent.new_empty((sum(exchange.sent_counts), sent.shape[1]))
+        with layout.transport.guard("index attention, gradients of rows"):
+            layout.transport.all_to_all_v(got, sent, exchange.sent_counts, exchange.got_counts).wait()
+        parts = got.split([x.shape[2] for x in grads], dim=1)
+        total = [_sum_rows(x[:num_own, 0], part, exchange.requests) for x, part in zip(grads, parts)]
+        total = [x.view(shape) for x, shape in zip(total, shapes)]
+        return *once_differentiable(total, grads), None, None
+
+
+def _sum_rows(own: torch.Tensor, received: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``own`` with ``received`` added at ``rows``, in their order always; rounded once."""
+    acc = accumulation_dtype(own.dtype)
+    total = own.to(acc, copy=True)
+    if total.is_cuda:  # where index_add_ adds in any order, and this one sorts
+        total.index_put_((rows,), received.to(acc), accumulate=True)
+    else:
+        total.index_add_(0, rows, received.to(acc))
+    return total.to(own.dtype)
+
+
+_apply_fetch: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply
+
+
+def attend_index(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor | IndexExchange, layout: TokenLayout, *,
+    sink: torch.Tensor | None, softmax_scale: float | None, softcap: float, deterministic: bool, max_rows: int | None,
+) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
+    """``api.attend_index`` by the layout of a plan."""
+    with layout.transport.guard("index attention, input check"):
+        _check(q, k, v, sink, layout)
+        if not isinstance(indices, IndexExchange) and indices.shape[1:2] != k.shape[1:2]:
+            raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
+        if isinstance(indices, IndexExchange) and indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:
+            raise ContractError(
+                f"The exchange is for {indices.num_heads_kv} kv heads and {len(indices.lists.counts)} rows of this "
+                f"rank, k is {tuple(k.shape)}; prepare an exchange of these lists."
+            )
+    if not isinstance(indices, IndexExchange):
+        indices = make_exchange(indices.to(q.device), layout, max_rows)
+    tokens, heads = k.shape[:2]
+    group = q.shape[1] // heads
+    keys, values = _apply_fetch(k, v, indices, layout)
+    if sink is not None:  # of each kv head's own query heads, as all rows have these heads then
+        sink = sink.unflatten(1, (heads, group)).transpose(0, 1)
+        sink = sink.expand(tokens, *sink.shape).flatten(0, 1)
+    out, meta = attend_lists(
+        q.reshape(tokens * heads, group, q.shape[2]), keys, values, indices.lists, sink=sink, sink_layout="ssh",
+        softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=0, return_max_logits=False,
+    )  # fmt: skip
+    return out.view(*q.shape[:2], v.shape[2]), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        refuse_dtensor(name, x)
+    check_qkv(q, k, v)
+    check_devices(q, sink=sink)
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1])
+    if q.shape[0] != layout.num_local or k.shape[0] != layout.num_local:
+        raise ContractError(
+            f"q has {q.shape[0]} rows and k {k.shape[0]}, and rank {layout.rank} holds {layout.num_local} of "
+            f"{layout.plan.total_tokens} tokens (+{layout.plan.pad_size} pad); give the rows of plan.shard."
+        )

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index attention over ranks is that of one process: outputs, gradients, what travels, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_attention.api import (
+    DispatchConfig,
+    DistAttnConfig,
+    Mask,
+    attend_index,
+    index_attn_func,
+    make_plan,
+    prepare_index_exchange,
+)
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.errors import ContractError, PeerFailureError
+
+F64 = torch.float64
+NEG_INF = float("-inf")
+
+
+def make(total, world, chunk, uneven=False):
+    return make_plan(Mask.causal(total), world, DistAttnConfig(DispatchConfig(chunk, uneven)))
+
+
+def draw(total, heads, width, seed, reach=None):
+    """q, k, v in float64 and lists of positions with duplicates, -1 anywhere and empty rows."""
+    gen = torch.Generator().manual_seed(seed)
+    heads_q, heads_kv = heads
+    shapes = (total, heads_q, 6), (total, heads_kv, 6), (total, heads_kv, 5)
+    tensors = [torch.randn(s, generator=gen, dtype=F64) for s in shapes]
+    low, high = (-total // 3, total) if reach is None else reach
+    indices = torch.randint(low, high, (total, heads_kv, width), generator=gen, dtype=torch.int32)
+    indices[torch.rand(total, generator=gen) < 0.2] = -1
+    return tensors, indices
+
+
+def whole(tensors, indices, dout, sink, **options):
+    """Out, lse and gradients of q, k, v and the sink, pair by pair in one softmax over all tokens."""
+    leaves = [x.clone().requires_grad_() for x in (*tensors, sink)]
+    q, k, v, sink = leaves
+    group = q.shape[1] // k.shape[1]
+    number = torch.arange(len(k))
+    seen = (indices[..., None] == number).any(2).permute(1, 0, 2).repeat_interleave(group, 0)
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * options["softmax_scale"]
+    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    mass = torch.where(seen, logits, NEG_INF).exp()
+    total = mass.sum(2) + sink.exp().sum(0)[:, None]
+    out = torch.einsum("hqk,khd->qhd", mass / total[..., None], v.repeat_interleave(group, 1))
+    return [out.detach(), total.log().t().detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@settings(max_examples=30, deadline=None, print_blob=True)
+@given(
+    total=st.integers(4, 40),
+    world=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(1, 5),
+    uneven=st.booleans(),
+    heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    width=st.sampled_from([0, 1, 3, 9]),
+    seed=st.integers(0, 10**6),
+)
+def test_over_ranks_it_is_one_softmax(total, world, chunk, uneven, heads, width, seed):
+    """Pad rows and their lists hold poison; every rank's lists reach everywhere."""
+    plan = make(total, world, chunk, uneven)
+    tensors, indices = draw(total, heads, width, seed)
+    gen = torch.Generator().manual_seed(seed)
+    dout, sink = torch.randn(total, heads[0], 5, generator=gen, dtype=F64), torch.randn(2, heads[0], generator=gen)
+    options = dict(softmax_scale=0.4, softcap=3.0)
+    want = whole(tensors, indices, dout, sink.double(), **options)
+
+    def rank(transport):
+        local = [plan.shard(x, transport, float("nan")).requires_grad_() for x in tensors]
+        leaves = [*local, sink.double().requires_grad_()]
+        lists = plan.shard(indices, transport, 0)  # those of pad rows: all see token 0
+        out, meta = attend_index(*local, lists, plan, transport, sink=leaves[3], **options)
+        is_pad = torch.from_numpy(plan.position_array(transport.rank)) >= total
+        grads = torch.autograd.grad(out, leaves, plan.shard(dout, transport, 7.0).masked_fill(is_pad[:, None, None], 0))
+        assert not out[is_pad].any() and not grads[0][is_pad].any()
+        return [*(plan.gather(x.detach(), transport) for x in (out, meta.lse, *grads[:3])), grads[3]]
+
+    results = FakeWorld(world).run(rank)
+    for got in results:
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=name)
+    torch.testing.assert_close(sum(got[5] for got in results), want[5], atol=1e-11, rtol=1e-11)
+
+
+def test_each_needed_row_travels_once_and_layers_share_the_exchange():
+    plan, world = make(32, 4, 2), 4
+    tensors, indices = draw(32, (4, 2), 6, 11)
+    print("seed 11")
+    owner = torch.empty(32, dtype=torch.int64)
+    for r in range(world):
+        owner[torch.from_numpy(plan.position_array(r))] = r
+    pairs = [(q, h) for q in range(32) for h in range(2)]
+    needed = [{(int(t), h) for q, h in pairs if owner[q] == r for t in indices[q, h]} for r in range(4)]
+    wanted = [[sum(t >= 0 and owner[t] == o for t, _ in needed[r]) for o in range(world)] for r in range(world)]
+
+    def rank(transport):
+        lists = plan.shard(indices, transport, -1)
+        exchange = prepare_index_exchange(lists, plan, transport)
+        before = list(transport.rows_to)
+        local = [plan.shard(x, transport) for x in tensors]
+        shared = [attend_index(*local, exchange, plan, transport)[0] for _ in range(2)]
+        fetched = [(b - a) // 2 for a, b in zip(before, transport.rows_to)]
+        assert torch.equal(*shared) and torch.equal(shared[0], attend_index(*local, lists, plan, transport)[0])
+        with pytest.raises(ContractError, match="prepare an exchange of these lists"):
+            attend_index(local[0][:, :2], *(x[:, :1] for x in local[1:]), exchange, plan, transport)
+        return exchange.got_counts, fetched
+
+    results = FakeWorld(world).run(rank)
+    for me, (got, sent) in enumerate(results):
+        assert list(got) == [0 if o == me else n for o, n in enumerate(wanted[me])]
+        assert sent == [0 if r == me else wanted[r][me] for r in range(world)]
+
+
+def test_the_same_bits_on_every_run_in_low_precision():
+    plan = make(48, 4, 3)
+    tensors, indices = draw(48, (4, 2), 20, 5)
+    tensors = [x.bfloat16() for x in tensors]
+
+    def rank(transport):
+        runs = []
+        for _ in range(2):
+            local = [plan.shard(x, transport).requires_grad_() for x in tensors]
+            out, meta = attend_index(*local, plan.shard(indices, transport, -1), plan, transport, deterministic=True)
+            runs.append([out.detach(), meta.lse, *torch.autograd.grad(out.float().square().sum(), local)])
+        assert all(torch.equal(*pair) for pair in zip(*runs))
+        return plan.gather(runs[0][0], transport), plan.gather(runs[0][3], transport)
+
+    leaves = [x.requires_grad_() for x in tensors]
+    out, _ = index_attn_func(*leaves, indices)
+    (dk,) = torch.autograd.grad(out.float().square().sum(), leaves[1:2])
+    for got, got_dk in FakeWorld(4).run(rank):
+        torch.testing.assert_close(got, out.detach(), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(got_dk, dk, atol=5e-2, rtol=5e-2)
+
+
+def test_one_rank_beyond_its_bound_is_named_on_all_ranks():
+    plan = make(24, 3, 8)  # ranks 0, 1, 2 hold 8 tokens each
+    tensors, indices = draw(24, (2, 1), 3, 1, reach=(0, 1))
+    holds = [torch.from_numpy(plan.position_array(r)) for r in range(3)]
+    indices[:] = -1
+    indices[holds[1], 0, 0] = holds[2].int()  # rank 1 wants 8 rows of rank 2
+    indices[holds[0], 0, 1] = holds[0].int()  # rank 0 its own
+
+    def rank(transport, bounds):
+        local = [plan.shard(x, transport) for x in tensors]
+        lists = plan.shard(indices, transport, -1)
+        return attend_index(*local, lists, plan, transport, max_rows=bounds[transport.rank])[0]
+
+    def refused(transport):
+        with pytest.raises(ContractError) as caught:
+            rank(transport, (0, 5, 0))
+        return str(caught.value), rank(transport, (0, 8, 0))  # and goes on
+
+    for message, out in FakeWorld(3).run(refused):
+        assert "rank 1 needs 8 rows of other ranks, 3 more than its max_rows of 5. Nothing was sent" in message
+        assert torch.isfinite(out).all()
+    with pytest.raises(ContractError, match="max_rows is 2.5"):
+        FakeWorld(3).run(rank, (2.5, 2.5, 2.5))
+
+
+def test_what_one_rank_does_wrong_ends_the_others_wait():
+    plan = make(16, 2, 4)
+    tensors, indices = draw(16, (4, 2), 3, 2)
+
+    def rank(transport, case):
+        local = [plan.shard(x, transport) for x in tensors]
+        lists = plan.shard(indices, transport, -1)
+        if transport.rank == 1:
+            local[0] = local[0][:-1] if case == "q" else local[0]
+            lists = {"beyond": lists + 16, "rows": lists[1:], "heads": lists[:, :1]}.get(case, lists)
+        error = ContractError if transport.rank == 1 else PeerFailureError
+        with pytest.raises(error) as caught:
+            attend_index(*local, lists, plan, transport)
+        return str(caught.value)
+
+    for case, text in (
+        ("q", "q has 7 rows and k 8, and rank 1 holds 8 of 16 tokens"),
+        ("beyond", "but k has only 16 rows"),
+        ("rows", "indices are (7, 2, 3), and rank 1 holds 8"),
+        ("heads", "indices are (8, 1, 3) for 2 kv heads"),
+    ):
+        assert all(text in message for message in FakeWorld(2, timeout_s=60).run(rank, case)), case
