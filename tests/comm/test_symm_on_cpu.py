@@ -35,8 +35,6 @@ def for_the_cpu(text: str) -> str:
         r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
     )
     text = re.sub(PTX, lambda m: f"bulk_wait({m[1]});", text)
-    for name in ("load_acquire_system", "store_release_system", "milliseconds"):
-        text = re.sub(rf"__device__ __forceinline__ \w+ {name}\([^{{]*{{.*?\n}}\n", "", text, flags=re.DOTALL)
     text = text.replace("extern __shared__", "extern")
     assert "asm" not in text
     return text
@@ -49,6 +47,8 @@ def library(compile_folder):
     def write_sources() -> None:
         (folder / "comm" / "symm").mkdir(parents=True)
         for file in sorted((csrc / "comm" / "symm").glob("*.cu*")):
+            if file.name == "system_words.cuh":  # nothing but PTX
+                continue
             (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
 
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")

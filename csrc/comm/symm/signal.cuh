@@ -1,32 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Control words of a buffer on the device: system-wide loads and stores, and waiting with an end.
+// Control words of a buffer on the device, and waiting for them with an end.
 #pragma once
 
 #include <cstdint>
 
+#include "comm/symm/system_words.cuh"
 #include "magi/symm.h"
 
 namespace magi {
 
 constexpr int kLookEveryNs = 500;
-
-__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* at) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release_system(uint32_t* at, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-// Milliseconds, nearly (2^20 ns), modulo 2^32: few registers, for waits that share a thread with
-// other work.
-__device__ __forceinline__ uint32_t milliseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return static_cast<uint32_t>(now >> 20);
-}
 
 __device__ __forceinline__ uint32_t* symm_word(const void* buffer, int word) {
   return reinterpret_cast<uint32_t*>(static_cast<char*>(const_cast<void*>(buffer)) +

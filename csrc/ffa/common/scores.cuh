@@ -1,49 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic on scores in accumulator registers: base-2 exponentials, packing to 16 bits, masks.
+// Scores in accumulator registers: unpacking and masks.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
+#include "ffa/common/arithmetic.cuh"
+#include "ffa/common/registers.cuh"
 #include "ffa/common/types.cuh"
 
 namespace magi {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float tanh_fast(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack_pair<bf16>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack_pair<fp16>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t x);
@@ -54,19 +23,6 @@ __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
 template <>
 __device__ __forceinline__ float2 unpack_pair<fp16>(uint32_t x) {
   return __half22float2(*reinterpret_cast<__half2*>(&x));
-}
-
-__device__ __forceinline__ float2 lds_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-// The lowest n bits; n may be 32.
-__device__ __forceinline__ uint32_t low_bits(int n) {
-  uint32_t r;
-  asm("shl.b32 %0, 1, %1;" : "=r"(r) : "r"(n));  // shifts out to 0 at 32, unlike <<
-  return r - 1;
 }
 
 // How many of the columns 8j + 2q + {0, 1} that a thread holds lie below `limit` (clamped to the

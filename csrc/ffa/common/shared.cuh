@@ -45,6 +45,11 @@ __device__ __forceinline__ void sts_int4(uint32_t address, int a, int b, int c, 
                : "memory");
 }
 
+// 16 bytes of zeros.
+__device__ __forceinline__ void zero_chunk(uint32_t address) {
+  asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
 __device__ __forceinline__ void sts_float4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
                "f"(d)
@@ -60,6 +65,12 @@ __device__ __forceinline__ int lds_int(uint32_t address) {
 __device__ __forceinline__ int2 lds_int2(uint32_t address) {
   int2 v;
   asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 lds_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 

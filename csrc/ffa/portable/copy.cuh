@@ -34,10 +34,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void zero_chunk(uint32_t address) {
-  asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
-}
-
 // Zeroes a row of a tile of kRows rows and kD columns.
 template <int kRows, int kD>
 __device__ __forceinline__ void zero_row(uint32_t tile, int row) {

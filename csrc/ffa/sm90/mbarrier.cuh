@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ffa/common/dependent_launch.cuh"
+#include "ffa/sm90/ring.cuh"
 
 namespace magi {
 
@@ -106,18 +107,5 @@ template <int kRegisters>
 __device__ __forceinline__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Position in a ring of kStages stages; `phase` is the parity a reader waits for.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 }  // namespace magi

@@ -13,6 +13,8 @@
 #pragma once
 
 #include "ffa/common/dropout.cuh"
+#include "ffa/common/atomics.cuh"
+#include "ffa/common/registers.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
@@ -24,13 +26,6 @@ namespace magi {
 
 constexpr int kDsBarrier = 1;     // of both warpgroups
 constexpr int kGroupBarrier = 2;  // + warpgroup
-
-__device__ __forceinline__ void add_to_global_x4(float* address, float a, float b, float c,
-                                                 float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
 
 template <typename C>
 struct StepWorker {
@@ -261,8 +256,7 @@ struct StepWorker {
   // until they are on their way, and nothing that takes one of them could go on.
   __device__ __forceinline__ void add_now(const Dq& dq, DqRest& rest, uint32_t number) const {
 #pragma unroll
-    for (int i = 0; i < kRest; ++i)
-      asm volatile("mov.b32 %0, %1;" : "=f"(rest[i]) : "f"(dq[4 * kNow + i]));
+    for (int i = 0; i < kRest; ++i) rest[i] = own_copy(dq[4 * kNow + i]);
     float* at = dq_address(number);
 #pragma unroll
     for (int i = 0; i < kNow; ++i)

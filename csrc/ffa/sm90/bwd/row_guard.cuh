@@ -20,10 +20,7 @@ template <typename C>
 __device__ __forceinline__ void zero_row(uint32_t tile, int rows, int row) {
 #pragma unroll 1
   for (int chunk = 0; chunk < C::kD / 8; ++chunk)
-    asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(tile + chunk / 8 * rows * 128 +
-                                                                  row * 128 + chunk % 8 * 16),
-                 "r"(0)
-                 : "memory");
+    zero_chunk(tile + chunk / 8 * rows * 128 + row * 128 + chunk % 8 * 16);
 }
 
 // Whether any key of a tile sees the query in this segment. One that is in the full range of a

@@ -5,6 +5,7 @@
 
 #include "magi/abi.h"
 #include "ffa/sm90/mbarrier.cuh"
+#include "ffa/common/atomics.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"
@@ -14,11 +15,7 @@ namespace magi {
 
 // Whether there are queries that see nothing.
 __device__ __forceinline__ bool has_unseen(const BwdKernelParams& p) {
-  int32_t flag;
-  asm volatile("ld.global.s32 %0, [%1];"
-               : "=r"(flag)
-               : "l"(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4));
-  return flag != 0;
+  return load_again(p.plan + offsetof(magi_tile_plan_header, has_unseen) / 4) != 0;
 }
 
 template <typename C>

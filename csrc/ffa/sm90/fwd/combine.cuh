@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"
+#include "ffa/common/atomics.cuh"
 #include "ffa/common/part.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
@@ -14,17 +15,6 @@ namespace magi {
 
 constexpr int kArrivalsAt = 4;     // int32 words into the workspace
 constexpr int kPartialsAt = 1024;  // int32 words into the workspace
-
-// From L2, where the other parts' writes are; in the order of the program, because a batch of loads
-// would need registers.
-__device__ __forceinline__ float2 load_shared_by_all(const float2* address) {
-  float2 x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x.x), "=f"(x.y)
-               : "l"(address)
-               : "memory");
-  return x;
-}
 
 // Floats of one warpgroup's part: the output, then reference and sum of both rows, each thread's
 // values apart.

@@ -199,11 +199,8 @@ __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& sme
             }
 #pragma unroll 1
             for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
-              asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(
-                               smem.v(vs.stage) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
-                               chunk % 8 * 16),
-                           "r"(0)
-                           : "memory");
+              zero_chunk(smem.v(vs.stage) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
+                         chunk % 8 * 16);
           }
           fence_async_proxy();
           __syncwarp();

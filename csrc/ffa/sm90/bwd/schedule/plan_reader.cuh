@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "magi/abi.h"
+#include "ffa/common/registers.cuh"
 #include "ffa/common/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 
@@ -40,11 +41,7 @@ template <int kBlockM>
 __device__ __forceinline__ int block_of(uint32_t query) {
   static_assert(kBlockM == kBlockM64 || kBlockM == kBlockM80, "a factor for each");
   if constexpr (kBlockM == kBlockM64) return query / kBlockM64;
-  uint32_t high;
-  asm volatile("mul.hi.u32 %0, %1, 0xcccccccd;"
-               : "=r"(high)
-               : "r"(query));  // 2^38 / 80, rounded up
-  return high / 64;
+  return high_of_product<0xcccccccd>(query) / 64;  // 2^38 / 80, rounded up
 }
 
 // Blocks of queries on a grid that all tiles share, because their dq is summed: first, and behind

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// csrc/comm/symm/system_words.cuh for the CPU.
+#pragma once
+
+#include "threads.h"
+
+namespace magi {
+
+inline uint32_t load_acquire_system(const uint32_t* at) {
+  hopper::spin();
+  return *at;
+}
+inline void store_release_system(uint32_t* at, uint32_t value) { atomicExch(at, value); }
+inline uint32_t milliseconds() { return 0; }
+
+}  // namespace magi

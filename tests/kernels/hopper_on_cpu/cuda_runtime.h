@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// What kernels and launchers take from CUDA, for g++: types, built-in functions and the runtime.
+// Threads are those of threads.h.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__ thread_local  // local to the CTA: each has a thread of the CPU
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __restrict__
+
+using std::max;
+using std::min;
+
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace hopper {
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits are as many");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+}  // namespace hopper
+
+inline float __uint_as_float(uint32_t bits) { return hopper::bits_as<float>(bits); }
+inline float __int_as_float(int bits) { return hopper::bits_as<float>(bits); }
+inline int __float_as_int(float x) { return hopper::bits_as<int>(x); }
+inline uint32_t __float_as_uint(float x) { return hopper::bits_as<uint32_t>(x); }
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
+inline int __ffs(int word) { return __builtin_ffs(word); }
+inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(word); }
+
+#include "threads.h"
+
+// ---- the runtime: one device, on which kernels run when they are launched
+
+#define CUDART_VERSION 13000
+
+enum cudaError_t { cudaSuccess = 0 };
+using cudaStream_t = void*;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+namespace hopper {
+inline int multiprocessors = 1;
+}
+
+inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = hopper::multiprocessors, cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+template <typename Params>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
+                               const Params& params) {
+  hopper::run_grid(config->gridDim, static_cast<int>(config->blockDim.x),
+                   static_cast<uint32_t>(config->dynamicSmemBytes), kernel, params,
+                   hopper::launch_seed++);
+  return cudaSuccess;
+}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's stand-in for the instructions of Hopper: a kernel that loads, multiplies, stores to shared memory and to
+memory gives the product, and the mistakes that a kernel can make are found."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_library import aligned, at, hopper_library
+
+SOURCE = Path(__file__).with_name("hopper_parts_on_cpu.cpp")
+MISTAKES = {  # what the kernel leaves out, and what is said then
+    1: "has not called fence_async_proxy",
+    2: "ends before its multiplications",
+    3: "A deadlock",
+    4: "ends before its bulk stores have read",
+    5: "before the first wgmma_fence",
+    6: "changes registers of A",
+    7: "There is no initialised mbarrier",
+    8: "more than 1 arrivals",
+    9: "some lanes of a warp",
+}
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder):
+    found = hopper_library(compile_folder / "hopper_parts", SOURCE)
+    found.multiply.restype = ctypes.c_char_p
+    return found
+
+
+def product(library, dtype, n: int, a_major: int, b_major: int, registers: int, seed: int, mistake: int = 0):
+    """What went wrong or None, the product of random operands (64, 64) and (n, 64), added twice, and its truth."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (64, n))
+    stored_a, stored_b = aligned(a.T if a_major else a), aligned(b.T if b_major else b)
+    out = aligned(torch.zeros(64, n, dtype=dtype))
+    error = library.multiply(
+        at(stored_a), at(stored_b), at(out), int(dtype == torch.float16), n, a_major, b_major, registers,
+        mistake, ctypes.c_uint64(seed),
+    )  # fmt: skip
+    return error and error.decode(), out, 2 * a.double() @ b.double().T
+
+
+@pytest.mark.parametrize("n", (32, 64, 80, 128, 192, 256))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_products(library, dtype, n):
+    kinds = [(a, b, 0) for a in (0, 1) for b in (0, 1)] + [(0, 0, 1), (0, 1, 1)]
+    for seed in range(3):
+        for a_major, b_major, registers in kinds:
+            error, out, truth = product(library, dtype, n, a_major, b_major, registers, seed)
+            assert error is None, error
+            torch.testing.assert_close(out.double(), truth, rtol=0.01, atol=0.01, msg=f"{seed=} {a_major=} {b_major=}")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told(library, mistake):
+    """Not with each seed: what is not waited for may have happened already."""
+    errors = [product(library, torch.bfloat16, 64, 0, 0, 1, seed, mistake)[0] for seed in range(12)]
+    assert sum(MISTAKES[mistake] in (error or "") for error in errors) >= 3, errors
+
+
+@pytest.mark.parametrize("mistake", (20, 21))
+def test_what_comes_too_early_is_nan(library, mistake):
+    """Tiles that have not arrived, and rows that other warps have not written yet."""
+    found = [product(library, torch.bfloat16, 64, 0, 0, 0, seed, mistake) for seed in range(12)]
+    assert sum(error is not None or bool(out.isnan().any()) for error, out, _ in found) >= 3
+
+
+def test_copies_by_threads(library):
+    """Each thread copies 16 bytes at a time; those that are not taken are zeros; a barrier tells when all are there."""
+    source = aligned(torch.arange(1024, dtype=torch.int32))
+    for seed in range(20):
+        taken = torch.randint(0, 2, (256,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        out = aligned(torch.full((1024,), -7, dtype=torch.int32))
+        library.copy_chunks.restype = ctypes.c_char_p
+        error = library.copy_chunks(at(source), at(taken), at(out), ctypes.c_uint64(seed))
+        assert error is None, error.decode()
+        assert out.view(256, 4).equal(source.view(256, 4) * taken[:, None]), seed
