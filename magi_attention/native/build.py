@@ -112,7 +112,7 @@ def ffa_job(
     instances.
     ``variants`` defaults to the manifest.
 
-    ``with_rows``: the row kernels too, which the libraries of single variants do without.
+    ``with_rows``: row kernels and the entries of index attention too, which libraries of single variants do without.
 
     ``threads`` of each nvcc, which change no byte of the result, default to NVCC_THREADS or 2.
     """
@@ -121,7 +121,7 @@ def ffa_job(
     manifest = toolchain.load_manifest(csrc)
     family = families.BY_NAME[arch]
     folder = csrc / "ffa" / family.sources
-    variants = manifest.MANIFEST if variants is None else variants
+    variants = manifest.of_kernels(manifest.MANIFEST if variants is None else variants, family.sources)
     instances = manifest.write_instances(folder / "inst", variants, family.sources)
     symm = [] if family.is_portable else sorted((csrc / "comm" / "symm").glob("*.cu"))
     sources = [
@@ -130,7 +130,8 @@ def ffa_job(
         *sorted((csrc / "ffa" / "plan").glob("*.cu")),
     ]
     sources += [*symm, *instances]
-    sources += sorted((csrc / "range_ops").glob("*.cu")) if with_rows else []
+    if with_rows:
+        sources += [*sorted((csrc / "range_ops").glob("*.cu")), *sorted((folder / "index").glob("*.cu"))]
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
     link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]

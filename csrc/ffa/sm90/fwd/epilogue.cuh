@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ffa/common/out_rows.cuh"
+#include "ffa/sm90/stage_rows.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
@@ -30,26 +31,6 @@ __device__ __forceinline__ void write_float_row(const FwdKernelParams& p,
       value.y += old.y * old_weight;
     }
     *at = value;
-  }
-}
-
-template <typename C>
-__device__ __forceinline__ void stage_rows(uint32_t smem, const float (&o)[C::kDv / 2],
-                                           const float (&weight)[2], int warp, int lane) {
-  // Lane 8i + l addresses row l of matrix i: (rows 0-7, rows 8-15) x (chunk, chunk + 1) of 8
-  // columns.
-  const int matrix = lane / 8;
-  const int row = 16 * warp + (matrix & 1) * 8 + lane % 8;
-#pragma unroll
-  for (int j = 0; j < C::kDv / 8; j += 2) {
-    const int chunk = j % 8 + (matrix >> 1);
-    const uint32_t at =
-        smem + (j / 8) * (C::kBlockM * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
-    using T = typename C::T;
-    store_matrix_x4(at, pack_pair<T>(o[4 * j] * weight[0], o[4 * j + 1] * weight[0]),
-                    pack_pair<T>(o[4 * j + 2] * weight[1], o[4 * j + 3] * weight[1]),
-                    pack_pair<T>(o[4 * j + 4] * weight[0], o[4 * j + 5] * weight[0]),
-                    pack_pair<T>(o[4 * j + 6] * weight[1], o[4 * j + 7] * weight[1]));
   }
 }
 
@@ -102,7 +83,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
       if (rows[r].exists) write_float_row<C>(p, o, r, rows[r], weight[r], old_weight[r], lane);
     return;
   }
-  stage_rows<C>(smem_out, o, weight, warp, lane);
+  stage_rows<typename C::T, C::kDv, C::kBlockM>(smem_out, o, weight, warp, lane);
   fence_async_proxy();
   named_barrier(1 + group, 128);
   if (thread == 0) {

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// Entry points of index attention: checks of what no kernel may get wrong, the choice of the tile,
+// and the two small kernels around the backward.
+#include "magi/index.h"
+
+#include "ffa/common/call_checks.h"
+#include "ffa/sm90/index/bwd/delta.cuh"
+#include "ffa/sm90/index/bwd/sum_shares.cuh"
+
+#define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) \
+  extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
+#include "inst/index_variants.inc"
+#undef MAGI_INDEX_VARIANT
+
+namespace magi {
+namespace {
+
+[[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
+
+// The launcher with the smallest tile that holds both head dims; they are listed from small to
+// large.
+template <typename Params>
+struct Launcher {
+  const Params& p;
+  magi_status (*found)(const Params*) = nullptr;
+
+  void offer(int32_t dtype, int32_t head_dim, magi_status (*launch)(const Params*)) {
+    const int32_t wanted = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    if (found == nullptr && dtype == p.dtype && head_dim >= wanted) found = launch;
+  }
+  template <typename Other>
+  void offer(int32_t, int32_t, magi_status (*)(const Other*)) {}
+};
+
+template <typename Params>
+auto find(const Params& p) {
+  Launcher<Params> launcher{p};
+#define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) launcher.offer(kDtype_##TYPE, D, SYMBOL);
+#include "inst/index_variants.inc"
+#undef MAGI_INDEX_VARIANT
+  return launcher.found;
+}
+
+template <typename Params>
+bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
+  Params p{};
+  p.dtype = dtype;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  return find(p) != nullptr;
+}
+
+template <typename Params>
+magi_status launch(const Params& p, const char* direction) {
+  const auto found = find(p);
+  if (found == nullptr)
+    return fail(MAGI_UNSUPPORTED,
+                "No kernel for the %s of index attention with head dims %d and %d in this library.",
+                direction, p.head_dim, p.head_dim_v);
+  return found(&p);
+}
+
+template <typename Params>
+magi_status check_index(const Params& p) {
+  MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
+  if (p.heads_q / p.heads_kv > 128)
+    return fail(MAGI_UNSUPPORTED, "%d query heads share a kv head, and a tile holds 128.",
+                p.heads_q / p.heads_kv);
+  if (!(p.softmax_scale > 0.f))
+    return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
+  if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_keys < 0)
+    return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_keys and sm_margin must be >= 0.");
+  if (static_cast<int64_t>(p.total_q) * p.heads_kv >= (1ll << 31) - (1 << 16))
+    return fail(MAGI_UNSUPPORTED, "%d tokens of %d kv heads are too many lists; split the tokens.",
+                p.total_q, p.heads_kv);
+  return MAGI_OK;
+}
+
+template <typename T>
+magi_status write_delta(const magi_ffa_index_bwd_params& a) {
+  IndexDeltaParams k;
+  k.out = static_cast<const uint8_t*>(a.out);
+  k.dout = static_cast<const uint8_t*>(a.dout);
+  k.out_token_bytes = 2 * a.out_stride_token;
+  k.out_head_bytes = 2 * a.out_stride_head;
+  k.dout_token_bytes = 2 * a.dout_stride_token;
+  k.dout_head_bytes = 2 * a.dout_stride_head;
+  k.delta = a.delta;
+  k.num_rows = a.total_q * a.heads_q;
+  k.heads = a.heads_q;
+  k.head_dim = a.head_dim_v;
+  constexpr int kRows = kDeltaThreads / 32;
+  index_delta<T><<<(k.num_rows + kRows - 1) / kRows, kDeltaThreads, 0,
+                   static_cast<cudaStream_t>(a.stream)>>>(k);
+  return cuda_status(cudaGetLastError(), "launching the preprocess of index attention");
+}
+
+}  // namespace
+}  // namespace magi
+
+extern "C" {
+
+int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
+  return magi::has<magi_ffa_index_fwd_params>(dtype, head_dim, head_dim_v) &&
+         magi::has<magi_ffa_index_bwd_params>(dtype, head_dim, head_dim_v);
+}
+
+magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
+  MAGI_RETURN(magi::check_index(*params));
+  return magi::launch(*params, "forward");
+}
+
+magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
+  const magi_ffa_index_bwd_params& p = *params;
+  MAGI_RETURN(magi::check_index(p));
+  if (p.token_begin < 0 || p.token_begin > p.token_end || p.token_end > p.total_q)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "Tokens %d to %d are not among %d.", p.token_begin,
+                      p.token_end, p.total_q);
+  if (static_cast<int64_t>(p.total_q) * p.heads_q >= 1ll << 31)
+    return magi::fail(MAGI_UNSUPPORTED, "%d tokens of %d heads are too many rows; split the tokens.",
+                      p.total_q, p.heads_q);
+  if ((p.dk_partials == nullptr) != (p.dv_partials == nullptr))
+    return magi::fail(MAGI_INVALID_ARGUMENT, "Give both of dk_partials and dv_partials or neither.");
+  if (p.total_q == 0) return MAGI_OK;
+  if (p.out != nullptr)
+    MAGI_RETURN(p.dtype == MAGI_BF16 ? magi::write_delta<magi::bf16>(p)
+                                     : magi::write_delta<magi::fp16>(p));
+  return magi::launch(p, "backward");
+}
+
+magi_status magi_ffa_index_sum(const magi_ffa_index_sum_params* params) {
+  const magi_ffa_index_sum_params& p = *params;
+  if (p.version != MAGI_ABI_VERSION || p.num_rows < 0 || p.width < 4 || p.width % 4)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d rows of %d values, ABI version %d: rows are of a "
+                      "multiple of 4 values, and the version is %d.",
+                      p.num_rows, p.width, p.version, MAGI_ABI_VERSION);
+  if (p.num_rows == 0) return MAGI_OK;
+  constexpr int kRows = magi::kSumThreads / 32;
+  magi::index_sum_shares<<<(p.num_rows + kRows - 1) / kRows, magi::kSumThreads, 0,
+                           static_cast<cudaStream_t>(p.stream)>>>(p);
+  return magi::cuda_status(cudaGetLastError(), "launching the sum of shares");
+}
+}
