@@ -1,57 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of index attention: mirrors of ``csrc/include/magi/index.h``, and its functions as methods."""
+"""The kernels of index attention behind a small object: one method per C function, statuses as exceptions."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
-
-_SHAPE = ("version", "dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "max_keys")
-
-
-def _strides(*names: str) -> list[tuple[str, type]]:
-    return [(f"{name}_stride_{dim}", c_int64) for name in names for dim in ("token", "head")]
+from magi_attention.native.index_abi import FUNCTIONS, IndexBwdParams, IndexFwdParams, IndexSumParams
+from magi_attention.native.loader import check
 
 
-class IndexFwdParams(ctypes.Structure):
-    """``magi_ffa_index_fwd_params``. Strides in elements, addresses as integers."""
+class IndexLibrary:
+    """Calls of the kernels of index attention of a loaded library. Addresses are integers; nothing is allocated.
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, "sm_margin", "sink_count", "sink_per_row")),
-        ("softmax_scale", c_float),
-        ("reserved", c_int32),
-        *_strides("q", "k", "v", "out"),
-        *((n, c_void_p) for n in ("q", "k", "v", "out", "lse", "max_logits", "sink", "lists", "counts", "stream")),
-    ]
+    Raises:
+        UnsupportedError: the library has none, as one of a single variant that was compiled at first use.
+    """
 
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        try:
+            for name, (result, arguments) in FUNCTIONS.items():
+                entry = getattr(library, name)
+                entry.restype, entry.argtypes = result, arguments
+        except AttributeError:
+            raise UnsupportedError(f"The library of attention kernels has no {name}; build it anew.") from None
 
-class IndexBwdParams(ctypes.Structure):
-    """``magi_ffa_index_bwd_params``. Strides in elements, addresses as integers."""
+    def has(self, dtype: int, head_dim: int, head_dim_v: int) -> bool:
+        """Are there kernels of both directions whose tiles hold these head dims?"""
+        return bool(self._library.magi_ffa_index_has_variant(dtype, head_dim, head_dim_v))
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, "sm_margin", "token_begin", "token_end")),
-        ("softmax_scale", c_float),
-        ("reserved", c_int32),
-        *_strides("q", "k", "v", "out", "dout"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("dk_partials", "dv_partials", "lists", "counts", "stream")),
-    ]
+    def forward(self, **fields: int | float) -> None:
+        """``magi_ffa_index_fwd`` with the fields of ``IndexFwdParams``."""
+        params = IndexFwdParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_fwd(ctypes.byref(params)), "Index attention forward")
 
+    def backward(self, **fields: int | float | None) -> None:
+        """``magi_ffa_index_bwd`` with the fields of ``IndexBwdParams``."""
+        params = IndexBwdParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_bwd(ctypes.byref(params)), "Index attention backward")
 
-class IndexSumParams(ctypes.Structure):
-    """``magi_ffa_index_sum_params``."""
+    def sum_shares(self, **fields: int) -> None:
+        """``magi_ffa_index_sum`` with the fields of ``IndexSumParams``."""
+        params = IndexSumParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_sum(ctypes.byref(params)), "Index attention backward")
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "num_rows", "width", "reserved")),
-        *((name, c_void_p) for name in ("begins", "entries", "partials", "sums", "stream")),
-    ]
-
-
-FUNCTIONS: abi.Functions = {
-    "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
-    "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
-    "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
-    "magi_ffa_index_sum": (c_int32, (ctypes.POINTER(IndexSumParams),)),
-}
+    def _check(self, status: int, what: str) -> None:
+        check(self._library, status, what)

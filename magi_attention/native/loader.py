@@ -10,12 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi, families, index, info, wheels
+from magi_attention.native import abi, families, info, wheels
 from magi_attention.native.toolchain import COMM, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 
 def _more(family: families.Family) -> abi.Functions:
-    return abi.PORTABLE_FUNCTIONS if family.is_portable else {**abi.REMOTE_FUNCTIONS, **index.FUNCTIONS}
+    return abi.PORTABLE_FUNCTIONS if family.is_portable else abi.REMOTE_FUNCTIONS
 
 
 _FUNCTIONS = {

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.native import abi
+from magi_attention.native import abi, index_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
-HEADERS = (INCLUDE / "magi" / "abi.h", INCLUDE / "magi" / "symm.h", INCLUDE / "magi" / "schedule.h")
+HEADERS = tuple(INCLUDE / "magi" / name for name in ("abi.h", "symm.h", "schedule.h", "index.h"))
 STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
@@ -24,6 +24,9 @@ STRUCTS = {
     "magi_ffa_fwd_params": abi.FfaFwdParams,
     "magi_ffa_bwd_params": abi.FfaBwdParams,
     "magi_ffa_remote": abi.FfaRemote,
+    "magi_ffa_index_fwd_params": index_abi.IndexFwdParams,
+    "magi_ffa_index_bwd_params": index_abi.IndexBwdParams,
+    "magi_ffa_index_sum_params": index_abi.IndexSumParams,
     "magi_symm_buffer": abi.SymmBuffer,
     "magi_work_tile": abi.WorkTile,
     "magi_work_list": abi.WorkListHeader,
@@ -64,7 +67,7 @@ def measured(tmp_path_factory) -> dict[str, int]:
     if compiler is None:
         pytest.skip("There is no C compiler.")
     lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/symm.h"']
-    lines += ['#include "magi/schedule.h"', "int main(void) {"]
+    lines += ['#include "magi/schedule.h"', '#include "magi/index.h"', "int main(void) {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:
@@ -111,7 +114,7 @@ def test_every_function_of_the_headers_is_bound_with_as_many_arguments():
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
     bound = {
         **abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.REMOTE_FUNCTIONS, **abi.PORTABLE_FUNCTIONS,
-        **abi.COMMON_FUNCTIONS,
+        **abi.COMMON_FUNCTIONS, **index_abi.FUNCTIONS,
     }  # fmt: skip
     assert set(declared) == set(bound)
     for name, arguments in declared.items():

@@ -193,8 +193,8 @@ def test_kernels_have_names_of_their_own():
 def test_manifest():
     manifest = toolchain.load_manifest(ROOT / "csrc")
     stems = [v.stem for v in manifest.MANIFEST]
-    assert len(set(stems)) == len(stems) == 16
-    assert {v.kind for v in manifest.MANIFEST} == {"fwd", "bwd"}
+    assert len(set(stems)) == len(stems) == 24
+    assert {v.kind for v in manifest.of_kernels(manifest.MANIFEST, "portable")} == {"fwd", "bwd"}
     v = manifest.Variant("fwd", "bf16", 192, 128)
     assert v in manifest.MANIFEST and v.stem == "fwd_bf16_d192_dv128"
     text = manifest.instance_source(v)
@@ -202,6 +202,10 @@ def test_manifest():
     assert "MAGI_FFA_FWD_INSTANCE(magi::bf16, 192, 128, fwd_bf16_d192_dv128)" in text
     line = "MAGI_VARIANT(fwd, bf16, 192, 128, magi_ffa_fwd_bf16_d192_dv128)\n"
     assert manifest.dispatch_table(manifest.MANIFEST).count(line) == 1
+    index = manifest.Variant("index_bwd", "fp16", 64, 64)
+    assert index in manifest.MANIFEST and '#include "ffa/sm90/index/bwd/launch.cuh"' in manifest.instance_source(index)
+    assert "MAGI_INDEX_VARIANT(index_bwd, fp16, 64, magi_ffa_index_bwd_fp16_d64_dv64)\n" in manifest.index_table([index])
+    assert index.stem not in manifest.dispatch_table(manifest.MANIFEST)
     backward = manifest.Variant("bwd", "fp16", 128, 128)
     assert backward in manifest.MANIFEST and '#include "ffa/sm90/bwd/launch.cuh"' in manifest.instance_source(backward)
 

@@ -24,10 +24,8 @@ typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
   int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
-  int32_t max_keys;    /* entries of each list, a multiple of 4 */
+  int32_t max_keys;    /* entries of each list */
   int32_t sm_margin;   /* SMs to leave free, >= 0 */
-  int32_t sink_count;  /* as in magi_ffa_fwd_params */
-  int32_t sink_per_row;
   float softmax_scale; /* > 0 */
   int32_t reserved;
   int64_t q_stride_token, q_stride_head;
@@ -37,9 +35,7 @@ typedef struct {
   const void *q, *k, *v;
   void* out;
   float* lse;
-  float* max_logits;     /* (heads_q,), preset to -inf by the caller, or NULL */
-  const float* sink;     /* or NULL */
-  const int32_t* lists;  /* device memory, 16-byte aligned */
+  const int32_t* lists;  /* device memory */
   const int32_t* counts; /* device memory */
   void* stream;          /* cudaStream_t */
 } magi_ffa_index_fwd_params;

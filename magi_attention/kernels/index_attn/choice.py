@@ -6,13 +6,14 @@ from __future__ import annotations
 from magi_attention.common.enum import MagiAttentionKernelBackend as Asked
 from magi_attention.env import general
 from magi_attention.errors import NoBackendError
+from magi_attention.kernels.index_attn.ffa import IndexFfa
 from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem
 
 
 def backends() -> tuple[IndexBackend, ...]:
     """The implementations, best first. The reference is the last and runs everything."""
-    return (IndexReference(),)
+    return (IndexFfa(), IndexReference())
 
 
 def choose(problem: IndexProblem) -> IndexBackend:

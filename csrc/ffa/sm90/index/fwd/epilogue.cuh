@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Normalises the output of a list's query heads, combines sinks, and writes out, lse and
-// max_logits.
+// Normalises the output of a list's query heads and writes out and lse.
 #pragma once
 
-#include "ffa/common/out_rows.cuh"
 #include "ffa/common/softmax.cuh"
 #include "ffa/sm90/index/fwd/config.h"
 #include "ffa/sm90/index/fwd/params.h"
@@ -23,19 +21,14 @@ __device__ __forceinline__ void write_heads(const IndexFwdParams& p, uint32_t sm
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int in_group = 64 * group + 16 * warp + lane / 4 + 8 * r;
-    const OutRow row{token, kv_head * p.group + in_group, in_group < p.group};
     float sum = state.sum[r];
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    float top = state.reference[r], scale = 1.f;
-    if (p.sink_count && row.exists) combine_sinks(p, row, &top, &sum, &scale);
     const bool empty = !(sum > 0.f);
-    weight[r] = empty ? 0.f : scale / sum;
-    if (!row.exists || lane % 4 != 0) continue;
-    p.lse[static_cast<int64_t>(token) * p.heads_q + row.head] =
-        empty ? -INFINITY : (top + log2_fast(sum)) * kLn2;
-    if (p.max_logits != nullptr && state.reference[r] != -INFINITY)
-      atomic_max_float(p.max_logits + row.head, state.reference[r] * kLn2);
+    weight[r] = empty ? 0.f : 1.f / sum;
+    if (in_group < p.group && lane % 4 == 0)
+      p.lse[static_cast<int64_t>(token) * p.heads_q + kv_head * p.group + in_group] =
+          empty ? -INFINITY : (state.reference[r] + log2_fast(sum)) * kLn2;
   }
   named_barrier(1 + group, 128);  // all warps are through with Q
   stage_rows<typename C::T, C::kDv, C::kBlockM>(smem_out, o, weight, warp, lane);

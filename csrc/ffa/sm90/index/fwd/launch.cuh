@@ -47,8 +47,6 @@ magi_status launch_index_fwd(const magi_ffa_index_fwd_params& a) {
   k.lists = a.lists;
   k.counts = a.counts;
   k.lse = a.lse;
-  k.max_logits = a.max_logits;
-  k.sink = a.sink;
   k.num_lists = a.total_q * a.heads_kv;
   k.heads_q = a.heads_q;
   k.heads_kv = a.heads_kv;
@@ -56,12 +54,10 @@ magi_status launch_index_fwd(const magi_ffa_index_fwd_params& a) {
   k.max_keys = a.max_keys;
   k.k_chunks = a.head_dim / 8;
   k.v_chunks = a.head_dim_v / 8;
-  k.sink_count = a.sink != nullptr ? a.sink_count : 0;
-  k.sink_per_row = a.sink_per_row;
   k.scale_log2 = a.softmax_scale * kLog2e;
   k.unscale = 1.f / k.scale_log2;
   // As in fwd_scalars: P must fit its type.
-  k.slack = (a.max_logits != nullptr ? 0.f : a.dtype == MAGI_BF16 ? 32.f : 8.f) * k.unscale;
+  k.slack = (a.dtype == MAGI_BF16 ? 32.f : 8.f) * k.unscale;
   if (k.num_lists == 0) return MAGI_OK;
   if (k.group <= 64) return start_index_fwd<IndexFwdConfig<T, kD, 1>>(a, k);
   return start_index_fwd<IndexFwdConfig<T, kD, 2>>(a, k);

@@ -15,12 +15,9 @@ struct IndexFwdParams {
   const int32_t* lists;   // (total_q, heads_kv, max_keys)
   const int32_t* counts;  // (total_q, heads_kv)
   float* lse;
-  float* max_logits;
-  const float* sink;
   int32_t num_lists;  // total_q * heads_kv
   int32_t heads_q, heads_kv, group, max_keys;
   int32_t k_chunks, v_chunks;  // of 16 bytes, in a row
-  int32_t sink_count, sink_per_row;
   float scale_log2, unscale, slack;  // as in FwdKernelParams
 };
 
