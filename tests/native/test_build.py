@@ -204,7 +204,8 @@ def test_manifest():
     assert manifest.dispatch_table(manifest.MANIFEST).count(line) == 1
     index = manifest.Variant("index_bwd", "fp16", 64, 64)
     assert index in manifest.MANIFEST and '#include "ffa/sm90/index/bwd/launch.cuh"' in manifest.instance_source(index)
-    assert "MAGI_INDEX_VARIANT(index_bwd, fp16, 64, magi_ffa_index_bwd_fp16_d64_dv64)\n" in manifest.index_table([index])
+    line = "MAGI_INDEX_VARIANT(index_bwd, fp16, 64, magi_ffa_index_bwd_fp16_d64_dv64)\n"
+    assert manifest.index_table([index, v]).count("VARIANT") == 1 and line in manifest.index_table([index, v])
     assert index.stem not in manifest.dispatch_table(manifest.MANIFEST)
     backward = manifest.Variant("bwd", "fp16", 128, 128)
     assert backward in manifest.MANIFEST and '#include "ffa/sm90/bwd/launch.cuh"' in manifest.instance_source(backward)

@@ -61,11 +61,11 @@ magi_status multiprocessors(int* count);
 // A sentence if the caller's workspace is too small; `ask` is the function that tells its size.
 magi_status check_workspace(int64_t have, int64_t need, const char* ask);
 
-// Launches a kernel that may start while the one before in the stream is ending; it waits for it
-// where it has to.
+// Launches a kernel. Where it may begin `early`, while the one before in the stream is ending, it
+// waits for that where it has to.
 template <typename Params>
-magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream,
-                          const Params& params, const char* doing) {
+magi_status launch_kernel(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream,
+                          const Params& params, const char* doing, bool early = false) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -75,8 +75,14 @@ magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t
   config.dynamicSmemBytes = smem;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = early ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, params), doing);
+}
+
+template <typename Params>
+magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t smem, void* stream,
+                          const Params& params, const char* doing) {
+  return launch_kernel(kernel, grid, threads, smem, stream, params, doing, true);
 }
 
 // Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asynchronous copies of 16 bytes that each thread makes itself, for rows that lie anywhere, and
-// sums of rows in global memory: thin wrappers over PTX.
+// Asynchronous copies of 16 bytes that each thread makes itself, for rows that lie anywhere: thin
+// wrappers over PTX.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,9 @@ __device__ __forceinline__ void async_copies_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// Adds four neighbours; `at` is a multiple of 16 bytes.
-__device__ __forceinline__ void add_float4(float* at, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
+// All copies of this thread are there, for itself: before it ends.
+__device__ __forceinline__ void async_copies_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 }  // namespace magi

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Accumulators to 16-bit rows in shared memory, in the layout of a tensor map with 128-byte swizzle.
+// Accumulators to 16-bit rows in shared memory, in the layout of a tensor map with 128-byte
+// swizzle.
 #pragma once
 
 #include "ffa/common/scores.cuh"
@@ -18,8 +19,7 @@ __device__ __forceinline__ void stage_rows(uint32_t smem, const float (&o)[kColu
 #pragma unroll
   for (int j = 0; j < kColumns / 8; j += 2) {
     const int chunk = j % 8 + (matrix >> 1);
-    const uint32_t at =
-        smem + (j / 8) * (kRows * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
+    const uint32_t at = smem + (j / 8) * (kRows * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
     store_matrix_x4(at, pack_pair<T>(o[4 * j] * weight[0], o[4 * j + 1] * weight[0]),
                     pack_pair<T>(o[4 * j + 2] * weight[1], o[4 * j + 3] * weight[1]),
                     pack_pair<T>(o[4 * j + 4] * weight[0], o[4 * j + 5] * weight[0]),

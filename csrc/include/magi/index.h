@@ -43,8 +43,7 @@ typedef struct {
 MAGI_EXPORT magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params);
 
 /* 1 if this library has kernels of both directions for the dtype and head dims, else 0. */
-MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim,
-                                               int32_t head_dim_v);
+MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v);
 
 /* Gradients of the forward, of tokens token_begin to token_end of the queries. dq (total_q,
  * heads_q, d) is contiguous, in the dtype of q. The sums dk (total_k, heads_kv, d) and dv (total_k,
@@ -71,8 +70,8 @@ typedef struct {
   const void* out; /* or NULL: then delta is read */
   const void* dout;
   const float* lse; /* (total_q, heads_q) */
-  float* delta;     /* (total_q, heads_q), sum(out * dout) of each row: written, of all tokens, if out
-                       is given */
+  float* delta; /* (total_q, heads_q), sum(out * dout) of each row: written, of all tokens, if out
+                   is given */
   void* dq;
   float *dk, *dv;
   float *dk_partials, *dv_partials; /* or NULL, both */

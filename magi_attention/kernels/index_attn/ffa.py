@@ -75,24 +75,22 @@ class IndexFfa:
         lse = lse.contiguous()
         dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        shape, library = _shape(problem, q, k, v, lists), self._library()
-        strides = stride_fields(q=q, k=k, v=v, out=out, dout=dout)
-        at = _addresses(
-            q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, lists=lists.rows, counts=lists.counts
-        )
+        library, stream = self._library(), _stream(q)
+        call = {
+            **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out, dout=dout),
+            **_addresses(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv),
+            **_addresses(lists=lists.rows, counts=lists.counts), "stream": stream,
+        }  # fmt: skip
         with torch.cuda.device(q.device):
-            common = {**shape, **strides, **at, "stream": _stream(q)}
             if not problem.options.deterministic:
-                library.backward(**common, out=out.data_ptr(), token_begin=0, token_end=q.shape[0])
+                library.backward(**call, out=out.data_ptr(), token_begin=0, token_end=q.shape[0])
             else:
                 for begin, end in _token_ranges(lists, k.shape[2] + v.shape[2]):
                     given = out.data_ptr() if begin == 0 else None  # later calls read the delta that this one wrote
                     shares = [x.new_empty((_entries(lists, begin, end), x.shape[2])) for x in (dk, dv)]
-                    library.backward(
-                        **common, out=given, token_begin=begin, token_end=end, dk_partials=shares[0].data_ptr(),
-                        dv_partials=shares[1].data_ptr(),
-                    )  # fmt: skip
-                    _add_shares(library, shares, (dk, dv), lists.rows[begin:end], common["stream"])
+                    at = _addresses(dk_partials=shares[0], dv_partials=shares[1])
+                    library.backward(**call, **at, out=given, token_begin=begin, token_end=end)
+                    _add_shares(library, shares, (dk, dv), lists.rows[begin:end], stream)
         return dq, dk.mul_(problem.options.softmax_scale), dv
 
 

@@ -66,8 +66,7 @@ magi_status check_index(const Params& p) {
   if (p.heads_q / p.heads_kv > 128)
     return fail(MAGI_UNSUPPORTED, "%d query heads share a kv head, and a tile holds 128.",
                 p.heads_q / p.heads_kv);
-  if (!(p.softmax_scale > 0.f))
-    return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
+  if (!(p.softmax_scale > 0.f)) return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_keys < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_keys and sm_margin must be >= 0.");
   if (static_cast<int64_t>(p.total_q) * p.heads_kv >= (1ll << 31) - (1 << 16))
@@ -78,21 +77,10 @@ magi_status check_index(const Params& p) {
 
 template <typename T>
 magi_status write_delta(const magi_ffa_index_bwd_params& a) {
-  IndexDeltaParams k;
-  k.out = static_cast<const uint8_t*>(a.out);
-  k.dout = static_cast<const uint8_t*>(a.dout);
-  k.out_token_bytes = 2 * a.out_stride_token;
-  k.out_head_bytes = 2 * a.out_stride_head;
-  k.dout_token_bytes = 2 * a.dout_stride_token;
-  k.dout_head_bytes = 2 * a.dout_stride_head;
-  k.delta = a.delta;
-  k.num_rows = a.total_q * a.heads_q;
-  k.heads = a.heads_q;
-  k.head_dim = a.head_dim_v;
+  const IndexDeltaParams k = index_delta_params(a);
   constexpr int kRows = kDeltaThreads / 32;
-  index_delta<T><<<(k.num_rows + kRows - 1) / kRows, kDeltaThreads, 0,
-                   static_cast<cudaStream_t>(a.stream)>>>(k);
-  return cuda_status(cudaGetLastError(), "launching the preprocess of index attention");
+  return launch_kernel(index_delta_rows<T>, dim3((k.num_rows + kRows - 1) / kRows), kDeltaThreads,
+                       0, a.stream, k, "launching the preprocess of index attention");
 }
 
 }  // namespace
@@ -117,10 +105,12 @@ magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
     return magi::fail(MAGI_INVALID_ARGUMENT, "Tokens %d to %d are not among %d.", p.token_begin,
                       p.token_end, p.total_q);
   if (static_cast<int64_t>(p.total_q) * p.heads_q >= 1ll << 31)
-    return magi::fail(MAGI_UNSUPPORTED, "%d tokens of %d heads are too many rows; split the tokens.",
-                      p.total_q, p.heads_q);
+    return magi::fail(MAGI_UNSUPPORTED,
+                      "%d tokens of %d heads are too many rows; split the tokens.", p.total_q,
+                      p.heads_q);
   if ((p.dk_partials == nullptr) != (p.dv_partials == nullptr))
-    return magi::fail(MAGI_INVALID_ARGUMENT, "Give both of dk_partials and dv_partials or neither.");
+    return magi::fail(MAGI_INVALID_ARGUMENT,
+                      "Give both of dk_partials and dv_partials or neither.");
   if (p.total_q == 0) return MAGI_OK;
   if (p.out != nullptr)
     MAGI_RETURN(p.dtype == MAGI_BF16 ? magi::write_delta<magi::bf16>(p)
@@ -131,13 +121,13 @@ magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
 magi_status magi_ffa_index_sum(const magi_ffa_index_sum_params* params) {
   const magi_ffa_index_sum_params& p = *params;
   if (p.version != MAGI_ABI_VERSION || p.num_rows < 0 || p.width < 4 || p.width % 4)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "%d rows of %d values, ABI version %d: rows are of a "
+    return magi::fail(MAGI_INVALID_ARGUMENT,
+                      "%d rows of %d values, ABI version %d: rows are of a "
                       "multiple of 4 values, and the version is %d.",
                       p.num_rows, p.width, p.version, MAGI_ABI_VERSION);
   if (p.num_rows == 0) return MAGI_OK;
   constexpr int kRows = magi::kSumThreads / 32;
-  magi::index_sum_shares<<<(p.num_rows + kRows - 1) / kRows, magi::kSumThreads, 0,
-                           static_cast<cudaStream_t>(p.stream)>>>(p);
-  return magi::cuda_status(cudaGetLastError(), "launching the sum of shares");
+  return magi::launch_kernel(magi::index_sum_shares, dim3((p.num_rows + kRows - 1) / kRows),
+                             magi::kSumThreads, 0, p.stream, p, "launching the sum of shares");
 }
 }

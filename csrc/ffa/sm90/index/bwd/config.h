@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tile sizes and the shared-memory map of the backward of index attention. Constants only; shared by
-// host and device.
+// Tile sizes and the shared-memory map of the backward of index attention. Constants only; shared
+// by host and device.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct IndexBwdConfig {
   // dq of a warpgroup: its 64 heads, or half of the columns of the 64 that there are.
   static constexpr int kDqColumns = kHeads == 128 ? kD : kD / 2;
 
-  static constexpr uint32_t kQBytes = kHeads * kD * 2;     // of dout, too
-  static constexpr uint32_t kKBytes = kBlockN * kD * 2;    // of V, too
+  static constexpr uint32_t kQBytes = kHeads * kD * 2;   // of dout, too
+  static constexpr uint32_t kKBytes = kBlockN * kD * 2;  // of V, too
   static constexpr uint32_t kDsBytes = kBlockN * kHeads * 2;
   // Offsets from the 1024-byte aligned start. dq is staged over the rows of Q.
   static constexpr uint32_t kQAt = 0;
@@ -32,7 +32,7 @@ struct IndexBwdConfig {
   static constexpr uint32_t kKAt = kDoutAt + kQBytes;
   static constexpr uint32_t kVAt = kKAt + kStages * kKBytes;
   static constexpr uint32_t kDsAt = kVAt + kStages * kKBytes;
-  static constexpr uint32_t kLseAt = kDsAt + kDsBytes;           // base 2, of each head
+  static constexpr uint32_t kLseAt = kDsAt + kDsBytes;  // base 2, of each head
   static constexpr uint32_t kDeltaAt = kLseAt + kHeads * 4;
   static constexpr uint32_t kBarriersAt = kDeltaAt + kHeads * 4;
   static constexpr uint32_t kSmemBytes = kBarriersAt + 128;  // 10 barriers

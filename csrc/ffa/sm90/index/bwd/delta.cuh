@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffa/common/scores.cuh"
+#include "magi/index.h"
 
 namespace magi {
 
@@ -15,8 +16,23 @@ struct IndexDeltaParams {
 
 constexpr int kDeltaThreads = 256;
 
+inline IndexDeltaParams index_delta_params(const magi_ffa_index_bwd_params& a) {
+  IndexDeltaParams k;
+  k.out = static_cast<const uint8_t*>(a.out);
+  k.dout = static_cast<const uint8_t*>(a.dout);
+  k.out_token_bytes = 2 * a.out_stride_token;
+  k.out_head_bytes = 2 * a.out_stride_head;
+  k.dout_token_bytes = 2 * a.dout_stride_token;
+  k.dout_head_bytes = 2 * a.dout_stride_head;
+  k.delta = a.delta;
+  k.num_rows = a.total_q * a.heads_q;
+  k.heads = a.heads_q;
+  k.head_dim = a.head_dim_v;
+  return k;
+}
+
 template <typename T>
-__global__ void __launch_bounds__(kDeltaThreads) index_delta(const IndexDeltaParams p) {
+__global__ void __launch_bounds__(kDeltaThreads) index_delta_rows(const IndexDeltaParams p) {
   const int row = blockIdx.x * (kDeltaThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= p.num_rows) return;
   const int token = row / p.heads, head = row - token * p.heads;

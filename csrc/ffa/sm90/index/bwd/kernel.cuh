@@ -100,8 +100,7 @@ struct IndexBwdWorker {
         const float a = exists[r] ? exp2_fast(s[i] * p.scale_log2 - lse.x) : 0.f;
         const float b = exists[r] ? exp2_fast(s[i + 1] * p.scale_log2 - lse.y) : 0.f;
         weights[2 * j + r] = pack_pair<typename C::T>(a, b);
-        ds[2 * j + r] =
-            pack_pair<typename C::T>(a * (dp[i] - delta.x), b * (dp[i + 1] - delta.y));
+        ds[2 * j + r] = pack_pair<typename C::T>(a * (dp[i] - delta.x), b * (dp[i + 1] - delta.y));
       }
     }
   }
@@ -130,9 +129,8 @@ struct IndexBwdWorker {
     const int lane = threadIdx.x % 32;
     float* row = nullptr;
     if (key >= 0)
-      row = partials != nullptr
-                ? partials + (entry + row_in_block() + 8 * (lane & 1)) * width
-                : sums + (static_cast<int64_t>(key) * p.heads_kv + kv_head) * width;
+      row = partials != nullptr ? partials + (entry + row_in_block() + 8 * (lane & 1)) * width
+                                : sums + (static_cast<int64_t>(key) * p.heads_kv + kv_head) * width;
     write_shares<C::kD>(x, row, width, partials == nullptr, lane);
   }
 

@@ -4,42 +4,12 @@
 
 #include "ffa/common/call_checks.h"
 #include "ffa/sm90/index/bwd/kernel.cuh"
+#include "ffa/sm90/index/heads_map.h"
 #include "magi/index.h"
 
 namespace magi {
 
-template <typename C>
-magi_status start_index_bwd(const magi_ffa_index_bwd_params& a, IndexBwdParams& k) {
-  const auto type = a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t d = a.head_dim, dv = a.head_dim_v, group = k.group, heads = a.heads_kv,
-                 tokens = a.total_q;
-  const int64_t width = 2ll * a.head_dim;
-  MAGI_RETURN(encode_map(
-      &k.q_map, type, a.q, {d, group, heads, tokens},
-      {2 * a.q_stride_head, 2 * a.q_stride_head * k.group, 2 * a.q_stride_token},
-      {64, 64, 1, 1}, "q"));
-  MAGI_RETURN(encode_map(
-      &k.dout_map, type, a.dout, {dv, group, heads, tokens},
-      {2 * a.dout_stride_head, 2 * a.dout_stride_head * k.group, 2 * a.dout_stride_token},
-      {64, 64, 1, 1}, "dout"));
-  MAGI_RETURN(encode_map(&k.dq_map, type, a.dq, {d, group, heads, tokens},
-                         {width, width * k.group, width * a.heads_q}, {64, 64, 1, 1}, "dq"));
-  static DeviceOnce configured;
-  MAGI_RETURN(configured.run([] {
-    return cudaFuncSetAttribute(index_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                C::kSmemBytes);
-  }));
-  int sms = 0;
-  MAGI_RETURN(multiprocessors(&sms));
-  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
-  const int grid = k.num_lists < room ? k.num_lists : room;
-  index_bwd<C><<<grid, C::kThreads, C::kSmemBytes, static_cast<cudaStream_t>(a.stream)>>>(k);
-  return cuda_status(cudaGetLastError(), "launching the backward of index attention");
-}
-
-template <typename T, int kD>
-magi_status launch_index_bwd(const magi_ffa_index_bwd_params& a) {
+inline IndexBwdParams index_bwd_params(const magi_ffa_index_bwd_params& a) {
   IndexBwdParams k{};
   k.k = static_cast<const uint8_t*>(a.k);
   k.v = static_cast<const uint8_t*>(a.v);
@@ -67,7 +37,42 @@ magi_status launch_index_bwd(const magi_ffa_index_bwd_params& a) {
   k.head_dim_v = a.head_dim_v;
   k.scale = a.softmax_scale;
   k.scale_log2 = a.softmax_scale * kLog2e;
+  return k;
+}
+
+inline magi_status index_bwd_maps(const magi_ffa_index_bwd_params& a, IndexBwdParams* k) {
+  const auto encode = [&](CUtensorMap* map, const void* base, int32_t dim, int64_t token,
+                          int64_t head, const char* name) {
+    return group_heads_map(map, a.dtype, base, dim, a.heads_q, a.heads_kv, a.total_q, token, head,
+                           name);
+  };
+  const int64_t d = a.head_dim;
+  MAGI_RETURN(encode(&k->q_map, a.q, a.head_dim, a.q_stride_token, a.q_stride_head, "q"));
+  MAGI_RETURN(
+      encode(&k->dout_map, a.dout, a.head_dim_v, a.dout_stride_token, a.dout_stride_head, "dout"));
+  return encode(&k->dq_map, a.dq, a.head_dim, d * a.heads_q, d, "dq");
+}
+
+template <typename C>
+magi_status start_index_bwd(const magi_ffa_index_bwd_params& a, const IndexBwdParams& k) {
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([] {
+    return cudaFuncSetAttribute(index_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                C::kSmemBytes);
+  }));
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
+  const int grid = k.num_lists < room ? k.num_lists : room;
+  return launch_kernel(index_bwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k,
+                       "launching the backward of index attention");
+}
+
+template <typename T, int kD>
+magi_status launch_index_bwd(const magi_ffa_index_bwd_params& a) {
+  IndexBwdParams k = index_bwd_params(a);
   if (k.num_lists == 0) return MAGI_OK;
+  MAGI_RETURN(index_bwd_maps(a, &k));
   if (k.group <= 64) return start_index_bwd<IndexBwdConfig<T, kD, 64>>(a, k);
   return start_index_bwd<IndexBwdConfig<T, kD, 128>>(a, k);
 }

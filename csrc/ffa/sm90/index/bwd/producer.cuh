@@ -71,6 +71,7 @@ __device__ void feed(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
       rows.advance();
     }
   }
+  async_copies_wait_all();
 }
 
 }  // namespace magi

@@ -3,7 +3,7 @@
 // left beside them.
 #pragma once
 
-#include "ffa/sm90/async_copy.cuh"
+#include "ffa/common/atomics.cuh"
 
 namespace magi {
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_shares(const float (&x)[kColumns / 2], flo
     const float4 four = lower ? make_float4(a, b, x[4 * j + 2], x[4 * j + 3])
                               : make_float4(x[4 * j], x[4 * j + 1], a, b);
     if (adds)
-      add_float4(row + column, four.x, four.y, four.z, four.w);
+      add_to_global_x4(row + column, four.x, four.y, four.z, four.w);
     else
       *reinterpret_cast<float4*>(row + column) = four;
   }

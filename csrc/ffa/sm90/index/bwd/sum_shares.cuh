@@ -11,8 +11,7 @@ namespace magi {
 
 constexpr int kSumThreads = 256;
 
-__global__ void __launch_bounds__(kSumThreads)
-    index_sum_shares(const magi_ffa_index_sum_params p) {
+__global__ void __launch_bounds__(kSumThreads) index_sum_shares(const magi_ffa_index_sum_params p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSumThreads / 32) + threadIdx.x / 32;
   if (row >= p.num_rows) return;
   const int begin = __ldg(p.begins + row), end = __ldg(p.begins + row + 1);
@@ -22,7 +21,7 @@ __global__ void __launch_bounds__(kSumThreads)
     float4 sum = *at;
     for (int i = begin; i < end; ++i) {
       const int64_t from = static_cast<int64_t>(__ldg(p.entries + i)) * p.width + column;
-      const float4 share = __ldcs(reinterpret_cast<const float4*>(p.partials + from));
+      const float4 share = __ldg(reinterpret_cast<const float4*>(p.partials + from));
       sum.x += share.x;
       sum.y += share.y;
       sum.z += share.z;

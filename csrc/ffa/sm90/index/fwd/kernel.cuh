@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of index attention for sm_90a. A work tile is one list of keys and the query heads that
-// share it, which are the rows; a CTA walks the keys in blocks that its first warpgroup gathers, and
-// writes the output once.
+// share it, which are the rows; a CTA walks the keys in blocks that its first warpgroup gathers,
+// and writes the output once.
 #pragma once
 
 #include "ffa/common/shared.cuh"
@@ -20,15 +20,15 @@ struct IndexWorker {
   const IndexFwdParams& p;
   const IndexFwdSmem<C>& smem;
   Ring<C::kKStages> ks;
-  Ring<C::kVStages> vs;  // of the block whose scores come next; the one before is packed
-  int left = 0;          // keys from the block on whose scores come next
+  Ring<C::kVStages> vs;      // of the block whose scores come next; the one before is packed
+  int left = 0;              // keys from the block on whose scores come next
   bool is_rescaled = false;  // the output has to be rescaled before it grows
   bool is_growing = false;   // an output multiplication is under way
 
   __device__ IndexWorker(const IndexFwdParams& params, const IndexFwdSmem<C>& s)
       : p(params), smem(s) {}
 
-  __device__ __forceinline__ uint32_t v_stage(int ago) const {
+  __device__ __forceinline__ uint32_t v_stage(uint32_t ago) const {
     return vs.stage >= ago ? vs.stage - ago : vs.stage + C::kVStages - ago;
   }
 

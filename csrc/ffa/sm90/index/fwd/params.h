@@ -17,7 +17,7 @@ struct IndexFwdParams {
   float* lse;
   int32_t num_lists;  // total_q * heads_kv
   int32_t heads_q, heads_kv, group, max_keys;
-  int32_t k_chunks, v_chunks;  // of 16 bytes, in a row
+  int32_t k_chunks, v_chunks;        // of 16 bytes, in a row
   float scale_log2, unscale, slack;  // as in FwdKernelParams
 };
 

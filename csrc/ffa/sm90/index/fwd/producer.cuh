@@ -57,6 +57,7 @@ __device__ void feed(const IndexFwdParams& p, const IndexFwdSmem<C>& smem) {
       vs.advance();
     }
   }
+  async_copies_wait_all();
 }
 
 }  // namespace magi

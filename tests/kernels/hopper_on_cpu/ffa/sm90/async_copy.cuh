@@ -60,7 +60,7 @@ inline void async_copies_arrive(uint32_t bar) {
 inline void async_copies_wait_all() {
   hopper::Thread* thread = hopper::self;
   hopper::wait_until(
-      thread->own_work, [=] { return thread->batches.empty(); }, "cp.async.wait_all");
+      thread->own_work, [=] { return thread->open_batches == 0; }, "cp.async.wait_all");
   for (const auto& copy : thread->copies) hopper::do_copy(copy);
   thread->copies.clear();
 }
