@@ -68,11 +68,15 @@ magi_status magi_comm_join(const void* id, int32_t rank, int32_t world) {
   return magi::comm::done(nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes), "joining");
 }
 
+int32_t magi_comm_has_joined(void) {
+  return nvshmemx_init_status() >= NVSHMEM_STATUS_IS_INITIALIZED;
+}
+
 magi_status magi_comm_check(int32_t version) {
   MAGI_RETURN(magi::comm::check_joined());
-  if (version == MAGI_ABI_VERSION) return MAGI_OK;
-  return magi::fail(MAGI_INVALID_ARGUMENT, "ABI version %d, this library has %d.", version,
-                    MAGI_ABI_VERSION);
+  if (version == MAGI_COMM_VERSION) return MAGI_OK;
+  return magi::fail(MAGI_INVALID_ARGUMENT, "version %d of the exchange, this library has %d.",
+                    version, MAGI_COMM_VERSION);
 }
 
 magi_status magi_comm_leave(void) {

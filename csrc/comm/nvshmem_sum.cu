@@ -19,24 +19,25 @@ __device__ __forceinline__ void sum_block(const magi_comm_sum_params& p, const i
     const int64_t* begins = p.begins + block[0] + row;
     const int64_t end = begins[1];
     float sum[8];
-    load_sum(sum, nullptr, 0, MAGI_FP32);
+    const int64_t at = row * p.row_values + 8 * column;
+    load_sum(sum, p.accumulate ? to : nullptr, at, p.out_dtype);
 #pragma unroll 2
     for (int64_t t = begins[0]; t < end; ++t) {
       Eight<kIsFloat> x;
       x.load(place(p.epoch, p.terms[t]) + column * (kIsFloat ? 32 : 16));
       x.add_to(sum, p.wire_dtype);
     }
-    store_sum(sum, to, row * p.row_values + 8 * column, p.out_dtype);
+    store_sum(sum, to, at, p.out_dtype);
   }
 }
 
 __global__ void __launch_bounds__(kCommSumThreads)
     comm_sum(const __grid_constant__ magi_comm_sum_params p) {
-  const uint64_t epochs = *epoch_word(p.epoch) + 1;
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.num_blocks; i += gridDim.x) {
     const int64_t* block = p.blocks + static_cast<int64_t>(i) * MAGI_COMM_BLOCK_WORDS;
-    wait_for_all(p.epoch, p.waits + block[7] * MAGI_COMM_WAIT_WORDS, block[8] - block[7], epochs);
+    const int64_t* waits = p.waits + block[7] * MAGI_COMM_WAIT_WORDS;
+    if (!wait_for_all<false>(p.epoch, waits, block[8] - block[7])) break;
     if (p.wire_dtype == MAGI_FP32)
       sum_block<true>(p, block);
     else

@@ -20,15 +20,25 @@ __device__ __forceinline__ uint64_t* signal_word(const magi_comm_epoch& e, int64
   return reinterpret_cast<uint64_t*>(place(e, e.signals_at)) + signal;
 }
 
+// What the epochs that are over have added to a signal.
+__device__ __forceinline__ uint64_t* total_word(const magi_comm_epoch& e, int64_t signal) {
+  return reinterpret_cast<uint64_t*>(place(e, e.totals_at)) + signal;
+}
+
 // Epochs that are over on this rank.
 __device__ __forceinline__ uint64_t* epoch_word(const magi_comm_epoch& e) {
   return reinterpret_cast<uint64_t*>(place(e, e.epoch_at));
 }
 
-// By one thread: until a signal has counted so many. `wait` is a row of a table.
-__device__ __forceinline__ void wait_for(const magi_comm_epoch& e, const int64_t* wait,
-                                         uint64_t epochs) {
-  const uint64_t count = epochs * static_cast<uint64_t>(wait[1]);
+// Has a wait of this rank been in vain? Then it sends nothing any more. In device memory, as many
+// reads of host memory by a grid would slow down what the ranks send.
+__device__ __forceinline__ volatile uint64_t* void_word(const magi_comm_epoch& e) {
+  return reinterpret_cast<volatile uint64_t*>(place(e, e.failed_at));
+}
+
+// By one thread: until the signal of a row of a table has counted so many; false if in vain.
+__device__ __forceinline__ bool wait_until(const magi_comm_epoch& e, const int64_t* wait,
+                                           uint64_t count) {
   uint64_t* word = signal_word(e, wait[0]);
   const uint32_t begun = milliseconds();
   uint32_t last = begun;
@@ -38,18 +48,29 @@ __device__ __forceinline__ void wait_for(const magi_comm_epoch& e, const int64_t
     const uint32_t now = milliseconds();
     if (now == last) continue;
     last = now;
-    if (has_failed(e.timeout_ms, e.failed_peer, static_cast<int>(wait[2]), now - begun)) return;
+    if (has_failed(e.timeout_ms, e.failed_peer, static_cast<int>(wait[2]), now - begun)) {
+      *void_word(e) = 1;
+      return false;
+    }
   }
+  return true;
 }
 
-// By a CTA: until all of them have.
-__device__ __forceinline__ void wait_for_all(const magi_comm_epoch& e, const int64_t* waits,
-                                             int64_t count, uint64_t epochs) {
+// By a CTA: until all of these signals have counted what this epoch adds to them, or, if they are
+// credits, all epochs that are over. False if this rank has waited in vain, then or before.
+template <bool kAreCredits>
+__device__ __forceinline__ bool wait_for_all(const magi_comm_epoch& e, const int64_t* waits,
+                                             int64_t count) {
+  bool is_fine = *void_word(e) == 0;
 #pragma unroll 1
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
-    wait_for(e, waits + i * MAGI_COMM_WAIT_WORDS, epochs);
+  for (int64_t i = threadIdx.x; is_fine && i < count; i += blockDim.x) {
+    const int64_t* wait = waits + i * MAGI_COMM_WAIT_WORDS;
+    const uint64_t before = kAreCredits ? 0 : *total_word(e, wait[0]);
+    const uint64_t epochs = kAreCredits ? *epoch_word(e) : 1;
+    is_fine = wait_until(e, wait, before + epochs * static_cast<uint64_t>(wait[1]));
+  }
   __threadfence_system();
-  __syncthreads();
+  return __syncthreads_and(is_fine);
 }
 
 // By a CTA, at its end: its puts have read their sources.

@@ -10,7 +10,7 @@ constexpr int kCommWaitThreads = 64;
 
 __global__ void __launch_bounds__(kCommWaitThreads)
     comm_wait(const __grid_constant__ magi_comm_wait_params p) {
-  wait_for_all(p.epoch, p.waits, p.num_waits, *epoch_word(p.epoch) + 1);
+  wait_for_all<false>(p.epoch, p.waits, p.num_waits);
 }
 
 }  // namespace comm

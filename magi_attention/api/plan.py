@@ -30,12 +30,14 @@ from magi_attention.api.compile_rows import (
 )
 from magi_attention.api.handles import NO_FACTS, CompiledFacts, PlanFacts, facts_in_group, facts_of_plan
 from magi_attention.api.policy import policy_from_flags
+from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig, OverlapConfig
 from magi_attention.config.rates import MachineRates
+from magi_attention.env import comm
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
 from magi_attention.functional import ahead, documents
@@ -225,10 +227,12 @@ class Plan(meta_plan.Plan):
 
     def _runtime(self, group: Any, policy: AttnPolicy | None) -> AttnRuntime:
         layout = self._layout(group)
-        policy = policy or policy_from_flags(RuntimeFlags.from_env())
-        key = (layout.transport, policy)
+        policy, hierarchy = policy or policy_from_flags(RuntimeFlags.from_env()), None
+        if policy.hierarchical and layout.transport.size > 1:
+            hierarchy = join_nodes(layout.transport, policy.node_sizes, comm.launcher_node())
+        key = (layout.transport, policy, hierarchy)
         if key not in self._runtimes:
-            self._runtimes[key] = AttnRuntime(self, layout.transport, default_registry(), policy)
+            self._runtimes[key] = AttnRuntime(self, layout.transport, default_registry(), policy, hierarchy)
         return self._runtimes[key]
 
 

@@ -26,4 +26,7 @@ def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
         dsink_reduce=flags.dsink_all_reduce_op,
         check=flags.sanity_check,
         stage_mode=flags.stage_mode,
+        hierarchical=flags.hierarchical_comm,
+        node_sizes=flags.node_sizes,
+        node_transport=flags.node_transport,
     )

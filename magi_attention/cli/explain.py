@@ -165,6 +165,23 @@ def links_of(plan, sizes: str | None) -> dict | None:
         raise UsageError(f"--node-size {sizes}: {error}") from error
 
 
+def about_node_transport() -> str:
+    """By what rows cross once to each node, as far as this process can tell."""
+    from magi_attention.env import comm
+    from magi_attention.native.nvshmem import Nvshmem
+
+    wish = comm.node_transport()
+    asked = f"With MAGI_ATTENTION_HIERARCHICAL_COMM=1, MAGI_ATTENTION_NODE_TRANSPORT={wish} rows go once to each node"
+    if wish == "all_to_all":
+        return f"{asked}, by all-to-all-v."
+    try:
+        Nvshmem()
+    except UnsupportedError as error:
+        return f"{asked}: here {'it would be an error' if wish == 'nvshmem' else 'by all-to-all-v'}, as {error}"
+    otherwise = "an error" if wish == "nvshmem" else "all-to-all-v"
+    return f"{asked}: by NVSHMEM if all ranks of the group have it, as this machine does, else {otherwise}."
+
+
 def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.meta.explain import explain
     from magi_attention.report import describe
@@ -192,6 +209,7 @@ def command_explain(args: argparse.Namespace) -> int:
     if links is not None:
         sizes = ", ".join(dict.fromkeys(str(len(ranks)) for ranks in links["nodes"]))
         show_table(f"Links, {len(links['nodes'])} nodes of {sizes} ranks, K and V", describe.link_table(links))
+        print(about_node_transport())
     if budget is not None:
         show_budget(budget)
     show_kernels(args)

@@ -12,6 +12,7 @@ from magi_attention.doctor.system import System
 from magi_attention.version import __version__
 
 _WATCHED = ("libcudart", "libnccl", "libnvshmem_host", "libcudnn")
+_NODE_TRANSPORT = "MAGI_ATTENTION_NODE_TRANSPORT"
 _PINNED = re.compile(r"^(nvidia-(?:nccl|nvshmem)-cu\d+)\s*\(?==\s*([\w.]+)")
 
 
@@ -109,7 +110,10 @@ def check_nvshmem(system: System) -> Finding:
         if comm:
             remedy = f"pip install 'magi_attention[nvshmem]=={__version__}'"
             return Finding("nvs", ERROR, f"{_listing(comm)} needs NVSHMEM's host library, which is missing", remedy)
-        return Finding("nvs", SKIPPED, "no NVSHMEM here; collectives go through torch.distributed")
+        if system.environ.get(_NODE_TRANSPORT) == "nvshmem":
+            remedy = f"pip install 'magi_attention[nvshmem]=={__version__}'"
+            return Finding("nvs", ERROR, f"{_NODE_TRANSPORT}=nvshmem, and there is no NVSHMEM here", remedy)
+        return Finding("nvs", SKIPPED, "no NVSHMEM here; rows cross between nodes by all-to-all-v")
     cuda = system.torch_cuda()
     lanes = {name.rpartition("-cu")[2] for name in packages}
     if cuda and cuda.split(".")[0] not in lanes:
@@ -117,7 +121,7 @@ def check_nvshmem(system: System) -> Finding:
         remedy = f"pip install nvidia-nvshmem-cu{major}"
         return Finding("nvs", WARNING, f"{_listing(packages)}, but torch is for CUDA {cuda}", remedy)
     if not comm:
-        rest = "the native collectives that would use it are not installed"
+        rest = "magi-attention-comm is not installed, so rows cross between nodes by all-to-all-v"
         return Finding("nvs", OK, f"{_listing(packages)}; {rest}")
     halves, why = system.nvshmem_halves()
     if why:

@@ -25,6 +25,11 @@ def node_sizes() -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def node_transport() -> str:
+    """``nvshmem``, ``all_to_all``, or ``auto``: the first where all ranks of a group have it."""
+    return registry.get("MAGI_ATTENTION_NODE_TRANSPORT")
+
+
 def launcher_node() -> int | None:
     """Number of this process's node as torchrun gave it; None under another launcher."""
     return registry.get("GROUP_RANK")

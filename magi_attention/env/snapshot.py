@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class RuntimeFlags:
     """Frozen, hashable, picklable. ``kernel_backend`` is a ``MagiAttentionKernelBackend``; ``precision`` a
     ``MagiAttentionPrecision`` or None; SM margins count SMs; ``dsink_all_reduce_op`` is none, sum or avg;
-    ``node_sizes`` are ranks per node, one for all nodes or one each, empty where the launcher or a mesh says it.
+    ``node_sizes`` are ranks per node, one for all nodes or one each, empty where the launcher or a mesh says it;
+    ``node_transport`` is auto, nvshmem or all_to_all.
     """
 
     kernel_backend: MagiAttentionKernelBackend
@@ -29,6 +30,7 @@ class RuntimeFlags:
     deterministic: bool = False
     hierarchical_comm: bool = False
     node_sizes: tuple[int, ...] = ()
+    node_transport: str = "auto"
     qo_comm: bool = False
     native_grpcoll: bool = False
     stage_mode: str = "auto"
@@ -60,6 +62,7 @@ class RuntimeFlags:
             deterministic=general.is_deterministic_mode_enable(),
             hierarchical_comm=comm.is_hierarchical_comm_enable(),
             node_sizes=comm.node_sizes(),
+            node_transport=comm.node_transport(),
             qo_comm=comm.is_qo_comm_enable(),
             native_grpcoll=comm.is_native_grpcoll_enable(),
             stage_mode=comm.stage_mode(),

@@ -167,7 +167,7 @@ def _forward_blocking(
     runtime, prepared, slices, keys = call.runtime, call.prepared, call.runtime.part.host, HOST
     if not runtime.is_local:
         start = time.perf_counter()
-        k_remote, v_remote = runtime.comms[0].fetch(k, v).wait()
+        k_remote, v_remote = runtime.comms[0].fetch(k, v, prepared.exchange).wait()
         call.record("comm", 0, start)
         k, v, slices = torch.cat([k, k_remote]), torch.cat([v, v_remote]), runtime.part.joined
         keys = JOINED
@@ -195,7 +195,7 @@ def _forward_staged(
         if waiting:
             s = waiting.pop(0)
             launched[s] = time.perf_counter()
-            fetches[s] = runtime.comms[s].fetch(k, v)
+            fetches[s] = runtime.comms[s].fetch(k, v, prepared.exchange)
 
     fetch_next()
     while waiting and runtime.policy.prefetch_all:
@@ -267,7 +267,7 @@ class _Backward:
 
     def run_blocking(self) -> Grads:
         comm, rows = self.runtime.comms[0], self.runtime.part.num_tokens
-        k_remote, v_remote = comm.fetch(self.k, self.v).wait()
+        k_remote, v_remote = comm.fetch(self.k, self.v, self.call.prepared.exchange).wait()
         keys, values = torch.cat([self.k, k_remote]), torch.cat([self.v, v_remote])
         options = self.call.prepared.backward_alone
         grads = self._attend(keys, values, self.runtime.part.joined, JOINED, options, self.sink)
@@ -290,7 +290,7 @@ class _Backward:
             if waiting:
                 s = waiting.pop(0)
                 launched[s] = time.perf_counter()
-                fetches[s] = self.runtime.comms[s].fetch(self.k, self.v)
+                fetches[s] = self.runtime.comms[s].fetch(self.k, self.v, self.call.prepared.exchange)
 
         fetch_next()
         host = None if tail else self._host(is_alone=not order)
@@ -333,4 +333,5 @@ class _Backward:
         self, s: int, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> Handle[None]:
         wire = dk_stage.dtype if self.runtime.policy.high_precision_reduce else self.k.dtype
-        return self.runtime.comms[s].give_back(dk_stage, dv_stage, dk, dv, wire)
+        exchange = self.call.prepared.exchange
+        return self.runtime.comms[s].give_back(dk_stage, dv_stage, dk, dv, wire, exchange)

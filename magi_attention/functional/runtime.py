@@ -13,6 +13,10 @@ import numpy as np
 import torch
 
 from magi_attention.comm.collectives.hierarchical import NodeLevels
+from magi_attention.comm.collectives.wire import RowPack
+from magi_attention.comm.exchange.choice import NODE_TRANSPORTS, exchange_group
+from magi_attention.comm.exchange.group import ExchangeGroup
+from magi_attention.comm.exchange.node_exchange import why_rows_stay
 from magi_attention.comm.symm.buffers import why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.intervals import Packing
@@ -51,7 +55,10 @@ class AttnPolicy:
     stage's keys from the forward pass and reduces their gradients first. ``high_precision_reduce`` sends partial
     dk, dv (and dq) in the accumulation dtype, ``forward_high_precision_reduce`` partial outputs where queries move.
     ``dsink_reduce`` is none, sum or avg over ranks. ``stage_mode``: "staged", one kernel per stage; "fused", one kernel
-    per direction, fed by other ranks while it runs, or an error; "auto", fused where it can be.
+    per direction, fed by other ranks while it runs, or an error; "auto", fused where it can be. With
+    ``hierarchical`` rows cross between nodes once for each node, where the caller finds out who shares one:
+    ``node_sizes`` are ranks per node, one for all or one each, empty where the launcher says it. They cross by
+    ``node_transport``: "nvshmem", or an error; "all_to_all"; "auto", the first if all ranks have it.
     """
 
     backend: str | None = None
@@ -67,6 +74,9 @@ class AttnPolicy:
     dsink_reduce: str = "none"
     check: bool = False
     stage_mode: str = "staged"
+    hierarchical: bool = False
+    node_sizes: tuple[int, ...] = ()
+    node_transport: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("fwd_sm_margin", "bwd_sm_margin"):
@@ -74,7 +84,8 @@ class AttnPolicy:
         flags = ("is_backend_explicit", "deterministic", "hide_tail_reduce", "high_precision_reduce", "prefetch_all")
         for name in (*flags, "forward_high_precision_reduce", "check"):
             object.__setattr__(self, name, bool(getattr(self, name)))
-        for name, choices in (("dsink_reduce", DSINK_REDUCES), ("stage_mode", STAGE_MODES)):
+        modes = ("dsink_reduce", DSINK_REDUCES), ("stage_mode", STAGE_MODES), ("node_transport", NODE_TRANSPORTS)
+        for name, choices in modes:
             if getattr(self, name) not in choices:
                 raise ContractError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
 
@@ -85,13 +96,15 @@ class Prepared:
 
     ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
     multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``fused``
-    there are no stages. ``use`` names what the ranks have agreed on.
+    there are no stages. Rows cross between nodes by ``exchange``, or by all-to-all-v. ``use`` names what the ranks have
+    agreed on.
     """
 
     use: str
     backend: Backend
     final: FinalBackend | None
     fused: PreparedFused | None
+    exchange: ExchangeGroup | None
     forward: AttnOptions
     forward_alone: AttnOptions
     backward: AttnOptions
@@ -282,7 +295,8 @@ class AttnRuntime:
             self._refuse_one_launch()
         attention = self._fused_attention(backend, q) if dropout is None else None
         fused = None if attention is None else PreparedFused(attention, cast(FfaBackend, backend))
-        return Prepared(use, backend, final, fused, *options)
+        exchange = None if fused is not None or self.is_local else self._exchange(k, v)
+        return Prepared(use, backend, final, fused, exchange, *options)
 
     def _use(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool,
@@ -303,8 +317,9 @@ class AttnRuntime:
     @cached_property
     def _settings(self) -> str:
         """The fields of the policy that decide which messages are sent in which form."""
-        words = settings_in_words(replace(self.policy, fwd_sm_margin=0, bwd_sm_margin=0))
-        return words if self._hierarchy is None else f"{words}, hierarchical"
+        is_hierarchical = self._hierarchy is not None  # by a mesh, too
+        policy = replace(self.policy, fwd_sm_margin=0, bwd_sm_margin=0, node_sizes=(), hierarchical=is_hierarchical)
+        return settings_in_words(policy)
 
     @staticmethod
     def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
@@ -369,6 +384,22 @@ class AttnRuntime:
                 "process group."
             )
         _log.info("Attention runs stage by stage over the process group: %s", reason)
+        return None
+
+    def _exchange(self, k: torch.Tensor, v: torch.Tensor) -> ExchangeGroup | None:
+        """What moves rows like these between nodes by one-sided transfers, or None; alike on all ranks."""
+        if self._hierarchy is None:
+            return None
+        wish = self.policy.node_transport
+        group = exchange_group(self.transport, self._hierarchy.nodes, k.device, wish)
+        wire = accumulation_dtype(k.dtype) if self.policy.high_precision_reduce else k.dtype
+        packs = (RowPack.of((k, v), (dtype, dtype)) for dtype in (k.dtype, wire))
+        reason = why_rows_stay(*packs)
+        if group is None or reason is None:
+            return group
+        if wish == "nvshmem":
+            raise UnsupportedError(f"MAGI_ATTENTION_NODE_TRANSPORT=nvshmem cannot be done here: {reason} Unset it.")
+        _log.info("Rows of such k and v go between nodes by all-to-all-v: %s", reason)
         return None
 
     def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:

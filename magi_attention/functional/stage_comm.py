@@ -17,10 +17,13 @@ from magi_attention.comm.collectives.hierarchical import HierarchicalLayout, Nod
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.collectives.wire import start_fetch, start_reduce
+from magi_attention.comm.exchange.group import ExchangeGroup
+from magi_attention.comm.exchange.node_exchange import BLOCK_ROWS, NodeExchange
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.two_level.phases import two_level_cast
+from magi_attention.common.two_level.transfers import plan_transfers
 
 T = TypeVar("T")
 
@@ -75,8 +78,8 @@ class StageComm:
     """Group cast and reduce of one stage; ``is_idle`` if no rank of the group receives anything in it.
 
     By default every row goes straight from its owner to each rank that needs it. With ``hierarchy`` a row crosses
-    between nodes once per node; ``specs`` are then those of all ranks. ``made`` is the
-    layout of the direct form, if that was made ahead.
+    between nodes once per node, by the ``exchange`` of a call or by all-to-all-v; ``specs`` are then those of all
+    ranks. ``made`` is the layout of the direct form, if that was made ahead.
 
     Plans are checked when they are made, so the direct form leaves the checks of ``group_cast`` out. The caller holds
     the transport's guard and has gradients disabled.
@@ -94,6 +97,7 @@ class StageComm:
         self.transport, self.is_idle, self.rows = transport, is_idle, spec.output_rows
         self._made = made
         self._spec, self._specs, self._hierarchy = spec, specs, hierarchy
+        self._node_exchange: NodeExchange | None = None
         self.cache = PlanCache()
 
     # Rows are listed when the stage first travels: attention in one launch never asks.
@@ -120,11 +124,24 @@ class StageComm:
     def _ranks(self) -> tuple[list[list[int]], list[int]]:
         return [list(ranks) for ranks in self._spec.dst_indices], list(self._spec.src_index)
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Handle[list[torch.Tensor]]:
+    def _exchange(self, group: ExchangeGroup) -> NodeExchange:
+        found = self._node_exchange
+        if found is None or found.group is not group:
+            assert self._hierarchy is not None
+            plan = plan_transfers(self._specs, self._hierarchy.nodes, BLOCK_ROWS)
+            found = self._node_exchange = NodeExchange(group, plan)
+            self.cache.include(found.cache)
+        return found
+
+    def fetch(
+        self, k: torch.Tensor, v: torch.Tensor, exchange: ExchangeGroup | None = None
+    ) -> Handle[list[torch.Tensor]]:
         """Starts the group cast; ``wait()`` gives the stage's (k, v) rows, in receive-buffer order, any strides."""
         if self.is_idle:
             empty = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
             return Handle(lambda: empty)
+        if exchange is not None:
+            return self._fetch_by_exchange(k, v, exchange)
         if self._hierarchy is not None:
             return self._fetch_by_levels(k, v)
         work, finish = start_fetch(self.transport, self._direct, (k, v))
@@ -136,12 +153,15 @@ class StageComm:
         return Handle(wait)
 
     def give_back(
-        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype
-    ) -> Handle[None]:
+        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype,
+        exchange: ExchangeGroup | None = None,
+    ) -> Handle[None]:  # fmt: skip
         """Starts the group reduce of the stage's gradients; ``wait()`` adds what arrived to ``dk``, ``dv`` in
         place, in rank order. ``wire`` is the dtype on the wire."""
         if self.is_idle:
             return Handle(lambda: None)
+        if exchange is not None:
+            return self._give_back_by_exchange(dk_stage, dv_stage, dk, dv, wire, exchange)
         if self._hierarchy is not None:
             return self._give_back_by_levels(dk_stage, dv_stage, dk, dv, wire)
         work, arrived = start_reduce(self.transport, self._direct, (dk_stage, dv_stage), (wire, wire))
@@ -149,6 +169,29 @@ class StageComm:
         def wait() -> None:
             work.wait()
             reduce_arrived(arrived(), (dk, dv), None, "sum", acc_reduce=True)
+
+        return Handle(wait)
+
+    def _fetch_by_exchange(
+        self, k: torch.Tensor, v: torch.Tensor, exchange: ExchangeGroup
+    ) -> Handle[list[torch.Tensor]]:
+        rows, work = self._exchange(exchange).cast((k, v), is_beside=True)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return rows
+
+        return Handle(wait)
+
+    def _give_back_by_exchange(
+        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype,
+        exchange: ExchangeGroup,
+    ) -> Handle[None]:  # fmt: skip
+        partials, outputs = (dk_stage, dv_stage), (dk, dv)
+        work = self._exchange(exchange).reduce(partials, outputs, (wire, wire), is_beside=True)
+
+        def wait() -> None:
+            work.wait()
 
         return Handle(wait)
 

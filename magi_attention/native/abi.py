@@ -9,6 +9,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 ABI_VERSION = 20
+COMM_VERSION = 2  # of the structs of comm.h
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -377,6 +378,9 @@ ROW_FUNCTIONS: Functions = {
 # From comm.h.
 
 
+COMM_WAIT_WORDS = 3
+
+
 class CommEpoch(ctypes.Structure):
     """``magi_comm_epoch``."""
 
@@ -384,6 +388,8 @@ class CommEpoch(ctypes.Structure):
         ("arena", c_void_p),
         ("epoch_at", c_int64),
         ("signals_at", c_int64),
+        ("totals_at", c_int64),
+        ("failed_at", c_int64),
         ("failed_peer", c_void_p),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
@@ -416,7 +422,8 @@ class CommSumParams(ctypes.Structure):
     """``magi_comm_sum_params``."""
 
     _fields_ = [
-        *((n, c_int32) for n in ("version", "num_blocks", "num_ctas", "row_values", "wire_dtype", "out_dtype")),
+        *((n, c_int32) for n in ("version", "num_blocks", "num_ctas", "row_values")),
+        *((n, c_int32) for n in ("wire_dtype", "out_dtype", "accumulate")),
         ("epoch", CommEpoch),
         *((name, c_void_p) for name in ("blocks", "waits", "begins", "terms", "out", "stream")),
     ]
@@ -426,10 +433,10 @@ class CommEndParams(ctypes.Structure):
     """``magi_comm_end_params``."""
 
     _fields_ = [
-        ("version", c_int32),
-        ("num_ranks", c_int32),
+        *((name, c_int32) for name in ("version", "num_ranks", "num_counted")),
         ("epoch", CommEpoch),
         ("ranks", c_void_p),
+        ("counted", c_void_p),
         ("signal", c_int64),
         ("stream", c_void_p),
     ]
@@ -440,6 +447,7 @@ COMM_FUNCTIONS: Functions = {
     "magi_comm_unique_id_bytes": (c_int32, ()),
     "magi_comm_unique_id": (c_int32, (c_void_p,)),
     "magi_comm_join": (c_int32, (c_void_p, c_int32, c_int32)),
+    "magi_comm_has_joined": (c_int32, ()),
     "magi_comm_leave": (c_int32, ()),
     "magi_comm_alloc": (c_int32, (c_int64, ctypes.POINTER(c_void_p))),
     "magi_comm_free": (c_int32, (c_void_p,)),

@@ -86,6 +86,11 @@ class Nvshmem:
         shared = ctypes.create_string_buffer(bytes(store.get(key)), size)
         self._check(self._library.magi_comm_join(shared, rank, world), "Joining")
 
+    @property
+    def has_joined(self) -> bool:
+        """Is this process in a group of NVSHMEM, whoever made it?"""
+        return bool(self._library.magi_comm_has_joined())
+
     def alloc(self, num_bytes: int) -> int:
         """Address of zeroed symmetric memory; collective, with equal ``num_bytes`` everywhere."""
         address = ctypes.c_void_p()

@@ -65,7 +65,8 @@ def test_links_of_nodes(capsys):
     assert links["two_levels"]["network_bytes"] == 8 * shard and links["two_levels"]["node_bytes"] == 8 * 6 * shard
     assert links["two_levels"]["busiest_network_bytes"] == shard
     assert main([*arguments, "--node-size", "5,3"]) == 0
-    assert "2 nodes of 5, 3 ranks" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 nodes of 5, 3 ranks" in out and "MAGI_ATTENTION_NODE_TRANSPORT=auto rows go once to each node" in out
     for sizes in ("0", "4,x", "4,2"):
         assert f"--node-size {sizes}" in refused(capsys, *arguments, "--node-size", sizes)
 

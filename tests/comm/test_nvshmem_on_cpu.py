@@ -3,197 +3,170 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
-import re
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from comm_oracle import cast_rows, contributions, random_plan
+from cpu_verbs import CpuFactory, compiled
 
+from magi_attention.comm.collectives.group import group_reduce
 from magi_attention.comm.collectives.wire import RowPack
-from magi_attention.comm.nvshmem.exchange import NodeExchange
-from magi_attention.comm.nvshmem.tables import Arena
-from magi_attention.common.group_spec import GroupSpec
+from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.exchange.node_exchange import NodeExchange, why_rows_stay
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import plan_transfers
-from magi_attention.errors import ContractError, PeerFailureError
-from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
-SOURCE = Path(__file__).with_name("nvshmem_on_cpu.cpp")
-HERE = ("comm/nvshmem_verbs.cuh", "comm/symm/accumulate.cuh")
-KERNELS = ("nvshmem_put.cu", "nvshmem_wait.cu", "nvshmem_sum.cu", "nvshmem_end.cu", "nvshmem_verbs.cuh")
-
-
-def for_the_cpu(text: str) -> str:
-    """Without launchers and headers of CUDA and NVSHMEM: what those do is in ``nvshmem_on_cpu.cpp``."""
-    text = re.split(r'extern "C"', text)[0]
-    return re.sub(
-        r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
-    )
+CPU = torch.device("cpu")
+FOLDERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def library(compile_folder):
-    csrc, folder = csrc_or_skip(), compile_folder / "exchange"
-
-    def write_sources() -> None:
-        (folder / "comm" / "symm").mkdir(parents=True)
-        for name in (*KERNELS, "symm/accumulate.cuh"):
-            (folder / "comm" / name).write_text(for_the_cpu((csrc / "comm" / name).read_text()))
-
-    flags = ("-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    return compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)
+def library(compile_folder) -> str:
+    return compiled(compile_folder)
 
 
-class CpuVerbs:
-    """Launches that follow one another; at times a rank is late."""
+def run(library, folder, nodes, main, seed=0, timeout_s=600.0, **options):
+    """``main(transport, group, verbs)`` on every rank; ``options`` are attributes of the verbs."""
+    folder = folder / str(next(FOLDERS))
+    folder.mkdir()
 
-    def __init__(self, library, network: int, rank: int) -> None:
-        self.library, self.where, self.late = library, (network, rank), 0.02
-        self.random = random.Random(64 * network + rank)
+    def rank_main(t):
+        factory = CpuFactory(library, folder, seed).attach(t)
+        group = exchange_group(t, nodes, CPU, "nvshmem")
+        for name, value in options.items():
+            setattr(factory.verbs, name, value)
+        return main(t, group, factory.verbs)
 
-    def launch(self, name: str, params) -> None:
-        if self.random.random() < self.late:
-            time.sleep(0.02 * self.random.random())
-        getattr(self.library, name)(ctypes.byref(params), *self.where)
-
-    def put(self, params) -> None:
-        self.launch("put", params)
-
-    def wait(self, params) -> None:
-        self.launch("wait", params)
-
-    def sum(self, params) -> None:
-        self.launch("sum", params)
-
-    def end(self, params) -> None:
-        self.launch("end", params)
+    return FakeWorld(nodes.world, timeout_s).run(rank_main)
 
 
-class CpuNetwork:
-    """Memory of all ranks in this process, with a network between them."""
-
-    count = 0
-
-    def __init__(self, library, world: int, seed: int) -> None:
-        CpuNetwork.count += 1
-        self.library, self.id, self.seed = library, CpuNetwork.count, seed
-        self.memory: list[torch.Tensor] = []
-        self.slow_us = 500
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        raw = torch.zeros(num_bytes + 64, dtype=torch.uint8)
-        begin = -raw.data_ptr() % 64
-        self.memory.append(raw[begin : begin + num_bytes])
-        return self.memory[-1]
-
-    def __enter__(self):
-        arenas = (ctypes.c_void_p * len(self.memory))(*(x.data_ptr() for x in self.memory))
-        self.library.network(self.id, len(self.memory), arenas, self.seed, self.slow_us)
-        return self
-
-    def __exit__(self, *args) -> None:
-        self.library.network_ends(self.id)
-
-
-def exchanges(library, seed, sizes, shapes, dtype, sparse=False):
-    """A cast over nodes of these sizes, and what runs it on each rank."""
+def draw(seed, sizes, sparse=False):
+    """Nodes of these sizes, and casts over them."""
     rng = np.random.default_rng(seed)
     labels = np.repeat(np.arange(len(sizes)), sizes)
     nodes = Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
     casts = (random_plan(seed + 1000 * i, nodes.world, max_splits=5) for i in range(1000))
     few = (c for c in casts if not sparse or 4 <= sum(map(len, c.routes)) <= 14)  # so that ranks run apart
-    cast = next(few)
-    plan = plan_transfers(cast.specs, nodes, int(rng.integers(1, 6)))
-    network = CpuNetwork(library, nodes.world, seed)
-    pack = RowPack.of([torch.empty(0, *shape) for shape in shapes], [dtype] * len(shapes))
-    made = [
-        NodeExchange(CpuVerbs(library, network.id, rank), plan, rank, pack, pack, network.allocate, lambda: 0)
-        for rank in range(nodes.world)
-    ]
-    return nodes, cast, network, made
+    return nodes, few, int(rng.integers(1, 6))
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 SHAPES = [[(2, 8), (2, 8)], [(8,)], [(1, 16), (8,), (24,)]]
-
-
 CASES = [((2, 2), "float32"), ((3, 2), "bfloat16"), ((1, 2, 2), "float16"), ((1, 1), "float32"), ((2, 3), "float32")]
 
 
 @pytest.mark.parametrize("sizes, name", CASES)
-def test_rows_and_sums(library, sizes, name):
+def test_rows_and_sums(library, tmp_path, sizes, name):
+    """Plans of different sizes take turns in one arena, which grows when the third of them comes."""
+    dtype, seed = getattr(torch, name), 3
+    nodes, casts, block = draw(seed, sizes)
+    casts = sorted(itertools.islice(casts, 3), key=lambda c: sum(map(len, c.routes)))
+    gen = torch.Generator().manual_seed(seed)
+    shapes = {id(cast): SHAPES[i] for i, cast in enumerate(casts)}
+
+    def rows(count, cast):
+        return [torch.randn(count, *shape, generator=gen).to(dtype) for shape in shapes[id(cast)]]
+
+    turns = [casts[i] for i in (0, 1, 0, 2, 1, 0, 2, 2)]
+    xs = [[rows(s.input_rows, cast) for s in cast.specs] for cast in turns]
+    ys = [[rows(s.output_rows, cast) for s in cast.specs] for cast in turns]
+
+    def main(t, group, verbs):
+        made = {id(cast): NodeExchange(group, plan_transfers(cast.specs, nodes, block)) for cast in casts}
+        found = []
+        for epoch, cast in enumerate(turns):
+            exchange = made[id(cast)]
+            out, work = exchange.cast(xs[epoch][t.rank])
+            work.wait()
+            for _ in range(2):  # no epoch of casts lies between
+                back = [x.to(torch.float32, copy=True) for x in xs[epoch][t.rank]]
+                exchange.reduce(ys[epoch][t.rank], back, [dtype] * len(back)).wait()
+                found.append((out, back))
+        assert group.held_bytes == verbs.held == group.arena.num_bytes
+        return found
+
+    for rank, found in enumerate(run(library, tmp_path, nodes, main, seed)):
+        for i, (out, back) in enumerate(found):
+            cast, x, y = turns[i // 2], xs[i // 2], ys[i // 2]
+            for k in range(len(shapes[id(cast)])):
+                want = cast_rows(cast, [part[k].float().numpy() for part in x], rank)
+                np.testing.assert_array_equal(out[k].float().numpy(), want, err_msg=f"seed {seed}")
+                terms = contributions(cast, [part[k].double().numpy() for part in y], rank)
+                sums = [x[rank][k][row].double().numpy() + sum(t) for row, t in enumerate(terms)]
+                if sums:
+                    limit = TOLERANCE[dtype]
+                    np.testing.assert_allclose(back[k].numpy(), sums, limit, limit, err_msg=f"seed {seed}")
+            if i % 2:
+                assert all(torch.equal(a, b) for a, b in zip(back, found[i - 1][1])), "the same bits again"
+
+
+@pytest.mark.parametrize("sizes, name", CASES[:3])
+def test_the_lse_companion(library, tmp_path, sizes, name):
+    """Rows with their lse, cast together and reduced by it, beside the direct form in float64."""
     dtype = getattr(torch, name)
-    for seed in range(3):
-        shapes = SHAPES[seed % len(SHAPES)]
-        nodes, cast, network, made = exchanges(library, seed, sizes, shapes, dtype)
-        gen = torch.Generator().manual_seed(seed)
-        epochs = 3
+    nodes, casts, block = draw(11, sizes)
+    cast, gen = next(casts), torch.Generator().manual_seed(11)
 
-        def rows(count, shapes=shapes, gen=gen):
-            return [torch.randn(count, *shape, generator=gen).to(dtype) for shape in shapes]
+    def rows(count):
+        data, lse = torch.randn(count, 2, 8, generator=gen).to(dtype), torch.randn(count, 2, generator=gen)
+        data[:1], lse[:1] = torch.nan, -torch.inf  # a row that saw nothing, whatever it holds
+        return [data, torch.cat([lse, lse], 1).view(count, 2, 2)[:, 0].contiguous()]
 
-        xs = [[rows(s.input_rows) for s in cast.specs] for _ in range(epochs)]
-        ys = [[rows(s.output_rows) for s in cast.specs] for _ in range(epochs)]
+    def wide(count):  # an lse of 4 heads makes rows of a multiple of 16 bytes
+        data, lse = rows(count)
+        return [torch.cat([data, data], 1), torch.cat([lse, lse], 1)]
 
-        def main(rank, made=made, xs=xs, ys=ys, epochs=epochs):
-            found = []
-            for epoch in range(epochs):
-                out = made[rank].cast(xs[epoch][rank])
-                base = [x.float() for x in xs[epoch][rank]]
-                for _ in range(2):  # no epoch of casts lies between
-                    back = [x.clone() for x in base]
-                    made[rank].reduce(ys[epoch][rank], back)
-                    found.append((out, back))
-                made[rank].check()
-            return found
+    xs, ys = [wide(s.input_rows) for s in cast.specs], [wide(s.output_rows) for s in cast.specs]
 
-        with network, ThreadPoolExecutor(nodes.world) as pool:
-            results = list(pool.map(main, range(nodes.world)))
-        for rank, found in enumerate(results):
-            for i, (out, back) in enumerate(found):
-                x, y = xs[i // 2], ys[i // 2]
-                for k in range(len(shapes)):
-                    want = cast_rows(cast, [part[k].float().numpy() for part in x], rank)
-                    np.testing.assert_array_equal(out[k].float().numpy(), want, err_msg=f"seed {seed}")
-                    terms = contributions(cast, [part[k].double().numpy() for part in y], rank)
-                    sums = [x[rank][k][row].double().numpy() + sum(t) for row, t in enumerate(terms)]
-                    if sums:
-                        limit = TOLERANCE[dtype]
-                        np.testing.assert_allclose(back[k].numpy(), sums, limit, limit, err_msg=f"seed {seed}")
-                if i % 2:
-                    assert all(torch.equal(a, b) for a, b in zip(back, found[i - 1][1])), "the same bits again"
+    def main(t, group, verbs):
+        exchange = NodeExchange(group, plan_transfers(cast.specs, nodes, block))
+        out, work = exchange.cast(xs[t.rank])
+        work.wait()
+        found = []
+        for _ in range(2):
+            back = [xs[t.rank][0].to(torch.float32, copy=True), xs[t.rank][1].clone()]
+            exchange.reduce(ys[t.rank], back, [dtype, torch.float32], "lse").wait()
+            found.append(back)
+        assert all(torch.equal(a, b) for a, b in zip(*found)), "the same bits again"
+        x, x_lse = xs[t.rank][0].double(), xs[t.rank][1].double()
+        options = dict(reduce_op="lse", acc_reduce=True, input_lse=ys[t.rank][1].double(), output_lse=x_lse)
+        group_reduce(ys[t.rank][0].double(), x, *cast.reduce_lists(t.rank), t, **options).wait_post_process()
+        return out, back, (x, x_lse)
+
+    for rank, (out, back, want) in enumerate(run(library, tmp_path, nodes, main)):
+        for k in range(2):
+            rows_k = cast_rows(cast, [part[k].float().numpy() for part in xs], rank)
+            np.testing.assert_array_equal(out[k].float().numpy(), rows_k)
+            limit = TOLERANCE[dtype]
+            torch.testing.assert_close(back[k].double(), want[k], rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_late_ranks_and_slow_puts(library, seed):
+def test_late_ranks_and_slow_puts(library, tmp_path, seed):
     """One epoch right after the other, while puts of some ranks lag behind and one rank comes late all the time."""
-    nodes, cast, network, made = exchanges(library, 100 + seed, (2, 2), [(8,)], torch.float32, sparse=True)
-    network.slow_us, made[seed]._verbs.late, epochs = 20_000, 0.5, 12
+    nodes, casts, block = draw(100 + seed, (2, 2), sparse=True)
+    cast, epochs = next(casts), 12
 
     def value(rank, row, epoch):
         return 1000 * epoch + 100 * rank + row + torch.arange(8.0)
 
-    def main(rank):
-        spec, found = cast.specs[rank], []
+    def main(t, group, verbs):
+        exchange, spec, found = NodeExchange(group, plan_transfers(cast.specs, nodes, block)), cast.specs[t.rank], []
+        verbs.late = 0.5 if t.rank == seed else verbs.late
         for epoch in range(epochs):
-            rows = [value(rank, row, epoch) for row in range(spec.input_rows)]
-            found.append(made[rank].cast([torch.stack(rows) if rows else torch.zeros(0, 8)])[0])
+            rows = [value(t.rank, row, epoch) for row in range(spec.input_rows)]
+            found.append(exchange.cast([torch.stack(rows) if rows else torch.zeros(0, 8)])[0][0])
         for epoch in range(epochs):
-            rows = [value(rank, row, epoch) for row in range(spec.output_rows)]
+            rows = [value(t.rank, row, epoch) for row in range(spec.output_rows)]
             back = torch.zeros(spec.input_rows, 8)
-            made[rank].reduce([torch.stack(rows) if rows else torch.zeros(0, 8)], [back])
+            exchange.reduce([torch.stack(rows) if rows else torch.zeros(0, 8)], [back], [torch.float32])
             found.append(back)
         return found
 
-    with network, ThreadPoolExecutor(nodes.world) as pool:
-        results = list(pool.map(main, range(nodes.world)))
-    for rank, found in enumerate(results):
+    for rank, found in enumerate(run(library, tmp_path, nodes, main, seed, slow_us=20_000)):
         for epoch in range(epochs):
             wanted = [value(s, row, epoch) for s, row in cast.routes[rank]]
             assert torch.equal(found[epoch], torch.stack(wanted) if wanted else torch.zeros(0, 8)), (rank, epoch)
@@ -204,27 +177,12 @@ def test_late_ranks_and_slow_puts(library, seed):
             assert torch.equal(found[epochs + epoch], torch.stack(sums) if sums else torch.zeros(0, 8)), (rank, epoch)
 
 
-def test_a_rank_that_does_not_come_is_named(library):
-    """Rank 0 needs rows of rank 1 alone, which never calls."""
-    specs = [GroupSpec.make(0, 2, [], [], [3], [1]), GroupSpec.make(1, 2, [3], [[0]], [], [])]
-    plan, network = plan_transfers(specs, Nodes.of_sizes((1,), range(2))), CpuNetwork(library, 2, 0)
-    pack = RowPack.of([torch.empty(0, 8)], [torch.float32])
-    made = [
-        NodeExchange(CpuVerbs(library, network.id, r), plan, r, pack, pack, network.allocate, lambda: 0, timeout_ms=50)
-        for r in range(2)
-    ]
-    with network:
-        made[0].check()
-        made[0].cast([torch.zeros(0, 8)])
-    with pytest.raises(PeerFailureError, match="Rank 1 did not deliver within 0.05 s to rank 0"):
-        made[0].check()
+def test_rows_that_cannot_travel():
+    def pack(*shape, dtype=torch.float32):
+        return RowPack.of([torch.empty(0, *shape, dtype=dtype)], [dtype])
 
-
-def test_rows_that_cannot_travel(library):
-    with pytest.raises(ContractError, match="multiple of 8 values"):
-        exchanges(library, 1, (1, 1), [(4,)], torch.float32)
-    with pytest.raises(ContractError, match="multiple of 8 values"):
-        exchanges(library, 1, (1, 1), [(8,)], torch.float64)
-    plan = plan_transfers(random_plan(1, 2).specs, Nodes.of_sizes((1,), range(2)))
-    with pytest.raises(ContractError, match="Rows of 8 bytes cannot travel"):
-        Arena.of(plan, 8, 32)
+    assert why_rows_stay(pack(8), pack(8)) is None
+    assert why_rows_stay(pack(8, dtype=torch.float64), pack(8)) is None
+    assert "Rows of 8 bytes cannot travel" in why_rows_stay(pack(2), pack(8))
+    assert "multiple of 8 values" in why_rows_stay(pack(8), pack(4))
+    assert "multiple of 8 values" in why_rows_stay(pack(8), pack(8, dtype=torch.float64))

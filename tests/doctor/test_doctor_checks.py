@@ -233,6 +233,13 @@ CASES = [
     (library_checks.check_nvshmem, {}, SKIPPED, "no NVSHMEM here", ""),
     (
         library_checks.check_nvshmem,
+        {"variables": {"MAGI_ATTENTION_NODE_TRANSPORT": "nvshmem"}},
+        ERROR,
+        "MAGI_ATTENTION_NODE_TRANSPORT=nvshmem, and there is no NVSHMEM here",
+        "pip install 'magi_attention[nvshmem]",
+    ),
+    (
+        library_checks.check_nvshmem,
         {"installed": {"nvidia-nvshmem-cu13": "3.4.5", "magi-attention-comm-cu13": "1.1.1"}},
         OK,
         "nvidia-nvshmem-cu13 3.4.5; magi-attention-comm-cu13 1.1.1 (device half 3.4.5, host half 3.4.5)",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from magi_attention.comm.collectives.wire import RowPack
-from magi_attention.comm.nvshmem.exchange import NodeExchange, symmetric_memory
+from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.exchange.node_exchange import NodeExchange
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import plan_transfers
 from magi_attention.errors import UnsupportedError
@@ -35,32 +35,31 @@ def exchange(rank: int, world: int, node_size: int) -> bool:
     from comm_oracle import cast_rows, contributions, random_plan
 
     torch.cuda.set_device(rank)
-    library = Nvshmem()
-    library.join(dist.distributed_c10d._get_default_store(), rank, world)
-    nodes, pack = Nodes.of_sizes((node_size,), range(world)), RowPack.of(whole_numbers(0, 0), [torch.bfloat16] * 2)
+    whole, nodes = dist.new_group(), Nodes.of_sizes((node_size,), range(world))
+    group = exchange_group(as_transport(whole, timeout_s=60), nodes, torch.device("cuda", rank), "nvshmem")
     for seed in range(4):
         cast = random_plan(seed, world, max_splits=12, max_size=200)
-        made = NodeExchange(
-            library, plan_transfers(cast.specs, nodes, 64), rank, pack, pack, partial(symmetric_memory, library),
-            lambda: torch.cuda.current_stream().cuda_stream, timeout_ms=60_000,
-        )  # fmt: skip
+        made = NodeExchange(group, plan_transfers(cast.specs, nodes, 64))
         for epoch in range(EPOCHS):
             numbers = [1000 * seed + 100 * epoch + r for r in range(world)]
             xs = [whole_numbers(n, s.input_rows) for n, s in zip(numbers, cast.specs)]
             ys = [whole_numbers(n + 50, s.output_rows) for n, s in zip(numbers, cast.specs)]
             base = [torch.zeros(x.shape, device="cuda") for x in xs[rank]]
-            outputs = made.cast([x.cuda() for x in xs[rank]])
-            made.reduce([y.cuda() for y in ys[rank]], base)
+            mine = [x.cuda() for x in xs[rank]]
+            outputs, work = made.cast(mine, is_beside=bool(epoch % 2))
+            work.wait()
+            made.reduce([y.cuda() for y in ys[rank]], base, [torch.bfloat16] * 2).wait()
             torch.cuda.synchronize()
-            made.check()
+            group.check("the test")
             for k in range(len(SHAPES)):
                 want = cast_rows(cast, [x[k].float().numpy() for x in xs], rank)
                 np.testing.assert_array_equal(outputs[k].float().cpu().numpy(), want, f"seed {seed}")
                 terms = contributions(cast, [y[k].float().numpy() for y in ys], rank)
                 for row, parts in enumerate(terms):
                     np.testing.assert_array_equal(base[k][row].cpu().numpy(), sum(parts, np.zeros(SHAPES[k])))
-        library.free(made.memory.data_ptr())
-    library.leave()
+    assert group.held_bytes == group.arena.num_bytes
+    dist.destroy_process_group(whole)
+    assert group.held_bytes == 0
     return True
 
 

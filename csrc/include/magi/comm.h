@@ -22,6 +22,8 @@ MAGI_EXPORT void magi_comm_versions(int32_t built[3], int32_t loaded[3]);
 MAGI_EXPORT int32_t magi_comm_unique_id_bytes(void);
 MAGI_EXPORT magi_status magi_comm_unique_id(void* id);
 MAGI_EXPORT magi_status magi_comm_join(const void* id, int32_t rank, int32_t world);
+/* 1 if this process has joined, by this library or another one, and has not left. */
+MAGI_EXPORT int32_t magi_comm_has_joined(void);
 /* Collective: every process is done with the memory of the others, and gives back its own. */
 MAGI_EXPORT magi_status magi_comm_leave(void);
 
@@ -39,19 +41,26 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 /* The stream goes on when the signal of this process is at least `value`. */
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
-/* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of an exchange is
- * one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places in it are
- * offsets in bytes. Signals are words of 64 bits that only grow. The epoch is a word that counts
- * what is over, so launches may be captured in a graph. In epoch n (from 1) a signal is awaited at
- * n times what an epoch adds to it.
+/* The layout of the structs below, their `version`. They change more often than those of abi.h. */
+#define MAGI_COMM_VERSION 2
+
+/* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of all exchanges of
+ * a group is one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places
+ * in it are offsets in bytes. Signals are words of 64 bits that only grow. Each has a total on the
+ * rank that waits for it: what the epochs that are over have added to it. The epoch is a word that
+ * counts those; credits are awaited at it. So casts of any plans follow one another in one arena,
+ * and launches may be captured in a graph. Casts and reduces have an epoch each.
  *
  * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failed_peer, if
- * that is 0, and goes on; so does every wait while *failed_peer is not 0. *failed_peer is in host
- * memory that the GPU can write; results are then void. */
+ * that is 0, and sets the word at failed_at; so does every wait while *failed_peer is not 0. From
+ * then on this rank sends nothing, no rows, signals or credits, and its results are void.
+ * *failed_peer is in host memory that the GPU can write. */
 typedef struct {
   void* arena;
   int64_t epoch_at;   /* of this rank's epoch */
   int64_t signals_at; /* of signal 0 */
+  int64_t totals_at;  /* of its total */
+  int64_t failed_at;
   int32_t* failed_peer;
   uint32_t timeout_ms; /* below 2^31 */
   int32_t reserved;
@@ -69,7 +78,7 @@ typedef struct {
  * over on the ranks that they go to. When the kernel is over, their sources may be written again.
  */
 typedef struct {
-  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t version; /* MAGI_COMM_VERSION */
   int32_t num_puts, num_credits, num_ctas;
   magi_comm_epoch epoch;
   const int64_t* puts;    /* device: (num_puts, MAGI_COMM_PUT_WORDS) */
@@ -89,15 +98,16 @@ typedef struct {
 MAGI_EXPORT magi_status magi_comm_wait(const magi_comm_wait_params* params);
 
 /* Blocks of rows, each after its waits: a row is the sum of terms in their order, in float32,
- * rounded to out_dtype. A block with a put then goes to another rank, out of the arena. Row i of a
- * block has the terms begins[first + i] to begins[first + i + 1], each the place of a row in the
- * arena. */
+ * rounded to out_dtype; with `accumulate` what lies there is the first of them. A block with a put
+ * then goes to another rank, out of the arena. Row i of a block has the terms begins[first + i] to
+ * begins[first + i + 1], each the place of a row in the arena. */
 typedef struct {
   int32_t version;
   int32_t num_blocks, num_ctas;
   int32_t row_values; /* a multiple of 8 */
   int32_t wire_dtype; /* of terms */
   int32_t out_dtype;
+  int32_t accumulate;
   magi_comm_epoch epoch;
   const int64_t* blocks; /* device: (num_blocks, MAGI_COMM_BLOCK_WORDS) */
   const int64_t* waits;  /* device: (.., MAGI_COMM_WAIT_WORDS) */
@@ -108,14 +118,15 @@ typedef struct {
 } magi_comm_sum_params;
 MAGI_EXPORT magi_status magi_comm_sum(const magi_comm_sum_params* params);
 
-/* Ends the epoch: tells these ranks that what they write here may be written again. Behind the last
- * read on the stream. */
+/* Ends the epoch: adds to the totals what it has added to the signals, and tells these ranks that
+ * what they write here may be written again. Behind the last read on the stream. */
 typedef struct {
   int32_t version;
-  int32_t num_ranks;
+  int32_t num_ranks, num_counted;
   magi_comm_epoch epoch;
-  const int64_t* ranks; /* device: (num_ranks,) */
-  int64_t signal;       /* at each of them */
+  const int64_t* ranks;   /* device: (num_ranks,) */
+  const int64_t* counted; /* device: (num_counted, MAGI_COMM_WAIT_WORDS), each signal once */
+  int64_t signal;         /* at each of them */
   void* stream;
 } magi_comm_end_params;
 MAGI_EXPORT magi_status magi_comm_end(const magi_comm_end_params* params);

@@ -21,10 +21,9 @@ import torch
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.comm.collectives.reduce import accumulation_dtype, reduce_arrived
 from magi_attention.comm.collectives.wire import Arrived, Finish, start_cast, start_fetch, start_reduce
-from magi_attention.comm.transport.base import AllToAll, Transport, Work
+from magi_attention.comm.transport.base import AllToAll, Transport, TransportBase, Work
 from magi_attention.comm.transport.part import PartTransport
 from magi_attention.comm.transport.streams import SideStream, behind_current, wait_for
-from magi_attention.comm.transport.torch import attached
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.two_level.nodes import Nodes
@@ -86,8 +85,7 @@ def join_nodes(transport: Transport, sizes: Sequence[int], launcher_node: int | 
     Raises:
         ContractError: some rank knows neither, or ranks were told different sizes.
     """
-    group = getattr(transport, "group", None)
-    known = {} if group is None else attached(group)
+    known = transport.kept if isinstance(transport, TransportBase) else {}
     key = ("nodes", tuple(sizes))
     if key not in known:
         told = transport.all_gather_object((tuple(sizes), launcher_node))

@@ -10,11 +10,12 @@ Ranks in arguments are always group ranks, 0 .. size-1; ``ranks`` maps them to g
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -179,6 +180,9 @@ class TransportBase(ABC):
     def all_gather_object(self, obj: object) -> list: ...
 
     @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
     def report_failure(self, exc: BaseException, stage: str) -> None: ...
 
     def knows(self, use: str) -> bool:
@@ -245,6 +249,42 @@ class TransportBase(ABC):
 
     def object_device(self) -> torch.device:
         return torch.device("cpu")
+
+    # -- what lives as long as the group ------------------------------------------------------------------
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What is made once for the group, by name. It goes with the group, which it must not refer to."""
+        return {}
+
+    @property
+    def watchers(self) -> list[Callable[[str], None]]:
+        """What looks for failures that no message of this transport shows, each a function that raises."""
+        return self.kept.setdefault("watchers", [])
+
+    def reference(self) -> Callable[[], TransportBase | None]:
+        """Gives a transport of the group as long as that lives, and does not keep it alive."""
+        return weakref.ref(self)
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Has ``action``, which may be collective, called on all ranks when the group has been destroyed."""
+        weakref.finalize(self, action).atexit = False
+
+    def meet(self, stage: str) -> None:
+        """Blocks the host until all ranks are here in ``stage``; ``PeerFailureError`` names those who do not come."""
+        self.barrier()
+
+    def blame(self, awaited: int, stage: str) -> tuple[list[int], str]:
+        """After this rank has waited for ``awaited`` in vain, outside the messages of this transport.
+
+        Returns:
+            ``awaited``, whom that waits for, and so on: the last one tells of nobody. And sentences on what is known of
+            the last one, each beginning with a space.
+        """
+        return [awaited], ""
+
+    def give_up(self, text: str) -> None:
+        """Tells all ranks that no message can pass any more, and why."""
+        return None
 
     def check_alive(self) -> None:
         """Raises ``ContractError`` if the group was destroyed."""

@@ -11,6 +11,8 @@ read: only a rank that has waited for about a second looks at it. Keys, below ``
 ``at/<r>``     position of rank r, the number of collectives begun; written only when asked by the alarm
 ``resume/<r>`` position of rank r when it first used the group again after a failure
 ``meet/<n>/<r>`` rank r is at the n-th meeting of hosts
+``waits/<r>``  rank r waited in vain, outside messages of the group, and for whom
+``own/<name>`` what others leave for one another (``private_store``)
 ``who``, without an epoch: ``who/<r>`` says how to read the progress of rank r (see ``progress.py``)
 
 What an error says of a rank that did not arrive is what is known: its answer, or what its page of progress shows. A
@@ -29,6 +31,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from magi_attention.comm.transport.progress import Progress, Sighting, describe, look
 from magi_attention.errors import PeerFailureError, PlanMismatchError
@@ -89,6 +93,11 @@ class FailureBoard:
 
     def _who(self, rank: int) -> str:
         return f"magi/{self._life}/who/{rank}"
+
+    @property
+    def private_store(self):
+        """Part of the store for other uses of the group."""
+        return dist.PrefixStore(self.key("own"), self._store)
 
     def _has(self, name: str) -> bool:
         return self._store.check([self.key(name)])
@@ -209,6 +218,27 @@ class FailureBoard:
                 deadline = min(deadline, time.monotonic() + LAST_ANSWER_S)
             if not missing or time.monotonic() > deadline:
                 return None, missing
+            time.sleep(_POLL_S)
+
+    def follow(self, awaited: int, stage: str, timeout_s: float) -> tuple[list[int], str]:
+        """Says that this rank waits for ``awaited`` in vain, and gives others ``timeout_s`` to say the same.
+
+        Returns:
+            Who waits for whom, from ``awaited`` on; the last one has said nothing. And what is known of that one.
+        """
+        self._write(f"waits/{self._rank}", str(awaited))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            chain = [awaited]
+            while (told := self._read(f"waits/{chain[-1]}")) is not None and int(told) not in chain:
+                chain.append(int(told))
+            end = chain[-1]
+            seen = None if told is not None else self._look(end)
+            is_known = self._has(f"fail/{end}") or (seen is not None and not seen.is_alive)
+            if is_known or time.monotonic() > deadline:
+                failure = self._read(f"fail/{end}")
+                about = "" if failure is None else f" It reported: {failure.partition('|')[2].rstrip('. ')}."
+                return chain, about or self.about([end], stage)
             time.sleep(_POLL_S)
 
     def meet(self, stage: str, timeout_s: float) -> None:

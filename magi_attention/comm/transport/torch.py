@@ -13,6 +13,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from magi_attention.comm.transport.base import (
     check_reduce_op,
 )
 from magi_attention.comm.transport.consistency import ConsistencyCheck, Judge, KnownUses, Record
-from magi_attention.comm.transport.failure import FailureBoard, describe_error
+from magi_attention.comm.transport.failure import ROLL_CALL_S, FailureBoard, describe_error
 from magi_attention.comm.transport.host_work import HostWork
 from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
 
@@ -66,8 +67,7 @@ class TorchTransport(TransportBase):
         self._check: ConsistencyCheck | None = attached(group)["check"] if self._board is not None else None
         self._known = KnownUses() if self._check is None else self._check.known
         self.progress = None if self._board is None else self._board.progress
-        # what looks for failures that no message of this transport shows, each a function that raises
-        self.watchers: list[Callable[[str], None]] = attached(group).setdefault("watchers", [])
+        self._watchers = attached(group).setdefault("watchers", [])
         self._backends: dict[str, str] = {}
         self._a2a = dist.AllToAllOptions()
         self._a2a.asyncOp = True
@@ -222,11 +222,23 @@ class TorchTransport(TransportBase):
 
     def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
         """Speaks through the store, so no GPU has to answer."""
-        for watch in self.watchers:
+        for watch in self._watchers:
             watch(stage)
         self._resume()
         if self._check is not None and uses[0] not in self._known:
             self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
+
+    def blame(self, awaited: int, stage: str) -> tuple[list[int], str]:
+        """Asks the store for ``timeout_s`` at most; less if the last rank of the chain has failed or ended."""
+        if self._board is None:
+            return [awaited], ""
+        try:
+            return self._board.follow(awaited, stage, self.timeout_s)
+        except (OSError, RuntimeError):
+            return [awaited], (
+                " The store of this group is gone, too, so nobody can say whether that rank waits itself; the process "
+                "that holds the store may have been the first to fail."
+            )
 
     def about(self, rank: int, call: str) -> str:
         """What is known of a rank that did not come to ``call``: sentences, each beginning with a space."""
@@ -237,6 +249,42 @@ class TorchTransport(TransportBase):
         if self._board is not None:
             self._board.lost = text
             self._board.report(text, "lost")
+
+    # -- what lives as long as the group ------------------------------------------------------------------
+    @property
+    def kept(self) -> dict[Any, Any]:  # type: ignore[override]
+        return attached(self.group)
+
+    @property
+    def store(self) -> Any:
+        """Where ranks of this group leave words for one another, below keys of its own."""
+        assert self._board is not None
+        return self._board.private_store
+
+    def reference(self) -> Callable[[], TransportBase | None]:
+        known, timeout_s = weakref.ref(self.group), self.timeout_s
+
+        def get() -> TransportBase | None:
+            group = known()
+            return None if group is None or is_destroyed(group) else TorchTransport(group, timeout_s)
+
+        return get
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Within ``destroy_process_group``, after all ranks have met there. If one does not come in 10 s, or was lost
+        before, nothing is called and a line in the log says so."""
+        board, name = self._board, "this process group"
+
+        def run() -> None:
+            try:
+                if board is not None:
+                    board.meet("the end of its process group", ROLL_CALL_S)
+            except (OSError, RuntimeError) as exc:
+                _log.warning("What the ranks of %s shared goes with their processes: %s", name, exc)
+                return
+            action()
+
+        weakref.finalize(_ranks_in_table(self.group), run).atexit = False
 
     # -- devices ------------------------------------------------------------------------------------------
     def object_device(self) -> torch.device:
@@ -270,7 +318,7 @@ class TorchTransport(TransportBase):
     def _begin(self, device: torch.device) -> str:
         check_alive(self.group)
         backend = self._backend(device)
-        for watch in self.watchers:
+        for watch in self._watchers:
             watch("a collective")
         self._resume()
         if self.progress is not None:
@@ -345,6 +393,17 @@ def check_group(group: object) -> None:
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Was ``destroy_process_group`` called for it? Gloo would go on moving bytes, NCCL would not."""
     return group not in dist.distributed_c10d._world.pg_group_ranks
+
+
+class _Ranks(dict):
+    """The ranks of a group in torch's table. They go when the group is destroyed, whoever still refers to that."""
+
+
+def _ranks_in_table(group: dist.ProcessGroup) -> _Ranks:
+    table = dist.distributed_c10d._world.pg_group_ranks
+    if not isinstance(table[group], _Ranks):
+        table[group] = _Ranks(table[group])
+    return table[group]
 
 
 def check_alive(group: dist.ProcessGroup) -> None:

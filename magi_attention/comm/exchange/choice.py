@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By what rows of a group travel between nodes: one-sided transfers if all ranks can, all-to-all-v otherwise.
+
+The ranks vote once for a group. All of them hear all votes, so no rank decides alone, and the choice and its reason go
+to the log. Nobody tries again later.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from magi_attention.comm.exchange.group import ExchangeGroup
+from magi_attention.comm.exchange.verbs import FACTORY, NvshmemFactory, Verbs, VerbsFactory
+from magi_attention.comm.transport.base import Transport, TransportBase
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.errors import MagiError, UnsupportedError
+
+NODE_TRANSPORTS = ("auto", "nvshmem", "all_to_all")
+_log = logging.getLogger("magi_attention.comm")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """``group``, or the sentence why there is none."""
+
+    group: ExchangeGroup | None
+    reason: str = ""
+
+
+def exchange_group(transport: Transport, nodes: Nodes, device: torch.device, wish: str) -> ExchangeGroup | None:
+    """What moves rows of this group between nodes by one-sided transfers; None for all-to-all-v.
+
+    Args:
+        nodes: of the ranks of the group.
+        wish: one of ``NODE_TRANSPORTS``, the same on all ranks: "nvshmem" makes a group that cannot an error,
+            "all_to_all" asks nobody.
+    Raises:
+        UnsupportedError: on all ranks, if they were to use NVSHMEM and one of them cannot.
+    Collective at the first call for a group and a kind of device.
+    """
+    if len(nodes.members) < 2 or wish == "all_to_all":
+        return None
+    kept = transport.kept if isinstance(transport, TransportBase) else {}
+    key = ("exchange over nodes", device.type, nodes)
+    choice = kept.get(key)
+    if choice is None:
+        choice = kept[key] = _vote(transport, nodes, device)
+    if choice.group is None and wish == "nvshmem":
+        raise UnsupportedError(
+            f"MAGI_ATTENTION_NODE_TRANSPORT=nvshmem cannot be done here: {choice.reason} Unset it, and rows go "
+            "between nodes by all-to-all-v."
+        )
+    return choice.group
+
+
+def _vote(transport: Transport, nodes: Nodes, device: torch.device) -> _Choice:
+    if not isinstance(transport, TransportBase):
+        return _no("The group does not speak through torch.distributed.")
+    factory: VerbsFactory = transport.kept.get(FACTORY) or NvshmemFactory()
+    reason = _first(transport.all_gather_object(factory.why_not(transport, device)), nodes)
+    if reason is not None:
+        return _no(reason)
+    verbs: Verbs | None = None
+    error = None
+    try:
+        verbs = factory.join(transport, device)
+    except (MagiError, RuntimeError) as exc:
+        error = f"{factory.name} did not join: {exc}".rstrip(". ")
+    reason = _first(transport.all_gather_object(error), nodes)
+    if reason is not None or verbs is None:
+        return _no(reason or "")
+    _log.info(
+        "Rows of this group go between %d nodes by %s, on all %d ranks.",
+        len(nodes.members), factory.name, transport.size,
+    )  # fmt: skip
+    return _Choice(ExchangeGroup(transport, nodes, verbs, device))
+
+
+def _first(lacks: list[str | None], nodes: Nodes) -> str | None:
+    """The sentence of the first rank that lacks something."""
+    for rank, lack in enumerate(lacks):
+        if lack is not None:
+            return f"On rank {rank} (node {nodes.node_of[rank]}) {lack.rstrip('. ')}."
+    return None
+
+
+def _no(reason: str) -> _Choice:
+    _log.info("Rows of this group go between nodes by all-to-all-v: %s", reason)
+    return _Choice(None, reason)

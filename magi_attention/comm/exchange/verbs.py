@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an exchange over nodes needs of a network: symmetric memory, and four launches that move rows in it.
+
+``NvshmemVerbs`` has NVSHMEM below. Anything else that has the four verbs of ``docs/design/two_levels.md`` can take its
+place: ``FACTORY`` is where a group finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from magi_attention.comm.transport.base import Transport
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.native import abi
+from magi_attention.native.nvshmem import Nvshmem
+
+FACTORY = "factory of verbs"  # the name in ``Transport.kept``
+
+
+class Verbs(Protocol):
+    """Launches on the stream of their parameters, and the memory that they work in."""
+
+    name: str
+
+    def alloc(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory at the same offset on all ranks, (num_bytes,) uint8; collective."""
+        ...
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Gives memory of ``alloc`` back when no launch uses it any more; collective."""
+        ...
+
+    def stream(self) -> int:
+        """The current stream."""
+        ...
+
+    def leave(self) -> None:
+        """Ends what the ranks share; collective, after the last ``free``."""
+        ...
+
+    def put(self, params: abi.CommPutParams) -> None: ...
+
+    def wait(self, params: abi.CommWaitParams) -> None: ...
+
+    def sum(self, params: abi.CommSumParams) -> None: ...
+
+    def end(self, params: abi.CommEndParams) -> None: ...
+
+
+class VerbsFactory(Protocol):
+    """Makes the verbs of a group. ``name`` is for people."""
+
+    name: str
+
+    def why_not(self, transport: Transport, device: torch.device) -> str | None:
+        """What this rank lacks, in words that follow "On rank 1"; None if nothing. Does not communicate."""
+        ...
+
+    def join(self, transport: Transport, device: torch.device) -> Verbs:
+        """Joins the ranks of the group; collective."""
+        ...
+
+
+class _Address:
+    """Device memory at an address, as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        data = (address, False)  # may be written
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+class NvshmemVerbs:
+    """The verbs over a library that has joined."""
+
+    name = "NVSHMEM"
+
+    def __init__(self, library: Nvshmem) -> None:
+        self.library = library
+        self.put: Callable[[abi.CommPutParams], None] = library.put
+        self.wait: Callable[[abi.CommWaitParams], None] = library.wait
+        self.sum: Callable[[abi.CommSumParams], None] = library.sum
+        self.end: Callable[[abi.CommEndParams], None] = library.end
+        self.leave: Callable[[], None] = library.leave
+
+    def alloc(self, num_bytes: int) -> torch.Tensor:
+        address = self.library.alloc(num_bytes)
+        memory = torch.as_tensor(_Address(address, num_bytes), device="cuda")
+        if memory.data_ptr() != address:
+            raise ContractError(
+                f"Symmetric memory lies on another device than cuda:{torch.cuda.current_device()}; choose the device "
+                "by torch.cuda.set_device before joining."
+            )
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        self.library.free(memory.data_ptr())
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+
+class NvshmemFactory:
+    """NVSHMEM for the GPUs of a group. A process can be in one such group at a time, which is NVSHMEM's own limit."""
+
+    name = "NVSHMEM"
+
+    def __init__(self) -> None:
+        self._library: Nvshmem | None = None
+
+    def why_not(self, transport: Transport, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"tensors are on {device.type}, and NVSHMEM moves those of GPUs"
+        try:
+            self._library = Nvshmem()
+        except UnsupportedError as error:
+            return f"NVSHMEM cannot be used: {error}"
+        if self._library.has_joined:
+            return "NVSHMEM has joined another group already, and a process can be in one"
+        if not hasattr(transport, "store"):
+            return "the group has no store by which ranks could pass the id of NVSHMEM"
+        return None
+
+    def join(self, transport: Transport, device: torch.device) -> NvshmemVerbs:
+        assert self._library is not None
+        self._library.join(transport.store, transport.rank, transport.size)  # type: ignore[attr-defined]
+        return NvshmemVerbs(self._library)

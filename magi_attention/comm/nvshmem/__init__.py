@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Group casts and reduces over nodes by one-sided transfers."""

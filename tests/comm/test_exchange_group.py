@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of an exchange over nodes: who votes for it, its memory, and what the others say when a rank dies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cpu_verbs import CpuFactory, compiled
+
+from magi_attention.comm.exchange.arena import Arena
+from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.exchange.node_exchange import NodeExchange
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.transfers import plan_transfers
+from magi_attention.errors import ContractError, PeerFailureError, UnsupportedError
+
+CPU = torch.device("cpu")
+NODES = Nodes.of_sizes((2,), range(4))
+FOLDERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder) -> str:
+    return compiled(compile_folder)
+
+
+@pytest.fixture
+def new_folder(tmp_path):
+    def make():
+        folder = tmp_path / str(next(FOLDERS))
+        folder.mkdir()
+        return folder
+
+    return make
+
+
+def everybody(rows: int) -> list[GroupSpec]:
+    """Each rank of 4 sends its rows to all others."""
+    others = [[d for d in range(4) if d != r] for r in range(4)]
+    return [GroupSpec.make(r, 4, [rows], [others[r]], [rows] * 3, others[r]) for r in range(4)]
+
+
+# ---- the vote -------------------------------------------------------------------------------------------------------
+def votes(library, folder, lacks, wish="auto", error=None, nodes=NODES):
+    def main(t):
+        factory = CpuFactory(library, folder, lack=lacks[t.rank]).attach(t)
+        factory.error = error if t.rank == 1 else None
+        try:
+            groups = [exchange_group(t, nodes, CPU, wish) for _ in range(2)]
+        except UnsupportedError as exc:
+            return str(exc)
+        assert groups[0] is groups[1], "asked once"
+        return groups[0] is not None
+
+    return FakeWorld(nodes.world).run(main)
+
+
+def test_one_rank_that_cannot_is_enough(library, new_folder, caplog):
+    caplog.set_level(logging.INFO, "magi_attention.comm")
+    assert votes(library, new_folder(), [None] * 4) == [True] * 4
+    assert "between 2 nodes by a network of threads, on all 4 ranks" in caplog.text
+    caplog.clear()
+    lacks = [None, None, "it has no library.", None]
+    assert votes(library, new_folder(), lacks) == [False] * 4
+    sentence = "between nodes by all-to-all-v: On rank 2 (node 1) it has no library."
+    assert len(re.findall(re.escape(sentence), caplog.text)) == 4, "once on each rank"
+    caplog.clear()
+    error = UnsupportedError("no symmetric memory.")
+    assert votes(library, new_folder(), [None] * 4, error=error) == [False] * 4
+    assert "On rank 1 (node 0) a network of threads did not join: no symmetric memory." in caplog.text
+
+
+def test_wishes(library, new_folder):
+    texts = votes(library, new_folder(), [None, None, None, "it is another machine"], "nvshmem")
+    assert len(set(texts)) == 1, "all ranks raise alike"
+    assert "NODE_TRANSPORT=nvshmem cannot be done here: On rank 3 (node 1) it is another machine. Unset it" in texts[0]
+    assert votes(library, new_folder(), [None] * 4, "all_to_all") == [False] * 4
+    one_node = Nodes.of_sizes((4,), range(4))
+    assert votes(library, new_folder(), [None] * 4, "auto", nodes=one_node) == [False] * 4
+
+
+def test_nvshmem_is_for_gpus():
+    def main(t):
+        with pytest.raises(UnsupportedError, match=r"On rank 0 \(node 0\) tensors are on cpu"):
+            exchange_group(t, NODES, CPU, "nvshmem")
+
+    FakeWorld(4).run(main)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+def test_memory_grows_with_plans_and_goes_with_the_group(library, new_folder):
+    folder = new_folder()
+
+    def main(t):
+        factory = CpuFactory(library, folder).attach(t)
+        group, sizes = exchange_group(t, NODES, CPU, "auto"), []
+        verbs = factory.verbs
+        assert (group.held_bytes, verbs.held) == (0, 0), "nothing before the first plan"
+        for rows in (4, 64, 4):
+            exchange, x = NodeExchange(group, plan_transfers(everybody(rows), NODES)), torch.ones(rows, 8)
+            exchange.cast([x])
+            sizes.append(verbs.held)
+            assert exchange.cache.nbytes > 0, "tables are counted"
+        exchange.reduce([torch.ones(12, 8)], [x], [torch.float32])
+        assert x.eq(4).all()
+        assert sizes[0] < sizes[1] == sizes[2] < verbs.held == group.held_bytes == group.arena.num_bytes
+        assert sizes[0] >= 4 * 8 * 4 * (1 + 2 + 3), "input, held and output"
+        group.close()
+        assert (group.held_bytes, verbs.held, verbs.has_left) == (0, 0, True)
+        with pytest.raises(ContractError, match="given back"):
+            exchange.cast([x])
+
+    FakeWorld(4).run(main)
+
+
+def test_room():
+    small, large = Arena(4, 3, 100, 0), Arena(4, 2, 50, 700)
+    both = small.joined(large)
+    assert (both.num_signals, both.cast_bytes, both.reduce_bytes) == (3, 100, 700)
+    assert both.has_room_for(small) and both.has_room_for(large) and not small.has_room_for(large)
+    words = [a.signal(False, i) for a in (small, both) for i in range(3)]
+    assert words[:3] == words[3:], "a signal has the same number whatever the room"
+    numbers = [both.credit(r, rank) for r in (0, 1) for rank in range(4)]
+    numbers += [both.signal(bool(r), i) for r in (0, 1) for i in range(3)]
+    assert sorted(numbers) == list(range(14))
+
+
+# ---- a rank that dies -----------------------------------------------------------------------------------------------
+CAST, REDUCE = ("put", "wait", "end"), ("put", "sum", "wait", "sum", "end")
+TIMEOUT_S = 3.0
+
+
+class Killed(Exception):
+    pass
+
+
+def die(library, folder, victim, launch, needs):
+    """What each rank says when ``victim`` stops before a launch of the second epoch. ``needs``: specs."""
+
+    def main(t):
+        factory = CpuFactory(library, folder, seed=launch).attach(t)
+        exchange = NodeExchange(exchange_group(t, NODES, CPU, "nvshmem"), plan_transfers(needs, NODES, 2))
+        verbs, spec = factory.verbs, needs[t.rank]
+        x, arrived = torch.full((spec.input_rows, 8), 1.0 + t.rank), []
+        for size, source in zip(spec.output_splits, spec.src_index):
+            arrived += [torch.full((size, 8), 1.0 + source)]
+        left = len(CAST + REDUCE) + launch
+
+        def before(name):
+            nonlocal left
+            left -= 1
+            if t.rank == victim and left < 0:
+                raise Killed("its power went")
+
+        verbs.before = before
+        terms = len(spec.dst_indices[0])
+        try:
+            for _ in range(4):  # nobody goes further than one epoch without the others
+                (out,), _ = exchange.cast([x])
+                assert torch.equal(out, torch.cat(arrived)), "void rows are not given to others"
+                back = torch.zeros(spec.input_rows, 8)
+                exchange.reduce([torch.ones(spec.output_rows, 8)], [back], [torch.float32])
+                assert back.eq(terms).all(), "nor are void sums"
+        except Killed:
+            raise
+        except PeerFailureError as error:
+            with pytest.raises(PeerFailureError, match=re.escape(str(error))):
+                exchange.cast([x])  # the group is broken
+            texts[t.rank] = str(error)
+            return
+        texts[t.rank] = "did not notice"
+
+    texts: dict[int, str] = {}
+    with pytest.raises(Killed):
+        FakeWorld(4, TIMEOUT_S).run(main)
+    return texts
+
+
+def test_all_others_name_the_rank_that_died(library, new_folder):
+    """In each phase of a cast and of a reduce."""
+    phases = range(len(CAST + REDUCE))
+    cases = [(phase % 4, phase) for phase in phases] + [(3 - phase % 4, phase) for phase in phases[::3]]
+
+    def run(case):
+        return die(library, new_folder(), *case, everybody(5))
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        results = list(pool.map(run, cases))
+    for (victim, phase), texts in zip(cases, results):
+        assert set(texts) == set(range(4)) - {victim}, (victim, phase)
+        for rank, text in texts.items():
+            named = f"Rank {victim} (node {victim // 2}) did not deliver within 3 s"
+            assert text.startswith(named), (phase, rank, text)
+            assert "It failed: Killed: its power went." in text, (phase, text)
+
+
+def test_the_chain_of_waiting_ranks(library, new_folder):
+    """Rank 1 needs rows of rank 2 alone, which rank 0 carries."""
+    specs = [
+        GroupSpec.make(0, 4, [], [], [], []),
+        GroupSpec.make(1, 4, [], [], [4], [2]),
+        GroupSpec.make(2, 4, [4], [[1]], [], []),
+        GroupSpec.make(3, 4, [], [], [], []),
+    ]
+    assert NODES.carrier(2, 0) == 0
+
+    def main(t):
+        CpuFactory(library, folder).attach(t)
+        exchange = NodeExchange(exchange_group(t, NODES, CPU, "nvshmem"), plan_transfers(specs, NODES))
+        if t.rank == 2:
+            exchange.group.reserve(exchange_room)
+            raise Killed
+        try:
+            exchange.cast([torch.zeros(specs[t.rank].input_rows, 8)])
+        except PeerFailureError as error:
+            texts[t.rank] = str(error)
+
+    from magi_attention.comm.exchange.arena import Regions, room_for
+
+    plan, folder, texts = plan_transfers(specs, NODES), new_folder(), {}
+    exchange_room = room_for(plan, cast_bytes=Regions.of_cast(plan, 32).num_bytes)
+    with pytest.raises(Killed):
+        FakeWorld(4, 2.0).run(main)
+    assert set(texts) == {0, 1}, "rank 3 waits for nobody"
+    assert all(text.startswith("Rank 2 (node 1) did not deliver") for text in texts.values()), texts
+    assert "This rank, 1, waits for rank 0 (node 0), which waits for rank 2 (node 1)." in texts[1]
+    assert "This rank" not in texts[0]
