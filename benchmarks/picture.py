@@ -12,7 +12,7 @@ from result_files import OURS as OURS_OF  # noqa: E402
 from result_files import PLANNER, Run, load  # noqa: E402
 
 COLOURS = "#e08e36 #59a869 #c4453c #7d5fb2 #8a6245 #d26aa8 #a9a829 #2aa5b5 #5b7083 #b98bd0".split()
-BOUNDS = {"one_gpu": "#8b949e", "copy": "#8b949e"}  # what cannot be had: no peers
+BOUNDS = {"one_gpu": "#8b949e", "copy": "#8b949e", "dense": "#8b949e"}  # what cannot be had: no peers
 OURS, VARIANTS = "#1f4e96", "#6f9fdc #a8c6ee #3f7fb0 #86a9c9 #27648a #c3d4e6".split()
 
 

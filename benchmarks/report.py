@@ -31,6 +31,7 @@ from result_files import (  # noqa: E402
     KERNEL,
     PLANNER,
     RANGE_OPS,
+    SPARSE,
     TRAIN,
     Cell,
     Incomparable,
@@ -41,7 +42,7 @@ from result_files import (  # noqa: E402
 TITLES = {
     KERNEL: "Attention on one device", CONTEXT_PARALLEL: "Attention over several ranks",
     GROUP_COLLECTIVES: "Rows between ranks", RANGE_OPS: "Rows on one GPU", PLANNER: "Planning a new mask",
-    TRAIN: "Training steps",
+    TRAIN: "Training steps", SPARSE: "Sparse attention on one device",
 }  # fmt: skip
 LEADS = {
     KERNEL: "One packed sequence on one device, forward and backward timed apart. Sizes are tokens.",
@@ -49,6 +50,7 @@ LEADS = {
     GROUP_COLLECTIVES: "Each rank sends its rows of K and V to all others, or adds up what it gets. Sizes are rows.",
     RANGE_OPS: "Moves and sums of rows. Sizes are the elements of a row.",
     PLANNER: "From a new mask to the plan of a rank, on one thread of the host; best of the repeats. Less is better.",
+    SPARSE: "Blocks, or single keys, of one sequence; rates count the pairs that are seen. Sizes are tokens.",
     TRAIN: "Whole steps of a Llama on packed causal documents with FSDP2. Sizes are tokens of a sequence.",
 }
 LABELS: dict[str, dict[str, str]] = {
@@ -69,6 +71,10 @@ LABELS: dict[str, dict[str, str]] = {
     GROUP_COLLECTIVES: {
         "native": "ours, over NVLink", "all-to-all": "ours, by all-to-all",
         "torch": "torch: all-gather, reduce-scatter", "copy": "plain copies",
+    },
+    SPARSE: {
+        "magi": "flex_flash_attn_func, index_attn_func", "magi_attend": "attend", "gather": "keys gathered by PyTorch",
+        "dense": "ours, full mask", **{n: p.label for n, p in PEERS.items()},
     },
     RANGE_OPS: {"magi": "ours"},
     PLANNER: {

@@ -68,7 +68,7 @@ def plain_settings(options: argparse.Namespace, left_out: Sequence[str] = ()) ->
 
 
 def write_results(
-    out: Path, settings: dict[str, Any], machine: dict[str, Any] | None = None, **measured: Any
+    out: Path, settings: dict[str, Any] | list[dict[str, Any]], machine: dict[str, Any] | None = None, **measured: Any
 ) -> dict[str, Any]:
     """Writes OUT.json, makes its folder and returns what is in the file.
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks, by the names of their files
 GROUP_COLLECTIVES, RANGE_OPS = "group_collectives", "range_ops"
-PLANNER, TRAIN = "planner", "train"
+PLANNER, TRAIN, SPARSE = "planner", "train", "sparse"
 # What is called ours: the first that was measured. Where there is one it is the public function as a user calls it.
 OURS = {
     KERNEL: ("magi",), CONTEXT_PARALLEL: ("magi", "magi_fused", "magi_a2av_1"),
     GROUP_COLLECTIVES: ("native", "all-to-all"), RANGE_OPS: ("magi",), PLANNER: ("magi",), TRAIN: ("magi",),
+    SPARSE: ("magi",),
 }  # fmt: skip
 SIZES = {KERNEL: "seqlens", CONTEXT_PARALLEL: "tokens", GROUP_COLLECTIVES: "rows"}  # the setting with the sizes
 _SHAPE = ("heads", "head_dim", "dtype")
@@ -144,9 +145,11 @@ def _train(data: Mapping, settings: list[dict]) -> Found:
 
 _READERS: dict[str, Callable[[Mapping, list[dict]], Found]] = {
     KERNEL: _kernel, CONTEXT_PARALLEL: _context_parallel, GROUP_COLLECTIVES: _group_collectives, RANGE_OPS: _range_ops,
-    PLANNER: _planner, TRAIN: _train,
+    PLANNER: _planner, TRAIN: _train, SPARSE: _kernel,
 }  # fmt: skip
 _FIELDS = {
+    # ahead of KERNEL, all of whose fields it has
+    SPARSE: {"mask", "seqlen", "name", "tflops", "direction", "area", "density"},
     KERNEL: {"mask", "seqlen", "name", "tflops", "direction"},
     GROUP_COLLECTIVES: {"rows", "received_bytes", "us"},
     RANGE_OPS: {"width", "case", "by", "gb_per_s"},
@@ -156,6 +159,7 @@ _FIELDS = {
 _SPEEDS = {
     KERNEL: ("tflops", "TFLOP/s"), CONTEXT_PARALLEL: ("tflops", "TFLOP/s"), GROUP_COLLECTIVES: ("bandwidth", "GB/s"),
     RANGE_OPS: ("bandwidth", "GB/s"), PLANNER: ("speed", "plans/s"), TRAIN: ("speed", "tokens/s"),
+    SPARSE: ("tflops", "TFLOP/s"),
 }  # fmt: skip
 
 

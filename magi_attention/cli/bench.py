@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magi bench kernel | cp | comm | planner | train`: a benchmark, its page, and a baseline beside it.
+"""`magi bench kernel | sparse | cp | comm | planner | train`: a benchmark, its page, and a baseline beside it.
 
 The scripts of `benchmarks/` measure and write records; `benchmarks/report.py` makes the page of them. Both are in the
 repository and not in the wheel. Here are the defaults, and the command lines.
@@ -56,6 +56,16 @@ BENCHMARKS = {
         gpu_fixed="--samples 1",
         cpu_fixed="--samples 1",
     ),
+    "sparse": Benchmark(
+        "sparse/sparse_bench.py",
+        "block-sparse and index attention on one device, beside FlexAttention, cuDNN and gathering",
+        {"masks": "--masks", "sizes": "--seqlens", **_SHAPE},
+        cpu={
+            "masks": "b64_random_0.2,b64_window,b64_video,index_32", "sizes": "512", "only": "magi,magi_attend,gather",
+            **_SMALL,
+        },
+        cpu_fixed="--index-heads 4",
+    ),
     "cp": Benchmark(
         "context_parallel.py",
         "attention of one sequence over several ranks, beside ring, all-gather, Ulysses, USP and torch's",
@@ -100,6 +110,7 @@ _HELP = {
     "repeats": ("N", "timed runs of each"),
 }
 _OWN_HELP = {
+    ("sparse", "masks"): ("A,B", "patterns, such as b128_random_0.1, b64_window, b128_video, index_2048"),
     ("cp", "sizes"): ("8K,16K", "tokens of one rank"),
     ("comm", "sizes"): ("8,4K", "rows that a rank sends to each other rank"),
     ("planner", "masks"): (

@@ -15,6 +15,7 @@ from magi_attention.testing.libraries import planner_if_possible
 TINY = "--heads 4,2 --head-dim 8 --repeats 2 --device cpu".split()
 RUNS = {
     "kernel": (["--masks", "causal", "--sizes", "64,96", "--only", "magi,magi_attend,fa2", *TINY], []),
+    "sparse": (["--masks", "index_8", "--sizes", "64", "--only", "magi,gather", *TINY], ["--index-heads", "2"]),
     "cp": (["--masks", "causal", "--sizes", "32", "--only", "magi,ring", *TINY], ["--no-check"]),
     "comm": (["--sizes", "8", "--repeats", "2", "--device", "cpu"], ["--heads", "2", "--head-dim", "8"]),
     "planner": (["--masks", "packed_128K", "--repeats", "2"], []),
@@ -22,10 +23,13 @@ RUNS = {
 }
 CELLS = {
     "kernel": {("forward", "64"), ("forward", "96"), ("backward", "64"), ("backward", "96")},
+    "sparse": {("forward", "64"), ("backward", "64")},
     "cp": {("forward", "32"), ("backward", "32"), ("both", "32")}, "comm": {("cast", "8"), ("reduce", "8")},
     "planner": {("plan", "128K")}, "train": {("step", "128")},
 }  # fmt: skip
-PEERS = {"kernel": {"fa2"}, "cp": {"ring"}, "comm": {"torch"}, "planner": set(), "train": {"sdpa"}}
+PEERS = {
+    "kernel": {"fa2"}, "sparse": {"gather"}, "cp": {"ring"}, "comm": {"torch"}, "planner": set(), "train": {"sdpa"},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,7 @@ def test_each_writes_records_charts_and_a_page(name, folder, capfd):
     for cell in data["cells"]:
         for shown in (data["ours"], *PEERS[name]):
             assert cell["values"][shown]["shown"] > 0 and cell["values"][shown]["noise"] >= 0
-    assert bool(data["missing"]) == (name in ("kernel", "cp"))
+    assert bool(data["missing"]) == (name in ("kernel", "sparse", "cp"))
 
 
 def test_a_page_of_stored_records(folder, capfd):

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of the sparse benchmark needs no GPU: its patterns, its check, its peers and its limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks" / "sparse"), str(ROOT / "benchmarks"), str(ROOT / "ci")]
+
+import sparse_bench  # noqa: E402
+import sparse_cases  # noqa: E402
+import sparse_peers  # noqa: E402
+from kernel import Result, make_inputs, prepare  # noqa: E402
+from peers_backward import by_autograd  # noqa: E402
+from result_files import SPARSE, load  # noqa: E402
+from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
+
+NAMES = ["b16_random_0.3", "b16_window", "b8_video", "index_12"]
+TOKENS = 128
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patterns_are_what_their_slices_or_lists_say(name):
+    case = sparse_cases.make_case(name, TOKENS)
+    seen = case.seen(torch.arange(TOKENS))
+    assert seen.sum() == case.area and seen.any(1).all()
+    if name.startswith("index"):
+        assert (seen.sum(1) == 12).all() and case.lists(torch.device("cpu")).counts.eq(12).all()
+    else:
+        assert torch.equal(torch.from_numpy(case.mask.check().to_dense()), seen)
+
+
+def test_shapes_of_patterns():
+    blocks = sparse_cases.make_case("b16_random_0.3", 16 * 20).blocks
+    assert (blocks.sum(1) == 6).all()
+    assert sparse_cases.tiles_of(64) == (4, 4, 4) and sparse_cases.tiles_of(512) == (8, 8, 8)
+    assert sparse_cases.tiles_of(256) == (4, 8, 8)
+    video = sparse_cases.make_case("b128_video", 8192).blocks
+    assert video[-1].sum() == 8 + 16 and video[:, 0].all()  # a corner, its neighbours, and the first frame
+    for name, words in (("diagonal", "no pattern"), ("b0_video", "whole number"), ("b48_window", "whole number")):
+        with pytest.raises(ValueError, match=words):
+            sparse_cases.make_case(name, TOKENS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_implementations_are_right_and_wrong_ones_are_found(name, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    case = sparse_cases.make_case(name, TOKENS)
+    *tensors, dout = make_inputs(case, (4, 2) if name.startswith("b") else (4, 1), 16, torch.float32, "cpu", 0, True)
+    makers = {n: m for n, m in sparse_peers.available().items() if n != "cudnn_flex"}
+    makers["wrong"] = lambda q, k, v, case: lambda: sparse_peers.dense(q, k, v, case)()
+    fits = {"magi", "flex", "gather"} if name.startswith("index") else {"magi", "magi_attend", "flex"}
+    for is_forward in (True, False):
+        inputs = tensors if is_forward else [*tensors, dout]
+        check = (SparseForwardCheck if is_forward else SparseBackwardCheck)(case, *inputs)
+        results = {n: Result(name, TOKENS, n) for n in makers}
+        made = makers if is_forward else {n: by_autograd(make, is_both=False) for n, make in makers.items()}
+        fits -= set() if is_forward else {"flex"}  # which has no gradients on a CPU
+        assert set(prepare(case, inputs, made, results, check)) == fits, {n: r.reason for n, r in results.items()}
+        assert results["wrong"].reason.startswith("wrong: relative error")
+        assert all(results[n].error < 1e-4 for n in fits)
+
+
+def test_a_run_keeps_to_its_time_and_says_what_it_left_out(tmp_path, capsys):
+    tiny = "--seqlens 64 --heads 2 1 --index-heads 2 --head-dim 8 --dtype fp32 --repeats 2".split()
+    out = ["--out", str(tmp_path / "sparse")]
+    masks = ["--masks", "b16_window,index_4"]
+    assert sparse_bench.main([*tiny, *masks, "--only", "magi,gather", *out]) == 0
+    assert "Left out" not in capsys.readouterr().out
+    run = load(tmp_path / "sparse.json")
+    assert run.benchmark == SPARSE and {(c.mask, c.direction, c.heads) for c in run.results} == {
+        ("b16_window", d, (2, 1)) for d in ("forward", "backward")
+    } | {("index_4", d, (2, 1)) for d in ("forward", "backward")}
+    row = json.loads((tmp_path / "sparse.json").read_text())["results"][0]
+    assert row["area"] == 64 * 64 and row["density"] == 1.0 and row["tflops"] > 0
+    assert sparse_bench.main([*tiny, *masks, "--seconds", "-1"]) == 0
+    assert "Left out, as --seconds -1 were over: forward b16_window 64, backward" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        sparse_bench.main([*tiny, "--masks", "b48_window"])
+    assert "no whole number of blocks of 48" in capsys.readouterr().err
