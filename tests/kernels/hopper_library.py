@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
+from ffa_simulator import CpuRuntime
 
+from magi_attention.errors import MagiError
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import forward as ffa_fwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.plans import Kept, KeptOrder
+from magi_attention.native.ffa import FfaLibrary
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 STAND_INS = Path(__file__).with_name("hopper_on_cpu")
-FLAGS = ("-O2", "-fno-strict-aliasing", "-fno-extern-tls-init", "-Wno-unknown-pragmas", "-Wno-psabi")
+# Libraries that are loaded together share no variables. Some warnings are about what nvcc takes.
+FLAGS = (
+    *("-O1", "-ftree-vectorize", "-pthread", "-fno-strict-aliasing", "-fno-extern-tls-init", "-fno-gnu-unique"),
+    *("-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-parentheses", "-Wno-sign-compare"),
+)
 
 
 def hopper_library(folder: Path, source: Path) -> ctypes.CDLL:
@@ -22,10 +36,70 @@ def hopper_library(folder: Path, source: Path) -> ctypes.CDLL:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy at a multiple of 128 bytes."""
-    raw = torch.zeros(x.numel() + 128, dtype=x.dtype)
-    skip = (-raw.data_ptr() % 128) // x.element_size()
-    return raw[skip : skip + x.numel()].view(x.shape).copy_(x)
+    return _memory(x).copy_(x)
 
 
 def at(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def _memory(like: torch.Tensor, value: int = 0xFF) -> torch.Tensor:
+    """Contiguous, at a multiple of 128 bytes as on a GPU, and NaN in every dtype."""
+    size = like.numel() * like.element_size()
+    raw = torch.full((size + 128,), value, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 128
+    return raw[skip : skip + size].view(like.dtype).view(like.shape)
+
+
+@contextlib.contextmanager
+def hopper_on_cpu(library: ctypes.CDLL) -> Iterator[HopperOnCpu]:
+    """A device. torch has one thread meanwhile: with a few hundred tokens, more would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield HopperOnCpu(library, monkeypatch)
+    torch.set_num_threads(threads)
+
+
+class HopperOnCpu:
+    """The backend of the CUDA kernels over a library from ``hopper_library``; its memory begins as NaN."""
+
+    def __init__(self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+        library.device_error.restype = library.magi_last_error.restype = ctypes.c_char_p
+        self._library, self._runtime = library, _Runtime()
+        self.backend = FfaBackend(FfaLibrary(library), self._runtime)
+        for module in (ffa_fwd, ffa_bwd):
+            monkeypatch.setattr(module, "_empty_like", _memory)
+        monkeypatch.setattr(Kept, "_new_order", _new_order)
+
+    def use(self, multiprocessors: int, seed: int) -> None:
+        """How many CTAs there are together, and what decides in the next launch which thread goes on."""
+        self._runtime.multiprocessors = multiprocessors
+        self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
+
+    def forward_final(self, *arguments):
+        return self._run(self.backend.forward_final, *arguments)
+
+    def forward(self, *arguments, **options):
+        return self._run(self.backend.forward, *arguments, **options)
+
+    def backward_final(self, *arguments):
+        return self._run(self.backend.backward_final, *arguments)
+
+    def _run(self, call, *arguments, **options):
+        try:
+            return call(*arguments, **options)
+        except MagiError as error:  # of which only the beginning fits into the library's buffer
+            raise AssertionError(f"{error}\n{self._library.device_error().decode()}") from error
+
+
+class _Runtime(CpuRuntime):
+    multiprocessors = 1
+
+    def num_sms(self, index: int) -> int:
+        return self.multiprocessors
+
+
+def _new_order(_: Kept, num_bytes: int) -> KeptOrder:
+    words = _memory(torch.empty(num_bytes, dtype=torch.uint8), 0)
+    return KeptOrder(words, words.data_ptr())

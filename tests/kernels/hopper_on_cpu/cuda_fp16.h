@@ -2,13 +2,28 @@
 // float16 of CUDA.
 #pragma once
 
+#include <memory>
+
 #include "cuda_runtime.h"
 
+namespace hopper {
+// All of them as float32: the compiler's conversion is a slow function.
+inline const float* halves() {
+  static const std::unique_ptr<float[]> all = [] {
+    std::unique_ptr<float[]> floats(new float[1 << 16]);
+    for (uint32_t i = 0; i < 1 << 16; ++i)
+      floats[i] = static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(i)));
+    return floats;
+  }();
+  return all.get();
+}
+}  // namespace hopper
+
 struct __half {
-  _Float16 value;
+  uint16_t bits;
   __half() = default;
-  explicit __half(float x) : value(static_cast<_Float16>(x)) {}
-  operator float() const { return static_cast<float>(value); }
+  explicit __half(float x) : bits(hopper::bits_as<uint16_t>(static_cast<_Float16>(x))) {}
+  operator float() const { return hopper::halves()[bits]; }
 };
 struct __half2 {
   __half x, y;

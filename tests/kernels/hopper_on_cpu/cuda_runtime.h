@@ -21,12 +21,16 @@
 
 using std::max;
 using std::min;
+using std::signbit;
 
 struct int2 {
   int x, y;
 };
 struct int4 {
   int x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
 };
 struct uint4 {
   uint32_t x, y, z, w;
@@ -39,6 +43,7 @@ struct float4 {
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -62,13 +67,14 @@ inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(word); }
 
-#include "threads.h"
+#include "builtins.h"
+#include "scheduler.h"
 
 // ---- the runtime: one device, on which kernels run when they are launched
 
 #define CUDART_VERSION 13000
 
-enum cudaError_t { cudaSuccess = 0 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
 using cudaStream_t = void*;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -88,14 +94,25 @@ struct cudaLaunchConfig_t {
 };
 
 namespace hopper {
-inline int multiprocessors = 1;
-}
+// What a test sets: how many CTAs there are together, which also is the number of the device,
+// because libraries remember such things by that; and what the order of threads in the next launch
+// is drawn from.
+struct Device {
+  int multiprocessors = 1;
+  uint64_t seed = 0;
+  std::string error;  // of the last launch
+};
+inline Device device;
+}  // namespace hopper
 
-inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = hopper::multiprocessors, cudaSuccess;
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : hopper::device.error.c_str();
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  return *device = hopper::device.multiprocessors, cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
+  return *value = device, cudaSuccess;
 }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
@@ -104,8 +121,12 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
 template <typename Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                                const Params& params) {
-  hopper::run_grid(config->gridDim, static_cast<int>(config->blockDim.x),
-                   static_cast<uint32_t>(config->dynamicSmemBytes), kernel, params,
-                   hopper::launch_seed++);
-  return cudaSuccess;
+  const char* error = hopper::error_of([&] {
+    hopper::run_grid(config->gridDim, static_cast<int>(config->blockDim.x),
+                     static_cast<uint32_t>(config->dynamicSmemBytes), kernel, params,
+                     hopper::device.seed++, hopper::device.multiprocessors);
+  });
+  if (error == nullptr) return cudaSuccess;
+  hopper::device.error = error;
+  return cudaErrorLaunchFailure;
 }

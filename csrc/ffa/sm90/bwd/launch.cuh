@@ -270,9 +270,7 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
 template <typename Params>
 magi_status launch_rows(void (*kernel)(Params), dim3 grid, bool beside, void* stream,
                         const Params& params, const char* doing) {
-  if (beside) return launch_behind(kernel, grid, kRowThreads, 0, stream, params, doing);
-  kernel<<<grid, kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return cuda_status(cudaGetLastError(), doing);
+  return launch_kernel(kernel, grid, kRowThreads, 0, stream, params, doing, beside);
 }
 
 // The same behind the main kernel. CTAs that wait for that take the first multiprocessors that are

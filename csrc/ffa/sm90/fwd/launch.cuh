@@ -71,12 +71,9 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remot
       work_tiles + static_cast<int64_t>(k.split_tiles) * k.head_units * (k.max_parts - 1);
   const int room = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
   const int grid = work < room ? static_cast<int>(work) : room;
-  if (remote != nullptr)  // beside the put, which holds its multiprocessors already
-    return launch_behind(ffa_fwd<C>, dim3(grid), C::kThreads, C::smem_bytes(a.tile_tokens),
-                         a.stream, k, "launching the forward kernel");
-  ffa_fwd<C>
-      <<<grid, C::kThreads, C::smem_bytes(a.tile_tokens), static_cast<cudaStream_t>(a.stream)>>>(k);
-  return cuda_status(cudaGetLastError(), "launching the forward kernel");
+  const bool early = remote != nullptr;  // beside the put, which holds its multiprocessors already
+  return launch_kernel(ffa_fwd<C>, dim3(grid), C::kThreads, C::smem_bytes(a.tile_tokens), a.stream,
+                       k, "launching the forward kernel", early);
 }
 
 template <typename T, int kD, int kDv>

@@ -2,7 +2,7 @@
 // csrc/comm/symm/system_words.cuh for the CPU.
 #pragma once
 
-#include "threads.h"
+#include "cuda_runtime.h"
 
 namespace magi {
 

@@ -2,7 +2,7 @@
 // csrc/ffa/common/atomics.cuh for the CPU.
 #pragma once
 
-#include "threads.h"
+#include "cuda_runtime.h"
 
 namespace magi {
 

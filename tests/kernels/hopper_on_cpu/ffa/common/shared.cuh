@@ -2,7 +2,7 @@
 // csrc/ffa/common/shared.cuh for the CPU.
 #pragma once
 
-#include "threads.h"
+#include "cuda_runtime.h"
 
 namespace hopper {
 template <typename T>

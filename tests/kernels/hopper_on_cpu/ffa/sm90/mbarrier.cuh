@@ -4,7 +4,7 @@
 
 #include "ffa/common/dependent_launch.cuh"
 #include "ffa/sm90/ring.cuh"
-#include "threads.h"
+#include "cuda_runtime.h"
 
 namespace magi {
 

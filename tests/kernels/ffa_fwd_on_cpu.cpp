@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// The library of attention kernels for Hopper on the CPU, see hopper_on_cpu/README.md: its entry
+// points, launchers and some of its forward kernels.
+#define MAGI_VARIANTS_ON_CPU                                  \
+  MAGI_VARIANT(fwd, bf16, 64, 64, magi_ffa_fwd_bf16_d64_dv64) \
+  MAGI_VARIANT(fwd, fp16, 128, 128, magi_ffa_fwd_fp16_d128_dv128)
+
+#include "ffa/common/dispatch.cu"
+#include "ffa/common/host.cu"
+#include "ffa/sm90/fwd/launch.cuh"
+#include "ffa/sm90/tiles.cu"
+
+MAGI_FFA_FWD_INSTANCE(magi::bf16, 64, 64, fwd_bf16_d64_dv64)
+MAGI_FFA_FWD_INSTANCE(magi::fp16, 128, 128, fwd_fp16_d128_dv128)
+
+extern "C" void use_device(int multiprocessors, uint64_t seed) {
+  hopper::device.multiprocessors = multiprocessors;
+  hopper::device.seed = seed;
+}
+extern "C" const char* device_error() { return hopper::device.error.c_str(); }

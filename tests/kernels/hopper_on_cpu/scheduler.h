@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the CTAs of a grid. Which thread goes on is random, and a seed fixes it. Asynchronous work
+// is kept aside and done at a random later time, at the latest when no thread can go on. Nobody can
+// go on and there is no such work: a deadlock, which is an error with all that is waited for.
+//
+// CTAs that are on the device together have a thread of the CPU each, of which one runs at a time.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "threads.h"
+
+namespace hopper {
+
+constexpr size_t kStackBytes = 256 << 10;
+
+// Stacks are kept for the next launch.
+inline uint8_t* take_stack(std::vector<uint8_t*>* give_back = nullptr) {
+  static std::vector<uint8_t*> free;
+  if (give_back != nullptr) {
+    free.insert(free.end(), give_back->begin(), give_back->end());
+    return nullptr;
+  }
+  if (!free.empty()) {
+    uint8_t* stack = free.back();
+    free.pop_back();
+    return stack;
+  }
+  void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack == MAP_FAILED) throw std::runtime_error("No memory for the stacks of threads.");
+  return static_cast<uint8_t*>(stack);
+}
+
+inline Cta::Cta(Index at, Dim3 grid_size, int count, uint32_t smem, uint64_t seed)
+    : index(at), grid(grid_size), num_threads(count), smem_bytes(smem), random(seed) {
+  if (count % 32 != 0) throw std::runtime_error("Threads come in warps of 32.");
+  if (smem > sizeof magi::raw) throw std::runtime_error("More shared memory than there is.");
+  std::memset(magi::raw, 0xff, sizeof magi::raw);  // NaN
+  marks.assign(sizeof magi::raw / 16, {});
+  constexpr uint32_t kEagerness[] = {0, 1, 3, 30};
+  eagerness = kEagerness[random.below(4)];
+  biased = random.one_in(2);
+  for (int i = 0; i < count; ++i) {
+    if (i % 32 == 0) {
+      warps.push_back(std::make_unique<Warp>());
+      warps.back()->leader = random.below(32);
+    }
+    threads.push_back(std::make_unique<Thread>());
+    threads.back()->index = i;
+    threads.back()->warp = warps.back().get();
+    threads.back()->stack = take_stack();
+    runnable.push_back(threads.back().get());
+  }
+  alive = count;
+}
+
+inline void check_left_nothing() {
+  int unread = self->open_group->unread;
+  for (const auto& group : self->groups) unread += group->unread;
+  if (unread != 0) fault("The thread ends before its bulk stores have read shared memory");
+  if (!self->warp->queue.empty() && self->issued > self->warp->first_queued)
+    fault("The thread ends before its multiplications");
+  if (!self->copies.empty() || self->open_batches != 0)
+    fault("The thread ends before its asynchronous copies");
+}
+
+inline void enter_thread() {
+  cta->body();
+  check_left_nothing();
+  self->done = true;
+  --cta->alive;
+  progress();
+  _longjmp(cta->scheduler, 1);
+}
+
+inline Thread* Cta::choose() {
+  size_t at = random.below(static_cast<uint32_t>(runnable.size()));
+  if (biased) {
+    for (int tries = 0; tries < 3; ++tries) {
+      const size_t other = random.below(static_cast<uint32_t>(runnable.size()));
+      if (runnable[other]->warp->priority > runnable[at]->warp->priority) at = other;
+    }
+    if (random.one_in(1000))
+      for (auto& warp : warps) warp->priority = random.below(4);
+  }
+  Thread* t = runnable[at];
+  runnable[at] = runnable.back();
+  runnable.pop_back();
+  return t;
+}
+
+[[gnu::noinline]] inline void Cta::resume(Thread* t) {
+  self = t;
+  threadIdx.x = t->index;
+  if (_setjmp(scheduler) == 0) {
+    if (t->started) _longjmp(t->context, 1);
+    t->started = true;
+    getcontext(&t->first);
+    t->first.uc_stack.ss_sp = t->stack;
+    t->first.uc_stack.ss_size = kStackBytes;
+    t->first.uc_link = nullptr;
+    makecontext(&t->first, enter_thread, 0);
+    setcontext(&t->first);
+  }
+  self = nullptr;
+}
+
+inline std::string Cta::waiting() const {
+  std::map<std::string, std::vector<int>> by_text;  // threads that wait for the same together
+  for (const auto& t : threads) {
+    if (t->done) continue;
+    const std::string at = t->waits_at;
+    std::string what = text("%s, mask %08x", t->waits_at, t->waits_a);
+    if (!t->blocked) {
+      what = "nothing";
+    } else if (at == "mbarrier") {
+      const Mbarrier& bar = mbarriers.at(t->waits_a);
+      what = text("mbarrier at %u, parity %u (phase %u; %d of %d arrivals and %lld bytes missing)",
+                  t->waits_a - kSmemBase, t->waits_b, bar.phase, bar.pending, bar.count,
+                  static_cast<long long>(bar.bytes));
+    } else if (at == "barrier") {
+      what = text("barrier %u of %u threads (%d have arrived)", t->waits_a, t->waits_b,
+                  barriers[t->waits_a].arrived);
+    }
+    by_text[what].push_back(t->index);
+  }
+  std::string all = text("\n CTA %u", index.x);
+  for (const auto& [what, who] : by_text) {
+    all += "\n  threads ";
+    for (size_t i = 0; i < who.size();) {
+      size_t j = i;
+      while (j + 1 < who.size() && who[j + 1] == who[j] + 1) ++j;
+      all += text(i == j ? "%d " : "%d-%d ", who[i], who[j]);
+      i = j + 1;
+    }
+    all += "wait for " + what;
+  }
+  return all;
+}
+
+inline void Cta::step() {
+  if (!pending.empty() && (runnable.empty() || (eagerness != 0 && random.one_in(eagerness)))) {
+    const size_t at = random.below(static_cast<uint32_t>(pending.size()));
+    std::function<void()> work = std::move(pending[at]);
+    pending[at] = std::move(pending.back());
+    pending.pop_back();
+    progress();
+    work();
+    return;
+  }
+  if (runnable.empty()) throw std::runtime_error("A deadlock." + waiting());
+  resume(choose());
+  if (!error.empty()) throw std::runtime_error(error);
+  // What is late may be what is looked for.
+  if (idle_spins > 100 * num_threads && !pending.empty()) eagerness = 1;
+}
+
+inline void Cta::enter() {
+  cta = this;
+  blockIdx = index;
+  gridDim = grid;
+  blockDim = Dim3(num_threads);
+}
+
+inline void Cta::run(const std::function<void()>& kernel, const std::function<void()>& let_others) {
+  body = kernel;
+  struct End {
+    Cta& c;
+    ~End() {
+      std::vector<uint8_t*> stacks;
+      for (auto& t : c.threads) stacks.push_back(t->stack);
+      take_stack(&stacks);
+      self = nullptr;
+    }
+  } end{*this};
+  enter();
+  while (alive > 0) {
+    step();
+    if (random.one_in(100) || idle_spins > 4 * num_threads) {
+      let_others();
+      enter();
+    }
+  }
+  while (!pending.empty()) {
+    std::function<void()> work = std::move(pending.back());
+    pending.pop_back();
+    work();
+  }
+}
+
+// The CTAs of a launch. Those that are there together hand a baton to each other.
+class Grid {
+ public:
+  Grid(Dim3 size, int threads, uint32_t smem, int resident, std::function<void()> body,
+       uint64_t seed)
+      : size_(size),
+        threads_(threads),
+        smem_(smem),
+        body_(std::move(body)),
+        seed_(seed),
+        random_(seed + 1),
+        total_(size.x * size.y * size.z) {
+    const unsigned most = resident < 1 ? 1 : static_cast<unsigned>(resident);
+    ctas_.resize(total_ < most ? total_ : most);
+  }
+
+  void run() {
+    idle_spins = 0;
+    if (ctas_.size() == 1) {
+      work(0);
+    } else {
+      running_.assign(ctas_.size(), true);
+      std::vector<std::thread> workers;
+      for (size_t i = 0; i < ctas_.size(); ++i)
+        workers.emplace_back([this, i] {
+          wait_for_turn(i);
+          work(i);
+          running_[i] = false;
+          next_turn(i);
+        });
+      for (auto& worker : workers) worker.join();
+    }
+    if (!error_.empty()) throw std::runtime_error(error_);
+  }
+
+ private:
+  void work(size_t worker) {
+    try {
+      while (error_.empty() && next_ < total_) {
+        const unsigned at = next_++;
+        Index index;
+        index.x = at % size_.x, index.y = at / size_.x % size_.y, index.z = at / size_.x / size_.y;
+        Cta one(index, size_, threads_, smem_, seed_ + 7919 * at);
+        ctas_[worker] = &one;
+        one.run(body_, [&] { let_others(worker); });
+        ctas_[worker] = nullptr;
+        progress();
+      }
+    } catch (const std::exception& e) {
+      ctas_[worker] = nullptr;
+      if (error_.empty()) error_ = e.what();
+    }
+  }
+
+  void let_others(size_t worker) {
+    int64_t all = 0;
+    for (const Cta* each : ctas_) all += each == nullptr ? 0 : each->num_threads;
+    if (idle_spins > 2000 + 500 * all) {
+      std::string what = "Threads look for what nobody does.";
+      for (const Cta* each : ctas_)
+        if (each != nullptr) what += each->waiting();
+      throw std::runtime_error(what);
+    }
+    if (ctas_.size() == 1) return;
+    next_turn(worker);
+    wait_for_turn(worker);
+    if (!error_.empty()) throw std::runtime_error(error_);
+  }
+
+  void wait_for_turn(size_t worker) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return turn_ == worker; });
+  }
+
+  // To any that runs, this one too.
+  void next_turn(size_t worker) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<size_t> others;
+    for (size_t i = 0; i < running_.size(); ++i)
+      if (running_[i] && i != worker) others.push_back(i);
+    if (!others.empty()) turn_ = others[random_.below(static_cast<uint32_t>(others.size()))];
+    changed_.notify_all();
+  }
+
+  Dim3 size_;
+  int threads_;
+  uint32_t smem_;
+  std::function<void()> body_;
+  uint64_t seed_;
+  Random random_;
+  unsigned total_, next_ = 0;
+  std::vector<Cta*> ctas_;  // of each worker
+  std::vector<bool> running_;
+  size_t turn_ = 0;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string error_;
+};
+
+// Runs a kernel, of whose CTAs so many are there together. Throws std::runtime_error for a mistake
+// of the kernel.
+template <typename Params>
+void run_grid(Dim3 grid, int threads, uint32_t smem_bytes, void (*kernel)(Params),
+              const Params& params, uint64_t seed, int resident = 1) {
+  Grid(grid, threads, smem_bytes, resident, [&] { kernel(params); }, seed).run();
+}
+
+// For functions that Python calls: NULL, or what went wrong, until the next call.
+template <typename Call>
+const char* error_of(Call call) {
+  static std::string kept;
+  try {
+    call();
+    return nullptr;
+  } catch (const std::exception& e) {
+    kept = e.what();
+    return kept.c_str();
+  }
+}
+
+}  // namespace hopper

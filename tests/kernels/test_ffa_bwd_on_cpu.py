@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the backward for Hopper, as they are, on the CPU: random masks against gradients in float64."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu
+
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
+from magi_attention.kernels.types import Grads
+from magi_attention.testing import masks
+from magi_attention.testing.libraries import planner_or_skip
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from backward_oracle import assert_grads, make_dout, options_of, truth  # noqa: E402
+from forward_oracle import Inputs, dense, make_inputs  # noqa: E402
+
+SOURCE = Path(__file__).with_name("ffa_bwd_on_cpu.cpp")
+KINDS = (
+    (torch.bfloat16, (64, 64)),
+    (torch.float16, (128, 128)),
+    (torch.bfloat16, (40, 56)),
+    (torch.float16, (72, 120)),
+)
+HEADS = ((4, 2), (5, 1), (3, 3), (8, 2))
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder):
+    planner_or_skip()
+    return hopper_library(compile_folder / "ffa_bwd", SOURCE)
+
+
+@pytest.fixture
+def hopper(library):
+    with hopper_on_cpu(library) as device:
+        yield device
+
+
+def random_inputs(seed: int, most: int, **options) -> Inputs:
+    rng = np.random.default_rng(seed)
+    tq, tk = (int(n) for n in rng.integers(1, most, 2))
+    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 10)))
+    dtype, dims = KINDS[seed % 4]
+    return make_inputs(seed, slices, tq, tk, HEADS[seed // 4 % 4], dims, dtype, "cpu", **options)
+
+
+def differentiate(hopper: HopperOnCpu, x: Inputs, dout: torch.Tensor, deterministic: bool = False) -> Grads:
+    forward = dense(x, torch.float64)
+    out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
+    options = replace(options_of(x), deterministic=deterministic)
+    return hopper.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
+
+
+def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False) -> Grads:
+    dout = make_dout(x, seed)
+    got = differentiate(hopper, x, dout, deterministic)
+    assert_grads(x, got, truth(x, dout), f"{seed=}")
+    return got
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks(hopper, seed):
+    hopper.use((1, 1, 2, 3)[seed % 4], seed)
+    check(hopper, random_inputs(seed, 350), seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_deterministic(hopper, seed):
+    """CTAs wait for each other; whoever goes on when, the bits are the same."""
+    x, found = random_inputs(seed, 300), []
+    for order in (seed, 100 + seed):
+        hopper.use((1, 2, 3, 4)[seed // 2], order)
+        found.append(check(hopper, x, seed, True))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(*(getattr(grads, name) for grads in found)), f"{seed=} {name}"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_softcap_and_sinks(hopper, seed):
+    hopper.use(1, seed)
+    heads = HEADS[0][0]
+    check(hopper, random_inputs(seed, 200, softcap=8.0, sink_shape=(2, heads)), seed, seed == 1)
+
+
+@pytest.mark.parametrize("queries", (64, 80))
+@pytest.mark.parametrize("way", ("any order", "deterministic", "the first writer stores", "sole visits are written"))
+def test_other_ways(hopper, queries, way, monkeypatch):
+    deterministic, sole = way == "deterministic", way == "sole visits are written"
+    schedule = BwdSchedule(queries, 0, first_writer=sole or "first" in way, direct_dq_store=sole)
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: schedule)
+    seed = 1 if queries == 80 else 0  # head dim 128, which has blocks of 80, or 64
+    x = random_inputs(seed, 300)
+    hopper.use(2, queries)
+    check(hopper, x, seed, deterministic)

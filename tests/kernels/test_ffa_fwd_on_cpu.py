@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward kernel for Hopper, as it is, on the CPU: random masks against dense attention in float64."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu
+
+from magi_attention.common.slices import to_dense
+from magi_attention.kernels.types import AttnOptions, Partial
+from magi_attention.testing import masks
+from magi_attention.testing.libraries import planner_or_skip
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from forward_oracle import NEG_INF, Inputs, Result, assert_right, dense, make_inputs  # noqa: E402
+
+SOURCE = Path(__file__).with_name("ffa_fwd_on_cpu.cpp")
+KINDS = (
+    (torch.bfloat16, (64, 64)),
+    (torch.float16, (128, 128)),
+    (torch.bfloat16, (40, 56)),
+    (torch.float16, (72, 120)),
+)
+HEADS = ((4, 2), (5, 1), (3, 3), (8, 1))
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder):
+    planner_or_skip()
+    return hopper_library(compile_folder / "ffa_fwd", SOURCE)
+
+
+@pytest.fixture
+def hopper(library):
+    with hopper_on_cpu(library) as device:
+        yield device
+
+
+def random_inputs(seed: int, most: int = 420, **options) -> tuple[np.random.Generator, Inputs]:
+    rng = np.random.default_rng(seed)
+    tq, tk = (int(n) for n in rng.integers(1, most, 2))
+    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 10)))
+    dtype, dims = KINDS[seed % 4]
+    return rng, make_inputs(seed, slices, tq, tk, HEADS[seed // 4 % 4], dims, dtype, "cpu", **options)
+
+
+def attend(hopper: HopperOnCpu, x: Inputs, with_max: bool = False) -> Result:
+    options = AttnOptions(x.scale, x.softcap, x.sink_layout, return_max_logits=with_max)
+    return Result(*hopper.forward_final(x.q, x.k, x.v, x.slices, options, x.sink))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_masks(hopper, seed):
+    rng, x = random_inputs(seed)
+    hopper.use(int(rng.choice((1, 1, 2, 3))), seed)
+    assert_right(x, attend(hopper, x, seed % 2 == 0), note=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_softcap_and_sinks(hopper, seed):
+    _, plain = random_inputs(seed, 200)
+    rows, heads = plain.q.shape[:2]
+    shape = (rows, 2, heads) if seed % 2 else (2, heads)
+    _, x = random_inputs(seed, 200, softcap=5.0 * (seed % 3), sink_shape=shape)
+    hopper.use(1, seed)
+    assert_right(x, attend(hopper, x, seed > 1), note=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiles_split_along_the_keys(hopper, seed):
+    """More CTAs than tiles: each takes a part of the keys, and the last one joins them."""
+    dtype, dims = KINDS[seed % 2]
+    x = make_inputs(seed, [[0, 70, 0, 1300, 0], [70, 90, 600, 1100, 0]], 90, 1300, (2, 1), dims, dtype, "cpu")
+    hopper.use((4, 9, 3)[seed], seed)
+    assert_right(x, attend(hopper, x, True), note=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_in_float32(hopper, seed):
+    """The pairs of a mask in two calls, of which the second adds to what the first left."""
+    _, x = random_inputs(seed, 260)
+    hopper.use(1, seed)
+    slices, options = x.slices.array, AttnOptions(x.scale)
+    whole = Partial(torch.zeros(*x.q.shape[:2], x.v.shape[2]), torch.full(x.q.shape[:2], NEG_INF), None)
+    for part in (slices[::2], slices[1::2]):
+        if len(part):
+            whole = hopper.forward(x.q, x.k, x.v, type(x.slices)(part), options, None, whole)
+    assert_right(x, Result(whole.out, whole.lse, None), note=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
+    _, x = random_inputs(seed, 300)
+    want = dense(x, torch.float64)
+    unseen = torch.from_numpy(~to_dense(x.slices.array, len(x.q), len(x.k)).any(0))
+    x.k[unseen] = x.v[unseen] = float("nan")
+    hopper.use(1, seed)
+    got = attend(hopper, x)
+    torch.testing.assert_close(got.out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
