@@ -62,7 +62,7 @@ from magi_attention.config import (
     UniformOverlapAlg,
 )
 from magi_attention.config.rates import MachineRates
-from magi_attention.functional import AttnPolicy, flex_flash_attn_func, index_attn_func
+from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 
 __all__ = [
@@ -108,6 +108,7 @@ __all__ = [
     "get_labels",
     "get_most_recent_key",
     "get_position_ids",
+    "block_sparse_attn_func",
     "index_attn_func",
     "infer_attn_mask_from_cu_seqlens",
     "infer_attn_mask_from_sliding_window",

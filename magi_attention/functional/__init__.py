@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run time: token layout, distributed attention, the kernel function and the correction helpers."""
 
+from magi_attention.functional.block_sparse import block_sparse_attn_func
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.functional.index_attn import index_attn_func
@@ -28,6 +29,7 @@ __all__ = [
     "dist_attn",
     "flex_flash_attn_func",
     "gather",
+    "block_sparse_attn_func",
     "index_attn_func",
     "positions",
     "shard",

@@ -72,11 +72,11 @@ def attend_lists(
     return_max_logits: bool,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``index_attn_func`` of q, k and v that ``check_qkv`` has passed."""
-    wanted = (q.shape[0], k.shape[1])
+    wanted = (lists.num_lists(q.shape[0]), k.shape[1])
     if tuple(lists.counts.shape) != wanted or lists.total_k != k.shape[0]:
         raise ContractError(
-            f"The prepared lists are for {tuple(lists.counts.shape)} queries and kv heads and {lists.total_k} keys, "
-            f"but q and k have {wanted} and {k.shape[0]}; prepare the lists of these tensors."
+            f"The prepared lists are {tuple(lists.counts.shape)} for (lists, kv heads) and {lists.total_k} keys, but q "
+            f"and k ask for {wanted} and {k.shape[0]}; prepare the lists of these tensors."
         )
     check_devices(q, indices=lists.rows, sink=sink)
     if sink is not None:
@@ -85,8 +85,9 @@ def attend_lists(
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     )
     out, lse, max_logits = index_fwd(
-        q, k, v, lists.rows, lists.counts, lists.k_block_size, lists.k_start, lists.k_end, sink, sink_layout,
-        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"),
+        q, k, v, lists.rows, lists.counts, lists.q_block_size, lists.k_block_size, lists.k_start, lists.k_end, sink,
+        sink_layout, q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale),
+        as_float(softcap, "softcap"),
         bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,
     )  # fmt: skip
     return out, AttnForwardMeta(lse.detach(), max_logits.detach() if return_max_logits else None)

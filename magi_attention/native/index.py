@@ -31,6 +31,11 @@ class IndexLibrary:
         """Are there kernels of both directions whose tiles hold these head dims?"""
         return bool(self._library.magi_ffa_index_has_variant(dtype, head_dim, head_dim_v))
 
+    def tiles(self, heads_q: int, heads_kv: int, q_block: int) -> int:
+        """Into how many tiles the rows of a list of ``q_block`` tokens are cut; 0 if there is no kernel for them."""
+        found: int = self._library.magi_ffa_index_tiles(heads_q, heads_kv, q_block)
+        return found
+
     def forward(self, **fields: int | float) -> None:
         """``magi_ffa_index_fwd`` with the fields of ``IndexFwdParams``."""
         params = IndexFwdParams(version=abi.ABI_VERSION, **fields)

@@ -8,7 +8,8 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 
 from magi_attention.native import abi
 
-_SHAPE = ("version", "dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "max_keys")
+_SHAPE = ("version", "dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")
+_LISTS = ("q_block", "k_block", "max_entries")
 
 
 def _strides(*names: str) -> list[tuple[str, type]]:
@@ -19,11 +20,11 @@ class IndexFwdParams(ctypes.Structure):
     """``magi_ffa_index_fwd_params``. Strides in elements, addresses as integers."""
 
     _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, "sm_margin")),
+        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin")),
         ("softmax_scale", c_float),
         ("reserved", c_int32),
         *_strides("q", "k", "v", "out"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "lists", "counts", "stream")),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "lists", "key_counts", "k_starts", "stream")),
     ]
 
 
@@ -31,12 +32,12 @@ class IndexBwdParams(ctypes.Structure):
     """``magi_ffa_index_bwd_params``. Strides in elements, addresses as integers."""
 
     _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, "sm_margin", "token_begin", "token_end")),
+        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin", "list_begin", "list_end")),
         ("softmax_scale", c_float),
         ("reserved", c_int32),
         *_strides("q", "k", "v", "out", "dout"),
         *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("dk_partials", "dv_partials", "lists", "counts", "stream")),
+        *((name, c_void_p) for name in ("dk_partials", "dv_partials", "lists", "key_counts", "k_starts", "stream")),
     ]
 
 
@@ -50,6 +51,7 @@ class IndexSumParams(ctypes.Structure):
 
 
 FUNCTIONS: abi.Functions = {
+    "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),

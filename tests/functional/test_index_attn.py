@@ -104,7 +104,7 @@ def test_layers_share_prepared_lists():
     leaves, indices = draw(SIZES[0], 3)
     lists = prepare_indices(indices, 9)
     assert torch.equal(index_attn_func(*leaves, lists)[0], index_attn_func(*leaves, indices)[0])
-    with pytest.raises(ContractError, match=r"for \(7, 2\) queries and kv heads and 9 keys, but q and k have"):
+    with pytest.raises(ContractError, match=r"\(7, 2\) for \(lists, kv heads\) and 9 keys, but q and k ask for"):
         index_attn_func(leaves[0][:6], *leaves[1:], lists)
     with pytest.raises(ContractError, match="give integers .7 queries, 2 kv heads, keys."):
         index_attn_func(*leaves, indices[:, :1])
@@ -178,7 +178,7 @@ def test_compiled_it_is_one_op_and_one_that_prepares():
 def test_ops_are_registered_soundly():
     (q, k, v), indices = draw(SIZES[0], 1)
     lists = prepare_indices(indices, 9)
-    mask = lists.rows, lists.counts, 1, None, None
+    mask = lists.rows, lists.counts, 1, 1, None, None
     sink = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     for extra, top in ((None, False), (sink, True)):
         torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))

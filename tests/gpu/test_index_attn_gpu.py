@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magi_attention.api import index_attn_func, prepare_indices
+from magi_attention.api import block_sparse_attn_func, index_attn_func, prepare_indices
 from magi_attention.kernels.index_attn import choose
 from magi_attention.kernels.index_attn.types import IndexProblem
 from magi_attention.kernels.types import options_of
@@ -106,6 +106,32 @@ def test_sinks_scale_and_margin(sink_layout, monkeypatch):
     want = run([x.double() for x in tensors], indices, sink=sink.double(), **options)
     got = run(tensors, indices, sink=sink, sm_margin=100, **options)
     assert_near(got, want, reference(monkeypatch, tensors, indices, sink=sink, **options))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (16, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (16, 64), (256, 32), (4, 16)], ids=str)
+def test_block_masks(heads, sizes, monkeypatch):
+    """Of every kv head its own, the last blocks shorter; heads that do not divide 64 run as slices."""
+    tokens, keys = 900, 1100
+    seed = sum(heads) + sum(sizes)
+    print(f"seed {seed}")
+    tensors, _ = draw((tokens, keys, *heads, 128, 128, 4), BF16, seed)
+    gen = torch.Generator(DEVICE).manual_seed(seed)
+    shape = (heads[1], -(-tokens // sizes[0]), -(-keys // sizes[1]))
+    blocks = torch.rand(shape, generator=gen, device=DEVICE) < 0.3
+    blocks[0, 0], blocks[-1, :, 1] = False, False
+
+    def attend(tensors: list[torch.Tensor]):
+        q, k, v = (x.detach().clone().requires_grad_() for x in tensors[:3])
+        out, meta = block_sparse_attn_func(q, k, v, blocks, *sizes)
+        out.backward(tensors[3].to(out.dtype))
+        return out.detach(), meta.lse, q.grad, k.grad, v.grad
+
+    got, want = attend(tensors), attend([x.double() for x in tensors])
+    with monkeypatch.context() as patch:
+        patch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "sdpa")
+        plain = attend(tensors)
+    assert_near(got, want, plain)
 
 
 def test_keys_that_nobody_lists_are_not_read():

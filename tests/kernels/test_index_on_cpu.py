@@ -21,7 +21,7 @@ from magi_attention.native.index_abi import IndexBwdParams, IndexFwdParams, Inde
 
 SCALE = 0.2
 SOURCE = Path(__file__).with_name("index_on_cpu.cpp")
-# dtype, tokens, keys, query heads, kv heads, head dims, entries
+# dtype, tokens, keys, query heads, kv heads, head dims, entries, then block sizes and bounds
 CASES = {
     "64 heads": (torch.bfloat16, 3, 150, 64, 1, 128, 128, 140),
     "8 heads on 2": (torch.bfloat16, 3, 90, 8, 2, 72, 56, 70),
@@ -29,6 +29,11 @@ CASES = {
     "96 heads": (torch.bfloat16, 2, 300, 96, 1, 128, 128, 129),
     "64 heads, small": (torch.float16, 3, 200, 128, 2, 64, 64, 130),
     "128 heads, small": (torch.float16, 3, 300, 256, 2, 64, 40, 260),
+    "blocks of 128": (torch.float16, 200, 300, 2, 2, 64, 64, 2, {"q_block_size": 128, "k_block_size": 128}),
+    "blocks of 64": (torch.float16, 150, 250, 1, 1, 64, 48, 3, {"q_block_size": 64, "k_block_size": 64}),
+    "4 heads, blocks of 8 and 24": (torch.float16, 21, 90, 8, 2, 64, 64, 3, {"q_block_size": 8, "k_block_size": 24}),
+    "2 heads, blocks of 192": (torch.bfloat16, 200, 210, 2, 1, 64, 64, 2, {"q_block_size": 192, "k_block_size": 100}),
+    "blocks within bounds": (torch.float16, 3, 200, 24, 2, 64, 64, 4, {"k_block_size": 16, "bounds": True}),
 }
 
 
@@ -44,15 +49,22 @@ class Call:
     """One problem: operands, lists, and the parameters that both directions share."""
 
     def __init__(self, case: tuple, seed: int) -> None:
-        dtype, tokens, keys, heads_q, heads_kv, dim, dim_v, width = case
+        dtype, tokens, keys, heads_q, heads_kv, dim, dim_v, width, *more = case
+        blocks = dict(more[0]) if more else {}
+        q_block, k_block, num_lists = blocks.get("q_block_size", 1), blocks.get("k_block_size", 1), tokens
         gen = torch.Generator().manual_seed(seed)
         shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (tokens, heads_q, dim_v))
         self.q, self.k, self.v, self.dout = (aligned(torch.randn(s, generator=gen).to(dtype)) for s in shapes)
-        indices = torch.randint(0, keys, (tokens, heads_kv, width), generator=gen, dtype=torch.int32)
-        if tokens > 2:
+        num_lists = -(-tokens // q_block)
+        if blocks.pop("bounds", False):
+            blocks["k_start"] = torch.randint(0, 50, (num_lists,), generator=gen)
+            blocks["k_end"] = torch.randint(60, keys + 1, (num_lists,), generator=gen)
+        most = -(-keys // k_block) - (4 if "k_start" in blocks else 0)
+        indices = torch.randint(0, most, (num_lists, heads_kv, width), generator=gen, dtype=torch.int32)
+        if num_lists > 2:
             indices[0, 0] = -1
             indices[1, -1, int(torch.randint(1, width, (1,), generator=gen)) :] = -1
-        self.lists = prepare_indices(indices, keys)
+        self.lists = prepare_indices(indices, keys, **blocks)
         options = options_of(SCALE, 0.0, "sh", False, 0)
         exact = [x.double() for x in (self.q, self.k, self.v)]
         problem = IndexProblem.of_lists(*exact, options, self.lists, needs_backward=True)
@@ -60,13 +72,15 @@ class Call:
         self.grads = IndexReference().backward(
             problem, self.dout.double(), *exact, self.out, self.lse, self.lists
         )
+        self.held = ffa._lists(self.lists)
         self.out16 = aligned(self.out.to(dtype))
         self.lse32 = aligned(self.lse.float())
         self.common = {
             "version": abi.ABI_VERSION, "dtype": abi.BF16 if dtype == torch.bfloat16 else abi.FP16, "total_q": tokens,
             "total_k": keys, "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": dim, "head_dim_v": dim_v,
-            "max_keys": width, "softmax_scale": SCALE, "lists": self.lists.rows.data_ptr(),
-            "counts": self.lists.counts.data_ptr(), **fields(q=self.q, k=self.k, v=self.v, out=self.out16),
+            "q_block": q_block, "k_block": k_block, "max_entries": width, "softmax_scale": SCALE,
+            **{name: x.data_ptr() for name, x in self.held.items()},
+            **fields(q=self.q, k=self.k, v=self.v, out=self.out16),
         }  # fmt: skip
 
 
@@ -116,8 +130,8 @@ def test_backward(kernels, name):
     }  # fmt: skip
     right(kernels.index_delta(ctypes.byref(IndexBwdParams(**common))))
     assert_near("delta", delta, (call.dout.double() * call.out16.double()).sum(-1), 4.0)
-    for begin, end in ((0, 1), (1, call.q.shape[0])):
-        params = IndexBwdParams(**common, token_begin=begin, token_end=end)
+    for begin, end in ((0, 1), (1, call.lists.rows.shape[0])):
+        params = IndexBwdParams(**common, list_begin=begin, list_end=end)
         right(kernels.index_backward(ctypes.byref(params), 2, seed))
     for label, x, want in zip(("dq", "dk", "dv"), (dq, dk * SCALE, dv), call.grads):
         assert_near(label, x, want, 3.0)
@@ -141,12 +155,17 @@ class EmulatedLibrary:
     def sum_shares(self, **fields: int) -> None:
         right(self.kernels.index_sum(ctypes.byref(IndexSumParams(version=abi.ABI_VERSION, **fields))))
 
+    def tiles(self, heads_q: int, heads_kv: int, q_block: int) -> int:
+        return self.kernels.index_tiles(heads_q, heads_kv, q_block)
+
     def _run(self, kernel, params, grid: int) -> None:
         self.seed, self.calls = self.seed + 1, self.calls + 1
         right(kernel(ctypes.byref(params), grid, self.seed))
 
 
-@pytest.mark.parametrize("name", ["8 heads on 2", "128 heads, small"])
+@pytest.mark.parametrize(
+    "name", ["8 heads on 2", "4 heads, blocks of 8 and 24", "2 heads, blocks of 192", "blocks within bounds"]
+)
 def test_the_backend(kernels, name, monkeypatch):
     """Both directions as custom ops would call them; in order, with shares of one token at a time, the same bits."""
     library = EmulatedLibrary(kernels)
@@ -165,5 +184,5 @@ def test_the_backend(kernels, name, monkeypatch):
         grads.append(ffa.IndexFfa().backward(problem, call.dout, *x, out, lse, call.lists))
         for label, got, want in zip(("dq", "dk", "dv"), grads[-1], call.grads):
             assert_near(label, got, want, 3.0)
-    assert library.calls == 3 + 1 + 2 * call.q.shape[0]
+    assert library.calls == 3 + 1 + 2 * call.lists.rows.shape[0]
     assert all(torch.equal(a, b) for a, b in zip(*grads[1:]))

@@ -45,7 +45,7 @@ def test_entries_beyond_the_keys_are_refused_by_name():
         with pytest.raises(ContractError, match="give int32 or int64"):
             prepare_indices(wrong, 5)
     for options in (dict(k_block_size=0), dict(k_start=torch.tensor([1, 2])), dict(k_end=torch.tensor([1.0]))):
-        with pytest.raises(ContractError, match="k_block_size 0|k_start is|k_end is"):
+        with pytest.raises(ContractError, match="block sizes are 1 and 0|k_start is|k_end is"):
             prepare_indices(one, 5, **options)
 
 
@@ -59,7 +59,7 @@ def test_the_environment_decides_who_runs(monkeypatch):
     q, k = torch.zeros(1, 4, 8), torch.zeros(3, 2, 8)
     lists = prepare_indices(torch.zeros(1, 2, 1, dtype=torch.int32), 3)
     problem = IndexProblem.of_lists(q, k, k, AttnOptions(1.0), lists)
-    assert (problem.topk, problem.is_plain, problem.num_heads_kv) == (1, True, 2)
+    assert (problem.topk, problem.q_block_size, problem.k_block_size, problem.num_heads_kv) == (1, 1, 1, 2)
     assert choose(problem) == next(b for b in backends() if b.why_not(problem) is None)
     for name in ("sdpa", "sdpa_ol"):
         monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", name)

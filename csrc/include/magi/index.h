@@ -1,11 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Index attention: every query row sees a list of keys of its own. In libraries of Hopper kernels.
+ * Index attention: queries see a list of keys of their own. In libraries of Hopper kernels.
  *
- * A list belongs to a query token and a kv head, and all query heads of that kv head share it: up
- * to 128, which are the rows of one work tile. Lists are int32 (total_q, heads_kv, max_keys): keys
- * by token, each once and below total_k, the unused end of any value; counts (total_q, heads_kv)
- * says how many are used.
+ * A list belongs to q_block query tokens that follow one another and a kv head; all query heads of
+ * that kv head share it. It names blocks of k_block keys, entry e the keys from start + e * k_block
+ * on, where start is that of the tokens in k_starts, or 0. Lists are int32 (lists, heads_kv,
+ * max_entries) for ceil(total_q / q_block) lists: ascending, each entry once, the unused end of any
+ * value. key_counts (lists, heads_kv) says how many keys each list sees, which are the first of
+ * those that it names: of the last blocks a part may be behind the end. All of them are below
+ * total_k.
+ *
+ * Rows of one list, tokens times query heads of a kv head: up to 64 or a multiple of 64 where the
+ * heads divide 64; else one token, of up to 128 heads.
  */
 #ifndef MAGI_INDEX_H
 #define MAGI_INDEX_H
@@ -24,7 +30,8 @@ typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
   int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
-  int32_t max_keys;    /* entries of each list */
+  int32_t q_block, k_block;
+  int32_t max_entries; /* of each list */
   int32_t sm_margin;   /* SMs to leave free, >= 0 */
   float softmax_scale; /* > 0 */
   int32_t reserved;
@@ -35,30 +42,35 @@ typedef struct {
   const void *q, *k, *v;
   void* out;
   float* lse;
-  const int32_t* lists;  /* device memory */
-  const int32_t* counts; /* device memory */
-  void* stream;          /* cudaStream_t */
+  const int32_t* lists;      /* device memory */
+  const int32_t* key_counts; /* device memory */
+  const int32_t* k_starts;   /* device memory: (lists,), or NULL */
+  void* stream;              /* cudaStream_t */
 } magi_ffa_index_fwd_params;
 
 MAGI_EXPORT magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params);
 
+/* Into how many tiles the rows of a list are cut; 0 if there is no kernel for such lists. */
+MAGI_EXPORT int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block);
+
 /* 1 if this library has kernels of both directions for the dtype and head dims, else 0. */
 MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v);
 
-/* Gradients of the forward, of tokens token_begin to token_end of the queries. dq (total_q,
+/* Gradients of the forward, of lists list_begin to before list_end of every kv head. dq (total_q,
  * heads_q, d) is contiguous, in the dtype of q. The sums dk (total_k, heads_kv, d) and dv (total_k,
  * heads_kv, dv) are float32, contiguous, multiples of 16 bytes; dk still lacks the softmax scale.
- * With partials NULL, they are added to in any order. Else every list entry leaves its own share,
- * dk (entries, d) and dv (entries, dv) of the (token_end - token_begin, heads_kv, max_keys) entries
- * of these tokens, for magi_ffa_index_sum to add in a fixed order; shares of unused entries are not
- * written. */
+ * With partials NULL, they are added to in any order. Else every key of a list leaves shares of its
+ * own, dk (keys, d) and dv (keys, dv) of the (list_end - list_begin, heads_kv, tiles, max_entries *
+ * k_block) keys that these name, for magi_ffa_index_sum to add in a fixed order; those that are not
+ * seen are not written. */
 typedef struct {
   int32_t version;
   int32_t dtype;
   int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
-  int32_t max_keys;
+  int32_t q_block, k_block;
+  int32_t max_entries;
   int32_t sm_margin;
-  int32_t token_begin, token_end;
+  int32_t list_begin, list_end;
   float softmax_scale;
   int32_t reserved;
   int64_t q_stride_token, q_stride_head;
@@ -76,7 +88,8 @@ typedef struct {
   float *dk, *dv;
   float *dk_partials, *dv_partials; /* or NULL, both */
   const int32_t* lists;
-  const int32_t* counts;
+  const int32_t* key_counts;
+  const int32_t* k_starts;
   void* stream;
 } magi_ffa_index_bwd_params;
 

@@ -5,8 +5,9 @@
 torch, ``custom_ops`` what callers run.
 """
 
-from magi_attention.kernels.index_attn.choice import backends, choose
-from magi_attention.kernels.index_attn.prepare import prepare_indices
+from magi_attention.kernels.index_attn.choice import backends, choose, has_kernel
+from magi_attention.kernels.index_attn.prepare import lists_of_blocks, prepare_indices
 from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem, PreparedIndices
 
-__all__ = ["IndexBackend", "IndexProblem", "PreparedIndices", "backends", "choose", "prepare_indices"]
+__all__ = ["IndexBackend", "IndexProblem", "PreparedIndices", "backends", "choose", "has_kernel"]
+__all__ += ["lists_of_blocks", "prepare_indices"]

@@ -3,17 +3,32 @@
 
 from __future__ import annotations
 
+import torch
+
 from magi_attention.common.enum import MagiAttentionKernelBackend as Asked
 from magi_attention.env import general
 from magi_attention.errors import NoBackendError
 from magi_attention.kernels.index_attn.ffa import IndexFfa
 from magi_attention.kernels.index_attn.reference import IndexReference
-from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem
+from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem, PreparedIndices
+from magi_attention.kernels.types import AttnOptions
 
 
 def backends() -> tuple[IndexBackend, ...]:
     """The implementations, best first. The reference is the last and runs everything."""
     return (IndexFfa(), IndexReference())
+
+
+def has_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, lists: PreparedIndices,
+    sink: torch.Tensor | None, needs_backward: bool,
+) -> bool:  # fmt: skip
+    """Does ``choose`` give a kernel for the call, rather than the reference or an error?"""
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward)
+    try:
+        return choose(problem).name != IndexReference().name
+    except NoBackendError:
+        return False
 
 
 def choose(problem: IndexProblem) -> IndexBackend:

@@ -18,7 +18,7 @@ from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndice
 from magi_attention.kernels.reference.correction import correct_attn_out_lse_with_sink, sink_bwd
 from magi_attention.kernels.types import accumulation_dtype, options_of
 
-_LISTS = "Tensor rows, Tensor counts, SymInt k_block_size, Tensor? k_start, Tensor? k_end"
+_LISTS = "Tensor rows, Tensor counts, SymInt q_block_size, SymInt k_block_size, Tensor? k_start, Tensor? k_end"
 _OPTIONS = "Tensor? sink, str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin"
 Maybe = torch.Tensor | None
 
@@ -31,12 +31,12 @@ Maybe = torch.Tensor | None
     ),
 )  # fmt: skip
 def index_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, k_block_size: int,
-    k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float,
-    deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int,
+    k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float,
+    softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
-    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end)
+    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
     problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward)
     out, lse = choose(problem).forward(problem, q, k, v, lists)
@@ -48,9 +48,9 @@ def index_fwd(
 
 @index_fwd.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, k_block_size: int,
-    k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float,
-    deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int,
+    k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float,
+    softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     acc, heads = accumulation_dtype(q.dtype), q.shape[1]
     return (
@@ -69,11 +69,11 @@ def _(
 )  # fmt: skip
 def index_bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    rows: torch.Tensor, counts: torch.Tensor, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe,
-    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe,
+    sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
-    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end)
+    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward=True)
     dq, dk, dv = choose(problem).backward(problem, dout, q, k, v, out, lse, lists)
@@ -84,26 +84,26 @@ def index_bwd(
 @index_bwd.register_fake
 def _(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    rows: torch.Tensor, counts: torch.Tensor, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe,
-    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe,
+    sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, rows, counts, block, k_start, k_end, sink, *options = inputs
+    q, k, v, rows, counts, q_block, k_block, k_start, k_end, sink, *options = inputs
     out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, rows, counts, k_start, k_end, sink)
-    ctx.block, ctx.options = block, options[:5]
+    ctx.blocks, ctx.options = (q_block, k_block), options[:5]
     ctx.mark_non_differentiable(lse, max_logits)
 
 
 def _grad(ctx: Any, dout: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, rows, counts, k_start, k_end, sink = ctx.saved_tensors
-    lists = rows, counts, ctx.block, k_start, k_end
+    lists = rows, counts, *ctx.blocks, k_start, k_end
     dq, dk, dv, dsink = index_bwd(dout, q, k, v, out, lse, *lists, sink, *ctx.options)
-    return dq, dk, dv, *[None] * 5, None if sink is None else dsink, *[None] * 7
+    return dq, dk, dv, *[None] * 6, None if sink is None else dsink, *[None] * 7
 
 
 index_fwd.register_autograd(_grad, setup_context=_save)

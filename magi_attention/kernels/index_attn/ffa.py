@@ -16,8 +16,8 @@ from magi_attention.native.families import SM90
 from magi_attention.native.index import IndexLibrary
 from magi_attention.native.loader import load, why_absent
 
-MAX_GROUP = 128  # query heads of a kv head: the rows of a tile
-SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time
+SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time, where a list does not need more
+MOST_SHARES_BYTES = 1 << 31
 
 
 class IndexFfa:
@@ -36,18 +36,27 @@ class IndexFfa:
             return "MAGI_ATTENTION_PORTABLE_KERNELS=1 asks for portable kernels, and index attention has none."
         if p.dtype not in DTYPES:
             return f"The kernels compute bfloat16 and float16, not {p.dtype}."
-        if not p.is_plain:
-            return "Lists of blocks of keys, and lists with a first or last key, have no kernel."
         if p.options.softcap or not p.options.softmax_scale > 0:
             return "The kernels have no softcap, and need a softmax_scale above 0."
-        if p.num_heads_q > MAX_GROUP * p.num_heads_kv:
-            return f"More than {MAX_GROUP} query heads share a kv head."
         if p.head_dim % 8 or p.head_dim_v % 8:
             return f"Head dims {p.head_dim} and {p.head_dim_v} are not both multiples of 8."
-        absent = why_absent(SM90.library)
-        if absent is None and not self._library().has(DTYPES[p.dtype], p.head_dim, p.head_dim_v):
+        return why_absent(SM90.library) or self._why_no_kernel(p)
+
+    def _why_no_kernel(self, p: IndexProblem) -> str | None:
+        library = self._library()
+        if not library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v):
             return f"There is no kernel of index attention for head dims {p.head_dim} and {p.head_dim_v}."
-        return absent
+        tiles = library.tiles(p.num_heads_q, p.num_heads_kv, p.q_block_size)
+        if not tiles:
+            return (
+                f"{p.num_heads_q // p.num_heads_kv} query heads on a kv head and lists of {p.q_block_size} queries do "
+                "not fit the tiles of the kernels."
+            )
+        width = 4 * p.num_heads_kv * tiles * (p.head_dim + p.head_dim_v)
+        if p.options.deterministic and p.needs_backward and p.topk * p.k_block_size * width > MOST_SHARES_BYTES:
+            keys = f"{p.topk} blocks of {p.k_block_size} keys"
+            return f"A deterministic backward of lists of {keys} would leave more than {MOST_SHARES_BYTES} bytes each."
+        return None
 
     @staticmethod
     def _library() -> IndexLibrary:
@@ -59,11 +68,11 @@ class IndexFfa:
         q, k, v = map(dense, (q, k, v))
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        held = _lists(lists)
         with torch.cuda.device(q.device):
             self._library().forward(
                 **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out),
-                **_addresses(q=q, k=k, v=v, out=out, lse=lse, lists=lists.rows, counts=lists.counts),
-                stream=_stream(q),
+                **_addresses(q=q, k=k, v=v, out=out, lse=lse, **held), stream=_stream(q),
             )  # fmt: skip
         return out, lse
 
@@ -75,33 +84,34 @@ class IndexFfa:
         lse = lse.contiguous()
         dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        library, stream = self._library(), _stream(q)
+        library, stream, held = self._library(), _stream(q), _lists(lists)
+        tiles = library.tiles(q.shape[1], k.shape[1], lists.q_block_size)
         call = {
             **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out, dout=dout),
-            **_addresses(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv),
-            **_addresses(lists=lists.rows, counts=lists.counts), "stream": stream,
+            **_addresses(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, **held),
+            "stream": stream,
         }  # fmt: skip
         with torch.cuda.device(q.device):
             if not problem.options.deterministic:
-                library.backward(**call, out=out.data_ptr(), token_begin=0, token_end=q.shape[0])
+                library.backward(**call, out=out.data_ptr(), list_begin=0, list_end=lists.rows.shape[0])
             else:
-                for begin, end in _token_ranges(lists, k.shape[2] + v.shape[2]):
+                for begin, end in _list_ranges(lists, tiles * (k.shape[2] + v.shape[2])):
                     given = out.data_ptr() if begin == 0 else None  # later calls read the delta that this one wrote
-                    shares = [x.new_empty((_entries(lists, begin, end), x.shape[2])) for x in (dk, dv)]
+                    owners = _owners(lists, held["key_counts"], begin, end).unsqueeze(2).expand(-1, -1, tiles, -1)
+                    shares = [x.new_empty((owners.numel(), x.shape[2])) for x in (dk, dv)]
                     at = _addresses(dk_partials=shares[0], dv_partials=shares[1])
-                    library.backward(**call, **at, out=given, token_begin=begin, token_end=end)
-                    _add_shares(library, shares, (dk, dv), lists.rows[begin:end], stream)
+                    library.backward(**call, **at, out=given, list_begin=begin, list_end=end)
+                    _add_shares(library, shares, (dk, dv), owners, stream)
         return dq, dk.mul_(problem.options.softmax_scale), dv
 
 
 def _add_shares(
-    library: IndexLibrary, shares: list[torch.Tensor], sums: tuple[torch.Tensor, ...], rows: torch.Tensor, stream: int
+    library: IndexLibrary, shares: list[torch.Tensor], sums: tuple[torch.Tensor, ...], owners: torch.Tensor, stream: int
 ) -> None:
-    """Adds the share of every entry of ``rows`` (tokens, Hk, N) to the row of its key and head."""
-    num_rows, heads = sums[0].shape[0] * rows.shape[1], torch.arange(rows.shape[1], device=rows.device)
-    owners = torch.where(rows >= 0, rows.long() * rows.shape[1] + heads[:, None], num_rows).flatten()
-    owners, entries = owners.sort(stable=True)
-    begins = torch.searchsorted(owners, torch.arange(num_rows + 1, device=rows.device)).int()
+    """Adds each share to the row of ``sums``, flattened to (keys * kv heads, D), that ``owners`` names; -1: to none."""
+    num_rows = sums[0].shape[0] * sums[0].shape[1]
+    owners, entries = owners.flatten().sort(stable=True)
+    begins = torch.searchsorted(owners, torch.arange(num_rows + 1, device=owners.device)).int()
     entries = entries.int()
     for share, total in zip(shares, sums):
         library.sum_shares(
@@ -110,15 +120,45 @@ def _add_shares(
         )  # fmt: skip
 
 
-def _entries(lists: PreparedIndices, begin: int, end: int) -> int:
-    return (end - begin) * lists.rows.shape[1] * lists.rows.shape[2]
+def _owners(lists: PreparedIndices, key_counts: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Of every key of some lists (n, Hk, N * k_block_size) its row among (keys * kv heads); -1 of those not seen."""
+    rows, block = lists.rows[begin:end].long(), lists.k_block_size
+    keys = rows[..., None] * block + torch.arange(block, device=rows.device)
+    if lists.k_start is not None:
+        keys = keys + lists.k_start[begin:end, None, None, None]
+    keys = keys.flatten(2) * rows.shape[1] + torch.arange(rows.shape[1], device=rows.device)[:, None]
+    place = torch.arange(keys.shape[2], device=rows.device)
+    return torch.where(place < key_counts[begin:end, :, None], keys, -1)
 
 
-def _token_ranges(lists: PreparedIndices, width: int) -> list[tuple[int, int]]:
-    """Ranges of tokens whose shares fit into ``SHARES_BYTES``, one token at least."""
-    tokens, of_token = lists.rows.shape[0], max(4 * width * _entries(lists, 0, 1), 1)
-    step = max(SHARES_BYTES // of_token, 1)
-    return [(begin, min(begin + step, tokens)) for begin in range(0, tokens, step)]
+def _key_counts(lists: PreparedIndices) -> torch.Tensor:
+    """Keys (L, Hk) int32 that each list sees. They are the first of those that it names, since lists ascend."""
+    block, beyond = lists.k_block_size, -lists.total_k % lists.k_block_size
+    if lists.k_start is None and lists.k_end is None:
+        if block == 1:
+            return lists.counts
+        cut = (lists.rows == lists.total_k // block).any(-1) * beyond if beyond else 0
+        return (lists.counts * block - cut).int()
+    first = lists.rows.long() * block
+    if lists.k_start is not None:
+        first = first + lists.k_start[:, None, None]
+    end = lists.total_k if lists.k_end is None else lists.k_end.clamp(max=lists.total_k)[:, None, None]
+    return (end - first).clamp(0, block).masked_fill(lists.rows < 0, 0).sum(-1, dtype=torch.int32)
+
+
+def _lists(lists: PreparedIndices) -> dict[str, torch.Tensor]:
+    """What kernels read of the lists, to be held until the launch."""
+    held = {"lists": lists.rows, "key_counts": _key_counts(lists)}
+    if lists.k_start is not None:
+        held["k_starts"] = lists.k_start.int()
+    return held
+
+
+def _list_ranges(lists: PreparedIndices, width: int) -> list[tuple[int, int]]:
+    """Ranges of lists whose shares fit into ``SHARES_BYTES``, one list at least."""
+    num_lists, heads, entries = lists.rows.shape
+    step = max(SHARES_BYTES // max(4 * width * heads * entries * lists.k_block_size, 1), 1)
+    return [(begin, min(begin + step, num_lists)) for begin in range(0, num_lists, step)]
 
 
 def _shape(
@@ -126,7 +166,8 @@ def _shape(
 ) -> dict[str, int | float]:
     return {
         "dtype": DTYPES[q.dtype], "total_q": q.shape[0], "total_k": k.shape[0], "heads_q": q.shape[1],
-        "heads_kv": k.shape[1], "head_dim": q.shape[2], "head_dim_v": v.shape[2], "max_keys": lists.rows.shape[2],
+        "heads_kv": k.shape[1], "head_dim": q.shape[2], "head_dim_v": v.shape[2], "max_entries": lists.rows.shape[2],
+        "q_block": lists.q_block_size, "k_block": lists.k_block_size,
         "sm_margin": problem.options.sm_margin, "softmax_scale": problem.options.softmax_scale,
     }  # fmt: skip
 

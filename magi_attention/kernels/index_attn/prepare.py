@@ -15,17 +15,18 @@ _LAST = torch.iinfo(torch.int32).max  # sorts behind every entry
 
 def prepare_indices(
     indices: torch.Tensor, total_k: int, *, k_block_size: int = 1, k_start: torch.Tensor | None = None,
-    k_end: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None, q_block_size: int = 1,
 ) -> PreparedIndices:  # fmt: skip
     """Sorts lists of keys, once for all layers that share them and for every forward and backward.
 
     Args:
-        indices: int32 or int64 (Tq, Hk, N): entries in any order. Negative ones are none, wherever they stand, and one
+        indices: int32 or int64 (L, Hk, N): entries in any order. Negative ones are none, wherever they stand, and one
             that is there twice counts once. By default an entry is a row of k.
         total_k: rows of k.
         k_block_size: if above 1, entry b is the rows ``[b * k_block_size, (b + 1) * k_block_size)`` of k.
-        k_start: integer (Tq,): rows are counted from here, as from the first key of the query's document.
-        k_end: integer (Tq,): only rows before this one are seen, as for causal attention.
+        k_start: integer (L,): rows are counted from here, 0 or more, as from the first key of the query's document.
+        k_end: integer (L,): only rows before this one are seen, as for causal attention.
+        q_block_size: queries that follow one another and share a list. There are L lists, one for each so many.
 
     Raises:
         ContractError: shapes or dtypes that do not fit together, and an entry that begins after the last key. On a GPU
@@ -33,11 +34,45 @@ def prepare_indices(
             ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
     """
     _check_form(indices)
-    if not 0 <= total_k < _LAST or k_block_size < 1:
-        raise ContractError(f"total_k is {total_k}, k_block_size {k_block_size}; give 0 or more, and 1 or more.")
-    bounds = [_bound(name, x, indices) for name, x in (("k_start", k_start), ("k_end", k_end))]
-    rows, counts = prepare_op(indices, total_k, k_block_size, bounds[0])
-    return PreparedIndices(rows, counts, total_k, k_block_size, *bounds)
+    if not 0 <= total_k < _LAST or k_block_size < 1 or q_block_size < 1:
+        raise ContractError(
+            f"total_k is {total_k}, block sizes are {q_block_size} and {k_block_size}; give 0 or more, and 1 or more."
+        )
+    k_start, k_end = _bound("k_start", k_start, indices), _bound("k_end", k_end, indices)
+    rows, counts = prepare_op(indices, total_k, k_block_size, k_start)
+    return PreparedIndices(rows, counts, total_k, k_block_size, k_start, k_end, q_block_size)
+
+
+def lists_of_blocks(blocks: torch.Tensor, q_block_size: int, k_block_size: int, total_k: int) -> PreparedIndices:
+    """The lists of a block mask, made on its device without waiting for it.
+
+    ``blocks`` bool (Hk, query blocks, key blocks): whether all queries of a block see all keys of another.
+    """
+    if blocks.dim() != 3 or blocks.dtype != torch.bool or blocks.shape[2] != -(-total_k // k_block_size):
+        raise ContractError(
+            f"blocks are {tuple(blocks.shape)} {blocks.dtype} for {total_k} keys in blocks of {k_block_size}; give "
+            f"bool (kv heads, query blocks, {-(-total_k // k_block_size)} key blocks)."
+        )
+    rows, counts = blocks_op(blocks.transpose(0, 1).contiguous())
+    return PreparedIndices(rows, counts, total_k, k_block_size, q_block_size=q_block_size)
+
+
+@torch.library.custom_op(
+    "magi_attention::index_of_blocks", mutates_args=(), schema="(Tensor blocks) -> (Tensor, Tensor)"
+)  # fmt: skip
+def blocks_op(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rows, counts)`` of ``PreparedIndices`` of blocks (query blocks, Hk, key blocks)."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    width = blocks.shape[2]
+    place = torch.where(blocks, blocks.cumsum(-1) - 1, width)
+    packed = torch.full((*blocks.shape[:2], width + 1), -1, dtype=torch.int32, device=blocks.device)
+    packed.scatter_(-1, place, torch.arange(width, dtype=torch.int32, device=blocks.device).expand(blocks.shape))
+    return packed[..., :-1].contiguous(), counts
+
+
+@blocks_op.register_fake
+def _(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return blocks.new_empty(blocks.shape, dtype=torch.int32), blocks.new_empty(blocks.shape[:2], dtype=torch.int32)
 
 
 def check_lists(indices: torch.Tensor, total_k: int) -> None:

@@ -63,16 +63,17 @@ class _Part:
 
 def _keys(lists: PreparedIndices, queries: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of k (n, Hk, N) int64 of some queries, and which of them are seen."""
-    listed = lists.rows[queries].long()
+    number = torch.arange(queries.start, queries.stop, device=lists.rows.device) // lists.q_block_size
+    listed = lists.rows[number].long()
     if lists.is_plain:
         return listed, listed >= 0
     block = lists.k_block_size
     keys = listed[..., None] * block + torch.arange(block, device=listed.device)
     if lists.k_start is not None:
-        keys = keys + lists.k_start[queries, None, None, None]
+        keys = keys + lists.k_start[number, None, None, None]
     seen = (listed[..., None] >= 0) & (keys >= 0) & (keys < lists.total_k)
     if lists.k_end is not None:
-        seen &= keys < lists.k_end[queries, None, None, None]
+        seen &= keys < lists.k_end[number, None, None, None]
     return keys.flatten(2), seen.flatten(2)
 
 
@@ -82,7 +83,7 @@ def _parts(q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, dim_v: int)
     numbers = k.shape[1] * max(lists.rows.shape[2] * lists.k_block_size, 1) * (k.shape[2] + dim_v)
     step = max(BUDGET // numbers, 1)
     for start in range(0, q.shape[0], step):
-        yield _Part(q, k, lists, slice(start, start + step))
+        yield _Part(q, k, lists, slice(start, min(start + step, q.shape[0])))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 """What an implementation of index attention is asked and what it gives back.
 
 Query t sees, in the heads of kv head h, a list of keys of its own. Shapes: q (Tq, Hq, D), k (Tk, Hk, D),
-v (Tk, Hk, Dv), out (Tq, Hq, Dv), lse (Tq, Hq), lists (Tq, Hk, N); Hq is a multiple of Hk.
+v (Tk, Hk, Dv), out (Tq, Hq, Dv), lse (Tq, Hq), lists (L, Hk, N); Hq is a multiple of Hk.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from magi_attention.kernels.types import AttnOptions, Problem
 class PreparedIndices(NamedTuple):
     """Lists of keys in the order that kernels want, as ``prepare_indices`` makes them.
 
-    ``rows`` int32 (Tq, Hk, N), contiguous: each list ascending, every entry once, then -1 to its end. ``counts`` int32
-    (Tq, Hk): entries of each list. ``total_k``: rows of k that they are for. With ``k_block_size`` 1 and ``k_start``
-    None an entry is a row of k. Else entry b is the block of ``k_block_size`` rows from ``k_start[t] + b *
-    k_block_size`` on, and only its rows before ``k_end[t]`` are seen (int64 (Tq,) each; None: 0 and ``total_k``).
+    ``rows`` int32 (L, Hk, N), contiguous: each list ascending, every entry once, then -1 to its end. ``counts`` int32
+    (L, Hk): entries of each list. List l is that of ``q_block_size`` queries from ``l * q_block_size`` on.
+    ``total_k``: rows of k that they are for. With ``k_block_size`` 1 and ``k_start`` None an entry is a row of k. Else
+    entry b is the block of ``k_block_size`` rows from ``k_start[l] + b * k_block_size`` on, and only its rows before
+    ``k_end[l]`` are seen (int64 (L,) each; None: 0 and ``total_k``).
     """
 
     rows: torch.Tensor
@@ -30,6 +31,11 @@ class PreparedIndices(NamedTuple):
     k_block_size: int = 1
     k_start: torch.Tensor | None = None
     k_end: torch.Tensor | None = None
+    q_block_size: int = 1
+
+    def num_lists(self, total_q: int) -> int:
+        """Lists that so many queries have."""
+        return -(-total_q // self.q_block_size)
 
     @property
     def is_plain(self) -> bool:
@@ -39,10 +45,11 @@ class PreparedIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexProblem(Problem):
-    """A ``Problem`` whose queries have lists of up to ``topk`` entries; ``is_plain`` as of ``PreparedIndices``."""
+    """A ``Problem`` whose lists have up to ``topk`` entries; block sizes as of ``PreparedIndices``."""
 
     topk: int = 0
-    is_plain: bool = True
+    q_block_size: int = 1
+    k_block_size: int = 1
 
     @classmethod
     def of_lists(
@@ -52,7 +59,8 @@ class IndexProblem(Problem):
         """The problem posed by these tensors."""
         problem = Problem.of(q, k, v, options, sink, needs_backward)
         common = {f.name: getattr(problem, f.name) for f in fields(Problem)}
-        return cls(**common, topk=lists.rows.shape[2], is_plain=lists.is_plain)
+        topk, q_block, k_block = lists.rows.shape[2], lists.q_block_size, lists.k_block_size
+        return cls(**common, topk=topk, q_block_size=q_block, k_block_size=k_block)
 
 
 @runtime_checkable

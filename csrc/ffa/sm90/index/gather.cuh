@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ffa/sm90/async_copy.cuh"
+#include "ffa/sm90/index/key_lists.h"
 
 namespace magi {
 
@@ -16,12 +17,10 @@ struct RowGather {
   static constexpr int kOfWarp = kRows / 4;
   static_assert(32 % kChunks == 0 && kOfWarp <= 32 && kOfWarp % kAtOnce == 0, "see load");
 
-  // The key that this lane holds: entry `first` + warp * kOfWarp + lane of a list of `count`; -1
-  // behind its end.
-  static __device__ __forceinline__ int key(const int32_t* list, int first, int count, int warp,
-                                            int lane) {
-    const int entry = first + warp * kOfWarp + lane % kOfWarp;
-    return entry < count ? __ldg(list + entry) : -1;
+  // The key that this lane holds of the block that begins at place `first` of the list; -1 behind
+  // its end.
+  static __device__ __forceinline__ int key(const KeyList& list, int first, int warp, int lane) {
+    return list.key(first + warp * kOfWarp + lane % kOfWarp);
   }
 
   // Starts the copies of rows `from + key * bytes` to `slot`; zeros for keys of -1 and behind

@@ -6,6 +6,7 @@
 #include "ffa/common/call_checks.h"
 #include "ffa/sm90/index/bwd/delta.cuh"
 #include "ffa/sm90/index/bwd/sum_shares.cuh"
+#include "ffa/sm90/index/work_tile.h"
 
 #define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) \
   extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
@@ -63,12 +64,11 @@ magi_status launch(const Params& p, const char* direction) {
 template <typename Params>
 magi_status check_index(const Params& p) {
   MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
-  if (p.heads_q / p.heads_kv > 128)
-    return fail(MAGI_UNSUPPORTED, "%d query heads share a kv head, and a tile holds 128.",
-                p.heads_q / p.heads_kv);
+  if (p.q_block < 1 || p.k_block < 1)
+    return fail(MAGI_INVALID_ARGUMENT, "q_block and k_block must be >= 1.");
   if (!(p.softmax_scale > 0.f)) return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
-  if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_keys < 0)
-    return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_keys and sm_margin must be >= 0.");
+  if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_entries < 0)
+    return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_entries and sm_margin must be >= 0.");
   if (static_cast<int64_t>(p.total_q) * p.heads_kv >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%d tokens of %d kv heads are too many lists; split the tokens.",
                 p.total_q, p.heads_kv);
@@ -93,6 +93,12 @@ int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head
          magi::has<magi_ffa_index_bwd_params>(dtype, head_dim, head_dim_v);
 }
 
+int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block) {
+  if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0 || q_block < 1) return 0;
+  magi::WorkTiles w;
+  return magi::work_tiles(q_block, heads_q, heads_kv, q_block, &w) == MAGI_OK ? w.tiles_of_list : 0;
+}
+
 magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
   MAGI_RETURN(magi::check_index(*params));
   return magi::launch(*params, "forward");
@@ -101,9 +107,10 @@ magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
 magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
   const magi_ffa_index_bwd_params& p = *params;
   MAGI_RETURN(magi::check_index(p));
-  if (p.token_begin < 0 || p.token_begin > p.token_end || p.token_end > p.total_q)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "Tokens %d to %d are not among %d.", p.token_begin,
-                      p.token_end, p.total_q);
+  const int64_t lists = (static_cast<int64_t>(p.total_q) + p.q_block - 1) / p.q_block;
+  if (p.list_begin < 0 || p.list_begin > p.list_end || p.list_end > lists)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "Lists %d to %d are not among %lld.", p.list_begin,
+                      p.list_end, static_cast<long long>(lists));
   if (static_cast<int64_t>(p.total_q) * p.heads_q >= 1ll << 31)
     return magi::fail(MAGI_UNSUPPORTED,
                       "%d tokens of %d heads are too many rows; split the tokens.", p.total_q,

@@ -7,13 +7,13 @@
 
 namespace magi {
 
-template <typename T_, int kD_, int kHeads_>
+template <typename T_, int kD_, int kRows_>
 struct IndexBwdConfig {
   using T = T_;
-  static constexpr int kD = kD_;          // head dims, padded to 64
-  static constexpr int kHeads = kHeads_;  // query heads of a list: 64 or 128 columns of the scores
-  static constexpr int kBlockN = 128;     // keys of a block: 64 rows for each consumer warpgroup
-  static constexpr int kStages = 2;       // of K and of V
+  static constexpr int kD = kD_;        // head dims, padded to 64
+  static constexpr int kRows = kRows_;  // query heads of a list: 64 or 128 columns of the scores
+  static constexpr int kBlockN = 128;   // keys of a block: 64 rows for each consumer warpgroup
+  static constexpr int kStages = 2;     // of K and of V
   static constexpr int kProducers = 128;
   static constexpr int kConsumers = 256;
   static constexpr int kThreads = kProducers + kConsumers;
@@ -21,11 +21,11 @@ struct IndexBwdConfig {
   static constexpr int kConsumerRegisters = 232;  // of the 168 that the launch bound gives out
   static constexpr int kProducerRegisters = 40;
   // dq of a warpgroup: its 64 heads, or half of the columns of the 64 that there are.
-  static constexpr int kDqColumns = kHeads == 128 ? kD : kD / 2;
+  static constexpr int kDqColumns = kRows == 128 ? kD : kD / 2;
 
-  static constexpr uint32_t kQBytes = kHeads * kD * 2;   // of dout, too
+  static constexpr uint32_t kQBytes = kRows * kD * 2;    // of dout, too
   static constexpr uint32_t kKBytes = kBlockN * kD * 2;  // of V, too
-  static constexpr uint32_t kDsBytes = kBlockN * kHeads * 2;
+  static constexpr uint32_t kDsBytes = kBlockN * kRows * 2;
   // Offsets from the 1024-byte aligned start. dq is staged over the rows of Q.
   static constexpr uint32_t kQAt = 0;
   static constexpr uint32_t kDoutAt = kQAt + kQBytes;
@@ -33,8 +33,8 @@ struct IndexBwdConfig {
   static constexpr uint32_t kVAt = kKAt + kStages * kKBytes;
   static constexpr uint32_t kDsAt = kVAt + kStages * kKBytes;
   static constexpr uint32_t kLseAt = kDsAt + kDsBytes;  // base 2, of each head
-  static constexpr uint32_t kDeltaAt = kLseAt + kHeads * 4;
-  static constexpr uint32_t kBarriersAt = kDeltaAt + kHeads * 4;
+  static constexpr uint32_t kDeltaAt = kLseAt + kRows * 4;
+  static constexpr uint32_t kBarriersAt = kDeltaAt + kRows * 4;
   static constexpr uint32_t kSmemBytes = kBarriersAt + 128;  // 10 barriers
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of index attention for sm_90a. A work tile is one list of keys and the query heads that
-// share it. Scores are computed transposed, a row for each key: then P and dS are operands as they
-// lie in registers, and dk and dv of a block of keys leave as rows. dq stays in registers until the
-// list is over.
+// Backward of index attention for sm_90a. A work tile is one list of keys and query rows that share
+// it. Scores are computed transposed, a row for each key: then P and dS are operands as they lie in
+// registers, and dk and dv of a block of keys leave as rows. dq stays in registers until the list
+// is over.
 #pragma once
 
 #include "ffa/sm90/index/bwd/producer.cuh"
@@ -18,9 +18,9 @@ constexpr int kOneWarpgroup = 2;  // and of the first or second of them
 // One consumer warpgroup.
 template <typename C>
 struct IndexBwdWorker {
-  static constexpr bool kSplitsKeys = C::kHeads == 64;  // dq of both is added at the end of a list
-  using Scores = float[C::kHeads / 2];
-  using Packed = uint32_t[C::kHeads / 4];
+  static constexpr bool kSplitsKeys = C::kRows == 64;  // dq of both is added at the end of a list
+  using Scores = float[C::kRows / 2];
+  using Packed = uint32_t[C::kRows / 4];
   using Rows = float[C::kD / 2];
 
   const IndexBwdParams& p;
@@ -45,7 +45,7 @@ struct IndexBwdWorker {
 
   // x = rows heads^T: this warpgroup's 64 rows of a block, and all heads.
   __device__ __forceinline__ void start_scores(Scores& x, uint32_t rows, uint32_t heads) const {
-    using Mma = Wgmma<typename C::T, C::kHeads, 0>;
+    using Mma = Wgmma<typename C::T, C::kRows, 0>;
     const uint32_t a = uniform(operand_low(rows + group * 64 * 128, 16));
     const uint32_t b = uniform(operand_low(heads, 16));
     wgmma_fence();
@@ -53,7 +53,7 @@ struct IndexBwdWorker {
     for (int step = 0; step < C::kD / 16; ++step) {
       const int in_atom = (step % 4) * 32, atom = step / 4;
       Mma::ss(x, operand(a, (atom * C::kBlockN * 128 + in_atom) / 16),
-              operand(b, (atom * C::kHeads * 128 + in_atom) / 16), step > 0);
+              operand(b, (atom * C::kRows * 128 + in_atom) / 16), step > 0);
     }
     wgmma_commit();
   }
@@ -62,10 +62,10 @@ struct IndexBwdWorker {
   __device__ __forceinline__ void start_shares(Rows& x, const Packed& packed,
                                                uint32_t heads) const {
     using Mma = Wgmma<typename C::T, C::kD, 1>;
-    const uint32_t b = uniform(operand_low(heads, C::kHeads * 128));
+    const uint32_t b = uniform(operand_low(heads, C::kRows * 128));
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < C::kHeads / 16; ++step)
+    for (int step = 0; step < C::kRows / 16; ++step)
       Mma::rs(x, packed + 4 * step, operand(b, step * 2048 / 16), step > 0);
     wgmma_commit();
   }
@@ -91,7 +91,7 @@ struct IndexBwdWorker {
     const int lane = threadIdx.x % 32;
     const bool exists[2] = {row_in_block() < left, row_in_block() + 8 < left};
 #pragma unroll
-    for (int j = 0; j < C::kHeads / 8; ++j) {
+    for (int j = 0; j < C::kRows / 8; ++j) {
       const uint32_t column = 4 * (8 * j + 2 * (lane % 4));
       const float2 lse = lds_float2(smem.lse() + column), delta = lds_float2(smem.delta() + column);
 #pragma unroll
@@ -115,7 +115,7 @@ struct IndexBwdWorker {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
     const int row = 64 * group + threadIdx.x % 128 / 32 * 16 + (matrix & 1) * 8 + lane % 8;
 #pragma unroll
-    for (int j = 0; j < C::kHeads / 8; j += 2) {
+    for (int j = 0; j < C::kRows / 8; j += 2) {
       const int chunk = j % 8 + (matrix >> 1);
       store_matrix_x4(
           smem.ds() + (j / 8) * (C::kBlockN * 128) + row * 128 + ((chunk ^ (row & 7)) << 4),
@@ -125,18 +125,19 @@ struct IndexBwdWorker {
 
   // `entry`: the first of the block in the lists of this call.
   __device__ __forceinline__ void write(const Rows& x, float* sums, float* partials, int width,
-                                        int key, int64_t entry, int kv_head) const {
+                                        int key, int64_t place, int kv_head) const {
     const int lane = threadIdx.x % 32;
     float* row = nullptr;
     if (key >= 0)
-      row = partials != nullptr ? partials + (entry + row_in_block() + 8 * (lane & 1)) * width
-                                : sums + (static_cast<int64_t>(key) * p.heads_kv + kv_head) * width;
+      row = partials != nullptr
+                ? partials + (place + row_in_block() + 8 * (lane & 1)) * width
+                : sums + (static_cast<int64_t>(key) * p.work.heads_kv + kv_head) * width;
     write_shares<C::kD>(x, row, width, partials == nullptr, lane);
   }
 
   // One block of keys, `first` of the list on. `key`: that of the row that this thread writes, or
   // -1.
-  __device__ __forceinline__ void block(Rows& dq, int list, int first, int count, int key,
+  __device__ __forceinline__ void block(Rows& dq, int tile, int first, int count, int key,
                                         int kv_head) {
     Packed weights, ds;
     {
@@ -164,19 +165,19 @@ struct IndexBwdWorker {
     start_dq(dq);
     wgmma_wait<1>();
     keep_in_place(x);
-    const int64_t entry = static_cast<int64_t>(list) * p.max_keys + first;
-    write(x, p.dv, p.dv_partials, p.head_dim_v, key, entry, kv_head);
+    const int64_t place = tile * p.keys.max_keys() + first;
+    write(x, p.dv, p.dv_partials, p.head_dim_v, key, place, kv_head);
     start_shares(x, ds, smem.q());
     wgmma_wait<0>();
     keep_in_place(x);
     keep_in_place(dq);
     release(smem.k_empty(stage.stage));
-    write(x, p.dk, p.dk_partials, p.head_dim, key, entry, kv_head);
+    write(x, p.dk, p.dk_partials, p.head_dim, key, place, kv_head);
     stage.advance();
   }
 
   // dq of the list, by way of the rows of Q, which nobody reads any more after the first barrier.
-  __device__ __forceinline__ void write_dq(Rows& dq, int token, int kv_head) {
+  __device__ __forceinline__ void write_dq(Rows& dq, const WorkTile& tile) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
     const float weight[2] = {p.scale, p.scale};
     named_barrier(kAllConsumers, C::kConsumers);
@@ -201,11 +202,11 @@ struct IndexBwdWorker {
       }
       if (group == 0) {
         named_barrier(kOneWarpgroup, 128);
-        stage_rows<typename C::T, C::kD, C::kHeads>(smem.q(), dq, weight, warp, lane);
+        stage_rows<typename C::T, C::kD, C::kRows>(smem.q(), dq, weight, warp, lane);
       }
     } else {
-      stage_rows<typename C::T, C::kD, C::kHeads>(smem.q() + group * 64 * 128, dq, weight, warp,
-                                                  lane);
+      stage_rows<typename C::T, C::kD, C::kRows>(smem.q() + group * 64 * 128, dq, weight, warp,
+                                                 lane);
     }
     fence_async_proxy();
     named_barrier(kAllConsumers, C::kConsumers);
@@ -213,10 +214,12 @@ struct IndexBwdWorker {
 #pragma unroll
       for (int atom = 0; atom < C::kD / 64; ++atom)
 #pragma unroll
-        for (int head = 0; head < C::kHeads; head += 64)
-          if (head < p.group)
-            store_tile_4d(&p.dq_map, smem.q() + (atom * C::kHeads + head) * 128, atom * 64, head,
-                          kv_head, token);
+        for (int rows = 0; rows < C::kRows / 64; ++rows) {
+          const int head = rows * p.work.head_step, token = tile.token + rows * p.work.token_step;
+          if (head < p.work.group && token < p.work.total_q)
+            store_tile_4d(&p.dq_map, smem.q() + (atom * C::kRows + rows * 64) * 128, atom * 64,
+                          head, token, tile.kv_head);
+        }
       store_commit();
       store_wait_read();
       mbar_arrive(smem.q_empty());
@@ -227,22 +230,19 @@ struct IndexBwdWorker {
 template <typename C>
 __device__ void compute_lists(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
   IndexBwdWorker<C> worker(p, smem, uniform(threadIdx.x / 128 - 1));
-  Ring<1> heads;
+  Ring<1> rows;
   const int mine = worker.row_in_block() + 8 * (threadIdx.x & 1);  // the row that it writes
-  for (ListWalk walk(p.num_lists); !walk.is_over(); walk.advance()) {
-    const int number = p.list_begin + walk.list;
-    const int token = number / p.heads_kv, kv_head = number - token * p.heads_kv;
-    const int32_t* list = p.lists + static_cast<int64_t>(number) * p.max_keys;
-    const int count = __ldg(p.counts + number);
+  for (TileWalk walk(p.num_tiles); !walk.is_over(); walk.advance()) {
+    const WorkTile tile = work_tile(p.work, p.tile_begin + walk.number);
+    const KeyList list(p.keys, tile.list);
     float dq[C::kD / 2];
 #pragma unroll
     for (int i = 0; i < C::kD / 2; ++i) dq[i] = 0.f;
-    mbar_wait(smem.q_full(), heads.phase);
-    for (int first = 0; first < count; first += C::kBlockN)
-      worker.block(dq, walk.list, first, count,
-                   first + mine < count ? __ldg(list + first + mine) : -1, kv_head);
-    worker.write_dq(dq, token, kv_head);
-    heads.advance();
+    mbar_wait(smem.q_full(), rows.phase);
+    for (int first = 0; first < list.count; first += C::kBlockN)
+      worker.block(dq, walk.number, first, list.count, list.key(first + mine), tile.kv_head);
+    worker.write_dq(dq, tile);
+    rows.advance();
   }
   if (threadIdx.x == C::kProducers) store_wait_all();
 }

@@ -8,35 +8,54 @@
 #include "ffa/sm90/index/gather.cuh"
 #include "ffa/sm90/index/bwd/params.h"
 #include "ffa/sm90/index/bwd/smem.cuh"
-#include "ffa/sm90/index/list_walk.cuh"
+#include "ffa/sm90/index/tile_walk.cuh"
 #include "ffa/sm90/tma.cuh"
 
 namespace magi {
 
-// Heads that there are not get lse and delta 0: their rows of Q and dout are zeros, and so is what
-// they add.
+// Rows behind the `used` of each 64, which no copy writes: what is there must be finite, and dq is
+// exchanged over it.
 template <typename C>
-__device__ __forceinline__ void load_heads(const IndexBwdParams& p, const IndexBwdSmem<C>& smem,
-                                           int token, int kv_head) {
+__device__ __forceinline__ void clear_unused_rows(int used, const IndexBwdSmem<C>& smem) {
+  if (used == 64) return;
+  constexpr int kChunks = C::kD / 8;
+  const int unused = 64 - used;
+  for (int i = threadIdx.x; i < C::kRows / 64 * unused * kChunks; i += C::kProducers) {
+    const int chunk = i % kChunks, row = i / kChunks;
+    const int place = row / unused * 64 + used + row % unused;
+    const uint32_t at = (chunk / 8 * C::kRows + place) * 128 + chunk % 8 * 16;
+    sts_int4(smem.q() + at, 0, 0, 0, 0);
+    sts_int4(smem.dout() + at, 0, 0, 0, 0);
+  }
+  fence_async_proxy();
+}
+
+// Rows that there are not are zeros, and get weights of 0 by an lse of infinity.
+template <typename C>
+__device__ __forceinline__ void load_rows(const IndexBwdParams& p, const IndexBwdSmem<C>& smem,
+                                          const WorkTile& tile) {
+  const WorkTiles& w = p.work;
   if (threadIdx.x == 0) {
-    mbar_expect(smem.q_full(), 2 * C::kQBytes);
+    mbar_expect(smem.q_full(), 2 * (C::kRows / 64) * (C::kD / 64) * w.rows * 128);
 #pragma unroll
     for (int atom = 0; atom < C::kD / 64; ++atom)
 #pragma unroll
-      for (int head = 0; head < C::kHeads; head += 64) {
-        const uint32_t at = (atom * C::kHeads + head) * 128;
-        load_tile_4d(smem.q() + at, &p.q_map, smem.q_full(), atom * 64, head, kv_head, token,
+      for (int group = 0; group < C::kRows / 64; ++group) {
+        const uint32_t at = (atom * C::kRows + group * 64) * 128;
+        const int head = group * w.head_step, token = tile.token + group * w.token_step;
+        load_tile_4d(smem.q() + at, &p.q_map, smem.q_full(), atom * 64, head, token, tile.kv_head,
                      kEvictFirst);
-        load_tile_4d(smem.dout() + at, &p.dout_map, smem.q_full(), atom * 64, head, kv_head, token,
-                     kEvictFirst);
+        load_tile_4d(smem.dout() + at, &p.dout_map, smem.q_full(), atom * 64, head, token,
+                     tile.kv_head, kEvictFirst);
       }
   }
-  const int head = threadIdx.x;
-  if (head < C::kHeads) {
-    const int64_t at = static_cast<int64_t>(token) * p.heads_q + kv_head * p.group + head;
-    const bool exists = head < p.group;
-    sts_int(smem.lse() + 4 * head, __float_as_int(exists ? __ldg(p.lse + at) * kLog2e : 0.f));
-    sts_int(smem.delta() + 4 * head, __float_as_int(exists ? __ldg(p.delta + at) : 0.f));
+  clear_unused_rows(w.rows, smem);
+  if (threadIdx.x < C::kRows) {
+    const QueryRow row = query_row(w, tile, threadIdx.x / 64, threadIdx.x % 64);
+    const int64_t at = static_cast<int64_t>(row.token) * w.heads_q + row.head;
+    const uint32_t to = 4 * threadIdx.x;
+    sts_int(smem.lse() + to, __float_as_int(row.exists ? __ldg(p.lse + at) * kLog2e : INFINITY));
+    sts_int(smem.delta() + to, __float_as_int(row.exists ? __ldg(p.delta + at) : 0.f));
   }
   mbar_arrive(smem.q_full());
 }
@@ -45,23 +64,21 @@ template <typename C>
 __device__ void feed(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
   using Rows = RowGather<C::kBlockN, C::kD>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Ring<1> heads;
+  Ring<1> queries;
   Ring<C::kStages> rows;
-  for (ListWalk walk(p.num_lists); !walk.is_over(); walk.advance()) {
-    const int number = p.list_begin + walk.list;
-    const int token = number / p.heads_kv, kv_head = number - token * p.heads_kv;
-    const int32_t* list = p.lists + static_cast<int64_t>(number) * p.max_keys;
-    const int count = __ldg(p.counts + number);
-    mbar_wait(smem.q_empty(), heads.phase ^ 1);
-    load_heads(p, smem, token, kv_head);
-    heads.advance();
+  for (TileWalk walk(p.num_tiles); !walk.is_over(); walk.advance()) {
+    const WorkTile tile = work_tile(p.work, p.tile_begin + walk.number);
+    const KeyList list(p.keys, tile.list);
+    mbar_wait(smem.q_empty(), queries.phase ^ 1);
+    load_rows(p, smem, tile);
+    queries.advance();
     __syncwarp();
-    const uint8_t* k = p.k + kv_head * p.k_head_bytes;
-    const uint8_t* v = p.v + kv_head * p.v_head_bytes;
-    int next = Rows::key(list, 0, count, warp, lane);
-    for (int first = 0; first < count; first += C::kBlockN) {
+    const uint8_t* k = p.k + tile.kv_head * p.k_head_bytes;
+    const uint8_t* v = p.v + tile.kv_head * p.v_head_bytes;
+    int next = Rows::key(list, 0, warp, lane);
+    for (int first = 0; first < list.count; first += C::kBlockN) {
       const int key = next;
-      next = Rows::key(list, first + C::kBlockN, count, warp, lane);
+      next = Rows::key(list, first + C::kBlockN, warp, lane);
       mbar_wait(smem.k_empty(rows.stage), rows.phase ^ 1);
       Rows::load(smem.k(rows.stage), k, p.k_token_bytes, key, p.k_chunks, warp, lane);
       async_copies_arrive(smem.k_full(rows.stage));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of index attention for sm_90a. A work tile is one list of keys and the query heads that
-// share it, which are the rows; a CTA walks the keys in blocks that its first warpgroup gathers,
-// and writes the output once.
+// Forward of index attention for sm_90a. A work tile is one list of keys and query rows that share
+// it; a CTA walks the keys in blocks that its first warpgroup gathers, and writes the output once.
 #pragma once
 
 #include "ffa/common/shared.cuh"
@@ -119,12 +118,13 @@ __device__ void compute_lists(const IndexFwdParams& p, const IndexFwdSmem<C>& sm
   Ring<C::kQStages> qs;
   const int group = uniform(threadIdx.x / 128 - 1);
   bool stored = false;  // the output before lies in the other stage of Q, and may be on its way
-  for (ListWalk walk(p.num_lists); !walk.is_over(); walk.advance()) {
+  for (TileWalk walk(p.work.num_tiles()); !walk.is_over(); walk.advance()) {
+    const WorkTile tile = work_tile(p.work, walk.number);
     SoftmaxState<C> state;
     state.reset();
 #pragma unroll
     for (int i = 0; i < C::kDv / 2; ++i) o[i] = 0.f;
-    worker.left = __ldg(p.counts + walk.list);
+    worker.left = __ldg(p.keys.key_counts + tile.list);
     const bool any = worker.left > 0;
     const uint32_t q = operand_low(smem.q(qs.stage) + group * 64 * 128, 16);
     mbar_wait(smem.q_full(qs.stage), qs.phase);
@@ -145,9 +145,7 @@ __device__ void compute_lists(const IndexFwdParams& p, const IndexFwdSmem<C>& sm
       }
       worker.next_block(s, o, odd, even, state, q);
     }
-    const int token = walk.list / p.heads_kv;
-    write_heads<C>(p, smem.q(qs.stage) + group * 64 * 128, o, state, token,
-                   walk.list - token * p.heads_kv, group);
+    write_rows<C>(p, smem.q(qs.stage) + group * 64 * 128, o, state, tile, group);
     stored = true;
     qs.advance();
   }

@@ -4,41 +4,33 @@
 
 #include "ffa/common/call_checks.h"
 #include "ffa/sm90/index/fwd/kernel.cuh"
-#include "ffa/sm90/index/heads_map.h"
 #include "magi/index.h"
 
 namespace magi {
 
-inline IndexFwdParams index_fwd_params(const magi_ffa_index_fwd_params& a) {
+inline magi_status index_fwd_params(const magi_ffa_index_fwd_params& a, IndexFwdParams* params) {
   IndexFwdParams k{};
+  MAGI_RETURN(work_tiles(a.total_q, a.heads_q, a.heads_kv, a.q_block, &k.work));
   k.k = static_cast<const uint8_t*>(a.k);
   k.v = static_cast<const uint8_t*>(a.v);
   k.k_token_bytes = 2 * a.k_stride_token;
   k.k_head_bytes = 2 * a.k_stride_head;
   k.v_token_bytes = 2 * a.v_stride_token;
   k.v_head_bytes = 2 * a.v_stride_head;
-  k.lists = a.lists;
-  k.counts = a.counts;
+  k.keys = {a.lists, a.key_counts, a.k_starts, a.heads_kv, a.max_entries, a.k_block};
   k.lse = a.lse;
-  k.num_lists = a.total_q * a.heads_kv;
-  k.heads_q = a.heads_q;
-  k.heads_kv = a.heads_kv;
-  k.group = a.heads_q / a.heads_kv;
-  k.max_keys = a.max_keys;
   k.k_chunks = a.head_dim / 8;
   k.v_chunks = a.head_dim_v / 8;
   k.scale_log2 = a.softmax_scale * kLog2e;
   k.unscale = 1.f / k.scale_log2;
   // As in fwd_scalars: P must fit its type.
   k.slack = (a.dtype == MAGI_BF16 ? 32.f : 8.f) * k.unscale;
-  return k;
-}
-
-inline magi_status index_fwd_maps(const magi_ffa_index_fwd_params& a, IndexFwdParams* k) {
-  MAGI_RETURN(group_heads_map(&k->q_map, a.dtype, a.q, a.head_dim, a.heads_q, a.heads_kv, a.total_q,
-                              a.q_stride_token, a.q_stride_head, "q"));
-  return group_heads_map(&k->out_map, a.dtype, a.out, a.head_dim_v, a.heads_q, a.heads_kv,
-                         a.total_q, a.out_stride_token, a.out_stride_head, "out");
+  MAGI_RETURN(
+      rows_map(&k.q_map, k.work, a.dtype, a.q, a.head_dim, a.q_stride_token, a.q_stride_head, "q"));
+  MAGI_RETURN(rows_map(&k.out_map, k.work, a.dtype, a.out, a.head_dim_v, a.out_stride_token,
+                       a.out_stride_head, "out"));
+  *params = k;
+  return MAGI_OK;
 }
 
 template <typename C>
@@ -51,17 +43,17 @@ magi_status start_index_fwd(const magi_ffa_index_fwd_params& a, const IndexFwdPa
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   const int room = C::kCtas * (sms - a.sm_margin > 1 ? sms - a.sm_margin : 1);
-  const int grid = k.num_lists < room ? k.num_lists : room;
+  const int grid = k.work.num_tiles() < room ? k.work.num_tiles() : room;
   return launch_kernel(index_fwd<C>, dim3(grid), C::kThreads, C::kSmemBytes, a.stream, k,
                        "launching the forward of index attention");
 }
 
 template <typename T, int kD>
 magi_status launch_index_fwd(const magi_ffa_index_fwd_params& a) {
-  IndexFwdParams k = index_fwd_params(a);
-  if (k.num_lists == 0) return MAGI_OK;
-  MAGI_RETURN(index_fwd_maps(a, &k));
-  if (k.group <= 64) return start_index_fwd<IndexFwdConfig<T, kD, 1>>(a, k);
+  if (a.total_q == 0) return MAGI_OK;
+  IndexFwdParams k;
+  MAGI_RETURN(index_fwd_params(a, &k));
+  if (k.work.groups == 1) return start_index_fwd<IndexFwdConfig<T, kD, 1>>(a, k);
   return start_index_fwd<IndexFwdConfig<T, kD, 2>>(a, k);
 }
 
