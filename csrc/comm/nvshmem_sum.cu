@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of rows in a fixed order, and where they go, see magi/comm.h.
+// Sums of the rows of a node in a fixed order, on their way to the owner, see magi/comm.h.
 
 #include "comm/nvshmem_verbs.cuh"
 #include "comm/symm/accumulate.cuh"
@@ -12,22 +12,21 @@ constexpr int kCommSumThreads = 512;
 template <bool kIsFloat>
 __device__ __forceinline__ void sum_block(const magi_comm_sum_params& p, const int64_t* block) {
   const int per_row = p.row_values / 8;
-  char* to = static_cast<char*>(p.out) + block[2];
+  char* to = place(p.epoch, block[2]);
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < block[1] * per_row; i += blockDim.x) {
     const int64_t row = i / per_row, column = i % per_row;
     const int64_t* begins = p.begins + block[0] + row;
     const int64_t end = begins[1];
     float sum[8];
-    const int64_t at = row * p.row_values + 8 * column;
-    load_sum(sum, p.accumulate ? to : nullptr, at, p.out_dtype);
+    load_sum(sum, nullptr, 0, MAGI_FP32);
 #pragma unroll 2
     for (int64_t t = begins[0]; t < end; ++t) {
       Eight<kIsFloat> x;
       x.load(place(p.epoch, p.terms[t]) + column * (kIsFloat ? 32 : 16));
       x.add_to(sum, p.wire_dtype);
     }
-    store_sum(sum, to, at, p.out_dtype);
+    store_sum(sum, to, row * p.row_values + 8 * column, p.wire_dtype);
   }
 }
 
@@ -42,10 +41,9 @@ __global__ void __launch_bounds__(kCommSumThreads)
       sum_block<true>(p, block);
     else
       sum_block<false>(p, block);
-    if (block[5] < 0) continue;
     __threadfence_system();  // a network card may read the sums
     __syncthreads();
-    nvshmemx_putmem_signal_nbi_block(place(p.epoch, block[3]), static_cast<char*>(p.out) + block[2],
+    nvshmemx_putmem_signal_nbi_block(place(p.epoch, block[3]), place(p.epoch, block[2]),
                                      static_cast<size_t>(block[4]), signal_word(p.epoch, block[6]),
                                      1, NVSHMEM_SIGNAL_ADD, static_cast<int>(block[5]));
   }
@@ -63,9 +61,9 @@ extern "C" magi_status magi_comm_sum(const magi_comm_sum_params* params) {
         MAGI_INVALID_ARGUMENT,
         "%d blocks of rows of %d values by %d CTAs; rows have a multiple of 8 values.",
         p.num_blocks, p.row_values, p.num_ctas);
-  for (int dtype : {p.wire_dtype, p.out_dtype})
-    if (dtype != MAGI_BF16 && dtype != MAGI_FP16 && dtype != MAGI_FP32)
-      return magi::fail(MAGI_INVALID_ARGUMENT, "dtype %d; sums are of bf16, fp16 or fp32.", dtype);
+  if (p.wire_dtype != MAGI_BF16 && p.wire_dtype != MAGI_FP16 && p.wire_dtype != MAGI_FP32)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "dtype %d; sums are of bf16, fp16 or fp32.",
+                      p.wire_dtype);
   magi::comm::
       comm_sum<<<p.num_ctas, magi::comm::kCommSumThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
           p);

@@ -141,10 +141,11 @@ class StageComm:
             empty = [x.new_empty((self.rows, *x.shape[1:])) for x in (k, v)]
             return Handle(lambda: empty)
         if exchange is not None:
-            return self._fetch_by_exchange(k, v, exchange)
-        if self._hierarchy is not None:
+            work, finish = self._exchange(exchange).start_cast((k, v))
+        elif self._hierarchy is not None:
             return self._fetch_by_levels(k, v)
-        work, finish = start_fetch(self.transport, self._direct, (k, v))
+        else:
+            work, finish = start_fetch(self.transport, self._direct, (k, v))
 
         def wait() -> list[torch.Tensor]:
             work.wait()
@@ -160,38 +161,17 @@ class StageComm:
         place, in rank order. ``wire`` is the dtype on the wire."""
         if self.is_idle:
             return Handle(lambda: None)
+        parts, dtypes = (dk_stage, dv_stage), (wire, wire)
         if exchange is not None:
-            return self._give_back_by_exchange(dk_stage, dv_stage, dk, dv, wire, exchange)
-        if self._hierarchy is not None:
+            work, arrived = self._exchange(exchange).start_reduce(parts, dtypes)
+        elif self._hierarchy is not None:
             return self._give_back_by_levels(dk_stage, dv_stage, dk, dv, wire)
-        work, arrived = start_reduce(self.transport, self._direct, (dk_stage, dv_stage), (wire, wire))
+        else:
+            work, arrived = start_reduce(self.transport, self._direct, parts, dtypes)
 
         def wait() -> None:
             work.wait()
             reduce_arrived(arrived(), (dk, dv), None, "sum", acc_reduce=True)
-
-        return Handle(wait)
-
-    def _fetch_by_exchange(
-        self, k: torch.Tensor, v: torch.Tensor, exchange: ExchangeGroup
-    ) -> Handle[list[torch.Tensor]]:
-        rows, work = self._exchange(exchange).cast((k, v), is_beside=True)
-
-        def wait() -> list[torch.Tensor]:
-            work.wait()
-            return rows
-
-        return Handle(wait)
-
-    def _give_back_by_exchange(
-        self, dk_stage: torch.Tensor, dv_stage: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, wire: torch.dtype,
-        exchange: ExchangeGroup,
-    ) -> Handle[None]:  # fmt: skip
-        partials, outputs = (dk_stage, dv_stage), (dk, dv)
-        work = self._exchange(exchange).reduce(partials, outputs, (wire, wire), is_beside=True)
-
-        def wait() -> None:
-            work.wait()
 
         return Handle(wait)
 

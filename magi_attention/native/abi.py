@@ -9,7 +9,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 ABI_VERSION = 20
-COMM_VERSION = 2  # of the structs of comm.h
+COMM_VERSION = 3  # of the structs of comm.h
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -422,10 +422,9 @@ class CommSumParams(ctypes.Structure):
     """``magi_comm_sum_params``."""
 
     _fields_ = [
-        *((n, c_int32) for n in ("version", "num_blocks", "num_ctas", "row_values")),
-        *((n, c_int32) for n in ("wire_dtype", "out_dtype", "accumulate")),
+        *((n, c_int32) for n in ("version", "num_blocks", "num_ctas", "row_values", "wire_dtype")),
         ("epoch", CommEpoch),
-        *((name, c_void_p) for name in ("blocks", "waits", "begins", "terms", "out", "stream")),
+        *((name, c_void_p) for name in ("blocks", "waits", "begins", "terms", "stream")),
     ]
 
 

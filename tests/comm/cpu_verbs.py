@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.exchange.verbs import FACTORY
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
@@ -43,6 +44,20 @@ def compiled(folder: Path) -> str:
 
     flags = ("-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
     return compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)._name
+
+
+def cast(exchange, inputs) -> list[torch.Tensor]:
+    """A cast, waited for."""
+    work, finish = exchange.start_cast(inputs)
+    work.wait()
+    return finish()
+
+
+def reduce(exchange, partials, outputs, wire: torch.dtype) -> None:
+    """A reduce by "sum", added to ``outputs``."""
+    work, arrived = exchange.start_reduce(partials, [wire] * len(partials))
+    work.wait()
+    reduce_arrived(arrived(), outputs, None, "sum", acc_reduce=True)
 
 
 class CpuVerbs:

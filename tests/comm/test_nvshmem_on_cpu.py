@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from comm_oracle import cast_rows, contributions, random_plan
-from cpu_verbs import CpuFactory, compiled
+from cpu_verbs import CpuFactory, cast, compiled, reduce
 
 from magi_attention.comm.collectives.group import group_reduce
+from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange, why_rows_stay
@@ -65,36 +66,35 @@ def test_rows_and_sums(library, tmp_path, sizes, name):
     nodes, casts, block = draw(seed, sizes)
     casts = sorted(itertools.islice(casts, 3), key=lambda c: sum(map(len, c.routes)))
     gen = torch.Generator().manual_seed(seed)
-    shapes = {id(cast): SHAPES[i] for i, cast in enumerate(casts)}
+    shapes = {id(routed): SHAPES[i] for i, routed in enumerate(casts)}
 
-    def rows(count, cast):
-        return [torch.randn(count, *shape, generator=gen).to(dtype) for shape in shapes[id(cast)]]
+    def rows(count, routed):
+        return [torch.randn(count, *shape, generator=gen).to(dtype) for shape in shapes[id(routed)]]
 
     turns = [casts[i] for i in (0, 1, 0, 2, 1, 0, 2, 2)]
-    xs = [[rows(s.input_rows, cast) for s in cast.specs] for cast in turns]
-    ys = [[rows(s.output_rows, cast) for s in cast.specs] for cast in turns]
+    xs = [[rows(s.input_rows, routed) for s in routed.specs] for routed in turns]
+    ys = [[rows(s.output_rows, routed) for s in routed.specs] for routed in turns]
 
     def main(t, group, verbs):
-        made = {id(cast): NodeExchange(group, plan_transfers(cast.specs, nodes, block)) for cast in casts}
+        made = {id(routed): NodeExchange(group, plan_transfers(routed.specs, nodes, block)) for routed in casts}
         found = []
-        for epoch, cast in enumerate(turns):
-            exchange = made[id(cast)]
-            out, work = exchange.cast(xs[epoch][t.rank])
-            work.wait()
+        for epoch, turn in enumerate(turns):
+            exchange = made[id(turn)]
+            out = cast(exchange, xs[epoch][t.rank])
             for _ in range(2):  # no epoch of casts lies between
                 back = [x.to(torch.float32, copy=True) for x in xs[epoch][t.rank]]
-                exchange.reduce(ys[epoch][t.rank], back, [dtype] * len(back)).wait()
+                reduce(exchange, ys[epoch][t.rank], back, dtype)
                 found.append((out, back))
         assert group.held_bytes == verbs.held == group.arena.num_bytes
         return found
 
     for rank, found in enumerate(run(library, tmp_path, nodes, main, seed)):
         for i, (out, back) in enumerate(found):
-            cast, x, y = turns[i // 2], xs[i // 2], ys[i // 2]
-            for k in range(len(shapes[id(cast)])):
-                want = cast_rows(cast, [part[k].float().numpy() for part in x], rank)
+            routed, x, y = turns[i // 2], xs[i // 2], ys[i // 2]
+            for k in range(len(shapes[id(routed)])):
+                want = cast_rows(routed, [part[k].float().numpy() for part in x], rank)
                 np.testing.assert_array_equal(out[k].float().numpy(), want, err_msg=f"seed {seed}")
-                terms = contributions(cast, [part[k].double().numpy() for part in y], rank)
+                terms = contributions(routed, [part[k].double().numpy() for part in y], rank)
                 sums = [x[rank][k][row].double().numpy() + sum(t) for row, t in enumerate(terms)]
                 if sums:
                     limit = TOLERANCE[dtype]
@@ -108,7 +108,7 @@ def test_the_lse_companion(library, tmp_path, sizes, name):
     """Rows with their lse, cast together and reduced by it, beside the direct form in float64."""
     dtype = getattr(torch, name)
     nodes, casts, block = draw(11, sizes)
-    cast, gen = next(casts), torch.Generator().manual_seed(11)
+    routed, gen = next(casts), torch.Generator().manual_seed(11)
 
     def rows(count):
         data, lse = torch.randn(count, 2, 8, generator=gen).to(dtype), torch.randn(count, 2, generator=gen)
@@ -119,26 +119,27 @@ def test_the_lse_companion(library, tmp_path, sizes, name):
         data, lse = rows(count)
         return [torch.cat([data, data], 1), torch.cat([lse, lse], 1)]
 
-    xs, ys = [wide(s.input_rows) for s in cast.specs], [wide(s.output_rows) for s in cast.specs]
+    xs, ys = [wide(s.input_rows) for s in routed.specs], [wide(s.output_rows) for s in routed.specs]
 
     def main(t, group, verbs):
-        exchange = NodeExchange(group, plan_transfers(cast.specs, nodes, block))
-        out, work = exchange.cast(xs[t.rank])
-        work.wait()
+        exchange = NodeExchange(group, plan_transfers(routed.specs, nodes, block))
+        out = cast(exchange, xs[t.rank])
         found = []
         for _ in range(2):
             back = [xs[t.rank][0].to(torch.float32, copy=True), xs[t.rank][1].clone()]
-            exchange.reduce(ys[t.rank], back, [dtype, torch.float32], "lse").wait()
+            work, arrived = exchange.start_reduce(ys[t.rank], [dtype, torch.float32], "lse")
+            work.wait()
+            reduce_arrived(arrived(), back[:1], back[1], "lse", acc_reduce=True)
             found.append(back)
         assert all(torch.equal(a, b) for a, b in zip(*found)), "the same bits again"
         x, x_lse = xs[t.rank][0].double(), xs[t.rank][1].double()
         options = dict(reduce_op="lse", acc_reduce=True, input_lse=ys[t.rank][1].double(), output_lse=x_lse)
-        group_reduce(ys[t.rank][0].double(), x, *cast.reduce_lists(t.rank), t, **options).wait_post_process()
+        group_reduce(ys[t.rank][0].double(), x, *routed.reduce_lists(t.rank), t, **options).wait_post_process()
         return out, back, (x, x_lse)
 
     for rank, (out, back, want) in enumerate(run(library, tmp_path, nodes, main)):
         for k in range(2):
-            rows_k = cast_rows(cast, [part[k].float().numpy() for part in xs], rank)
+            rows_k = cast_rows(routed, [part[k].float().numpy() for part in xs], rank)
             np.testing.assert_array_equal(out[k].float().numpy(), rows_k)
             limit = TOLERANCE[dtype]
             torch.testing.assert_close(back[k].double(), want[k], rtol=limit, atol=limit)
@@ -148,31 +149,32 @@ def test_the_lse_companion(library, tmp_path, sizes, name):
 def test_late_ranks_and_slow_puts(library, tmp_path, seed):
     """One epoch right after the other, while puts of some ranks lag behind and one rank comes late all the time."""
     nodes, casts, block = draw(100 + seed, (2, 2), sparse=True)
-    cast, epochs = next(casts), 12
+    routed, epochs = next(casts), 12
 
     def value(rank, row, epoch):
         return 1000 * epoch + 100 * rank + row + torch.arange(8.0)
 
     def main(t, group, verbs):
-        exchange, spec, found = NodeExchange(group, plan_transfers(cast.specs, nodes, block)), cast.specs[t.rank], []
+        exchange = NodeExchange(group, plan_transfers(routed.specs, nodes, block))
+        spec, found = routed.specs[t.rank], []
         verbs.late = 0.5 if t.rank == seed else verbs.late
         for epoch in range(epochs):
             rows = [value(t.rank, row, epoch) for row in range(spec.input_rows)]
-            found.append(exchange.cast([torch.stack(rows) if rows else torch.zeros(0, 8)])[0][0])
+            found += cast(exchange, [torch.stack(rows) if rows else torch.zeros(0, 8)])
         for epoch in range(epochs):
             rows = [value(t.rank, row, epoch) for row in range(spec.output_rows)]
             back = torch.zeros(spec.input_rows, 8)
-            exchange.reduce([torch.stack(rows) if rows else torch.zeros(0, 8)], [back], [torch.float32])
+            reduce(exchange, [torch.stack(rows) if rows else torch.zeros(0, 8)], [back], torch.float32)
             found.append(back)
         return found
 
     for rank, found in enumerate(run(library, tmp_path, nodes, main, seed, slow_us=20_000)):
         for epoch in range(epochs):
-            wanted = [value(s, row, epoch) for s, row in cast.routes[rank]]
+            wanted = [value(s, row, epoch) for s, row in routed.routes[rank]]
             assert torch.equal(found[epoch], torch.stack(wanted) if wanted else torch.zeros(0, 8)), (rank, epoch)
-            counts = [spec.output_rows for spec in cast.specs]
+            counts = [spec.output_rows for spec in routed.specs]
             partials = [[value(r, row, epoch).numpy() for row in range(n)] for r, n in enumerate(counts)]
-            terms = contributions(cast, partials, rank)
+            terms = contributions(routed, partials, rank)
             sums = [torch.as_tensor(sum(t, np.zeros(8))).float() for t in terms]
             assert torch.equal(found[epochs + epoch], torch.stack(sums) if sums else torch.zeros(0, 8)), (rank, epoch)
 

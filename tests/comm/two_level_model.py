@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_attention.common.two_level.transfers import Put, Region
+from magi_attention.common.two_level.transfers import Put, Region, Sum
 
 OMISSIONS = ("credits", "drain", "whole blocks", "arrivals")
 
@@ -173,7 +173,7 @@ class Rank:
             yield from self.send("reduce", "sums", [block.back])
         for signal in part.grads:
             yield from self.arrived("reduce", part.reduce_signals, signal, "arrivals")
-        self.results.append(self.add(part.add, Region.GRADS, epoch))
+        self.results.append(self.add(own_sum(part), Region.GRADS, epoch))
         yield from self.end("reduce", part.downstream)
 
     def add(self, table, region, epoch):
@@ -184,6 +184,16 @@ class Rank:
             )
             for a, b in zip(table.begins[:-1].tolist(), table.begins[1:].tolist())
         ]
+
+
+def own_sum(part):
+    """The sum of an owner; a term -1 - t is row t of its own partials."""
+    terms, at = [[] for _ in range(part.input_rows)], 0
+    for sender, rows in enumerate(part.returns):
+        for i, row in enumerate(rows.tolist()):
+            terms[row].append(-1 - int(part.own_rows[i]) if sender == part.rank else at)
+            at += sender != part.rank
+    return Sum(np.cumsum([0, *map(len, terms)]), np.array([t for ts in terms for t in ts], np.int64))
 
 
 def reads_of(part):

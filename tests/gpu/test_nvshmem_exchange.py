@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange
 from magi_attention.comm.transport.torch import as_transport
@@ -46,9 +47,12 @@ def exchange(rank: int, world: int, node_size: int) -> bool:
             ys = [whole_numbers(n + 50, s.output_rows) for n, s in zip(numbers, cast.specs)]
             base = [torch.zeros(x.shape, device="cuda") for x in xs[rank]]
             mine = [x.cuda() for x in xs[rank]]
-            outputs, work = made.cast(mine, is_beside=bool(epoch % 2))
+            work, finish = made.start_cast(mine, is_beside=bool(epoch % 2))
             work.wait()
-            made.reduce([y.cuda() for y in ys[rank]], base, [torch.bfloat16] * 2).wait()
+            outputs = finish()
+            work, arrived = made.start_reduce([y.cuda() for y in ys[rank]], [torch.bfloat16] * 2)
+            work.wait()
+            reduce_arrived(arrived(), base, None, "sum", acc_reduce=True)
             torch.cuda.synchronize()
             group.check("the test")
             for k in range(len(SHAPES)):

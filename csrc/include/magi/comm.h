@@ -42,7 +42,7 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
 /* The layout of the structs below, their `version`. They change more often than those of abi.h. */
-#define MAGI_COMM_VERSION 2
+#define MAGI_COMM_VERSION 3
 
 /* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of all exchanges of
  * a group is one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places
@@ -71,8 +71,8 @@ typedef struct {
   8 /* source, target, bytes, rank, signal there, then a wait or -1, 0, 0 */
 #define MAGI_COMM_WAIT_WORDS 3 /* signal here, what an epoch adds to it, rank that does */
 #define MAGI_COMM_BLOCK_WORDS                                                \
-  9 /* first of begins, rows, result; then a put without its source: target, \
-       bytes, rank or -1 for none, signal there; first wait, end of waits */
+  9 /* first of begins, rows, place of the result; then a put of it: target, \
+       bytes, rank, signal there; first wait, end of waits */
 
 /* Puts in this order, each after its wait, all of them when `credits` say that the epoch before is
  * over on the ranks that they go to. When the kernel is over, their sources may be written again.
@@ -98,22 +98,18 @@ typedef struct {
 MAGI_EXPORT magi_status magi_comm_wait(const magi_comm_wait_params* params);
 
 /* Blocks of rows, each after its waits: a row is the sum of terms in their order, in float32,
- * rounded to out_dtype; with `accumulate` what lies there is the first of them. A block with a put
- * then goes to another rank, out of the arena. Row i of a block has the terms begins[first + i] to
- * begins[first + i + 1], each the place of a row in the arena. */
+ * rounded to the dtype of the wire. A block then goes to another rank. Row i of a block has the
+ * terms begins[first + i] to begins[first + i + 1], each the place of a row in the arena. */
 typedef struct {
   int32_t version;
   int32_t num_blocks, num_ctas;
   int32_t row_values; /* a multiple of 8 */
-  int32_t wire_dtype; /* of terms */
-  int32_t out_dtype;
-  int32_t accumulate;
+  int32_t wire_dtype;
   magi_comm_epoch epoch;
   const int64_t* blocks; /* device: (num_blocks, MAGI_COMM_BLOCK_WORDS) */
   const int64_t* waits;  /* device: (.., MAGI_COMM_WAIT_WORDS) */
   const int64_t* begins; /* device */
   const int64_t* terms;  /* device */
-  void* out;             /* from which places of results count: the arena, if blocks have puts */
   void* stream;
 } magi_comm_sum_params;
 MAGI_EXPORT magi_status magi_comm_sum(const magi_comm_sum_params* params);

@@ -40,7 +40,7 @@ class Regions:
     @classmethod
     def of_cast(cls, plan: TransferPlan, row_bytes: int) -> Regions:
         """``input``, HELD and OUT. ``ContractError`` unless rows are multiples of 16 bytes."""
-        inputs = max(part.add.begins.size - 1 for part in plan.ranks)
+        inputs = max(part.input_rows for part in plan.ranks)
         rows = {"input": inputs, **_most(plan, Region.HELD, Region.OUT)}
         return cls._of(rows, row_bytes)
 

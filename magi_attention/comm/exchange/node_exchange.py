@@ -2,29 +2,33 @@
 """Group casts over nodes, and their reduces, by one-sided transfers: ``docs/design/two_levels.md``.
 
 A cast is one launch of puts, forwards among them, and a wait; a reduce is puts, sums of the node that go on to the
-owner, a wait, and the sum of the owner. Epochs are counted in device memory, so no argument changes between calls.
+owner, and a wait. The owner then adds what arrived as if all-to-all-v had brought it. Epochs are counted in device
+memory, so no argument changes between calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from magi_attention.comm.collectives.layout import Rows
+from magi_attention.comm.collectives.layout import A2AVLayout, Rows
 from magi_attention.comm.collectives.reduce import Contribution, accumulation_dtype, reduce_rows_lse
-from magi_attention.comm.collectives.wire import RowPack
+from magi_attention.comm.collectives.wire import Arrived, RowPack
 from magi_attention.comm.exchange.arena import Regions, room_for
 from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.tables import CastTables, ReduceTables, SumTable, Table, cast_tables, reduce_tables
-from magi_attention.comm.transport.base import DoneWork, Work
+from magi_attention.comm.transport.base import Work
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.two_level.transfers import Region, Sum, TransferPlan
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
 
 NUM_CTAS = 16
+_CAST, _REDUCE = "a group cast over nodes", "a group reduce over nodes"
+L = TypeVar("L", bound="_Launches")
 BLOCK_ROWS = 128  # one CTA puts a block, so these are smaller than the network alone would want
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
 
@@ -43,53 +47,88 @@ def why_rows_stay(cast: RowPack, reduce: RowPack) -> str | None:
     return None
 
 
+class _Under:
+    """An exchange under way, on the current stream or beside it. ``wait`` puts the current stream behind it; until then
+    the tensors that it reads are kept."""
+
+    def __init__(self, event: torch.cuda.Event | None, read: Sequence[torch.Tensor]) -> None:
+        self._event, self._read = event, read
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.wait()
+        self._read = ()
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+
 class NodeExchange:
-    """The cast and the reduce of ``plan``, which is of all ranks. Calls of all ranks come in the same order."""
+    """The cast and the reduce of ``plan``, which is of all ranks; the counterpart of ``start_fetch`` and
+    ``start_reduce``. Calls of all ranks come in the same order."""
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan) -> None:
         self.group, self.plan = group, plan
         self.cache = PlanCache()
+        self.owner = _owner_layout(plan, group.rank)
+        self.cache.include(self.owner.cache)
 
-    def cast(self, inputs: Sequence[torch.Tensor], is_beside: bool = False) -> tuple[list[torch.Tensor], Work]:
-        """Rows (input rows, ...) as the plan's specs have them, to (output rows, ...) in order of the output.
+    def start_cast(
+        self, inputs: Sequence[torch.Tensor], is_beside: bool = True
+    ) -> tuple[Work, Callable[[], list[torch.Tensor]]]:
+        """Rows (input rows, ...) as the plan's specs have them, to (output rows, ...) in order of the output, which the
+        second result gives after the wait.
 
-        Up to three tensors, of any dtypes whose rows together are a multiple of 16 bytes. ``is_beside``: the current
-        stream goes on and has to ``wait`` before it reads the outputs; the inputs must live until then.
+        Up to three tensors, of any dtypes whose rows together are a multiple of 16 bytes. With ``is_beside`` the
+        current stream goes on until it waits.
         """
-        pack, group = RowPack.of(inputs, [x.dtype for x in inputs]), self.group
-        group.check("a group cast over nodes")
-        found = self.cache.find(_CASTS, pack)
-        if found is None or not found.is_current():
-            self.cache.pop(_CASTS, pack)
-            found = self.cache.get(_CASTS, pack, lambda: _Cast(group, self.plan, pack))
-        with group.ordered(is_beside) as turn:
-            outputs = found.run(inputs)
-        group.check_if_done("a group cast over nodes")
-        return outputs, turn.work or DoneWork()
+        pack = RowPack.of(inputs, [x.dtype for x in inputs])
+        launches = self._prepared(_CASTS, pack, _Cast)
+        with self.group.ordered(is_beside) as turn:
+            outputs = launches.run(inputs)
+        self.group.check_if_done(_CAST)
+        return _Under(turn.work, inputs), lambda: outputs
 
-    def reduce(
-        self, partials: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wire: Sequence[torch.dtype],
-        op: str = "sum", is_beside: bool = False,
-    ) -> Work:  # fmt: skip
-        """Adds to ``outputs`` (input rows, ...) what all ranks have for them in ``partials`` (output rows, ...).
+    def start_reduce(
+        self, inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], op: str = "sum", is_beside: bool = True
+    ) -> tuple[Work, Callable[[], Arrived]]:
+        """Sends rows (output rows, ...) back where the cast had them from, in ``dtypes`` on the wire. After the wait
+        the second result gives what arrived, for ``reduce_arrived`` by "sum" or "lse".
 
-        ``wire``: dtype of each on the wire. The ranks of a node add theirs first, in their order and in float32; an
-        owner adds its own, those of its node and the sums of other nodes, senders ascending. With ``op`` "lse" the last
-        tensor of both is the lse (rows, heads) that weights the others (rows, heads, dim), also of other dtypes.
-        ``is_beside``: as of ``cast``.
+        The ranks of a node add theirs first, in their order and in float32, so of each other node one row arrives. With
+        ``op`` "lse" the last tensor is the lse (rows, heads) that weights the others (rows, heads, dim), and may be of
+        another dtype.
         """
-        pack, group = RowPack.of(partials, wire), self.group
-        group.check("a group reduce over nodes")
-        kind = _LSE_REDUCES if op == "lse" else _REDUCES
+        pack = RowPack.of(inputs, dtypes)
+        launches: _Reduce | _LseReduce
+        if op == "lse":
+            launches = self._prepared(_LSE_REDUCES, pack, _LseReduce)
+        else:
+            launches = self._prepared(_REDUCES, pack, _Reduce)
+        local = [self.owner.self_out.take(x) for x in inputs] if self.owner.has_local_rows else []
+        with self.group.ordered(is_beside) as turn:
+            arrived = launches.run(inputs)
+        self.group.check_if_done(_REDUCE)
+        return _Under(turn.work, inputs), lambda: Arrived(self.owner, arrived, pack, local)
+
+    def _prepared(
+        self, kind: Kind[RowPack, L], pack: RowPack, make: Callable[[ExchangeGroup, TransferPlan, RowPack], L]
+    ) -> L:
+        self.group.check(_CAST if kind is _CASTS else _REDUCE)
         found = self.cache.find(kind, pack)
         if found is None or not found.is_current():
-            made = _LseReduce if op == "lse" else _Reduce
             self.cache.pop(kind, pack)
-            found = self.cache.get(kind, pack, lambda: made(group, self.plan, pack))
-        with group.ordered(is_beside) as turn:
-            found.run(partials, outputs)
-        group.check_if_done("a group reduce over nodes")
-        return turn.work or DoneWork()
+            found = self.cache.get(kind, pack, lambda: make(self.group, self.plan, pack))
+        return found
+
+
+def _owner_layout(plan: TransferPlan, rank: int) -> A2AVLayout:
+    """Rows of GRADS as rows that all-to-all-v brings."""
+    part, none = plan.ranks[rank], np.zeros(0, np.int64)
+    recvs = [part.own_rows if sender == rank else none for sender in range(len(part.returns))]
+    return A2AVLayout(
+        rank, len(part.returns), part.input_rows, part.region_rows[Region.OUT], part.returns, recvs
+    )
 
 
 class _Launches:
@@ -116,19 +155,23 @@ class _Launches:
         lists = self._upload(tables.free_for), self._upload(tables.counted)
         return abi.CommEndParams(abi.COMM_VERSION, *counts, self.epoch, *lists, self.credit, None)
 
-    def sum(self, table: SumTable, wire: int, out: int, result: torch.Tensor, accumulate: bool) -> abi.CommSumParams:
-        fields = len(table.blocks), NUM_CTAS, self.pack.width, wire, out, accumulate
+    def sum(self, table: SumTable) -> abi.CommSumParams:
+        fields = len(table.blocks), NUM_CTAS, self.pack.width, _CODES[self.pack.dtype]
         lists = [self._upload(rows) for rows in table]
-        return abi.CommSumParams(abi.COMM_VERSION, *fields, self.epoch, *lists, result.data_ptr(), None)
+        return abi.CommSumParams(abi.COMM_VERSION, *fields, self.epoch, *lists, None)
 
     def _upload(self, table: np.ndarray) -> int:
         self.held.append(torch.from_numpy(np.ascontiguousarray(table)).to(self.memory.device))
         return self.held[-1].data_ptr()
 
-    def view(self, at: int, rows: int) -> list[torch.Tensor]:
-        """Rows of a region, each tensor of the pack a view of them."""
+    def rows(self, at: int, rows: int) -> torch.Tensor:
+        """Rows of a region, (rows, width)."""
         pack, size = self.pack, rows * self.pack.width * self.pack.dtype.itemsize
-        return pack.columns(self.memory[at : at + size].view(pack.dtype).view(rows, pack.width))
+        return self.memory[at : at + size].view(pack.dtype).view(rows, pack.width)
+
+    def columns(self, at: int, rows: int) -> list[torch.Tensor]:
+        """The same, each tensor of the pack a view of them."""
+        return self.pack.columns(self.rows(at, rows))
 
 
 class _Cast(_Launches):
@@ -137,8 +180,8 @@ class _Cast(_Launches):
         group.reserve(room_for(plan, cast_bytes=Regions.of_cast(plan, row_bytes).num_bytes))
         super().__init__(group, False, pack)
         tables = cast_tables(plan, group.rank, self.arena, row_bytes)
-        self._input = self.view(tables.places["input"], tables.input_rows)
-        self._output = self.view(tables.places[Region.OUT.name], tables.output_rows)
+        self._input = self.columns(tables.places["input"], tables.input_rows)
+        self._output = self.columns(tables.places[Region.OUT.name], tables.output_rows)
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
@@ -160,76 +203,68 @@ class _ReduceLaunches(_Launches):
         row_bytes = pack.width * pack.dtype.itemsize
         group.reserve(room_for(plan, reduce_bytes=Regions.of_reduce(plan, row_bytes).num_bytes))
         super().__init__(group, True, pack)
-        self.tables = tables = reduce_tables(plan, group.rank, self.arena, row_bytes, pack.dtype.itemsize)
-        self.partials = self.view(tables.places["partials"], tables.output_rows)
-        self._put, self.wait_grads = self.put(tables.puts, tables.credits), self.wait(tables.waits)
-        self.end_epoch = self.end(tables)
+        self.tables = tables = reduce_tables(plan, group.rank, self.arena, row_bytes)
+        self._partials = self.columns(tables.places["partials"], tables.output_rows)
+        self._grads = self.rows(tables.places[Region.GRADS.name], plan.ranks[group.rank].region_rows[Region.GRADS])
+        self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
+        self._end = self.end(tables)
 
     def send(self, partials: Sequence[torch.Tensor]) -> None:
         """To carriers and to owners in the own node."""
-        for column, x in zip(self.partials, partials, strict=True):
+        for column, x in zip(self._partials, partials, strict=True):
             column.copy_(x)
         self.group.launch(self.group.verbs.put, self._put)
 
+    def receive(self) -> torch.Tensor:
+        """What came for this rank's rows, (rows, width)."""
+        self.group.launch(self.group.verbs.wait, self._wait)
+        arrived = self._grads.clone()
+        self.group.launch(self.group.verbs.end, self._end)
+        return arrived
+
 
 class _Reduce(_ReduceLaunches):
-    """Sums by the kernels: a node sends on one block while the next is on its way."""
+    """Sums of the node by a kernel: it sends on one block while the next is on its way."""
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
         if pack.dtype not in _CODES or pack.width % 8:
             raise ContractError(why_rows_stay(pack, pack) or f"Rows of {pack.dtype} cannot be added.")
         super().__init__(group, plan, pack)
-        code, tables = _CODES[pack.dtype], self.tables
-        shape = tables.input_rows, pack.width
-        self.sums = torch.empty(shape, dtype=torch.float32, device=self.memory.device)
-        self._spans = [self.sums[:, begin:end] for begin, end in pack.spans]
-        self._node_sum = self.sum(tables.node_sums, code, code, self.memory, False)
-        self._owner_sum = self.sum(tables.owner_sums, code, abi.FP32, self.sums, True)
+        self._node_sum = self.sum(self.tables.node_sums)
 
-    def run(self, partials: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        group, verbs = self.group, self.group.verbs
+    def run(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         self.send(partials)
-        group.launch(verbs.sum, self._node_sum)
-        for span, y in zip(self._spans, outputs, strict=True):
-            span.copy_(y.reshape(span.shape))
-        group.launch(verbs.wait, self.wait_grads)
-        group.launch(verbs.sum, self._owner_sum)
-        for span, y in zip(self._spans, outputs):
-            y.copy_(span.reshape(y.shape))
-        group.launch(verbs.end, self.end_epoch)
+        self.group.launch(self.group.verbs.sum, self._node_sum)
+        return self.receive()
 
 
 class _LseReduce(_ReduceLaunches):
-    """Sums with weights, by torch and in the same order: a node sends on when all of its terms are there."""
+    """Sums of the node with weights, by torch: it sends on when all terms are there."""
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
         super().__init__(group, plan, pack)
         part, tables = plan.ranks[group.rank], self.tables
-        held, _, terms, grads = part.region_rows
         self._node_wait = self.wait(tables.node_waits)
         self._back = self.put(tables.backs, np.zeros((0, abi.COMM_WAIT_WORDS), np.int64))
-        self._terms = self.view(tables.places[Region.TERMS.name], terms)
-        self._held = self.view(tables.places["sums"], held)
-        self._grads = self.view(tables.places[Region.GRADS.name], grads)
+        self._terms = self.columns(tables.places[Region.TERMS.name], part.region_rows[Region.TERMS])
+        self._held = self.columns(tables.places["sums"], part.region_rows[Region.HELD])
         self.cache = PlanCache()
-        self._node_slots = _slots(_joined([block.add for block in part.blocks]), self.cache, "node")
-        # Rows of what came back, followed by those of this rank.
-        add = Sum(part.add.begins, np.where(part.add.terms >= 0, part.add.terms, grads - 1 - part.add.terms))
-        self._owner_slots = _slots(add, self.cache, "owner")
+        self._slots = _slots(_joined([block.add for block in part.blocks]), self.cache)
 
-    def run(self, partials: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        group, verbs = self.group, self.group.verbs
+    def run(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         self.send(partials)
-        group.launch(verbs.wait, self._node_wait)
+        self.group.launch(self.group.verbs.wait, self._node_wait)
         sums = [torch.empty(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in self._held]
-        _reduce_by_lse(sums, self._terms, self._node_slots, acc_reduce=False)
+        *data, lse = sums
+        lse_terms: list[Contribution] = [(rows, terms.take(self._terms[-1])) for rows, terms in self._slots]
+        for i, (y, column) in enumerate(zip(data, self._terms)):
+            of_y: list[Contribution] = [(rows, terms.take(column)) for rows, terms in self._slots]
+            is_last = i == len(data) - 1
+            reduce_rows_lse(y, lse if is_last else lse.clone(), of_y, lse_terms, acc_reduce=False)
         for column, x in zip(self._held, sums):
             column.copy_(x)
-        group.launch(verbs.put, self._back)
-        group.launch(verbs.wait, self.wait_grads)
-        came_back = [torch.cat(pair) for pair in zip(self._grads, self.partials)]
-        _reduce_by_lse(outputs, came_back, self._owner_slots, acc_reduce=True)
-        group.launch(verbs.end, self.end_epoch)
+        self.group.launch(self.group.verbs.put, self._back)
+        return self.receive()
 
 
 def _joined(sums: Sequence[Sum]) -> Sum:
@@ -238,28 +273,16 @@ def _joined(sums: Sequence[Sum]) -> Sum:
     return Sum(np.cumsum(counts), np.concatenate([np.zeros(0, np.int64), *(s.terms for s in sums)]))
 
 
-def _slots(add: Sum, cache: PlanCache, name: str) -> list[tuple[Rows, Rows]]:
+def _slots(add: Sum, cache: PlanCache) -> list[tuple[Rows, Rows]]:
     """The first term of every row that has one, the second ones, and so on: (rows, terms)."""
     counts, found = np.diff(add.begins), []
     for k in range(int(counts.max(initial=0))):
         rows = np.flatnonzero(counts > k)
         terms = add.terms[add.begins[rows] + k]
-        found.append((Rows(rows, cache, f"{name} rows {k}"), Rows(terms, cache, f"{name} terms {k}")))
+        found.append((Rows(rows, cache, f"rows {k}"), Rows(terms, cache, f"terms {k}")))
     return found
 
 
-def _reduce_by_lse(
-    outputs: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], slots: list[tuple[Rows, Rows]], acc_reduce: bool
-) -> None:
-    """The last of both is the lse."""
-    *data, lse = outputs
-    lse_terms: list[Contribution] = [(rows, terms.take(columns[-1])) for rows, terms in slots]
-    for i, (y, column) in enumerate(zip(data, columns)):
-        is_last = i == len(data) - 1  # why: every output is weighted by the lse before the reduce
-        taken: list[Contribution] = [(rows, terms.take(column)) for rows, terms in slots]
-        reduce_rows_lse(y, lse if is_last else lse.clone(), taken, lse_terms, acc_reduce)
-
-
 _CASTS: Kind[RowPack, _Cast] = Kind("launches of casts over nodes", lambda made: made.held)
-_REDUCES: Kind[RowPack, _Reduce] = Kind("launches of reduces over nodes", lambda made: [*made.held, made.sums])
+_REDUCES: Kind[RowPack, _Reduce] = Kind("launches of reduces over nodes", lambda made: made.held)
 _LSE_REDUCES: Kind[RowPack, _LseReduce] = Kind("launches of reduces by lse over nodes", lambda made: made.held)

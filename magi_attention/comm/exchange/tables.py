@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.comm.exchange.arena import Arena, Regions
-from magi_attention.common.two_level.transfers import Put, RankTransfers, Region, Signal, Sum, TransferPlan
+from magi_attention.common.two_level.transfers import Put, RankTransfers, Region, Signal, TransferPlan
 
 Table = NDArray[np.int64]
-SUM_BYTES = 4  # the sums of an owner are float32
-_OWNER_ROWS = 32  # of the result, that a CTA adds at a time
 _PUT, _WAIT, _BLOCK = 8, 3, 9  # columns
 
 
@@ -47,11 +45,10 @@ class CastTables:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReduceTables:
-    """A reduce of one rank. By the kernels' sums: ``puts``, ``node_sums``, ``waits``, ``owner_sums``. Or with sums by
-    others: ``puts``, ``node_waits``, then ``backs`` from "sums", ``waits``."""
+    """A reduce of one rank. By the kernels' sums: ``puts``, ``node_sums``, ``waits``. Or with sums by others: ``puts``,
+    ``node_waits``, then ``backs`` from "sums", ``waits``."""
 
     places: dict[str, int]
-    input_rows: int
     output_rows: int
     puts: Table
     credits: Table
@@ -59,7 +56,6 @@ class ReduceTables:
     node_waits: Table
     backs: Table
     waits: Table
-    owner_sums: SumTable
     counted: Table
     free_for: Table
 
@@ -73,7 +69,7 @@ def cast_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -> 
     peers = {put.peer for put in (*part.send, *(p for b in part.blocks for p in b.forward))}
     return CastTables(
         to.places,
-        part.add.begins.size - 1,
+        part.input_rows,
         part.region_rows[Region.OUT],
         _table(puts, _PUT),
         to.credits(peers),
@@ -83,14 +79,13 @@ def cast_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -> 
     )
 
 
-def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int, value_bytes: int) -> ReduceTables:
-    """The tables of ``rank`` for rows of so many bytes, of values of ``value_bytes``."""
+def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -> ReduceTables:
+    """The tables of ``rank`` for rows of so many bytes."""
     part, to = plan.ranks[rank], _Places.of_reduce(plan, arena, row_bytes)
     peers = {put.peer for put in (*part.give, *(b.back for b in part.blocks))}
     node_sums = _node_sums(part, to)
     return ReduceTables(
         to.places,
-        part.add.begins.size - 1,
         part.region_rows[Region.OUT],
         _table([to.put("partials", put) for put in part.give], _PUT),
         to.credits(peers),
@@ -98,7 +93,6 @@ def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int, v
         node_sums.waits,
         _table([to.put("sums", block.back) for block in part.blocks], _PUT),
         _table([to.wait(part.reduce_signals, signal) for signal in part.grads], _WAIT),
-        _owner_sums(part.add, to, value_bytes),
         to.all_waits(part.reduce_signals),
         np.asarray(part.downstream, np.int64),
     )
@@ -162,12 +156,3 @@ def _node_sums(part: RankTransfers, to: _Places) -> SumTable:
         num_terms += block.add.terms.size
     return SumTable(_table(blocks, _BLOCK), _table(waits, _WAIT), np.concatenate(begins), np.concatenate(terms))
 
-
-def _owner_sums(add: Sum, to: _Places, value_bytes: int) -> SumTable:
-    """The rows of the result, some in each block; nothing goes on to other ranks."""
-    rows, width = add.begins.size - 1, to.row_bytes // value_bytes * SUM_BYTES
-    firsts = range(0, rows, _OWNER_ROWS)
-    blocks = [(first, min(_OWNER_ROWS, rows - first), first * width, 0, 0, -1, 0, 0, 0) for first in firsts]
-    grads, own = to.places[Region.GRADS.name], to.places["partials"]
-    terms = np.where(add.terms >= 0, grads + to.row_bytes * add.terms, own + to.row_bytes * (-1 - add.terms))
-    return SumTable(_table(blocks, _BLOCK), _table([], _WAIT), add.begins, terms)

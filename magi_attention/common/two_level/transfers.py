@@ -6,7 +6,8 @@ Every rank owns regions of rows that others write:
 ``HELD``    rows of far ranks, each once, that this rank carries for its node
 ``OUT``     the output of the cast
 ``TERMS``   what the ranks of this node add to the rows held, rank by rank
-``GRADS``   what comes back for this rank's rows: a term of each rank of its node, and a sum of each other node
+``GRADS``   what comes back for this rank's rows, senders ascending: a term of each other rank of its node, and a sum of
+            each other node from its carrier
 
 A *put* moves a run of rows into a region of one rank and adds 1 to a signal there. Puts overtake one another, so a
 signal says something only when all of its puts are counted: ``expected``. Held rows form *blocks* of one sender, which
@@ -63,10 +64,8 @@ class Signal(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum:
-    """Row i of a result is the sum of ``terms[begins[i] : begins[i + 1]]`` in this order, senders ascending.
-
-    A term is a row of the region; -1 - t stands for row t of what this rank has itself.
-    """
+    """Row i of a result is the sum of rows ``terms[begins[i] : begins[i + 1]]`` of a region in this order, senders
+    ascending."""
 
     begins: Rows
     terms: Rows
@@ -90,6 +89,9 @@ class Block:
 class RankTransfers:
     """The part of one rank. Source rows are those of the cast's input (``send``) or output (``give``).
 
+    ``returns[s]``: rows of the cast's input, ascending, for which something comes from rank s; GRADS holds it, s
+    ascending. What this rank itself adds to ``returns[rank]`` are ``own_rows`` of the output; they do not travel.
+
     Signals of casts (of puts into HELD and OUT) and of reduces are counted apart, as the one may begin while the other
     ends. ``upstream`` and ``downstream``: over these nodes, whatever the specs, who may write to this rank in a cast,
     and to whom it may write; in a reduce it is the other way round.
@@ -101,7 +103,9 @@ class RankTransfers:
     arrivals: tuple[int, ...]  # signals: OUT is whole
     give: tuple[Put, ...]  # far owners first
     grads: tuple[int, ...]  # signals: GRADS is whole
-    add: Sum  # rows of GRADS, into the cast's input rows
+    input_rows: int
+    returns: tuple[Rows, ...]
+    own_rows: Rows
     cast_signals: tuple[Signal, ...]
     reduce_signals: tuple[Signal, ...]
     region_rows: tuple[int, int, int, int]  # by Region
@@ -157,8 +161,6 @@ class _Part:
     reduce_signals: list[Signal] = field(default_factory=list)
     held_rows: int = 0
     term_rows: int = 0
-    grad_rows: int = 0
-    adds: list[tuple[int, Rows, Rows]] = field(default_factory=list)  # sender, input rows, terms
 
 
 def _added(signals: list[Signal], sender: int, expected: int) -> int:
@@ -181,6 +183,7 @@ class _Builder:
                         "specs do not belong together."
                     )
         self.parts = [_Part() for _ in specs]
+        self.returns = [self._list_returns(owner) for owner in range(nodes.world)]
         self.arrivals = self._list_arrivals()
 
     def build(self) -> TransferPlan:
@@ -192,6 +195,22 @@ class _Builder:
         for source in ranks:
             self._stay(source)
         return TransferPlan(nodes, tuple(self._finish(rank) for rank in ranks))
+
+    def _list_returns(self, owner: int) -> tuple[Rows, ...]:
+        """As ``RankTransfers`` has them."""
+        found = [np.zeros(0, np.int64)] * self.nodes.world
+        for node, ranks in enumerate(self.nodes.members):
+            if node == self.nodes.node_of[owner]:
+                for reader in ranks:
+                    found[reader] = self.needed[owner][reader]
+            else:
+                needed = np.concatenate([self.needed[owner][reader] for reader in ranks])
+                found[self.nodes.carrier(owner, node)] = np.unique(needed)
+        return tuple(found)
+
+    def _first_return(self, owner: int, sender: int) -> int:
+        """Where in GRADS of ``owner`` what comes from ``sender`` begins."""
+        return sum(rows.size for s, rows in enumerate(self.returns[owner][:sender]) if s != owner)
 
     def _list_arrivals(self) -> dict[tuple[int, int], int]:
         """The signal of each pair (last sender, reader) of a row; its count follows as puts are listed."""
@@ -221,41 +240,35 @@ class _Builder:
         for reader in self.nodes.mates(source):
             rows, places = self.needed[source][reader], self.placed[reader][source]
             owner.send += self._out(source, reader, rows, places)
-            if not rows.size:
+            if not rows.size or reader == source:
                 continue
-            if reader == source:
-                owner.adds.append((reader, rows, -1 - places))
-                continue
-            at = np.arange(owner.grad_rows, owner.grad_rows + rows.size)
+            first = self._first_return(source, reader)
+            at = np.arange(first, first + rows.size)
             runs = list(_runs(places, at))
             signal = _added(owner.reduce_signals, reader, len(runs))
             self.parts[reader].give += [Put(source, a, Region.GRADS, b, n, signal) for a, b, n in runs]
             owner.grads.append(signal)
-            owner.adds.append((reader, rows, at))
-            owner.grad_rows += rows.size
 
     def _carry(self, source: int, node: int) -> None:
         """Rows of ``source`` for another node: once to the carrier, from there on, and their sums back."""
         carrier = self.nodes.carrier(source, node)
-        readers = self.nodes.members[node]
-        union = np.unique(np.concatenate([self.needed[source][d] for d in readers]))
+        union = self.returns[source][carrier]
         owner, part = self.parts[source], self.parts[carrier]
         if not union.size:
             return
         num_blocks = -(-union.size // self.block_rows)
         grad_signal = _added(owner.reduce_signals, carrier, num_blocks)
         owner.grads.append(grad_signal)
-        owner.adds.append((carrier, union, np.arange(owner.grad_rows, owner.grad_rows + union.size)))
+        first_grad = self._first_return(source, carrier)
         for begin in range(0, union.size, self.block_rows):
             rows = union[begin : begin + self.block_rows]
             first, held = part.held_rows, np.arange(part.held_rows, part.held_rows + rows.size)
             runs = list(_runs(rows, held))
             signal = _added(part.cast_signals, source, len(runs))
             owner.send += [Put(carrier, a, Region.HELD, b, n, signal) for a, b, n in runs]
-            back = Put(source, first, Region.GRADS, owner.grad_rows + begin, rows.size, grad_signal)
+            back = Put(source, first, Region.GRADS, first_grad + begin, rows.size, grad_signal)
             part.blocks.append(self._block(source, carrier, rows, first, signal, back))
             part.held_rows += rows.size
-        owner.grad_rows += union.size
 
     def _block(self, source: int, carrier: int, rows: Rows, first: int, signal: int, back: Put) -> Block:
         """One block: who gets its rows, and what these add for them."""
@@ -282,6 +295,8 @@ class _Builder:
 
     def _finish(self, rank: int) -> RankTransfers:
         part, spec, nodes = self.parts[rank], self.specs[rank], self.nodes
+        returns = self.returns[rank]
+        grad_rows = sum(rows.size for rows in returns) - returns[rank].size
         far = [s for s in range(nodes.world) if nodes.node_of[s] != nodes.node_of[rank]]
         carried = [s for s in far if nodes.carrier(s, nodes.node_of[rank]) == rank]
         carriers = {nodes.carrier(rank, nodes.node_of[s]) for s in far}
@@ -293,10 +308,12 @@ class _Builder:
             tuple(part.arrivals),
             tuple(part.give),
             tuple(part.grads),
-            _sum(part.adds, spec.input_rows),
+            spec.input_rows,
+            returns,
+            self.placed[rank][rank],
             tuple(part.cast_signals),
             tuple(part.reduce_signals),
-            (part.held_rows, spec.output_rows, part.term_rows, part.grad_rows),
+            (part.held_rows, spec.output_rows, part.term_rows, grad_rows),
             tuple(sorted({*mates, *carried})),
             tuple(sorted({*mates, *carriers})),
         )
