@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -201,34 +203,84 @@ def test_all_others_name_the_rank_that_died(library, new_folder):
             assert "It failed: Killed: its power went." in text, (phase, text)
 
 
-def test_the_chain_of_waiting_ranks(library, new_folder):
-    """Rank 1 needs rows of rank 2 alone, which rank 0 carries."""
-    specs = [
-        GroupSpec.make(0, 4, [], [], [], []),
-        GroupSpec.make(1, 4, [], [], [4], [2]),
-        GroupSpec.make(2, 4, [4], [[1]], [], []),
-        GroupSpec.make(3, 4, [], [], [], []),
-    ]
-    assert NODES.carrier(2, 0) == 0
+def spec_of(rank, world, sends, rows=4):
+    """``sends[r]``: who needs the rows of rank r."""
+    sources = [r for r in range(world) if rank in sends.get(r, ())]
+    mine = ([rows], [sends[rank]]) if rank in sends else ([], [])
+    return GroupSpec.make(rank, world, *mine, [rows] * len(sources), sources)
+
+
+def chain(library, folder, nodes, sends, death, program):
+    """What the others say when a rank stops before the n-th launch of a verb; ``death`` is (rank, verb, n). ``program``
+    gets the rank, its group, and functions that cast and reduce and look at what comes."""
+    (victim, verb, count), texts = death, {}
+    specs = [spec_of(r, nodes.world, sends) for r in range(nodes.world)]
+    plan = plan_transfers(specs, nodes)
 
     def main(t):
-        CpuFactory(library, folder).attach(t)
-        exchange = NodeExchange(exchange_group(t, NODES, CPU, "nvshmem"), plan_transfers(specs, NODES))
-        if t.rank == 2:
-            exchange.group.reserve(exchange_room)
-            raise Killed
+        factory, spec = CpuFactory(library, folder).attach(t), specs[t.rank]
+        exchange = NodeExchange(exchange_group(t, nodes, CPU, "nvshmem"), plan)
+
+        def before(name):
+            if t.rank == victim and (name, factory.verbs.calls[name]) == (verb, count):
+                raise Killed("its power went")
+
+        factory.verbs.before = before
+
+        def cast_rows():
+            (out,) = cast(exchange, [torch.full((spec.input_rows, 8), 1.0 + t.rank)])
+            assert out.view(-1, 4 * 8).eq(torch.tensor([[1.0 + s] for s in spec.src_index]).view(-1, 1)).all()
+
+        def reduce_rows():
+            back = torch.zeros(spec.input_rows, 8)
+            reduce(exchange, [torch.ones(spec.output_rows, 8)], [back], torch.float32)
+            assert back.eq(len(sends.get(t.rank, ()))).all(), "void sums do not reach the owner"
+
         try:
-            cast(exchange, [torch.zeros(specs[t.rank].input_rows, 8)])
+            program(t.rank, exchange.group, cast_rows, reduce_rows)
         except PeerFailureError as error:
             texts[t.rank] = str(error)
 
-    from magi_attention.comm.exchange.arena import Regions, room_for
-
-    plan, folder, texts = plan_transfers(specs, NODES), new_folder(), {}
-    exchange_room = room_for(plan, cast_bytes=Regions.of_cast(plan, 32).num_bytes)
     with pytest.raises(Killed):
-        FakeWorld(4, 2.0).run(main)
-    assert set(texts) == {0, 1}, "rank 3 waits for nobody"
+        FakeWorld(nodes.world, 2.0).run(main)
+    return texts
+
+
+def test_the_chain_of_waiting_ranks(library, new_folder):
+    """Rank 1 needs rows of rank 2 alone, which rank 0 carries."""
+    texts = chain(library, new_folder(), NODES, {2: [1]}, (2, "put", 1), lambda rank, group, cast, reduce: cast())
+    assert NODES.carrier(2, 0) == 0 and set(texts) == {0, 1}, "rank 3 waits for nobody"
     assert all(text.startswith("Rank 2 (node 1) did not deliver") for text in texts.values()), texts
     assert "This rank, 1, waits for rank 0 (node 0), which waits for rank 2 (node 1)." in texts[1]
     assert "This rank" not in texts[0]
+
+
+def test_a_rank_that_waited_in_vain_sends_nothing_any_more(library, new_folder):
+    """Rank 1 dies in a reduce. Rank 0 adds its terms for rank 4, and goes on without a look, as the host does before a
+    GPU: rank 3, which reads rows of rank 0, and rank 2, which only writes there, must notice."""
+    nodes = Nodes.of_sizes((4, 1), range(5))
+
+    def program(rank, group, cast, reduce):
+        if rank == 0:
+            group.check = group.check_if_done = lambda stage: None
+        cast()
+        if rank == 4:
+            time.sleep(0.5)  # so that it still waits when rank 0 gives up
+        reduce()
+        for i in range(3):
+            if rank:
+                time.sleep(0.5 if (rank, i) == (2, 1) else 0)
+                cast()
+            else:
+                with contextlib.suppress(AssertionError):  # void rows
+                    cast()
+        if rank == 0:
+            del group.check
+            group.check("the end")
+
+    texts = chain(library, new_folder(), nodes, {4: [0, 1], 2: [0], 0: [3]}, (1, "put", 2), program)
+    assert nodes.carrier(4, 0) == 0 and set(texts) == {0, 2, 3, 4}
+    for rank, text in texts.items():
+        assert text.startswith("Rank 1 (node 0) did not deliver"), (rank, text)
+        waits = f"This rank, {rank}, waits for rank 0 (node 0), which waits for rank 1 (node 0)."
+        assert rank == 0 or waits in text, text
