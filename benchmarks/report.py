@@ -73,7 +73,8 @@ LABELS: dict[str, dict[str, str]] = {
         "torch": "torch: all-gather, reduce-scatter", "copy": "plain copies",
     },
     SPARSE: {
-        "magi": "flex_flash_attn_func, index_attn_func", "magi_attend": "attend", "gather": "keys gathered by PyTorch",
+        "magi": "flex_flash_attn_func, index_attn_func", "magi_blocks": "block_sparse_attn_func",
+        "magi_attend": "attend", "gather": "keys gathered by PyTorch",
         "dense": "ours, full mask", **{n: p.label for n, p in PEERS.items()},
     },
     RANGE_OPS: {"magi": "ours"},

@@ -35,8 +35,6 @@ from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
 from sparse_peers import available, dense  # noqa: E402
 from timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
 
-OURS = ("magi", "magi_attend")
-
 
 @dataclass
 class SparseResult(Result):

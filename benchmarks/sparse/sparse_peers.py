@@ -12,7 +12,7 @@ import torch
 from peers import Make, Run, Unfit, _cudnn_flex, _has, batched, tokens_first
 from sparse_cases import BlockCase, IndexCase
 
-from magi_attention.api import attend, flex_flash_attn_func, index_attn_func, make_plan
+from magi_attention.api import attend, block_sparse_attn_func, flex_flash_attn_func, index_attn_func, make_plan
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.index_attn import IndexProblem
@@ -37,6 +37,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
         raise Unfit("attend takes masks that are known before the step.")
     plan = make_plan(case.mask, 1)
     return lambda: attend(q, k, v, plan)[0]
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
+    """The public function that takes the matrix of blocks, on the device, and makes their lists in every call."""
+    if isinstance(case, IndexCase):
+        raise Unfit("block_sparse_attn_func takes blocks.")
+    blocks = torch.from_numpy(case.blocks).to(q.device)
+    return lambda: block_sparse_attn_func(q, k, v, blocks, case.block)[0]
 
 
 class _Gather(torch.autograd.Function):
@@ -122,5 +130,6 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
 
 def available() -> dict[str, Make]:
     """Implementations by name, ours first."""
-    found: dict[str, Make] = {"magi": _ours, "magi_attend": _attend, "flex": _flex, "gather": _gather}
+    found: dict[str, Make] = {"magi": _ours, "magi_blocks": _blocks, "magi_attend": _attend}
+    found |= {"flex": _flex, "gather": _gather}
     return found | ({"cudnn_flex": _cudnn} if _has("cudnn.flex_attention") else {})

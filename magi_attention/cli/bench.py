@@ -61,7 +61,7 @@ BENCHMARKS = {
         "block-sparse and index attention on one device, beside FlexAttention, cuDNN and gathering",
         {"masks": "--masks", "sizes": "--seqlens", **_SHAPE},
         cpu={
-            "masks": "b64_random_0.2,b64_window,b64_video,index_32", "sizes": "512", "only": "magi,magi_attend,gather",
+            "masks": "b64_random_0.2,b64_window,b64_video,index_32", "sizes": "512", "only": "magi,magi_blocks,gather",
             **_SMALL,
         },
         cpu_fixed="--index-heads 4",

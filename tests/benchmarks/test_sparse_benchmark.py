@@ -55,7 +55,7 @@ def test_all_implementations_are_right_and_wrong_ones_are_found(name, monkeypatc
     *tensors, dout = make_inputs(case, (4, 2) if name.startswith("b") else (4, 1), 16, torch.float32, "cpu", 0, True)
     makers = {n: m for n, m in sparse_peers.available().items() if n != "cudnn_flex"}
     makers["wrong"] = lambda q, k, v, case: lambda: sparse_peers.dense(q, k, v, case)()
-    fits = {"magi", "flex", "gather"} if name.startswith("index") else {"magi", "magi_attend", "flex"}
+    fits = {"magi", "flex", "gather"} if name.startswith("index") else {"magi", "magi_blocks", "magi_attend", "flex"}
     for is_forward in (True, False):
         inputs = tensors if is_forward else [*tensors, dout]
         check = (SparseForwardCheck if is_forward else SparseBackwardCheck)(case, *inputs)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.errors import ContractError, NoBackendError
-from magi_attention.kernels.index_attn import IndexProblem, backends, choose, prepare_indices
+from magi_attention.kernels.index_attn import IndexProblem, backends, choose, prepare, prepare_indices
 from magi_attention.kernels.index_attn.prepare import prepare_op
 from magi_attention.kernels.types import AttnOptions
 
@@ -22,7 +22,9 @@ def test_rows_are_the_sorted_set_of_each_list(seed):
     tokens, heads, width, total = (int(rng.integers(low, high)) for low, high in ((0, 6), (1, 4), (0, 9), (1, 8)))
     indices = rng.integers(-3, total, size=(tokens, heads, width))
     dtype = torch.int32 if seed % 2 else torch.int64
-    lists = prepare_indices(torch.from_numpy(indices).to(dtype), total)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_CHUNK", 2 * heads * max(width, 1))  # two lists at a time
+        lists = prepare_indices(torch.from_numpy(indices).to(dtype), total)
     assert lists.rows.dtype == lists.counts.dtype == torch.int32 and lists.rows.is_contiguous() and lists.is_plain
     for t in range(tokens):
         for h in range(heads):

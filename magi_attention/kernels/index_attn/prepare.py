@@ -11,6 +11,7 @@ from magi_attention.kernels.index_attn.types import PreparedIndices
 
 _INTEGERS = (torch.int32, torch.int64)
 _LAST = torch.iinfo(torch.int32).max  # sorts behind every entry
+_CHUNK = 1 << 24  # entries that are sorted at a time, which take some 40 bytes each meanwhile
 
 
 def prepare_indices(
@@ -105,19 +106,30 @@ def prepare_op(
     indices: torch.Tensor, total_k: int, k_block_size: int, k_start: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rows, counts)`` of ``PreparedIndices``."""
-    start = 0 if k_start is None else k_start[:, None, None]
-    is_beyond = indices.long() * k_block_size + start >= total_k
-    is_none = indices < 0
-    if not indices.is_cuda or general.is_sanity_check_enable():
-        _refuse(indices, is_beyond & ~is_none, total_k, k_block_size)
-    rows = indices.masked_fill(is_none | is_beyond, _LAST).int().sort(dim=-1).values
-    is_kept = rows != _LAST
-    is_kept[..., 1:] &= rows[..., 1:] != rows[..., :-1]
+    rows = indices.new_empty(indices.shape, dtype=torch.int32)
+    counts = indices.new_empty(indices.shape[:2], dtype=torch.int32)
+    is_checked = not indices.is_cuda or general.is_sanity_check_enable()
+    step = max(_CHUNK // max(indices.shape[1] * indices.shape[2], 1), 1)
+    for begin in range(0, indices.shape[0], step):
+        part = slice(begin, begin + step)
+        start = 0 if k_start is None else k_start[part, None, None]
+        # No product of an entry, which may be anything here.
+        is_beyond = indices[part] >= (total_k - start + k_block_size - 1) // k_block_size
+        if is_checked:
+            _refuse(indices[part], is_beyond & (indices[part] >= 0), total_k, k_block_size)
+        rows[part], counts[part] = _sorted_sets(indices[part].masked_fill(is_beyond, -1))
+    return rows, counts
+
+
+def _sorted_sets(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each list ascending, each entry once, then -1; and how many it has. Negative entries are none."""
+    entries = entries.masked_fill(entries < 0, _LAST).int().sort(dim=-1).values
+    is_kept = entries != _LAST
+    is_kept[..., 1:] &= entries[..., 1:] != entries[..., :-1]
     # Each kept entry goes behind those before it, and all others into one more column, which is dropped.
-    place = torch.where(is_kept, is_kept.cumsum(-1) - 1, rows.shape[2])
-    packed = torch.full((*rows.shape[:2], rows.shape[2] + 1), -1, dtype=torch.int32, device=rows.device)
-    packed.scatter_(-1, place, rows)
-    return packed[..., :-1].contiguous(), is_kept.sum(-1, dtype=torch.int32)
+    place = torch.where(is_kept, is_kept.cumsum(-1) - 1, entries.shape[2])
+    packed = entries.new_full((*entries.shape[:2], entries.shape[2] + 1), -1)
+    return packed.scatter_(-1, place, entries)[..., :-1], is_kept.sum(-1, dtype=torch.int32)
 
 
 def _refuse(indices: torch.Tensor, is_bad: torch.Tensor, total_k: int, block: int) -> None:

@@ -31,7 +31,7 @@ class _Part:
         self.seen = seen[:, :, None]  # (n, Hk, 1, N)
         self.sees_any = seen.any(-1)[:, :, None, None]  # (n, Hk, 1, 1)
         # A key that is not seen stands for row 0, whose values then must not matter, not even NaN.
-        self.rows = torch.where(seen, keys, 0) * self.heads + torch.arange(self.heads, device=q.device)[:, None]
+        self.keys, self.head = torch.where(seen, keys, 0), torch.arange(self.heads, device=q.device)[:, None]
         self.q, self.k = self.grouped(q), self.gathered(k)
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Part:
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of k or v as (n, Hk, N, D); 0 where nothing is seen."""
-        return x.flatten(0, 1)[self.rows].to(self.acc).masked_fill(~self.seen.transpose(-1, -2), 0)
+        return x[self.keys, self.head].to(self.acc).masked_fill(~self.seen.transpose(-1, -2), 0)
 
     def logits(self, options: AttnOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits (n, Hk, G, N), -inf where nothing is seen, and the slope of the softcap or None."""
@@ -53,8 +53,8 @@ class _Part:
         return logits.masked_fill(~self.seen, _NEG_INF), slope
 
     def add(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds (n, Hk, N, D) to their rows of ``total``, in one order always."""
-        rows, values = self.rows.flatten(), values.flatten(0, 2)
+        """Adds (n, Hk, N, D) to their rows of ``total`` (Tk * Hk, D), in one order always."""
+        rows, values = (self.keys * self.heads + self.head).flatten(), values.flatten(0, 2)
         if total.is_cuda:  # where index_add_ adds in any order, and this one sorts
             total.index_put_((rows,), values, accumulate=True)
         else:
