@@ -99,9 +99,6 @@ class CpuVerbs:
     def leave(self) -> None:
         self.has_left = True
 
-    def stream(self) -> int:
-        return 0
-
     def _launch(self, name: str, params) -> None:
         self.calls[name] += 1
         self.before(name)

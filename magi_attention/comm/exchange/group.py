@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -114,10 +112,6 @@ class ExchangeGroup:
         places = arena.epoch_at(of_reduce), arena.signals_at, arena.totals_at, arena.failed_at
         failed = self._failed_peer.data_ptr()
         return abi.CommEpoch(self.memory.data_ptr(), *places, failed, self.timeout_ms, 0)
-
-    def launch(self, verb: Callable[[Any], None], params: Any) -> None:
-        params.stream = self.verbs.stream()
-        verb(params)
 
     # -- failing --------------------------------------------------------------------------------------------------
     @property

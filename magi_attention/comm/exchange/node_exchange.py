@@ -29,6 +29,7 @@ from magi_attention.native import abi
 NUM_CTAS = 16
 _CAST, _REDUCE = "a group cast over nodes", "a group reduce over nodes"
 L = TypeVar("L", bound="_Launches")
+P = TypeVar("P")
 BLOCK_ROWS = 128  # one CTA puts a block, so these are smaller than the network alone would want
 _CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
 
@@ -85,7 +86,7 @@ class NodeExchange:
         pack = RowPack.of(inputs, [x.dtype for x in inputs])
         launches = self._prepared(_CASTS, pack, _Cast)
         with self.group.ordered(is_beside) as turn:
-            outputs = launches.run(inputs)
+            outputs = launches.run(inputs, turn.stream)
         self.group.check_if_done(_CAST)
         return _Under(turn.work, inputs), lambda: outputs
 
@@ -107,7 +108,7 @@ class NodeExchange:
             launches = self._prepared(_REDUCES, pack, _Reduce)
         local = [self.owner.self_out.take(x) for x in inputs] if self.owner.has_local_rows else []
         with self.group.ordered(is_beside) as turn:
-            arrived = launches.run(inputs)
+            arrived = launches.run(inputs, turn.stream)
         self.group.check_if_done(_REDUCE)
         return _Under(turn.work, inputs), lambda: Arrived(self.owner, arrived, pack, local)
 
@@ -164,6 +165,10 @@ class _Launches:
         self.held.append(torch.from_numpy(np.ascontiguousarray(table)).to(self.memory.device))
         return self.held[-1].data_ptr()
 
+    def launch(self, verb: Callable[[P], None], params: P, stream: int) -> None:
+        params.stream = stream  # type: ignore[attr-defined]
+        verb(params)
+
     def rows(self, at: int, rows: int) -> torch.Tensor:
         """Rows of a region, (rows, width)."""
         pack, size = self.pack, rows * self.pack.width * self.pack.dtype.itemsize
@@ -185,14 +190,14 @@ class _Cast(_Launches):
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        group, verbs = self.group, self.group.verbs
+    def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
+        verbs = self.group.verbs
         for column, x in zip(self._input, inputs, strict=True):
             column.copy_(x)
-        group.launch(verbs.put, self._put)
-        group.launch(verbs.wait, self._wait)
+        self.launch(verbs.put, self._put, stream)
+        self.launch(verbs.wait, self._wait, stream)
         outputs = [column.clone(memory_format=torch.contiguous_format) for column in self._output]
-        group.launch(verbs.end, self._end)
+        self.launch(verbs.end, self._end, stream)
         return outputs
 
 
@@ -209,17 +214,17 @@ class _ReduceLaunches(_Launches):
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
-    def send(self, partials: Sequence[torch.Tensor]) -> None:
+    def send(self, partials: Sequence[torch.Tensor], stream: int) -> None:
         """To carriers and to owners in the own node."""
         for column, x in zip(self._partials, partials, strict=True):
             column.copy_(x)
-        self.group.launch(self.group.verbs.put, self._put)
+        self.launch(self.group.verbs.put, self._put, stream)
 
-    def receive(self) -> torch.Tensor:
+    def receive(self, stream: int) -> torch.Tensor:
         """What came for this rank's rows, (rows, width)."""
-        self.group.launch(self.group.verbs.wait, self._wait)
+        self.launch(self.group.verbs.wait, self._wait, stream)
         arrived = self._grads.clone()
-        self.group.launch(self.group.verbs.end, self._end)
+        self.launch(self.group.verbs.end, self._end, stream)
         return arrived
 
 
@@ -232,10 +237,10 @@ class _Reduce(_ReduceLaunches):
         super().__init__(group, plan, pack)
         self._node_sum = self.sum(self.tables.node_sums)
 
-    def run(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
-        self.send(partials)
-        self.group.launch(self.group.verbs.sum, self._node_sum)
-        return self.receive()
+    def run(self, partials: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
+        self.send(partials, stream)
+        self.launch(self.group.verbs.sum, self._node_sum, stream)
+        return self.receive(stream)
 
 
 class _LseReduce(_ReduceLaunches):
@@ -251,9 +256,9 @@ class _LseReduce(_ReduceLaunches):
         self.cache = PlanCache()
         self._slots = _slots(_joined([block.add for block in part.blocks]), self.cache)
 
-    def run(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
-        self.send(partials)
-        self.group.launch(self.group.verbs.wait, self._node_wait)
+    def run(self, partials: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
+        self.send(partials, stream)
+        self.launch(self.group.verbs.wait, self._node_wait, stream)
         sums = [torch.empty(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in self._held]
         *data, lse = sums
         lse_terms: list[Contribution] = [(rows, terms.take(self._terms[-1])) for rows, terms in self._slots]
@@ -263,8 +268,8 @@ class _LseReduce(_ReduceLaunches):
             reduce_rows_lse(y, lse if is_last else lse.clone(), of_y, lse_terms, acc_reduce=False)
         for column, x in zip(self._held, sums):
             column.copy_(x)
-        self.group.launch(self.group.verbs.put, self._back)
-        return self.receive()
+        self.launch(self.group.verbs.put, self._back, stream)
+        return self.receive(stream)
 
 
 def _joined(sums: Sequence[Sum]) -> Sum:

@@ -33,10 +33,6 @@ class Verbs(Protocol):
         """Gives memory of ``alloc`` back when no launch uses it any more; collective."""
         ...
 
-    def stream(self) -> int:
-        """The current stream."""
-        ...
-
     def leave(self) -> None:
         """Ends what the ranks share; collective, after the last ``free``."""
         ...
@@ -97,9 +93,6 @@ class NvshmemVerbs:
 
     def free(self, memory: torch.Tensor) -> None:
         self.library.free(memory.data_ptr())
-
-    def stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream
 
 
 class NvshmemFactory:

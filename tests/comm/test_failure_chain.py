@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is to blame when ranks wait for one another outside the messages of their group: what the store says."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from magi_attention.comm.transport.failure import FailureBoard
+from magi_attention.comm.transport.torch import TorchTransport
+from magi_attention.testing.spawn import run_processes
+
+
+def boards(world: int) -> list[FailureBoard]:
+    store = dist.HashStore()
+    return [FailureBoard(store, rank, range(world), lambda: 0) for rank in range(world)]
+
+
+def test_the_last_of_the_chain_that_reported_ends_it_at_once():
+    first, second, third, _ = boards(4)
+    third.report("ValueError: no such row.")
+    assert second.follow(2, "a cast", 1e6) == ([2], " It reported: ValueError: no such row.")
+    assert first.follow(1, "a cast", 1e6) == ([1, 2], " It reported: ValueError: no such row.")
+
+
+def test_a_rank_that_says_nothing_has_until_the_timeout():
+    first, second, _ = boards(3)
+    chain, about = first.follow(1, "a cast", 0.05)
+    assert chain == [1] and about.startswith(" Rank 1 is alive")
+    second.follow(2, "a cast", 0.05)
+    assert first.follow(1, "a cast", 0.05)[0] == [1, 2]
+
+
+def test_ranks_that_wait_in_a_circle():
+    first, second, third = boards(3)
+    for board, awaited in ((first, 1), (second, 2), (third, 0)):
+        chain, _ = board.follow(awaited, "a cast", 0.05)
+    assert chain == [0, 1, 2]
+
+
+def lose_the_store(rank: int, world: int) -> tuple[list[int], str]:
+    transport = TorchTransport(timeout_s=60)
+
+    def gone(*args):
+        raise RuntimeError("Connection reset by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport._board, "_write", gone)
+        return transport.blame(1 - rank, "a cast")
+
+
+def test_without_the_store_the_rank_that_was_awaited_is_named():
+    for rank, (chain, about) in enumerate(run_processes(2, lose_the_store)):
+        assert chain == [1 - rank] and "The store of this group is gone, too" in about
