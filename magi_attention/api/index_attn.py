@@ -20,11 +20,12 @@ _eager = torch.compiler.disable(reason="how many rows index attention fetches is
 def attend_index(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     indices: torch.Tensor | IndexExchange,
     plan: Plan,
     group: Any = None,
     *,
+    head_dim_v: int | None = None,
     sink: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -33,9 +34,11 @@ def attend_index(
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Attention of this rank's tokens, each to a list of keys of its own, as top-k attention chooses them (DSA).
 
-    q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)`` hold this rank's ``T`` tokens (``plan.shard``). ``indices`` is
-    int32 or int64 ``(T, Hk, N)``, made on each rank for its own queries: global positions of keys, which may be
-    anywhere, in any order; negative entries are none and a key that is there twice counts once, as of
+    q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)`` hold this rank's ``T`` tokens (``plan.shard``). With v None
+    and ``head_dim_v`` the first so many columns of k are the values, as in MLA's latents, and travel once.
+
+    ``indices`` is int32 or int64 ``(T, Hk, N)``, made on each rank for its own queries: global positions of keys, which
+    may be anywhere, in any order; negative entries are none and a key that is there twice counts once, as of
     ``index_attn_func``. Only what is listed is seen: the plan's mask plays no part, its dispatch does. Lists of pad
     rows are taken as empty.
 
@@ -57,8 +60,8 @@ def attend_index(
     if deterministic is None:
         deterministic = general.is_deterministic_mode_enable()
     return index_rows.attend_index(
-        q, k, v, indices, plan._layout(group), sink=sink, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, max_rows=max_rows,
+        q, k, v, indices, plan._layout(group), head_dim_v=head_dim_v, sink=sink, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, max_rows=max_rows,
     )  # fmt: skip
 
 

@@ -136,14 +136,14 @@ def _check_bounds(table: list[list[int]]) -> None:
 
 
 class _Fetch(torch.autograd.Function):
-    """Rows of this rank, then those of others: k and v (T, Hk, D) become (T * Hk + fetched, 1, D)."""
+    """Rows of this rank, then those of others: tensors (T, Hk, D) of any head dims become (T * Hk + fetched, 1, D)."""
 
     @staticmethod
     def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, exchange: IndexExchange, layout: TokenLayout
+        ctx: Any, exchange: IndexExchange, layout: TokenLayout, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.layout, ctx.shapes = exchange, layout, (k.shape, v.shape)
-        own = [x.flatten(0, 1) for x in (k, v)]
+        ctx.exchange, ctx.layout, ctx.shapes = exchange, layout, [x.shape for x in tensors]
+        own = [x.flatten(0, 1) for x in tensors]
         sent = torch.cat([x[exchange.requests] for x in own], dim=1)
         got = sent.new_empty((sum(exchange.got_counts), sent.shape[1]))
         with layout.transport.guard("index attention, rows"):
@@ -162,7 +162,7 @@ class _Fetch(torch.autograd.Function):
         parts = got.split([x.shape[2] for x in grads], dim=1)
         total = [_sum_rows(x[:num_own, 0], part, exchange.requests) for x, part in zip(grads, parts)]
         total = [x.view(shape) for x, shape in zip(total, shapes)]
-        return *once_differentiable(total, grads), None, None
+        return None, None, *once_differentiable(total, grads)
 
 
 def _sum_rows(own: torch.Tensor, received: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -180,12 +180,14 @@ _apply_fetch: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply
 
 
 def attend_index(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor | IndexExchange, layout: TokenLayout, *,
-    sink: torch.Tensor | None, softmax_scale: float | None, softcap: float, deterministic: bool, max_rows: int | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, indices: torch.Tensor | IndexExchange,
+    layout: TokenLayout, *, head_dim_v: int | None, sink: torch.Tensor | None, softmax_scale: float | None,
+    softcap: float, deterministic: bool, max_rows: int | None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
     with layout.transport.guard("index attention, input check"):
-        _check(q, k, v, sink, layout)
+        width = _width(k, v, head_dim_v)
+        _check(q, k, k if v is None else v, sink, layout)
         if not isinstance(indices, IndexExchange) and indices.shape[1:2] != k.shape[1:2]:
             raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
         if isinstance(indices, IndexExchange) and indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:
@@ -197,7 +199,11 @@ def attend_index(
         indices = make_exchange(indices.to(q.device), layout, max_rows)
     tokens, heads = k.shape[:2]
     group = q.shape[1] // heads
-    keys, values = _apply_fetch(k, v, indices, layout)
+    if v is None:
+        (keys,) = _apply_fetch(indices, layout, k)
+        values = keys[..., :width]
+    else:
+        keys, values = _apply_fetch(indices, layout, k, v)
     if sink is not None:  # of each kv head's own query heads, as all rows have these heads then
         sink = sink.unflatten(1, (heads, group)).transpose(0, 1)
         sink = sink.expand(tokens, *sink.shape).flatten(0, 1)
@@ -205,7 +211,21 @@ def attend_index(
         q.reshape(tokens * heads, group, q.shape[2]), keys, values, indices.lists, sink=sink, sink_layout="ssh",
         softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=0, return_max_logits=False,
     )  # fmt: skip
-    return out.view(*q.shape[:2], v.shape[2]), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
+    return out.view(*q.shape[:2], width), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
+
+
+def _width(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) -> int:
+    """Columns of the values."""
+    if v is not None and head_dim_v is not None:
+        raise ContractError("head_dim_v says which columns of k are the values where v is None; give one of the two.")
+    if v is not None:
+        return v.shape[-1]
+    if head_dim_v is None:
+        raise ContractError("v is None: give head_dim_v, so that the first columns of k are the values, or give v.")
+    width = as_int(head_dim_v, "head_dim_v", at_least=1)
+    if width > k.shape[-1]:
+        raise ContractError(f"head_dim_v is {width}, and k has only {k.shape[-1]} columns; give at most these.")
+    return width
 
 
 def _check(

@@ -120,6 +120,33 @@ def test_each_needed_row_travels_once_and_layers_share_the_exchange():
         assert sent == [0 if r == me else wanted[r][me] for r in range(world)]
 
 
+def test_values_that_are_columns_of_the_keys_travel_once():
+    plan = make(30, 3, 5)
+    (q, k, _), indices = draw(30, (4, 1), 5, 21)
+    print("seed 21")
+    dout = torch.randn(30, 4, 4, generator=torch.Generator().manual_seed(21), dtype=F64)
+
+    def rank(transport, with_v):
+        local = [plan.shard(x, transport).requires_grad_() for x in (q, k)]
+        lists = prepare_index_exchange(plan.shard(indices, transport, -1), plan, transport)
+        values = dict(v=local[1][..., :4]) if with_v else dict(v=None, head_dim_v=4)
+        out, _ = attend_index(*local, indices=lists, plan=plan, group=transport, **values)
+        grads = torch.autograd.grad(out, local, plan.shard(dout, transport))
+        return [plan.gather(x.detach(), transport) for x in (out, *grads)]
+
+    for ours, theirs in zip(*(FakeWorld(3).run(rank, with_v) for with_v in (False, True))):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    alone = make(30, 1, 5)
+    for v, options, words in (
+        (None, dict(head_dim_v=7), "head_dim_v is 7, and k has only 6 columns"),
+        (None, {}, "v is None: give head_dim_v"),
+        (k, dict(head_dim_v=4), "give one of the two"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            attend_index(q, k, v, indices, alone, **options)
+
+
 def test_the_same_bits_on_every_run_in_low_precision():
     plan = make(48, 4, 3)
     tensors, indices = draw(48, (4, 2), 20, 5)
