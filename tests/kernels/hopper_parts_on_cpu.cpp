@@ -29,7 +29,7 @@ void product(const ProductParams p) {
   const auto is = [&](int mistake) { return p.mistake == mistake; };
   if (threadIdx.x == 0 && !is(7)) {
     mbar_init(bar, 1);
-    mbar_init_fence();
+    if (!is(10)) mbar_init_fence();
   }
   __syncthreads();
   // One tile of A and the tiles of B are loaded by a thread of another warp.
@@ -44,6 +44,7 @@ void product(const ProductParams p) {
       load_tile_3d(smem + kTileB + i * b_bytes, &p.b, bar, 64 * i, 0, 0, kEvictLast);
   }
   if (!is(20)) mbar_wait(bar, 0);
+  if (!is(11)) __syncwarp();
   float d[kN / 2];
   uint32_t registers[4][4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -91,6 +92,7 @@ void product(const ProductParams p) {
       store_tile_3d(&p.out, smem + kTileOut + i * a_bytes, 64 * i, 0, 0);
     store_commit();
     if (!is(4)) store_wait_all();
+    if (is(12)) load_bytes(smem, p.rows, 1024, bar);
   }
 }
 

@@ -17,11 +17,14 @@ MISTAKES = {  # what the kernel leaves out, and what is said then
     2: "ends before its multiplications",
     3: "A deadlock",
     4: "ends before its bulk stores have read",
-    5: "before the first wgmma_fence",
+    5: "wgmma without a wgmma_fence",
     6: "changes registers of A",
     7: "There is no initialised mbarrier",
     8: "more than 1 arrivals",
     9: "some lanes of a warp",
+    10: "mbar_init_fence was not called",
+    11: "without a __syncwarp between them",
+    12: "ends before its loads have arrived",
 }
 
 

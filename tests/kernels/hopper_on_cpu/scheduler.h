@@ -186,6 +186,8 @@ inline void Cta::run(const std::function<void()>& kernel, const std::function<vo
       enter();
     }
   }
+  if (open_loads != 0)
+    throw std::runtime_error(text("CTA %u ends before its loads have arrived", index.x));
   while (!pending.empty()) {
     std::function<void()> work = std::move(pending.back());
     pending.pop_back();

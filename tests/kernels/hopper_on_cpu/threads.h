@@ -82,6 +82,8 @@ struct Mbarrier {
   int count = 0, pending = 0;
   int64_t bytes = 0;  // announced and not yet arrived; negative where they come first
   uint32_t phase = 0;
+  int initialiser = 0;  // the thread, and its fences so far
+  uint32_t initialised = 0;
   Waiters waiters;
 };
 
@@ -134,6 +136,7 @@ struct Thread {
   uint8_t* stack = nullptr;
   int index = 0;
   bool started = false, done = false, blocked = false;
+  bool apart = false;  // has waited alone since its warp met
   Warp* warp = nullptr;
   const char* waits_at = "";
   uint32_t waits_a = 0, waits_b = 0;
@@ -142,7 +145,7 @@ struct Thread {
   // Multiplications.
   int64_t issued = 0;
   std::vector<int64_t> commits;
-  bool wgmma_fenced = false;
+  bool wgmma_fenced = false;  // since its last wait for multiplications
   std::vector<Accumulating> accumulating;
   // Copies of 16 bytes: those behind the last arrival, and those that an arrival waits for.
   std::vector<AsyncCopy> copies;
@@ -164,10 +167,12 @@ struct Warp {
   Waiters multiplied;
 };
 
-// Who has written 16 bytes of shared memory, and not yet said so to the async proxy.
+// Who has written 16 bytes of shared memory, and not yet said so to the async proxy; and whether a
+// copy to them is under way.
 struct Mark {
   int32_t thread = -1;  // -1: nobody; -2: an asynchronous copy
   uint32_t when = 0;
+  bool is_awaited = false;
 };
 
 struct Cta {
@@ -191,7 +196,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<Mark> marks;
   uint32_t copies_done = 1, copies_fenced = 0;
-  int alive = 0;
+  int alive = 0, open_loads = 0;
   std::string error;
   jmp_buf scheduler;
   std::function<void()> body;
@@ -291,19 +296,39 @@ inline uint8_t* shared_at(uint32_t address, uint32_t bytes, const char* who) {
 
 // ---- proxies: what a thread writes is seen by wgmma and bulk copies only behind a fence.
 
-inline void set_marks(uint32_t address, uint32_t bytes, Mark mark) {
+template <typename Change>
+void for_marks(uint32_t address, uint32_t bytes, Change change) {
   if (!is_dynamic(address)) return;
   for (uint32_t i = (address - kSmemBase) / 16; i <= (address - kSmemBase + bytes - 1) / 16; ++i)
-    cta->marks[i] = mark;
+    change(cta->marks[i]);
+}
+
+inline void check_arrived(uint32_t address, uint32_t bytes, const char* who) {
+  for_marks(address, bytes, [&](const Mark& mark) {
+    if (mark.is_awaited)
+      fault(text("%s touches shared memory at %u, and a copy to that has not arrived yet", who,
+                 address - kSmemBase));
+  });
 }
 
 inline void mark_written(uint32_t address, uint32_t bytes, const Thread& writer) {
-  set_marks(address, bytes, {writer.index, writer.fences});
+  for_marks(address, bytes, [&](Mark& mark) { mark = {writer.index, writer.fences, false}; });
 }
 
-inline void mark_copied(uint32_t address) { set_marks(address, 16, {-2, cta->copies_done}); }
+inline void mark_copied(uint32_t address) {
+  for_marks(address, 16, [](Mark& mark) { mark = {-2, cta->copies_done, false}; });
+}
 
-inline void mark_clean(uint32_t address, uint32_t bytes) { set_marks(address, bytes, {}); }
+inline void mark_clean(uint32_t address, uint32_t bytes) {
+  for_marks(address, bytes, [](Mark& mark) { mark = {}; });
+}
+
+// A copy to shared memory begins.
+inline void begin_arrival(uint32_t address, uint32_t bytes, const char* who) {
+  std::memset(shared_at(address, bytes, who), 0xff, bytes);
+  check_arrived(address, bytes, who);
+  for_marks(address, bytes, [](Mark& mark) { mark.is_awaited = true; });
+}
 
 // fence.proxy.async. Of copies it is enough that any thread calls it, which must have waited for
 // them.
@@ -315,6 +340,7 @@ inline void fence() {
 // By the async proxy.
 inline void check_fenced(uint32_t address, const char* who) {
   if (!is_dynamic(address)) return;
+  check_arrived(address, 16, who);
   const Mark& mark = cta->marks[(address - kSmemBase) / 16];
   if (mark.thread == -1) return;
   if (mark.thread == -2) {
@@ -357,8 +383,14 @@ inline void arrive(uint32_t address, int64_t bytes) {
   settle(bar);
 }
 
+// By the async proxy.
 inline void complete_bytes(uint32_t address, int64_t bytes) {
   Mbarrier& bar = mbarrier(address);
+  if (cta->threads[bar.initialiser]->fences == bar.initialised)
+    fault(
+        text("A load arrives at the mbarrier at %u, and mbar_init_fence was not called after "
+             "mbar_init",
+             address - kSmemBase));
   bar.bytes -= bytes;
   settle(bar);
 }
@@ -397,6 +429,7 @@ inline Told meet_at(int id, int threads, bool mine) {
   } else {
     wait_until(bar.waiters, [&] { return bar.phase != phase; }, "barrier", id, threads);
   }
+  self->apart = false;
   return {bar.told_any[phase & 1], bar.told_all[phase & 1]};
 }
 
@@ -433,8 +466,10 @@ uint32_t meet_in_warp(uint32_t mask, Collective what, uint32_t value, uint32_t s
     finish(*meeting);
     progress();
     for (int l = 0; l < 32; ++l) {
-      if (!(mask >> l & 1) || l == lane) continue;
+      if (!(mask >> l & 1)) continue;
       Thread* t = cta->threads[self->index - lane + l].get();
+      t->apart &= mask != 0xffffffff;
+      if (l == lane) continue;
       t->blocked = false;
       cta->runnable.push_back(t);
     }
@@ -447,6 +482,12 @@ uint32_t meet_in_warp(uint32_t mask, Collective what, uint32_t value, uint32_t s
     hand_over();
   }
   return self->result;
+}
+
+// Before an instruction that all lanes have to come to together, where no wait may have taken them
+// apart.
+inline void check_together(const char* what) {
+  if (self->apart) fault(text("%s after a wait, without a __syncwarp between them", what));
 }
 
 inline Thread& lane_of_warp(int lane) {

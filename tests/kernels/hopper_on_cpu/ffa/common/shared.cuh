@@ -9,12 +9,14 @@ template <typename T>
 T load_shared(uint32_t address) {
   if (cta->random.one_in(16)) yield();
   T value;
+  check_arrived(address, sizeof(T), "A load");
   std::memcpy(&value, shared_at(address, sizeof(T), "A load"), sizeof(T));
   return value;
 }
 template <typename T>
 void store_shared(uint32_t address, T value) {
   maybe_yield();
+  check_arrived(address, sizeof(T), "A store");
   std::memcpy(shared_at(address, sizeof(T), "A store"), &value, sizeof(T));
   mark_written(address, sizeof(T), *self);
 }

@@ -20,7 +20,7 @@ inline void begin_copy(uint32_t to, const void* from, bool take) {
   if (take && reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fault("cp.async from an address that is not a multiple of 16");
   maybe_yield();
-  std::memset(shared_at(to, 16, "cp.async"), 0xff, 16);
+  begin_arrival(to, 16, "cp.async");
   auto& copies = self->copies;
   copies.push_back({to, static_cast<const uint8_t*>(from), take});
   if (!cta->random.one_in(4)) return;

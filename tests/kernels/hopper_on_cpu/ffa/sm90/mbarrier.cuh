@@ -18,6 +18,8 @@ inline void mbar_init(uint32_t bar, uint32_t arrivals) {
   if (!it.waiters.threads.empty()) hopper::fault("mbar_init of a barrier at which threads wait");
   it.count = it.pending = static_cast<int>(arrivals);
   it.bytes = it.phase = 0;
+  it.initialiser = hopper::self->index;
+  it.initialised = hopper::self->fences;
 }
 
 inline void mbar_init_fence() { hopper::fence(); }
@@ -42,6 +44,7 @@ inline bool mbar_test(uint32_t bar, uint32_t parity) {
 inline void mbar_wait(uint32_t bar, uint32_t parity) {
   hopper::maybe_yield();
   hopper::Mbarrier& it = hopper::mbarrier(bar);
+  hopper::self->apart = true;
   hopper::wait_until(it.waiters, [&] { return (it.phase & 1) != parity; }, "mbarrier", bar, parity);
 }
 

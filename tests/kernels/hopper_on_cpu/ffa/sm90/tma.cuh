@@ -67,7 +67,13 @@ inline void check_tile(uint32_t address, const CUtensorMap& map, uint32_t rank, 
 inline void begin_load(uint32_t to, uint32_t bytes, uint32_t bar, const char* who) {
   mbarrier(bar);
   maybe_yield();
-  std::memset(shared_at(to, bytes, who), 0xff, bytes);
+  ++cta->open_loads;
+  begin_arrival(to, bytes, who);
+}
+
+inline void end_load(uint32_t bar, uint32_t bytes) {
+  --cta->open_loads;
+  complete_bytes(bar, bytes);
 }
 
 inline void load_tile(uint32_t to, const CUtensorMap& map, uint32_t bar, uint32_t rank,
@@ -83,7 +89,7 @@ inline void load_tile(uint32_t to, const CUtensorMap& map, uint32_t bar, uint32_
         std::memset(slot, 0, bytes);
     });
     mark_clean(to, box_bytes(map));
-    complete_bytes(bar, box_bytes(map));
+    end_load(bar, box_bytes(map));
   });
 }
 
@@ -186,7 +192,7 @@ inline void load_bytes(uint32_t dst, const void* src, uint32_t bytes, uint32_t b
   hopper::later([=] {
     std::memcpy(hopper::shared_at(dst, bytes, "A bulk load"), src, bytes);
     hopper::mark_clean(dst, bytes);
-    hopper::complete_bytes(bar, bytes);
+    hopper::end_load(bar, bytes);
   });
 }
 
@@ -235,6 +241,7 @@ inline void store_matrices(uint32_t address, const uint32_t (&mine)[4], bool tra
     uint32_t address;
     const uint32_t* values;
   } given{address, mine};
+
   if (address % 16 != 0) fault(text("stmatrix to %u, not a multiple of 16", address));
   meet_in_warp(0xffffffff, Collective::kMatrix, transposed, 0, &given, [&](Meeting& m) {
     for (int lane = 0; lane < 32; ++lane) {
@@ -246,6 +253,7 @@ inline void store_matrices(uint32_t address, const uint32_t (&mine)[4], bool tra
         const Given& from = *static_cast<const Given*>(m.extra[4 * r + c / 2]);
         values[column] = static_cast<uint16_t>(from.values[lane / 8] >> 16 * (c % 2));
       }
+      check_arrived(row.address, 16, "stmatrix");
       std::memcpy(shared_at(row.address, 16, "stmatrix"), values, 16);
       const Thread& writer = lane_of_warp(lane);
       mark_written(row.address, 16, writer);

@@ -126,7 +126,7 @@ inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
   maybe_yield();
   Warp* warp = self->warp;
   const int lane = self->index % 32;
-  if (!self->wgmma_fenced) fault("wgmma before the first wgmma_fence");
+  check_together("wgmma");
   const size_t at = self->issued++ - warp->first_queued;
   if (at == warp->queue.size()) warp->queue.push_back(std::make_shared<Mma>(mine));
   Mma& m = *warp->queue[at];
@@ -138,6 +138,8 @@ inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
     m.tile = known != under_way.end() ? known->tile
                                       : std::make_shared<AccumulatorTile>(AccumulatorTile{
                                             m.n, std::vector<float>(16 * m.n, NAN)});
+  if (!self->wgmma_fenced && (m.from_registers || known == under_way.end()))
+    fault("wgmma without a wgmma_fence since the thread could touch its registers");
   if (known == under_way.end()) {
     under_way.push_back({d, m.tile, 0});
     known = under_way.end() - 1;
@@ -170,6 +172,7 @@ void wgmma_wait() {
   const auto& commits = hopper::self->commits;
   const int64_t done = commits.size() > kPending ? commits[commits.size() - 1 - kPending] : 0;
   hopper::Warp* warp = hopper::self->warp;
+  hopper::self->wgmma_fenced = false;
   hopper::wait_until(
       warp->multiplied, [=] { return warp->first_queued >= done; }, "wgmma.wait_group");
 }
