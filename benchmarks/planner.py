@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mask costs before the first attention call: from the mask to the plan of this rank, on one thread of the host.
 
-    python benchmarks/planner.py [--masks packed_128K,window_4M] [--repeats 5] [--out benchmarks/results/NAME]
+    python benchmarks/planner.py [--masks packed_128K,window_4M] [--repeats 5] [--node 8] [--out OUT]
 
 Each repeat has a mask that nothing has seen: other documents, or another window. The time is the best of the repeats;
 beside it are the quantiles of all and, of the best one, its parts: ``mask`` builds the mask, ``plan`` is ``make_plan``,
-and ``rank`` is what this rank computes and receives. No GPU is used. ``new_mask.py`` times the parts inside of these
-and the tile plans of kernels.
+and ``rank`` is what this rank computes and receives. With ``--node`` so many ranks share a node, and the dispatch looks
+at that. No GPU is used. ``new_mask.py`` times the parts inside of these and the tile plans of kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
 from timing import middle_and_quantiles  # noqa: E402
 
-from magi_attention.api import Mask, make_plan  # noqa: E402
+from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, make_plan  # noqa: E402
 
 HEADS, HEAD_DIM = (64, 8), 128
 FRAME, WINDOW = 1560, 1024  # tokens of a frame of video; keys that a query sees
@@ -88,16 +88,18 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--masks", type=list_of(str, list(CASES)), default=list(CASES), metavar="A,B", help=", ".join(CASES))
     add("--repeats", type=int, default=5, help="timed masks of each, of which the best counts (5)")
+    add("--node", type=int, metavar="N", help="ranks that share a node; without it plans know of no nodes")
     add("--out", type=Path, help="write OUT.json and OUT.png")
     return parser
 
 
-def parts_ms(case: Case, seed: int) -> dict[str, float]:
+def parts_ms(case: Case, seed: int, node: int | None) -> dict[str, float]:
     """Milliseconds of each part for one mask."""
     marks = [time.perf_counter()]
     mask = case.make(case.tokens, seed)
     marks.append(time.perf_counter())
-    plan = make_plan(mask, case.ranks, num_heads_q=HEADS[0], num_heads_kv=HEADS[1], head_dim=HEAD_DIM)
+    config = DistAttnConfig(DispatchConfig(nodes=node))
+    plan = make_plan(mask, case.ranks, config, num_heads_q=HEADS[0], num_heads_kv=HEADS[1], head_dim=HEAD_DIM)
     marks.append(time.perf_counter())
     # A rank's plan is made where it is first asked for.
     plan.rank(case.ranks // 2).stages  # noqa: B018
@@ -105,9 +107,9 @@ def parts_ms(case: Case, seed: int) -> dict[str, float]:
     return dict(zip(("mask", "plan", "rank"), (1e3 * (b - a) for a, b in zip(marks, marks[1:]))))
 
 
-def measure(case: Case, repeats: int) -> dict:
+def measure(case: Case, repeats: int, node: int | None) -> dict:
     """One row of the record. The first mask is not timed: it loads what has to be loaded."""
-    found = [parts_ms(case, seed) for seed in range(repeats + 1)][1:]
+    found = [parts_ms(case, seed, node) for seed in range(repeats + 1)][1:]
     totals = [sum(parts.values()) for parts in found]
     _, low, high = middle_and_quantiles(totals)
     best = found[totals.index(min(totals))]
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     rows: list[dict] = []
     for name in steps(options.masks, str):
-        rows.append(measure(CASES[name], options.repeats))
+        rows.append(measure(CASES[name], options.repeats, options.node))
         print(line(rows[-1]), flush=True)
     if options.out:
         settings = plain_settings(options) | {"heads": HEADS, "head_dim": HEAD_DIM, "threads": 1}

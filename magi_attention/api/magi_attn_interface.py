@@ -2,13 +2,15 @@
 """The published functions: keys, dispatch, attention. A thin layer over plans and the runtime.
 
 Keys are made without communication, so ranks need not make them in step; what they must do in step is call
-``calc_attn``, ``undispatch`` and ``roll``.
+``calc_attn``, ``undispatch`` and ``roll``. Only the first key of a group asks the other ranks for their nodes, where
+hierarchical communication is on and no mesh says it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from magi_attention.api.compile_rows import (
     compiled_shard,
 )
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
+from magi_attention.api.group_nodes import with_nodes
 from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_of_manager, forget_plans
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
@@ -38,7 +41,7 @@ from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.config import DispatchConfig, DistAttnConfig
+from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional import documents
@@ -91,6 +94,7 @@ def magi_attn_flex_key(
         )
     flags = RuntimeFlags.from_env()
     group, mesh = resolve_group(cp_group_or_mesh, flags)
+    config = with_nodes(config, group, mesh, flags)
     check_heads(num_heads_q, num_heads_kv, head_dim)
     mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
     if flags.sanity_check:
@@ -212,6 +216,7 @@ def make_flex_key_for_new_mask_after_dispatch(
             num_heads_kv=heads[1],
             head_dim=heads[2],
             query_moves=key.flags.query_moves,
+            nodes=old.plan.nodes,
         )
         advise_other_mask(plan)
         return RuntimeManager(plan, group, key.flags, config, mesh)
@@ -406,7 +411,7 @@ def _with_chunk_size(config: DistAttnConfig, chunk_size: int | None, pad_size: i
         raise ContractError(
             f"chunk_size={chunk_size} contradicts DispatchConfig(chunk_size={old.chunk_size}); give it once."
         )
-    dispatch_config = DispatchConfig(chunk_size, old.uneven_shard, old.alg)
+    dispatch_config = replace(old, chunk_size=chunk_size)
     return DistAttnConfig(dispatch_config, config.overlap_config, config.grpcoll_config)
 
 

@@ -9,18 +9,17 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from magi_attention.api.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
 from magi_attention.api.policy import policy_from_flags
-from magi_attention.comm.collectives.hierarchical import NodeLevels, join_nodes
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnRole
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.intervals import Packing, as_intervals
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
-from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DistAttnConfig
-from magi_attention.env import comm, general
+from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import layout as token_layout
@@ -58,21 +57,13 @@ class RuntimeManager:
         self.transport = as_transport(cp_group)
         self.layout = token_layout.TokenLayout(plan, self.transport)
         self.dispatch_meta_q, self.dispatch_meta_k = metas.dispatch_metas(plan, self.transport.rank)
-        hierarchy = self._join_nodes() if flags.hierarchical_comm and self.transport.size > 1 else None
+        hierarchy = node_levels(self.transport, cp_mesh, flags) if is_hierarchical(self.transport, flags) else None
         policy = policy_from_flags(flags)
         groups, computed = 1, plan
         if flags.flatten_head_groups and plan.cp_size > 1:
             groups, computed = plan.num_heads_kv, plan_by_head_groups(plan, "always")
             plan.cache.include(computed.cache)
         self.dist_attn_runtime = AttnRuntime(computed, self.transport, default_registry(), policy, hierarchy, groups)
-
-    def _join_nodes(self) -> NodeLevels:
-        """The nodes of a 2-D mesh, or else those that the environment declares; collective at a group's first key."""
-        mesh, transport = self.cp_mesh, self.transport
-        if mesh is None or mesh.ndim < 2:
-            return join_nodes(transport, self.flags.node_sizes, comm.launcher_node())
-        node_of = {rank: node for node, ranks in enumerate(mesh.mesh.tolist()) for rank in ranks}
-        return NodeLevels(Nodes.of([node_of[rank] for rank in transport.ranks]), as_transport(mesh.get_group(1)))
 
     @property
     def nbytes(self) -> int:
@@ -222,6 +213,7 @@ def init_dist_attn_runtime_mgr(
     metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
     flags = RuntimeFlags.from_env()
     transport = as_transport(cp_group)
+    config = with_nodes(config, cp_group, cp_mesh, flags)
     if (ref_dispatch_meta_q is None) != (ref_dispatch_meta_k is None):
         raise ContractError("Give both ref_dispatch_meta_q and ref_dispatch_meta_k, or neither.")
     meta = ref_dispatch_meta_q

@@ -160,6 +160,7 @@ class Plan(meta_plan.Plan):
             plan_type=Plan,
             query_moves=self.query_moves,
             rates=self.rates,
+            nodes=self.nodes,
         )
         advise_other_mask(plan)
         return plan
@@ -267,7 +268,8 @@ def make_plan(
     machine (``load_rates``) choose the overlap degree of mode DYNAMIC, the row cost of ``LocalityDispatchAlg`` and
     whether "auto" moves queries; they must be the same on all ranks, as the mask must. ``ContractError`` for a mask
     that is not square, for overlapping slices, and for a config that gives itself what rates decide. A sequence
-    shorter than ``cp_size`` is padded, as any other is.
+    shorter than ``cp_size`` is padded, as any other is. Which ranks share a node is not read from the environment, for
+    ranks of a plan need not be those of the job: say it by ``DispatchConfig(nodes=)``.
     """
     if not isinstance(mask, Mask):
         raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")

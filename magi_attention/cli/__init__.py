@@ -110,7 +110,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--tokens", type=int, help="length of the sequence")
     explain.add_argument("--mask-file", help="slices (.json) or a dense mask (.npy, .png); see docs/masks.md")
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
-    explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: bytes on the network and inside nodes")
+    explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: for the dispatch, and bytes by link")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
     explain.add_argument(

@@ -26,6 +26,21 @@ def overlap_for(degree: int | str):
     return OverlapConfig(degree=degree)
 
 
+def nodes_for(sizes: str | None, cp_size: int) -> tuple[int, ...] | None:
+    """The node of each rank, for nodes of ``sizes`` ranks, "8" or "8,8,4"; None without sizes."""
+    from magi_attention.common.two_level.nodes import Nodes
+
+    if sizes is None:
+        return None
+    parts = sizes.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--node-size {sizes} is no number of ranks; give one such as 8, or one per node, as 8,8,4.")
+    try:
+        return Nodes.of_sizes([int(part) for part in parts], range(cp_size)).node_of
+    except ContractError as error:
+        raise UsageError(f"--node-size {sizes}: {error}") from error
+
+
 def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_moves: str):
     from magi_attention import config
     from magi_attention.api import DispatchConfig, DistAttnConfig, make_plan
@@ -38,7 +53,10 @@ def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_
     return make_plan(
         mask,
         cp_size,
-        config=DistAttnConfig(DispatchConfig(chunk_size=args.chunk_size, alg=alg), overlap_for(args.degree)),
+        config=DistAttnConfig(
+            DispatchConfig(chunk_size=args.chunk_size, alg=alg, nodes=nodes_for(args.node_size, cp_size)),
+            overlap_for(args.degree),
+        ),
         num_heads_q=args.heads_q,
         num_heads_kv=args.heads_kv,
         head_dim=args.head_dim,
@@ -149,20 +167,18 @@ def show_kernels(args: argparse.Namespace) -> None:
     print(why)
 
 
-def links_of(plan, sizes: str | None) -> dict | None:
-    """Bytes by link for nodes of ``sizes`` ranks, "8" or "8,8,4"; None without sizes."""
-    from magi_attention.common.two_level.nodes import Nodes
+def links_of(mask, plan, args: argparse.Namespace) -> dict | None:
+    """Bytes by link, and under ``without_nodes`` those of the dispatch that does not know of nodes, if it is another;
+    None without --node-size."""
     from magi_attention.meta.explain import explain_links
 
-    if sizes is None:
+    if plan.nodes is None:
         return None
-    parts = sizes.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UsageError(f"--node-size {sizes} is no number of ranks; give one such as 8, or one per node, as 8,8,4.")
-    try:
-        return explain_links(plan, Nodes.of_sizes([int(part) for part in parts], range(plan.cp_size)))
-    except ContractError as error:
-        raise UsageError(f"--node-size {sizes}: {error}") from error
+    links, unaware = explain_links(plan), argparse.Namespace(**{**vars(args), "node_size": None})
+    before = plan_for(mask, args.cp, unaware, args.dispatch, args.query_moves)
+    if before.partitions != plan.partitions or before.chunk_size != plan.chunk_size:
+        links["without_nodes"] = explain_links(before, plan.nodes)
+    return links
 
 
 def about_node_transport() -> str:
@@ -195,7 +211,7 @@ def command_explain(args: argparse.Namespace) -> int:
     plan = plan_for(mask, args.cp, args, args.dispatch, args.query_moves)
     seconds = time.perf_counter() - started
     numbers = explain(plan)
-    links = links_of(plan, args.node_size)
+    links = links_of(mask, plan, args)
     budget = budget_of(plan, args, plan_for) if args.budget else None
     if args.json:
         more = {} if budget is None else {"budget": budget}

@@ -120,7 +120,8 @@ def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: floa
     from magi_attention.report.run import LIMIT, read_run, write_page
 
     result = read_run(folder)
-    shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, chunk_size=None, plan_rates=None)
+    fixed = {"degree": args.degree, "chunk_size": None, "plan_rates": None, "node_size": None}
+    shape = argparse.Namespace(**result.parallel["heads"], **fixed)
     # As the training made it.
     page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape, "locality", "never"))
     for name, curve in ((f"{ranks} ranks", result.parallel), ("one process", result.replay)):

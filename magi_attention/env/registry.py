@@ -111,7 +111,7 @@ _GENERAL = (
 )
 _COMMUNICATION = (
     _flag("HIERARCHICAL_COMM", _C, "Rows cross the network once for each node."),
-    _text(PREFIX + "NODE_SIZE", _C, "Ranks per node, as 8, or of each node, as 8,8,4; if unset, a mesh or torchrun."),
+    _text(PREFIX + "NODE_SIZE", _C, "Ranks of a node, as 8, or of each, as 8,8,4: for dispatch, two levels."),
     _choice("NODE_TRANSPORT", _C, "By what HIERARCHICAL_COMM crosses.", "auto", ("auto", "nvshmem", "all_to_all")),
     _int(PREFIX + "FFA_FORWARD_SM_MARGIN", _C, "SMs left to communication in forward.", None, 0),
     _int(PREFIX + "FFA_BACKWARD_SM_MARGIN", _C, "SMs left to communication in backward.", None, 0),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,8 @@ def chunk_bounds(padded_total: int, chunk_size: int) -> NDArray[np.int64]:
 def owners(partitions: Sequence[Sequence[int]], num_chunks: int) -> NDArray[np.int64]:
     """(chunks,): the rank of each chunk."""
     owner = np.empty(num_chunks, dtype=np.int64)
-    for rank, chunks in enumerate(partitions):
-        owner[list(chunks)] = rank
+    chunks = np.fromiter(chain.from_iterable(partitions), dtype=np.int64)
+    owner[chunks] = np.repeat(np.arange(len(partitions)), [len(part) for part in partitions])
     return owner
 
 

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.slices import K0, K1, areas
+from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchAlg, DispatchConfig, LocalityDispatchAlg
 from magi_attention.errors import ContractError, DispatchError
-from magi_attention.meta.chunking import chunk_bounds, owners, remote_keys, sum_by
+from magi_attention.meta.chunking import chunk_bounds, owners, sum_by
+from magi_attention.meta.solver.by_nodes import Cut, by_nodes, share
 from magi_attention.meta.solver.dispatch_solver import (
     BaseDispatchAffinity,
     DispatchData,
@@ -22,11 +24,18 @@ from magi_attention.meta.solver.dispatch_solver import (
     IOUAffinity,
     SampleIDAffinity,
 )
-from magi_attention.meta.solver.locality import TOLERATED, lower_bound, order_of_chunks, swap_down, two_ended
+from magi_attention.meta.solver.links import count_rows
+from magi_attention.meta.solver.locality import (
+    TOLERATED,
+    document_of_chunks,
+    lower_bound,
+    order_of_chunks,
+    swap_down,
+    two_ended,
+)
 from magi_attention.meta.solver.partition import min_heap, sequential
 
 Partitions = tuple[tuple[int, ...], ...]
-_SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
 # Another partition has to save this share of MinHeap's cost. Runs of chunks take the backward kernel 5 to 7% longer
 # than MinHeap's mixture: causal and packed documents on two H200 (docs/dispatch.md).
 LEAST_GAIN = 0.015
@@ -61,8 +70,9 @@ def solve_dispatch(
             "use MinHeapDispatchAlg, BSDispatchAlg or SequentialDispatchAlg."
         )
     if alg.type == DispatchAlgType.LOCALITY:
-        bounds = chunk_bounds(chunk_size * num_chunks, chunk_size)
-        found = _by_locality(cast(LocalityDispatchAlg, alg), pieces, chunk_of, work, bounds, cp_size)
+        cut = Cut(pieces, chunk_of, chunk_bounds(chunk_size * num_chunks, chunk_size), work)
+        nodes = Nodes.of_config(config.nodes, cp_size)
+        found = _by_locality(cast(LocalityDispatchAlg, alg), cut, cp_size, nodes)
         return check_partitions(found, num_chunks, cp_size)
     if alg.type == DispatchAlgType.MIN_HEAP:  # by itself, as jobs take longer to make than to place
         dealt = min_heap(work.tolist(), cp_size)[1]
@@ -74,26 +84,17 @@ def solve_dispatch(
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
 
 
-def _by_locality(
-    alg: LocalityDispatchAlg,
-    pieces: NDArray[np.int64],
-    chunk_of: NDArray[np.int64],
-    work: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    world: int,
-) -> Sequence[Sequence[int]]:
+def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int, nodes: Nodes | None) -> Sequence[Sequence[int]]:
     """The partition of the least cost: contiguous blocks, with some chunks swapped where they are not balanced; one
     that is filled from two ends; or MinHeap's, which no other may exceed in rows, and which stays where less than
-    ``LEAST_GAIN`` of its cost is saved."""
+    ``LEAST_GAIN`` of its cost is saved. Where ranks share nodes, ``by_nodes`` may find a better one."""
+    pieces, chunk_of, bounds, work = cut
 
     def rows(partitions: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        owner = owners(partitions, len(bounds))
-        ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
-        return sum_by(ranks, ranges[:, 1] - ranges[:, 0], world)
+        return count_rows(pieces, chunk_of, bounds, owners(partitions, len(bounds)), world)
 
     def cost(partitions: Sequence[Sequence[int]], fetched: NDArray[np.int64]) -> float:
-        most = _SHARE_OF_MOST * float(fetched.max()) + (1 - _SHARE_OF_MOST) * float(fetched.sum()) / world
-        return _heaviest(partitions, work) + alg.row_cost * most
+        return _heaviest(partitions, work) + alg.row_cost * share(fetched)
 
     areas_of, limit = work.tolist(), int(TOLERATED * lower_bound(work, world))
     dealt, blocks = min_heap(areas_of, world)[1], sequential(areas_of, world)[1]
@@ -102,7 +103,8 @@ def _by_locality(
     if len(work) >= world:
         tried.append(swap_down(blocks, areas_of, max(limit, _heaviest(dealt, work))))
     if not tried or _heaviest(blocks, work) > limit:
-        tried.append(two_ended(areas_of, order_of_chunks(pieces, chunk_of, work).tolist(), world, limit))
+        order = order_of_chunks(document_of_chunks(pieces, chunk_of, len(work)), work)
+        tried.append(two_ended(areas_of, order.tolist(), world, limit))
     most = rows(dealt)
     best: Sequence[Sequence[int]] = dealt
     least = (1 - LEAST_GAIN) * cost(dealt, most)
@@ -112,7 +114,10 @@ def _by_locality(
         fetched = rows(found)
         if fetched.max() <= most.max() and fetched.sum() <= most.sum() and cost(found, fetched) < least:
             best, least = found, cost(found, fetched)
-    return best
+    if nodes is None or not 1 < len(nodes.members) < world or len(work) < world:
+        return best
+    limit = max(limit, _heaviest(best, work))
+    return by_nodes(cut, nodes, best, int(most.max()), limit, alg.row_cost, LEAST_GAIN)
 
 
 def _heaviest(partitions: Sequence[Sequence[int]], work: NDArray[np.int64]) -> int:

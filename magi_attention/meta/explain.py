@@ -9,6 +9,7 @@ import numpy as np
 
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
+from magi_attention.errors import ContractError
 from magi_attention.meta import cost
 from magi_attention.meta.bounds import least_rows
 from magi_attention.meta.plan import Plan
@@ -62,13 +63,17 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     }
 
 
-def explain_links(plan: Plan, nodes: Nodes, element_bytes: int = 2) -> dict[str, Any]:
-    """Bytes of K and V that a forward moves between nodes and inside them, ready for JSON.
+def explain_links(plan: Plan, nodes: Nodes | None = None, element_bytes: int = 2) -> dict[str, Any]:
+    """Bytes of K and V that a forward moves between nodes and inside them, ready for JSON. ``nodes`` are those of the
+    plan if none are given; ``ContractError`` where it has none either.
 
     Keys: ``nodes`` (ranks of each), and for the forms ``direct`` (each row straight to every rank that needs it) and
     ``two_levels`` (once to each node): ``network_bytes`` and ``node_bytes``, of all ranks, and
     ``busiest_network_bytes`` and ``busiest_node_bytes``, which one rank receives. Gradients come back the same way.
     """
+    nodes = nodes or plan.nodes
+    if nodes is None:
+        raise ContractError("This plan does not know which ranks share a node; make it with DispatchConfig(nodes=8).")
     per_row, found = cost.row_bytes(plan, element_bytes), {}
     stages = [[plan.cast_spec(rank, stage) for rank in range(plan.cp_size)] for stage in range(plan.num_stages)]
     for name, count in (("direct", direct_rows), ("two_levels", two_level_rows)):

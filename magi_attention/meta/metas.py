@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def make_dispatch_meta_from_qk_ranges(
     slices = slice_table(q_ranges, k_ranges, attn_mask_type)
     bounds = chunk_bounds(total_seqlen_q, chunk_size)
     pieces = split_by_chunk(slices.array, bounds)
-    config = DispatchConfig(chunk_size, uneven_shard, dispatch_config.alg)
+    config = replace(dispatch_config, chunk_size=chunk_size, uneven_shard=uneven_shard)
     work = chunk_areas(pieces[0], pieces[1], len(bounds))
     partitions = solve_dispatch(*pieces, len(bounds), cp_size, config, chunk_size, work)
     pad = padding_of(slices, total_seqlen_q)

@@ -28,6 +28,7 @@ from magi_attention.common.intervals import (
 )
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
+from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import OverlapConfig
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
@@ -48,7 +49,8 @@ class Plan:
     documents begin and end, for labels and positions; None where the mask does not know. ``query_moves`` is what was
     asked for, one of ``QUERY_MOVES``. ``assigned[r]`` are the slices ``(N, 5)`` that rank r computes, in global
     coordinates; None where each rank computes those of its own queries, so that only keys and values move. ``rates``
-    are those that the plan was made for; None where it follows none.
+    are those that the plan was made for; None where it follows none. ``nodes``: which ranks share a node; None where
+    that was not said.
 
     ``cache`` counts the arrays of the plan, and includes the caches of its slice tables and of what runs it.
     """
@@ -70,6 +72,7 @@ class Plan:
     query_moves: str = "never"
     assigned: tuple[NDArray[np.int64], ...] | None = None
     rates: MachineRates | None = None
+    nodes: Nodes | None = None
     cache: PlanCache = field(init=False, repr=False, default_factory=PlanCache)
 
     def __post_init__(self) -> None:
@@ -85,7 +88,8 @@ class Plan:
         mask, documents, dispatch, stages = found = [hashlib.blake2b(digest_size=16) for _ in range(4)]
         mask.update(repr(self.total_tokens).encode() + self.slices.array.tobytes())
         documents.update(b"none" if self.cu_seqlens is None else np.array(self.cu_seqlens, dtype=np.int64).tobytes())
-        dispatch.update(repr((self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)).encode())
+        sizes = (self.pad_size, self.chunk_size, self.cp_size, self.uneven_shard)
+        dispatch.update(repr(sizes if self.nodes is None else (*sizes, self.nodes.node_of)).encode())
         _update(dispatch, [np.array(chunks, dtype=np.int64) for chunks in self.partitions])
         stages.update(repr((self.degree, self.overlap, self.query_moves, self.rates)).encode())
         _update(stages, [ranges for stages_of_rank in self.stage_ranges for ranges in stages_of_rank])

@@ -13,6 +13,7 @@ from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.intervals import Packing
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
+from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
@@ -93,6 +94,7 @@ def build_plan(
         query_moves=query_moves,
         assigned=assigned,
         rates=rates,
+        nodes=Nodes.of_config(dispatch.nodes, cp_size),
     )
 
 
@@ -170,10 +172,12 @@ def plan_for_partitions(
     plan_type: type[Plan] = Plan,
     query_moves: str = "never",
     rates: MachineRates | None = None,
+    nodes: Nodes | None = None,
     head_groups: int = 1,
 ) -> Plan:
-    """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say). ``head_groups``:
-    as many equal parts of the sequence, one behind the other, are the head groups of one (``plan_by_head_groups``)."""
+    """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say). ``nodes``: which
+    ranks share a node, if that is known. ``head_groups``: as many equal parts of the sequence, one behind the other,
+    are the head groups of one (``plan_by_head_groups``)."""
     num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
     total_tokens, pad_size = as_int(total_tokens, "total_tokens"), as_int(pad_size, "pad_size")
     chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
@@ -201,6 +205,7 @@ def plan_for_partitions(
         query_moves=query_moves,
         assigned=assigned,
         rates=rates,
+        nodes=nodes,
     )
 
 
@@ -225,6 +230,7 @@ def plan_by_head_groups(plan: Plan, query_moves: str) -> Plan:
         num_heads_q=plan.num_heads_q // groups,
         head_dim=plan.head_dim,
         query_moves=query_moves,
+        nodes=plan.nodes,
         head_groups=groups,
     )
 

@@ -86,12 +86,13 @@ def rank_table(plan: Plan, numbers: dict) -> Table:
 
 
 def link_table(links: dict) -> Table:
-    """Bytes on the network and inside nodes, of ``meta.explain.explain_links``, straight and by two levels."""
+    """Bytes on the network and inside nodes, of ``meta.explain.explain_links``, straight and by two levels; and under
+    ``without_nodes`` those of a dispatch that does not know of nodes, if there are any."""
     table = [["forward", "network", "busiest rank", "inside nodes", "busiest rank"]]
-    for name, words in (("direct", "straight to each rank"), ("two_levels", "once to each node")):
-        form = links[name]
-        kinds = ("network_bytes", "busiest_network_bytes", "node_bytes", "busiest_node_bytes")
-        table.append([words, *(readable_bytes(form[kind]) for kind in kinds)])
+    kinds = ("network_bytes", "busiest_network_bytes", "node_bytes", "busiest_node_bytes")
+    for found, of in ((links, ""), (links.get("without_nodes"), ", dispatch without nodes")):
+        for name, words in (("direct", "straight to each rank"), ("two_levels", "once to each node")) if found else ():
+            table.append([words + of, *(readable_bytes(found[name][kind]) for kind in kinds)])
     return table
 
 

@@ -31,12 +31,14 @@ BALANCE = 1.02  # of ``make_plan``
 @dataclass
 class Case:
     """One mask over ``ranks`` GPUs of ``cluster``, and what is counted of it: once for all speeds of a network.
-    ``is_even``: of our plans, as if every rank sent and received as much as the mean."""
+    ``is_even``: of our plans, as if every rank sent and received as much as the mean. ``knows_nodes``: their dispatch
+    knows which ranks share a node."""
 
     mask: Mask
     ranks: int
     cluster: Cluster
     is_even: bool = False
+    knows_nodes: bool = True
     _plans: dict[tuple[int, bool], PlanWork] = field(default_factory=dict, repr=False)
     _spreads: dict[int, Spread] = field(default_factory=dict, repr=False)
 
@@ -45,9 +47,10 @@ class Case:
         key = degree, is_sequential
         if key not in self._plans:
             cluster, alg = self.cluster, SequentialDispatchAlg() if is_sequential else LocalityDispatchAlg()
+            dispatch = DispatchConfig(alg=alg, nodes=cluster.node if self.knows_nodes else None)
             plan = build_plan(
                 self.mask.slices, self.mask.total_q, self.ranks, balance=BALANCE, num_heads_q=cluster.heads_q,
-                config=DistAttnConfig(DispatchConfig(alg=alg), OverlapConfig(degree=degree)),
+                config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)),
                 num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
                 rates=cluster.rates if cluster.rates.is_measured else None,
             )  # fmt: skip

@@ -48,6 +48,14 @@ def run_key(key):
     return [api.undispatch(x.detach(), key) for x in (out, meta.lse, *(x.grad for x in local))]
 
 
+def nodes_of(key):
+    """As the dispatch of a key and its plan know them."""
+    nodes = key.dist_attn_config.dispatch_config.nodes
+    plan = api.magi_attn_interface.dist_attn_runtime_dict_mgr[key].plan
+    assert (plan.nodes and plan.nodes.node_of) == nodes
+    return nodes
+
+
 def compare(results, wanted) -> None:
     for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), results, wanted):
         assert (got - want).abs().max() < 1e-10, name
@@ -68,6 +76,7 @@ def pipeline(rank: int, world: int):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     compare(run_key(make_key(mesh)), wanted)
+    assert nodes_of(make_key(mesh)) == (0, 0, 1, 1)
     os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"] = "1"
     compare(run_key(make_key(mesh)), wanted)
     with pytest.raises(AssertionError, match="2-D"):
@@ -76,11 +85,15 @@ def pipeline(rank: int, world: int):
         make_key(mesh["intra"])
     os.environ["MAGI_ATTENTION_NODE_SIZE"] = "3"  # nodes of 3 ranks and of 1
     compare(run_key(make_key(dist.group.WORLD)), wanted)
+    assert nodes_of(make_key(dist.group.WORLD)) == (0, 0, 0, 1)
     del os.environ["MAGI_ATTENTION_NODE_SIZE"]
     os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun would have it
     compare(run_key(make_key(dist.group.WORLD)), wanted)
-    del os.environ["GROUP_RANK"]
+    assert nodes_of(make_key(dist.group.WORLD)) == (0, 0, 1, 1)
     del os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"]
+    # Of this variable no rank knows what the others have, and for dispatch alone nobody is asked.
+    assert nodes_of(make_key(dist.group.WORLD)) is None
+    del os.environ["GROUP_RANK"]
 
     later = dist.new_group([1, 2, 3])  # a context-parallel group without global rank 0
     if rank > 0:

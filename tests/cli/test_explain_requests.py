@@ -71,6 +71,18 @@ def test_links_of_nodes(capsys):
         assert f"--node-size {sizes}" in refused(capsys, *arguments, "--node-size", sizes)
 
 
+def test_a_dispatch_that_knows_nodes(capsys):
+    """Bytes between nodes beside those of the dispatch that does not know them, where it is another one."""
+    lengths = "300,2000,500,900,1200,700,400," * 4 + "1000"
+    arguments = ["explain", "--docs", lengths, "--cp", "16", "--no-pictures", "--node-size", "8"]
+    assert main([*arguments, "--json"]) == 0
+    links = json.loads(capsys.readouterr().out)["links"]
+    for form in ("direct", "two_levels"):
+        assert links[form]["network_bytes"] < links["without_nodes"][form]["network_bytes"]
+    assert main(arguments) == 0
+    assert "dispatch without nodes" in " ".join(capsys.readouterr().out.split())
+
+
 OWNERS = {"window": "sliding-window", "global-prefix": "sliding-window", "block": "block-causal", "prefix": "prefix-lm"}
 
 

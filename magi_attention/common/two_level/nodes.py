@@ -47,6 +47,21 @@ class Nodes:
             )
         return cls.of([filled[rank] for rank in ranks])
 
+    @classmethod
+    def of_config(cls, nodes: int | tuple[int, ...] | None, world: int) -> Nodes | None:
+        """What ``DispatchConfig.nodes`` says of ``world`` ranks; None where it says nothing. ``ContractError`` if it
+        names the nodes of another number of ranks."""
+        if nodes is None:
+            return None
+        if isinstance(nodes, int):
+            return cls.of_sizes([nodes], range(world))
+        if len(nodes) != world:
+            raise ContractError(
+                f"DispatchConfig.nodes names the nodes of {len(nodes)} ranks, but there are {world}; give the node of "
+                "each rank, or the number of ranks in a node."
+            )
+        return cls.of(nodes)
+
     @property
     def world(self) -> int:
         return len(self.node_of)

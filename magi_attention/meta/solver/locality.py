@@ -35,24 +35,29 @@ _TAILS = (1, 4, 16, 64)  # ranks that MinHeap fills
 _NEIGHBOURS = 16  # chunks of about the wanted area that are tried for a swap
 
 
-def order_of_chunks(
-    pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], work: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Chunk ids from the least to the most dense document, by position where densities are alike.
-
-    Chunks that follow one another are of one document if their largest pieces begin with the same key.
-    """
+def document_of_chunks(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int) -> NDArray[np.int64]:
+    """(chunks,): the first key of the largest piece of each, -1 without pieces. Chunks that follow one another are of
+    one document if it is the same."""
     size = areas(pieces)
-    anchor = np.full(len(work), -1)
+    anchor = np.full(num_chunks, -1)
     if len(pieces):
         begins = np.flatnonzero(np.diff(chunk_of, prepend=chunk_of[:1] - 1))  # pieces are in the order of chunks
         most = np.repeat(np.maximum.reduceat(size, begins), np.diff(begins, append=len(size)))
         largest = np.flatnonzero(size == most)[::-1]  # of equal ones the first, which is written last
         anchor[chunk_of[largest]] = pieces[largest, K0]
-    starts = np.flatnonzero(np.diff(anchor, prepend=anchor[:1] - 1))
+    return anchor
+
+
+def order_of_chunks(
+    document: NDArray[np.int64], work: NDArray[np.int64], is_coarse: bool = False
+) -> NDArray[np.int64]:
+    """Chunk ids from the least to the most dense document, by position where densities are alike: in the same half
+    octave, or ``is_coarse`` octave, so that neighbours mostly stay neighbours. ``document`` as of
+    ``document_of_chunks``, ``work`` (chunks,) are areas."""
+    starts = np.flatnonzero(np.diff(document, prepend=document[:1] - 1))
     counts = np.diff(starts, append=len(work))
     mantissa, exponent = np.frexp(np.add.reduceat(work, starts) / counts)
-    density = 2 * exponent + (mantissa > 0.7071)  # in half octaves, so that neighbours mostly stay neighbours
+    density = 2 * exponent + (0 if is_coarse else mantissa > 0.7071)
     order: NDArray[np.int64] = np.argsort(np.repeat(density, counts), kind="stable")
     return order
 
@@ -280,4 +285,4 @@ def _best_swap(
     return found
 
 
-__all__ = ["TOLERATED", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]
+__all__ = ["TOLERATED", "Parts", "document_of_chunks", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A partition that knows which ranks share a node, where it is better than one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.meta.chunking import owners, sum_by
+from magi_attention.meta.solver.links import LinkLoads, count_links
+from magi_attention.meta.solver.locality import Parts, document_of_chunks, lower_bound, order_of_chunks
+from magi_attention.meta.solver.node_fill import fill_nodes, split_evenly
+
+Ints = NDArray[np.int64]
+Partition = Sequence[Sequence[int]]
+# Rows that cross a link of NVLink, 300 GB/s, while one crosses the network, 50 GB/s for each GPU.
+_NETWORK_ROW = 6.0
+_SLOW = 0.7  # of what the slowest node waits for
+_WORTH = 0.9  # of what the slowest rank of a node waits for, if its ranks share out all documents
+SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
+
+
+class Cut(NamedTuple):
+    """A mask in chunks: ``pieces`` and ``chunk_of`` as of ``split_by_chunk``, ``bounds`` and areas of chunks."""
+
+    pieces: Ints
+    chunk_of: Ints
+    bounds: Ints
+    work: Ints
+
+
+def share(rows: Ints) -> float:
+    """What rows of each rank count as: the slowest rank decides, but the others use the same links."""
+    return SHARE_OF_MOST * float(rows.max()) + (1 - SHARE_OF_MOST) * float(rows.sum()) / len(rows)
+
+
+def by_nodes(
+    cut: Cut, nodes: Nodes, known: Partition, most_rows: int, limit: int, row_cost: float, least_gain: float
+) -> Partition:
+    """``known``, or a partition that puts fewer rows on the network.
+
+    Of the latter no rank is above ``limit`` in area or ``most_rows`` in rows that it receives. All ranks together
+    receive no more rows than by ``known``; fewer of them cross the network if each goes to a node once, and no more if
+    each goes straight to every rank. It saves ``least_gain`` of the modelled cost, in which a row costs ``row_cost``
+    in a node and more on the network.
+    """
+    before = count_links(*cut[:3], owners(known, len(cut.bounds)), nodes)
+    document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
+
+    def cost(partition: Partition, links: LinkLoads) -> float:
+        owner = owners(partition, len(cut.bounds))
+        heaviest = int(sum_by(owner, cut.work, nodes.world).max())
+        in_node, network = _link_rows(links, owner, nodes)
+        return heaviest + row_cost * max(share(in_node), _NETWORK_ROW * share(network))  # both at the same time
+
+    best, least = known, (1 - least_gain) * cost(known, before)
+    is_run_each = (np.diff(np.array(nodes.node_of)[owners(known, len(cut.bounds))]) >= 0).all()
+    if is_run_each or (document == document[0]).all() or least <= lower_bound(cut.work, nodes.world):
+        return known  # each node holds one run, there are no documents to keep in a node, or rows cost too little
+    for is_coarse in (True, False):
+        order = order_of_chunks(document, cut.work, is_coarse)
+        parts = fill_nodes(cut.work, order, document, nodes.members, limit)
+        for found, links in () if parts is None else _both(cut, nodes, parts, int(before.rows.sum()), limit):
+            is_allowed = (
+                links.rows.max() <= most_rows
+                and links.rows.sum() <= before.rows.sum()
+                and links.crossing < before.crossing
+                and links.straight <= before.straight
+            )
+            if is_allowed and cost(found, links) < least:
+                best, least = found, cost(found, links)
+        if best is not known:
+            break
+    return best
+
+
+def _both(cut: Cut, nodes: Nodes, parts: Parts, most: int, limit: int) -> Iterator[tuple[Parts, LinkLoads]]:
+    """``parts``, and if it is another partition what ``_spread`` makes of it, with their loads."""
+    links = count_links(*cut[:3], owners(parts, len(cut.bounds)), nodes)
+    yield parts, links
+    spread = _spread(cut, nodes, parts, links, most, limit)
+    if spread != parts:
+        yield spread, count_links(*cut[:3], owners(spread, len(cut.bounds)), nodes)
+
+
+def _link_rows(links: LinkLoads, owner: Ints, nodes: Nodes) -> tuple[Ints, Ints]:
+    """(ranks,) each: rows that a rank sends or receives in its node, and over the network, the larger number of both.
+    What comes from other nodes, and goes on to the ranks that need it, the ranks of a node do in equal shares."""
+    node_of, sizes = np.array(nodes.node_of), np.array([len(ranks) for ranks in nodes.members])
+    to_mates, leaving = (sum_by(owner, rows, nodes.world) for rows in (links.to_mates, links.leaving))
+    passed_on = sum_by(node_of, links.rows - to_mates, len(sizes)) - links.entering
+    in_node = np.maximum(links.rows, to_mates + (passed_on // sizes)[node_of])
+    return in_node, np.maximum((links.entering // sizes)[node_of], leaving)
+
+
+def _spread(cut: Cut, nodes: Nodes, parts: Parts, links: LinkLoads, most: int, limit: int) -> Parts:
+    """``parts`` with other ranks of the same node for chunks, where one rank sends far more than others over the
+    network: from the slowest node on, while all ranks receive no more than ``most`` rows."""
+    found, even = list(parts), list(parts)
+    owner = owners(parts, len(cut.bounds))
+    now = _node_costs(links, owner, nodes)
+    slow = [node for node in np.argsort(-now, kind="stable").tolist() if now[node] > _SLOW * now.max()]
+    for node in slow:
+        ranks = nodes.members[node]
+        chunks = np.sort(np.concatenate([parts[rank] for rank in ranks]))
+        for rank, part in zip(ranks, split_evenly(chunks, cut.work, len(ranks), limit) or [parts[r] for r in ranks]):
+            even[rank] = part
+    owner = owners(even, len(cut.bounds))
+    evened = count_links(*cut[:3], owner, nodes)
+    then = _node_costs(evened, owner, nodes)
+    total = int(links.rows.sum())
+    for node in slow:
+        more = int((evened.rows - links.rows)[list(nodes.members[node])].sum())
+        if then[node] < _WORTH * now[node] and total + more <= most:
+            total += more
+            for rank in nodes.members[node]:
+                found[rank] = even[rank]
+    return found
+
+
+def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float64]:
+    """(nodes,): what the slowest rank of each waits for."""
+    in_node, network = _link_rows(links, owner, nodes)
+    slowest = np.zeros(len(nodes.members))
+    np.maximum.at(slowest, np.array(nodes.node_of), np.maximum(in_node, _NETWORK_ROW * network))
+    return slowest
+
+
+__all__ = ["SHARE_OF_MOST", "Cut", "by_nodes", "share"]

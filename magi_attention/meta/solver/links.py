@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of keys by the link that they travel on, counted for chunks of which only the owner is known: without a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.meta.chunking import remote_keys, sum_by
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LinkLoads:
+    """``rows`` (ranks,) that each rank receives, over any link; ``to_mates`` (chunks,) those that the owner of each
+    chunk sends to ranks of its node.
+
+    If a row goes once to every node that needs it, ``entering`` (nodes,) are the rows that each node receives over the
+    network and ``leaving`` (chunks,) those that the owner of each chunk sends there.
+    """
+
+    rows: Ints
+    to_mates: Ints
+    entering: Ints
+    leaving: Ints
+
+    @property
+    def crossing(self) -> int:
+        """Rows that cross the network if each goes once to every node that needs it."""
+        return int(self.entering.sum())
+
+    @property
+    def straight(self) -> int:
+        """Rows that cross it if each goes straight to every rank that needs it."""
+        return int(self.rows.sum()) - int(self.to_mates.sum())
+
+
+def count_rows(pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, world: int) -> Ints:
+    """(world,): rows of keys that each rank receives. ``owner`` (chunks,) is the rank of each chunk."""
+    ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
+    return sum_by(ranks, ranges[:, 1] - ranges[:, 0], world)
+
+
+def count_links(pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, nodes: Nodes) -> LinkLoads:
+    """``pieces`` and ``chunk_of`` as of ``split_by_chunk``; ``owner`` (chunks,) is the rank of each chunk."""
+    node_of = np.array(nodes.node_of, dtype=np.int64)
+    home, stride = node_of[owner], int(bounds[-1, 1]) + 1  # so chunks of two nodes do not touch
+    ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
+    order, to_mates = np.argsort(home, kind="stable"), np.empty(len(bounds), dtype=np.int64)
+    held = (bounds + (home * stride)[:, None])[order]
+    to_mates[order] = _rows_by_chunk(ranges + (node_of[ranks] * stride)[:, None], held)
+    wanted, into = remote_keys(pieces, home[chunk_of], bounds, home)
+    return LinkLoads(
+        sum_by(ranks, ranges[:, 1] - ranges[:, 0], nodes.world), to_mates,
+        sum_by(into, wanted[:, 1] - wanted[:, 0], len(nodes.members)), _rows_by_chunk(wanted, bounds),
+    )  # fmt: skip
+
+
+def _rows_by_chunk(ranges: Ints, bounds: Ints) -> Ints:
+    """(chunks,): rows of each chunk in ``ranges``, counted once for every range. ``bounds`` ascend, with gaps maybe."""
+    first = np.searchsorted(bounds[:, 1], ranges[:, 0], side="right")
+    last = np.searchsorted(bounds[:, 0], ranges[:, 1], side="left") - 1
+    meets = first <= last
+    ranges, first, last = ranges[meets], first[meets], last[meets]
+    edges = np.zeros(len(bounds) + 1, dtype=np.int64)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, last + 1, -1)
+    rows: Ints = np.cumsum(edges)[:-1] * (bounds[:, 1] - bounds[:, 0])
+    np.subtract.at(rows, first, np.maximum(ranges[:, 0] - bounds[first, 0], 0))
+    np.subtract.at(rows, last, np.maximum(bounds[last, 1] - ranges[:, 1], 0))
+    return rows
+
+
+__all__ = ["LinkLoads", "count_links", "count_rows"]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks to nodes, so that few rows cross the network, and in each node to its ranks.
+
+Nodes are filled one after another with runs of chunks, as ``locality`` fills ranks: a run from the dense end of the
+order and one from the light end. A node has many chunks, so two runs come close to the area that it is due, and the
+last chunk is taken out of a document that one of the runs cuts: its keys are needed in any case. Documents that no run
+cuts stay in one node.
+
+Where the ranks of a node could not have equal areas, as where it has more chunks of over half a rank's area than it
+has ranks, fewer chunks come from the dense end, and the second run lies where the area comes out right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.meta.solver.locality import Parts, swap_down, two_ended
+from magi_attention.meta.solver.partition import min_heap
+
+Ints = NDArray[np.int64]
+_TOLERANCE = 0.003  # of the area that a node is due
+_MOST_TRIES = 4  # choices of chunks for one node
+
+
+def fill_nodes(
+    work: Ints, order: Ints, document: Ints, members: Sequence[Sequence[int]], limit: int
+) -> Parts | None:
+    """Chunks of each rank, none above ``limit``, or None where that was not found. A few chunks may have been swapped
+    between nodes at last.
+
+    ``work`` are the areas of chunks; ``order`` and ``document`` as of ``order_of_chunks`` and ``document_of_chunks``.
+    ``members`` are the ranks of each node. A rank gets ``len(work) // ranks`` chunks, and as many ranks as chunks are
+    left by that one more.
+    """
+    world = sum(map(len, members))
+    size, extra = divmod(len(work), world)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    is_taken = np.zeros(len(work), dtype=np.bool_)
+    free, left, ranks_left = order, int(work.sum()), world
+    parts: Parts = [[] for _ in range(world)]
+    for ranks in members:
+        count = len(ranks) * size + sum(rank < extra for rank in ranks)
+        due = left * len(ranks) / ranks_left
+        chunks, split = _fill_node(work, free, document, place, (count, len(ranks)), due, limit)
+        for rank, part in zip(ranks, split):
+            parts[rank] = part
+        is_taken[chunks] = True
+        free = free[~is_taken[free]]
+        left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
+    return swap_down(parts, work.tolist(), limit)
+
+
+def split_evenly(chunks: Ints, work: Ints, ranks: int, limit: int) -> Parts | None:
+    """Chunks of each rank of a node by MinHeap, with swaps where a rank is above ``limit``; None if they are too few.
+    Every document is in all ranks then, and so all send as many of its rows."""
+    areas = work[chunks].tolist()
+    dealt = min_heap(areas, ranks)[1]
+    assert dealt is not None
+    found = swap_down(dealt, areas, limit)
+    return None if found is None else [chunks[part].tolist() for part in found]
+
+
+def _split_by_runs(chunks: Ints, work: Ints, place: Ints, ranks: int, limit: int) -> Parts | None:
+    """Chunks of each rank of a node, by ``two_ended``."""
+    if ranks == 1:
+        return [chunks.tolist()] if int(work[chunks].sum()) <= limit else None
+    found = two_ended(work[chunks].tolist(), np.argsort(place[chunks]).tolist(), ranks, limit)
+    return None if found is None else [chunks[part].tolist() for part in found]
+
+
+def _fill_node(
+    work: Ints, free: Ints, document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
+) -> tuple[Ints, Parts]:
+    """``counts[0]`` of the ``free`` chunks, of an area near ``due``, and those of each of ``counts[1]`` ranks: the
+    first choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest."""
+    count, ranks = counts
+    choices = _choices(work, free, document, counts, due, limit) if count < len(free) else iter([np.sort(free)])
+    best: tuple[float, Ints, Parts] | None = None
+    for chunks in islice(choices, _MOST_TRIES):
+        parts = _split_by_runs(chunks, work, place, ranks, limit) or split_evenly(chunks, work, ranks, limit)
+        if parts is not None:
+            return chunks, parts
+        heaviest, dealt = min_heap(work[chunks].tolist(), ranks)
+        assert dealt is not None
+        if best is None or heaviest < best[0]:
+            best = heaviest, chunks, [chunks[part].tolist() for part in dealt]
+    assert best is not None
+    return best[1], best[2]
+
+
+def _can_share(work: Ints, ranks: int, limit: int) -> bool:
+    """False where some rank has to be above ``limit``: of ``k * ranks + 1`` chunks one rank has ``k + 1``, beside the
+    lightest ones."""
+    ascending = np.sort(work)
+    lightest = np.concatenate([[0], np.cumsum(ascending)])
+    heavy = ascending[::-1][::ranks]
+    number = np.arange(1, len(heavy) + 1)
+    others = np.maximum(len(work) // ranks - number, 0)
+    return bool((number * heavy + lightest[others] <= limit).all())
+
+
+def _choices(
+    work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float, limit: int
+) -> Iterator[Ints]:
+    """Chunks for one node, ascending, from the choice that cuts the fewest documents on: those of about the area that
+    is due which ranks may be able to share, or if there is none the first."""
+    count, ranks = counts
+    before = np.concatenate([[0], np.cumsum(work[free])])
+    most = np.arange(count + 1)  # chunks of the dense run
+    fits = np.flatnonzero(before[-1] - before[len(free) - most] + before[count - most] <= due)
+    dense = int(fits[-1]) if len(fits) else 0
+    first = _two_runs(work, free, document, (count, dense), due)
+    fewer = [dense // ranks * ranks, *(max(dense - 2**i, 0) for i in range(dense.bit_length() + 1))]
+    others = (_run_and_window(free, before, (count, many), due) for many in dict.fromkeys(fewer))
+    has_any = False
+    for chosen in chain([first], others):
+        areas = work[chosen]
+        if abs(int(areas.sum()) - due) <= _TOLERANCE * due and _can_share(areas, ranks, limit):
+            has_any = True
+            yield np.sort(chosen)
+    if not has_any:
+        yield np.sort(first)
+
+
+def _two_runs(work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float) -> Ints:
+    """A run of about ``counts[1]`` chunks from the dense end and one from the light end, ``counts[0]`` in all. The last
+    chunk comes out of a document that one of them cuts, if the area is nearer to ``due`` with it."""
+    count, dense = counts
+    best = np.concatenate([free[len(free) - dense :], free[: count - dense]])
+    error = abs(int(work[best].sum()) - due)
+    for many in (dense, dense - 1):
+        low, high = count - 1 - many, len(free) - many
+        if many < 0 or low < 0:
+            continue
+        run = np.concatenate([free[high:], free[:low]])
+        # Chunks of a document follow one another, so those of a cut one are next to the run.
+        below, above = free[low : min(low + 4 * count, high)], free[max(high - 4 * count, low) : high]
+        single = np.concatenate([
+            below[document[below] == document[free[low - 1]]] if low else below[:0],
+            above[document[above] == document[free[high]]] if many else above[:0],
+        ])  # fmt: skip
+        if not len(single):
+            continue
+        gap = due - int(work[run].sum())
+        at = int(np.argmin(np.abs(work[single] - gap)))
+        if abs(int(work[single[at]]) - gap) < error:
+            best, error = np.append(run, single[at]), abs(int(work[single[at]]) - gap)
+    return best
+
+
+def _run_and_window(free: Ints, before: Ints, counts: tuple[int, int], due: float) -> Ints:
+    """A run of ``counts[1]`` chunks from the dense end, and one anywhere below it, ``counts[0]`` chunks in all, of an
+    area near ``due``. ``before`` (free + 1,): areas of the free chunks, summed up."""
+    count, dense = counts
+    high, length = len(free) - dense, count - dense
+    areas = before[length : high + 1] - before[: high - length + 1]
+    start = int(np.argmin(np.abs(areas - (due - (before[-1] - before[high])))))
+    return np.concatenate([free[high:], free[start : start + length]])
+
+
+__all__ = ["fill_nodes", "split_evenly"]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch that knows which ranks share a node: as balanced as without, no more rows, and fewer between nodes."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
+from magi_attention.config import DispatchConfig, DistAttnConfig, MinHeapDispatchAlg
+from magi_attention.errors import ContractError
+from magi_attention.meta.explain import explain_links
+from magi_attention.meta.plan import Plan
+from magi_attention.meta.planner import build_plan, plan_for_partitions
+from magi_attention.meta.solver.links import count_links
+from magi_attention.testing.masks import random_slices
+
+
+def planned(slices: SliceTable, total: int, world: int, chunk: int, nodes=None, **dispatch) -> Plan:
+    return build_plan(slices, total, world, config=DistAttnConfig(DispatchConfig(chunk, nodes=nodes, **dispatch)))
+
+
+def random_documents(rng: np.random.Generator, total: int) -> Mask:
+    """Documents of about the same length, of very different ones, or a few lengths again and again."""
+    kind, mean = int(rng.integers(3)), int(rng.integers(20, max(total // 6, 21)))
+    if kind == 0:
+        lengths = rng.integers(1, 2 * mean, size=total)
+    elif kind == 1:
+        lengths = (1 + rng.pareto(1.2, size=total) * mean / 4).astype(np.int64)
+    else:
+        lengths = np.resize(rng.integers(1, 3 * mean, size=5), total)
+    ends = np.cumsum(lengths)
+    return Mask.varlen([0, *ends[ends < total].tolist(), total], causal=bool(rng.integers(4)))
+
+
+def random_mask(rng: np.random.Generator, total: int) -> Mask:
+    kind = int(rng.integers(8))
+    if kind == 0:
+        return Mask.sliding_window(total, (int(rng.integers(1, total // 2)), 0))
+    if kind == 1:
+        return Mask.from_slices(*_parts(random_slices(rng, total, total, max_slices=12)), total, total)
+    if kind == 2:
+        return Mask.block_causal([0, total // 3, total], int(rng.integers(5, 60)))
+    if kind == 3:
+        parents = [-1] + [int(rng.integers(-1, node)) for node in range(1, 40)]
+        sizes = np.diff(np.sort(rng.choice(np.arange(1, total), 39, replace=False)), prepend=0, append=total)
+        return Mask.prefix_tree(sizes, parents)
+    return random_documents(rng, total)
+
+
+def _parts(slices: np.ndarray) -> tuple[list, list, list]:
+    return slices[:, :2].tolist(), slices[:, 2:4].tolist(), slices[:, 4].tolist()
+
+
+def random_nodes(rng: np.random.Generator, world: int) -> int | tuple[int, ...]:
+    """A number of ranks in a node, or nodes of different sizes, maybe of ranks that do not follow one another."""
+    if rng.integers(2):
+        return int(rng.integers(1, world + 1))
+    labels = np.sort(rng.integers(0, max(world // 3, 1) + 1, size=world))
+    return tuple((rng.permutation(labels) if rng.integers(3) == 0 else labels).tolist())
+
+
+def bound(plan: Plan) -> int:
+    """What a rank has at least: written from the definition."""
+    work = sorted(plan.chunk_areas.tolist())
+    return max(-(-sum(work) // plan.cp_size), work[-1] + sum(work[: plan.num_chunks // plan.cp_size - 1]))
+
+
+def crossing(plan: Plan, nodes: Nodes) -> tuple[int, int]:
+    """Rows over the network, straight to every rank and once to each node, from what ranks send one another."""
+    specs = [plan.cast_spec(rank, 0) for rank in range(plan.cp_size)]
+    return tuple(int(count(specs, nodes).network.sum()) for count in (direct_rows, two_level_rows))
+
+
+def check_contract(mask: Mask, world: int, chunk: int, nodes, uneven: bool = False) -> bool:
+    """All that is promised beside the dispatch without nodes; True if it is another one."""
+    before, after = (planned(mask.slices, mask.total_q, world, chunk, n, uneven_shard=uneven) for n in (None, nodes))
+    heap = planned(mask.slices, mask.total_q, world, chunk, alg=MinHeapDispatchAlg(), uneven_shard=uneven)
+    assert sorted(c for part in after.partitions for c in part) == list(range(after.num_chunks))
+    assert after.nodes == Nodes.of_config(nodes, world) and before.nodes is None
+    if after.partitions == before.partitions:
+        return False
+    assert uneven or {len(part) for part in after.partitions} == {after.num_chunks // world}
+    assert after.areas.max() <= max(int(1.01 * bound(after)), before.areas.max())
+    then, now, most = (plan.comm_matrix().sum(axis=0) for plan in (before, after, heap))
+    assert now.sum() <= then.sum() and now.max() <= most.max()
+    (straight, once), (straight_now, once_now) = (crossing(plan, after.nodes) for plan in (before, after))
+    assert straight_now <= straight and once_now < once
+    return True
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_masks_and_nodes(seed: int) -> None:
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    world = int(rng.integers(4, 25))
+    mask = random_mask(rng, world * 16 * 8)
+    check_contract(mask, world, 16, random_nodes(rng, world), uneven=not seed % 5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_documents_cross_less(seed: int) -> None:
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    world, node = 32, int(rng.choice([4, 8]))
+    cuts = np.sort(rng.choice(np.arange(1, world * 1024), world * 2, replace=False))
+    mask = Mask.varlen([0, *cuts.tolist(), world * 1024], causal=True)
+    assert check_contract(mask, world, 64, node)
+    before, after = (planned(mask.slices, mask.total_q, world, 64, n) for n in (None, node))
+    assert crossing(after, after.nodes)[1] < 0.6 * crossing(before, after.nodes)[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_rank_and_any_label_gives_the_same(seed: int) -> None:
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    mask = random_documents(rng, 16 * 512)
+    plan = planned(mask.slices, mask.total_q, 16, 32, 4)
+    labels = [7, 3, 9, 1]  # that tell nodes apart, whatever they are
+    again = planned(SliceTable(mask.slices.array.copy()), mask.total_q, 16, 32, [labels[r // 4] for r in range(16)])
+    copy = pickle.loads(pickle.dumps(plan))
+    for other in (again, copy):
+        assert other == plan and other.partitions == plan.partitions and other.nodes == plan.nodes
+
+
+def test_without_another_node_nothing_changes() -> None:
+    mask = random_documents(np.random.default_rng(1), 4096)
+    plain = planned(mask.slices, 4096, 8, 32)
+    for nodes in (8, 99, 1, (4,) * 8, tuple(range(8))):
+        assert planned(mask.slices, 4096, 8, 32, nodes).partitions == plain.partitions
+    heap = [planned(mask.slices, 4096, 8, 32, n, alg=MinHeapDispatchAlg()).partitions for n in (None, 4)]
+    assert heap[0] == heap[1]
+
+
+def test_fewer_chunks_than_a_node_has_ranks() -> None:
+    for tokens, world, node in ((5, 8, 4), (64, 16, 8), (1, 4, 2)):
+        check_contract(Mask.causal(tokens), world, 4, node)
+        check_contract(Mask.varlen(sorted({0, tokens // 2, tokens}), causal=True), world, 1, node)
+
+
+def test_nodes_are_a_part_of_the_plan() -> None:
+    mask = random_documents(np.random.default_rng(2), 4096)
+    plan, other = (planned(mask.slices, 4096, 8, 32, nodes) for nodes in (4, 2))
+    given = plan_for_partitions(mask.slices, 4096, 0, 32, plan.partitions, nodes=plan.nodes)
+    assert given == plan and given.nodes.members == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert plan_for_partitions(mask.slices, 4096, 0, 32, plan.partitions) != plan != other
+    assert explain_links(plan)["nodes"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ContractError, match="nodes=8"):
+        explain_links(planned(mask.slices, 4096, 8, 32))
+
+
+def test_nodes_that_do_not_fit() -> None:
+    slices = Mask.causal(64).slices
+    with pytest.raises(ContractError, match="3 ranks, but there are 4"):
+        planned(slices, 64, 4, 4, (0, 0, 1))
+    for nodes in (0, -1, 2.0, (0, 1.5), True):
+        with pytest.raises(ContractError, match="nodes"):
+            DispatchConfig(nodes=nodes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_by_link(seed: int) -> None:
+    """Counted from chunks, beside what the ranks of the plan send one another."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    world, chunk = int(rng.integers(2, 12)), int(rng.integers(3, 20))
+    mask = random_mask(rng, world * chunk * 4)
+    labels = tuple(rng.integers(0, 4, size=world).tolist())
+    plan = planned(mask.slices, mask.total_q, world, chunk, labels)
+    nodes, owner = plan.nodes, plan.rank_of_chunk
+    found = count_links(*plan._pieces, plan.chunk_ranges, owner, nodes)
+    matrix = plan.comm_matrix()
+    is_near = np.equal.outer(np.array(nodes.node_of), np.array(nodes.node_of))
+    assert found.rows.tolist() == matrix.sum(axis=0).tolist()
+    assert np.bincount(owner, found.to_mates, world).tolist() == np.where(is_near, matrix, 0).sum(axis=1).tolist()
+    specs = [plan.cast_spec(rank, 0) for rank in range(world)]
+    once = two_level_rows(specs, nodes).network
+    assert found.entering.tolist() == [int(once[list(ranks)].sum()) for ranks in nodes.members]
+    sent = [
+        sum(size * len({nodes.node_of[d] for d in dsts} - {nodes.node_of[spec.rank]})
+            for size, dsts in zip(spec.input_splits, spec.dst_indices))
+        for spec in specs
+    ]  # fmt: skip
+    assert np.bincount(owner, found.leaving, world).tolist() == sent
+    assert found.straight == int(direct_rows(specs, nodes).network.sum()) and found.crossing == int(once.sum())
