@@ -15,7 +15,7 @@ from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchAlg, DispatchConfig, LocalityDispatchAlg
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta.chunking import chunk_bounds, owners, sum_by
-from magi_attention.meta.solver.by_nodes import Cut, by_nodes, share
+from magi_attention.meta.solver.by_nodes import Cut, Unaware, by_nodes, share, unaware_of
 from magi_attention.meta.solver.dispatch_solver import (
     BaseDispatchAffinity,
     DispatchData,
@@ -71,9 +71,9 @@ def solve_dispatch(
         )
     if alg.type == DispatchAlgType.LOCALITY:
         cut = Cut(pieces, chunk_of, chunk_bounds(chunk_size * num_chunks, chunk_size), work)
-        nodes = Nodes.of_config(config.nodes, cp_size)
-        found = _by_locality(cast(LocalityDispatchAlg, alg), cut, cp_size, nodes)
-        return check_partitions(found, num_chunks, cp_size)
+        found = _by_locality(cast(LocalityDispatchAlg, alg), cut, cp_size)
+        unaware = knows_no_nodes(cut, found, config)
+        return check_partitions((unaware and dispatch_by_nodes(cut, unaware, config)) or found, num_chunks, cp_size)
     if alg.type == DispatchAlgType.MIN_HEAP:  # by itself, as jobs take longer to make than to place
         dealt = min_heap(work.tolist(), cp_size)[1]
         assert dealt is not None
@@ -84,10 +84,29 @@ def solve_dispatch(
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
 
 
-def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int, nodes: Nodes | None) -> Sequence[Sequence[int]]:
+def knows_no_nodes(cut: Cut, partitions: Sequence[Sequence[int]], config: DispatchConfig) -> Unaware | None:
+    """``partitions`` as what ``dispatch_by_nodes`` has to be better than, or None where it cannot be: ranks do not
+    share nodes, ``config`` has another algorithm, or there is nothing to save."""
+    world = len(partitions)
+    nodes = Nodes.of_config(config.nodes, world)
+    is_asked = nodes is not None and 1 < len(nodes.members) < world and config.alg.type == DispatchAlgType.LOCALITY
+    if not is_asked or len(cut.work) < world:
+        return None
+    assert nodes is not None
+    return unaware_of(cut, nodes, partitions, cast(LocalityDispatchAlg, config.alg).row_cost, LEAST_GAIN)
+
+
+def dispatch_by_nodes(cut: Cut, unaware: Unaware, config: DispatchConfig) -> Sequence[Sequence[int]] | None:
+    """As ``by_nodes``."""
+    nodes = Nodes.of_config(config.nodes, len(unaware.loads.rows))
+    assert nodes is not None
+    return by_nodes(cut, nodes, unaware, cast(LocalityDispatchAlg, config.alg).row_cost, LEAST_GAIN)
+
+
+def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int) -> Sequence[Sequence[int]]:
     """The partition of the least cost: contiguous blocks, with some chunks swapped where they are not balanced; one
     that is filled from two ends; or MinHeap's, which no other may exceed in rows, and which stays where less than
-    ``LEAST_GAIN`` of its cost is saved. Where ranks share nodes, ``by_nodes`` may find a better one."""
+    ``LEAST_GAIN`` of its cost is saved."""
     pieces, chunk_of, bounds, work = cut
 
     def rows(partitions: Sequence[Sequence[int]]) -> NDArray[np.int64]:
@@ -114,10 +133,7 @@ def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int, nodes: Nodes | 
         fetched = rows(found)
         if fetched.max() <= most.max() and fetched.sum() <= most.sum() and cost(found, fetched) < least:
             best, least = found, cost(found, fetched)
-    if nodes is None or not 1 < len(nodes.members) < world or len(work) < world:
-        return best
-    limit = max(limit, _heaviest(best, work))
-    return by_nodes(cut, nodes, best, int(most.max()), limit, alg.row_cost, LEAST_GAIN)
+    return best
 
 
 def _heaviest(partitions: Sequence[Sequence[int]], work: NDArray[np.int64]) -> int:

@@ -26,14 +26,22 @@ from magi_attention.meta.chunking import (
     resolve_chunk_size,
     split_by_chunk,
 )
-from magi_attention.meta.dispatch import check_partitions, solve_dispatch
+from magi_attention.meta.dispatch import (
+    Partitions,
+    check_partitions,
+    dispatch_by_nodes,
+    knows_no_nodes,
+    solve_dispatch,
+)
 from magi_attention.meta.moves import Dispatched, with_moves
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import remote_areas
+from magi_attention.meta.solver.by_nodes import Cut
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
+_MOST_HALVINGS, _LEAST_NODE_CHUNK = 2, 128  # of chunks that the ranks of a node cannot share; tokens
 
 
 def build_plan(
@@ -72,7 +80,9 @@ def build_plan(
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
     if balance is not None and dispatch.chunk_size is None:
-        choice = _refine(slices, total_tokens, cp_size, chunk, dispatch, balance)
+        unaware = DispatchConfig(uneven_shard=dispatch.uneven_shard, alg=dispatch.alg)
+        choice = _refine(slices, total_tokens, cp_size, chunk, unaware, balance)
+        choice = _by_nodes(slices, total_tokens, choice, dispatch)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
     choice, assigned = with_moves(choice, heads, query_moves, rates, may_dispatch=True)
@@ -125,9 +135,13 @@ def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> Dispatched:
     partitions = solve_dispatch(
         cut.pieces, cut.chunk_of, cut.slice_of, len(cut.bounds), cp_size, config, cut.chunk, cut.work
     )
+    return _dispatched(cut, partitions)
+
+
+def _dispatched(cut: _Cut, partitions: Partitions) -> Dispatched:
     heaviest = max(int(cut.work[list(chunks)].sum()) for chunks in partitions)
     parts = cut.pieces, cut.chunk_of, cut.bounds
-    return Dispatched(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, cp_size))
+    return Dispatched(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, len(partitions)))
 
 
 def _refine(
@@ -154,6 +168,26 @@ def _refine(
             found = _dispatch(cut, cp_size, config)
             best = found if found.imbalance <= best.imbalance else best
     return best
+
+
+def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: DispatchConfig) -> Dispatched:
+    """``choice``, or a dispatch that knows which ranks share a node, of the longest chunks with which there is one:
+    short chunks are easier to share out within a node."""
+    world, (pieces, chunk_of, bounds) = len(choice.partitions), choice.cut
+    given = Cut(pieces, chunk_of, bounds, chunk_areas(pieces, chunk_of, len(bounds)))
+    unaware = knows_no_nodes(given, choice.partitions, config)
+    if unaware is None:
+        return choice
+    for halvings in range(_MOST_HALVINGS + 1):
+        chunk = -(-choice.chunk // 2**halvings)
+        if halvings and chunk < _LEAST_NODE_CHUNK:
+            break
+        cut = _cut(slices, total, world, chunk, config)
+        found = dispatch_by_nodes(Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work), unaware, config)
+        if found is not None:
+            partitions = check_partitions(found, len(cut.bounds), world)
+            return _dispatched(cut, partitions)
+    return choice
 
 
 def plan_for_partitions(

@@ -22,7 +22,8 @@ from magi_attention.testing.masks import random_slices
 
 
 def planned(slices: SliceTable, total: int, world: int, chunk: int, nodes=None, **dispatch) -> Plan:
-    return build_plan(slices, total, world, config=DistAttnConfig(DispatchConfig(chunk, nodes=nodes, **dispatch)))
+    config = DistAttnConfig(DispatchConfig(chunk, nodes=nodes, **dispatch))
+    return build_plan(slices, total, world, config=config, balance=None if chunk else 1.02)
 
 
 def random_documents(rng: np.random.Generator, total: int) -> Mask:
@@ -77,14 +78,16 @@ def crossing(plan: Plan, nodes: Nodes) -> tuple[int, int]:
     return tuple(int(count(specs, nodes).network.sum()) for count in (direct_rows, two_level_rows))
 
 
-def check_contract(mask: Mask, world: int, chunk: int, nodes, uneven: bool = False) -> bool:
-    """All that is promised beside the dispatch without nodes; True if it is another one."""
+def check_contract(mask: Mask, world: int, chunk: int | None, nodes, uneven: bool = False) -> bool:
+    """All that is promised beside the dispatch without nodes; True if it is another one. Without ``chunk`` each chooses
+    its own."""
     before, after = (planned(mask.slices, mask.total_q, world, chunk, n, uneven_shard=uneven) for n in (None, nodes))
-    heap = planned(mask.slices, mask.total_q, world, chunk, alg=MinHeapDispatchAlg(), uneven_shard=uneven)
     assert sorted(c for part in after.partitions for c in part) == list(range(after.num_chunks))
     assert after.nodes == Nodes.of_config(nodes, world) and before.nodes is None
-    if after.partitions == before.partitions:
+    if (after.chunk_size, after.partitions) == (before.chunk_size, before.partitions):
         return False
+    heap = planned(mask.slices, mask.total_q, world, before.chunk_size, alg=MinHeapDispatchAlg(), uneven_shard=uneven)
+    assert chunk is None or after.chunk_size == chunk
     assert uneven or {len(part) for part in after.partitions} == {after.num_chunks // world}
     assert after.areas.max() <= max(int(1.01 * bound(after)), before.areas.max())
     then, now, most = (plan.comm_matrix().sum(axis=0) for plan in (before, after, heap))
@@ -101,6 +104,24 @@ def test_random_masks_and_nodes(seed: int) -> None:
     world = int(rng.integers(4, 25))
     mask = random_mask(rng, world * 16 * 8)
     check_contract(mask, world, 16, random_nodes(rng, world), uneven=not seed % 5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chunks_of_its_own(seed: int) -> None:
+    """Where the chunk size is open, shorter chunks may be what the ranks of a node can share."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    world = int(rng.integers(8, 33))
+    check_contract(random_documents(rng, world * 2048), world, None, int(rng.choice([2, 4, 8])))
+
+
+def test_long_documents_that_need_short_chunks() -> None:
+    lengths = np.resize([15_000, 1_000, 250, 4_500, 600, 350, 2_000], 80)
+    ends = np.cumsum(lengths)
+    mask = Mask.varlen([0, *ends[ends < 262_144].tolist(), 262_144], causal=False)
+    assert check_contract(mask, 64, None, 8)
+    plan = planned(mask.slices, mask.total_q, 64, None, 8)
+    assert plan.chunk_size < planned(mask.slices, mask.total_q, 64, None).chunk_size
 
 
 @pytest.mark.parametrize("seed", range(8))

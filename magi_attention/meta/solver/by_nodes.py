@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +13,10 @@ from numpy.typing import NDArray
 
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.meta.chunking import owners, sum_by
-from magi_attention.meta.solver.links import LinkLoads, count_links
-from magi_attention.meta.solver.locality import Parts, document_of_chunks, lower_bound, order_of_chunks
+from magi_attention.meta.solver.links import LinkLoads, count_links, count_rows
+from magi_attention.meta.solver.locality import TOLERATED, Parts, document_of_chunks, lower_bound, order_of_chunks
 from magi_attention.meta.solver.node_fill import fill_nodes, split_evenly
+from magi_attention.meta.solver.partition import min_heap
 
 Ints = NDArray[np.int64]
 Partition = Sequence[Sequence[int]]
@@ -38,44 +41,73 @@ def share(rows: Ints) -> float:
     return SHARE_OF_MOST * float(rows.max()) + (1 - SHARE_OF_MOST) * float(rows.sum()) / len(rows)
 
 
-def by_nodes(
-    cut: Cut, nodes: Nodes, known: Partition, most_rows: int, limit: int, row_cost: float, least_gain: float
-) -> Partition:
-    """``known``, or a partition that puts fewer rows on the network.
+@dataclass(frozen=True, eq=False)
+class Unaware:
+    """The partition of the same mask that knows of no nodes, which another one has to be better than."""
 
-    Of the latter no rank is above ``limit`` in area or ``most_rows`` in rows that it receives. All ranks together
-    receive no more rows than by ``known``; fewer of them cross the network if each goes to a node once, and no more if
-    each goes straight to every rank. It saves ``least_gain`` of the modelled cost, in which a row costs ``row_cost``
-    in a node and more on the network.
-    """
-    before = count_links(*cut[:3], owners(known, len(cut.bounds)), nodes)
+    cut: Cut
+    loads: LinkLoads
+    heaviest: int  # area of a rank
+    cost: float
+
+    @cached_property
+    def most_rows(self) -> int:
+        """That a rank may receive: as many as by MinHeap."""
+        world = len(self.loads.rows)
+        dealt = min_heap(self.cut.work.tolist(), world)[1]
+        assert dealt is not None
+        return int(count_rows(*self.cut[:3], owners(dealt, len(self.cut.bounds)), world).max())
+
+
+def unaware_of(cut: Cut, nodes: Nodes, partition: Partition, row_cost: float, least_gain: float) -> Unaware | None:
+    """What ``partition`` loads on links, or None where nodes can save nothing: each holds one run of chunks, there are
+    no documents to keep in one, or rows cost less than ``least_gain`` of all."""
+    owner = owners(partition, len(cut.bounds))
     document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
+    if (np.diff(np.array(nodes.node_of)[owner]) >= 0).all() or (document == document[0]).all():
+        return None
+    loads = count_links(*cut[:3], owner, nodes)
+    cost = _cost(cut, nodes, partition, loads, row_cost)
+    if (1 - least_gain) * cost <= lower_bound(cut.work, nodes.world):
+        return None
+    return Unaware(cut, loads, int(sum_by(owner, cut.work, nodes.world).max()), cost)
 
-    def cost(partition: Partition, links: LinkLoads) -> float:
-        owner = owners(partition, len(cut.bounds))
-        heaviest = int(sum_by(owner, cut.work, nodes.world).max())
-        in_node, network = _link_rows(links, owner, nodes)
-        return heaviest + row_cost * max(share(in_node), _NETWORK_ROW * share(network))  # both at the same time
 
-    best, least = known, (1 - least_gain) * cost(known, before)
-    is_run_each = (np.diff(np.array(nodes.node_of)[owners(known, len(cut.bounds))]) >= 0).all()
-    if is_run_each or (document == document[0]).all() or least <= lower_bound(cut.work, nodes.world):
-        return known  # each node holds one run, there are no documents to keep in a node, or rows cost too little
+def by_nodes(cut: Cut, nodes: Nodes, unaware: Unaware, row_cost: float, least_gain: float) -> Partition | None:
+    """A partition that puts fewer rows on the network than ``unaware``, which may be of longer chunks; None if none was
+    found.
+
+    No rank of it is more than ``TOLERATED`` above the least area, or else heavier than the heaviest of ``unaware``, and
+    none receives more rows than by that or by MinHeap. All ranks together receive no more rows; fewer of them cross the
+    network if each goes to a node once, and no more if each goes straight to every rank. It saves ``least_gain`` of the
+    modelled cost, in which a row costs ``row_cost`` in a node and more on the network.
+    """
+    before, limit = unaware.loads, max(int(TOLERATED * lower_bound(cut.work, nodes.world)), unaware.heaviest)
+    best, least = None, (1 - least_gain) * unaware.cost
+    document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
     for is_coarse in (True, False):
         order = order_of_chunks(document, cut.work, is_coarse)
         parts = fill_nodes(cut.work, order, document, nodes.members, limit)
         for found, links in () if parts is None else _both(cut, nodes, parts, int(before.rows.sum()), limit):
             is_allowed = (
-                links.rows.max() <= most_rows
-                and links.rows.sum() <= before.rows.sum()
+                links.rows.sum() <= before.rows.sum()
                 and links.crossing < before.crossing
                 and links.straight <= before.straight
+                and (links.rows.max() <= before.rows.max() or links.rows.max() <= unaware.most_rows)
             )
-            if is_allowed and cost(found, links) < least:
-                best, least = found, cost(found, links)
-        if best is not known:
+            cost = _cost(cut, nodes, found, links, row_cost)
+            if is_allowed and cost < least:
+                best, least = found, cost
+        if best is not None:
             break
     return best
+
+
+def _cost(cut: Cut, nodes: Nodes, partition: Partition, links: LinkLoads, row_cost: float) -> float:
+    owner = owners(partition, len(cut.bounds))
+    heaviest = int(sum_by(owner, cut.work, nodes.world).max())
+    in_node, network = _link_rows(links, owner, nodes)
+    return heaviest + row_cost * max(share(in_node), _NETWORK_ROW * share(network))  # both at the same time
 
 
 def _both(cut: Cut, nodes: Nodes, parts: Parts, most: int, limit: int) -> Iterator[tuple[Parts, LinkLoads]]:
@@ -130,4 +162,4 @@ def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float
     return slowest
 
 
-__all__ = ["SHARE_OF_MOST", "Cut", "by_nodes", "share"]
+__all__ = ["SHARE_OF_MOST", "Cut", "Unaware", "by_nodes", "share", "unaware_of"]

@@ -24,6 +24,7 @@ from magi_attention.meta.solver.partition import min_heap
 Ints = NDArray[np.int64]
 _TOLERANCE = 0.003  # of the area that a node is due
 _MOST_TRIES = 4  # choices of chunks for one node
+_MOST_ABOVE = 0.25  # of the nodes, whose ranks could not share their chunks: swaps between nodes may mend that
 
 
 def fill_nodes(
@@ -43,12 +44,16 @@ def fill_nodes(
     is_taken = np.zeros(len(work), dtype=np.bool_)
     free, left, ranks_left = order, int(work.sum()), world
     parts: Parts = [[] for _ in range(world)]
+    above = 0  # nodes with a rank that is
     for ranks in members:
         count = len(ranks) * size + sum(rank < extra for rank in ranks)
         due = left * len(ranks) / ranks_left
         chunks, split = _fill_node(work, free, document, place, (count, len(ranks)), due, limit)
         for rank, part in zip(ranks, split):
             parts[rank] = part
+        above += any(int(work[part].sum()) > limit for part in split)
+        if above > _MOST_ABOVE * len(members):
+            return None
         is_taken[chunks] = True
         free = free[~is_taken[free]]
         left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
