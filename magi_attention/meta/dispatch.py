@@ -73,7 +73,9 @@ def solve_dispatch(
         cut = Cut(pieces, chunk_of, chunk_bounds(chunk_size * num_chunks, chunk_size), work)
         found = _by_locality(cast(LocalityDispatchAlg, alg), cut, cp_size)
         unaware = knows_no_nodes(cut, found, config)
-        return check_partitions((unaware and dispatch_by_nodes(cut, unaware, config)) or found, num_chunks, cp_size)
+        if unaware is not None:
+            found = dispatch_by_nodes(cut, unaware, config)[0] or found
+        return check_partitions(found, num_chunks, cp_size)
     if alg.type == DispatchAlgType.MIN_HEAP:  # by itself, as jobs take longer to make than to place
         dealt = min_heap(work.tolist(), cp_size)[1]
         assert dealt is not None
@@ -96,7 +98,9 @@ def knows_no_nodes(cut: Cut, partitions: Sequence[Sequence[int]], config: Dispat
     return unaware_of(cut, nodes, partitions, cast(LocalityDispatchAlg, config.alg).row_cost, LEAST_GAIN)
 
 
-def dispatch_by_nodes(cut: Cut, unaware: Unaware, config: DispatchConfig) -> Sequence[Sequence[int]] | None:
+def dispatch_by_nodes(
+    cut: Cut, unaware: Unaware, config: DispatchConfig
+) -> tuple[Sequence[Sequence[int]] | None, bool]:
     """As ``by_nodes``."""
     nodes = Nodes.of_config(config.nodes, len(unaware.loads.rows))
     assert nodes is not None

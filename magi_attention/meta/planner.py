@@ -183,10 +183,11 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
         if halvings and chunk < _LEAST_NODE_CHUNK:
             break
         cut = _cut(slices, total, world, chunk, config)
-        found = dispatch_by_nodes(Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work), unaware, config)
+        found, is_shared = dispatch_by_nodes(Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work), unaware, config)
         if found is not None:
-            partitions = check_partitions(found, len(cut.bounds), world)
-            return _dispatched(cut, partitions)
+            return _dispatched(cut, check_partitions(found, len(cut.bounds), world))
+        if is_shared:
+            break
     return choice
 
 

@@ -73,9 +73,11 @@ def unaware_of(cut: Cut, nodes: Nodes, partition: Partition, row_cost: float, le
     return Unaware(cut, loads, int(sum_by(owner, cut.work, nodes.world).max()), cost)
 
 
-def by_nodes(cut: Cut, nodes: Nodes, unaware: Unaware, row_cost: float, least_gain: float) -> Partition | None:
+def by_nodes(
+    cut: Cut, nodes: Nodes, unaware: Unaware, row_cost: float, least_gain: float
+) -> tuple[Partition | None, bool]:
     """A partition that puts fewer rows on the network than ``unaware``, which may be of longer chunks; None if none was
-    found.
+    found. And whether ranks could share the chunks of their nodes: where they could not, shorter ones may help.
 
     No rank of it is more than ``TOLERATED`` above the least area, or else heavier than the heaviest of ``unaware``, and
     none receives more rows than by that or by MinHeap. All ranks together receive no more rows; fewer of them cross the
@@ -83,15 +85,19 @@ def by_nodes(cut: Cut, nodes: Nodes, unaware: Unaware, row_cost: float, least_ga
     modelled cost, in which a row costs ``row_cost`` in a node and more on the network.
     """
     before, limit = unaware.loads, max(int(TOLERATED * lower_bound(cut.work, nodes.world)), unaware.heaviest)
-    best, least = None, (1 - least_gain) * unaware.cost
     document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
+    is_shared = False
     for is_coarse in (True, False):
         order = order_of_chunks(document, cut.work, is_coarse)
         parts = fill_nodes(cut.work, order, document, nodes.members, limit)
-        for found, links in () if parts is None else _both(cut, nodes, parts, int(before.rows.sum()), limit):
+        if parts is None:
+            continue
+        is_shared = True
+        best: Partition | None = None
+        least = (1 - least_gain) * unaware.cost
+        for found, links in _both(cut, nodes, parts, before, limit):
             is_allowed = (
                 links.rows.sum() <= before.rows.sum()
-                and links.crossing < before.crossing
                 and links.straight <= before.straight
                 and (links.rows.max() <= before.rows.max() or links.rows.max() <= unaware.most_rows)
             )
@@ -99,8 +105,22 @@ def by_nodes(cut: Cut, nodes: Nodes, unaware: Unaware, row_cost: float, least_ga
             if is_allowed and cost < least:
                 best, least = found, cost
         if best is not None:
-            break
-    return best
+            return best, True
+    return None, is_shared
+
+
+def _both(
+    cut: Cut, nodes: Nodes, parts: Parts, before: LinkLoads, limit: int
+) -> Iterator[tuple[Parts, LinkLoads]]:
+    """``parts``, and if it is another partition what ``_spread`` makes of it, with their loads; neither where no fewer
+    rows cross the network than ``before``."""
+    links = count_links(*cut[:3], owners(parts, len(cut.bounds)), nodes)
+    if links.crossing >= before.crossing:
+        return
+    yield parts, links
+    spread = _spread(cut, nodes, parts, links, int(before.rows.sum()), limit)
+    if spread != parts:
+        yield spread, count_links(*cut[:3], owners(spread, len(cut.bounds)), nodes)
 
 
 def _cost(cut: Cut, nodes: Nodes, partition: Partition, links: LinkLoads, row_cost: float) -> float:
@@ -108,15 +128,6 @@ def _cost(cut: Cut, nodes: Nodes, partition: Partition, links: LinkLoads, row_co
     heaviest = int(sum_by(owner, cut.work, nodes.world).max())
     in_node, network = _link_rows(links, owner, nodes)
     return heaviest + row_cost * max(share(in_node), _NETWORK_ROW * share(network))  # both at the same time
-
-
-def _both(cut: Cut, nodes: Nodes, parts: Parts, most: int, limit: int) -> Iterator[tuple[Parts, LinkLoads]]:
-    """``parts``, and if it is another partition what ``_spread`` makes of it, with their loads."""
-    links = count_links(*cut[:3], owners(parts, len(cut.bounds)), nodes)
-    yield parts, links
-    spread = _spread(cut, nodes, parts, links, most, limit)
-    if spread != parts:
-        yield spread, count_links(*cut[:3], owners(spread, len(cut.bounds)), nodes)
 
 
 def _link_rows(links: LinkLoads, owner: Ints, nodes: Nodes) -> tuple[Ints, Ints]:
