@@ -75,36 +75,52 @@ def _gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
     return lambda: _Gather.apply(q, k, v, problem, lists)
 
 
+FLEX_BLOCK = 128  # of its backward on H100, which has no kernel for smaller ones unless it searches for minutes
+
+
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
-    """FlexAttention, compiled per shape. Blocks are told to it as whole blocks, so no pair is asked about; single keys
-    as a table of all pairs."""
+    """FlexAttention, compiled per shape. Blocks are told to it as whole blocks where it has kernels for their size, so
+    no pair is asked about; single keys, and blocks that are too small, as a table."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # Lengths, block sizes and directions are compilations each; beyond the usual 8 it would run without one.
     torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(flex_attention, dynamic=False)
-    block_mask = (_flex_blocks if isinstance(case, BlockCase) else _flex_keys)(case, q.device)
-    inputs = [batched(x) for x in (q, k, v)]
+    compiled, options = torch.compile(flex_attention, dynamic=False), None
+    if isinstance(case, IndexCase):
+        block_mask = _flex_keys(case, q.device)
+    else:
+        is_small = case.block < FLEX_BLOCK
+        block_mask = _flex_blocks(case, q.device, FLEX_BLOCK if is_small and q.requires_grad else case.block)
+        if is_small and q.is_cuda and not q.requires_grad:  # the usual tiles are larger than the blocks
+            options = {"BLOCK_M": case.block, "BLOCK_N": case.block}
+    inputs, has_groups = [batched(x) for x in (q, k, v)], q.shape[1] != k.shape[1]
 
     def run() -> torch.Tensor:
-        return tokens_first(compiled(*inputs, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]))
+        out = compiled(*inputs, block_mask=block_mask, enable_gqa=has_groups, kernel_options=options)
+        return tokens_first(out)
 
     run()
     return run
 
 
-def _flex_blocks(case: BlockCase, device: torch.device):
+def _flex_blocks(case: BlockCase, device: torch.device, size: int):
+    """``size``: tokens of its blocks, as many as those of the case or several of these."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table, block = torch.from_numpy(case.blocks).to(device), case.block
-    blocks = table[None, None]
-    counts = blocks.sum(-1, dtype=torch.int32)
-    order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True).int()  # those that are kept, then the others
-    none = torch.zeros_like(counts), torch.zeros_like(order)
+    table, block, each = torch.from_numpy(case.blocks).to(device), case.block, size // case.block
+    tiles = table.unflatten(1, (-1, each)).unflatten(0, (-1, each))
+    whole = tiles.all(3).all(1)
+    parts = tiles.any(3).any(1) & ~whole
     return BlockMask.from_kv_blocks(
-        *none, counts, order, BLOCK_SIZE=block, mask_mod=lambda b, h, i, j: table[i // block, j // block],
-        seq_lengths=(case.seqlen, case.seqlen),
+        *_listed(parts), *_listed(whole), BLOCK_SIZE=size,
+        mask_mod=lambda b, h, i, j: table[i // block, j // block], seq_lengths=(case.seqlen, case.seqlen),
     )  # fmt: skip
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of blocks how many are kept, and their columns, before those of the others."""
+    order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def _flex_keys(case: IndexCase, device: torch.device):

@@ -67,6 +67,15 @@ def test_all_implementations_are_right_and_wrong_ones_are_found(name, monkeypatc
         assert all(results[n].error < 1e-4 for n in fits)
 
 
+def test_larger_blocks_of_a_peer_are_whole_or_in_part():
+    case = sparse_cases.make_case("b16_random_0.3", TOKENS)
+    masks = [sparse_peers._flex_blocks(case, torch.device("cpu"), size) for size in (16, 64)]
+    assert masks[0].kv_num_blocks.sum() == 0 and masks[0].full_kv_num_blocks.sum() == case.blocks.sum()
+    seen = case.seen(torch.arange(TOKENS)).unflatten(1, (2, 64)).unflatten(0, (2, 64))
+    whole, some = seen.all(3).all(1).sum(), seen.any(3).any(1).sum()
+    assert masks[1].full_kv_num_blocks.sum() == whole and masks[1].kv_num_blocks.sum() == some - whole
+
+
 def test_a_run_keeps_to_its_time_and_says_what_it_left_out(tmp_path, capsys):
     tiny = "--seqlens 64 --heads 2 1 --index-heads 2 --head-dim 8 --dtype fp32 --repeats 2".split()
     out = ["--out", str(tmp_path / "sparse")]
