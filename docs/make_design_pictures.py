@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the figures of docs/design into docs/pictures: diagrams of boxes in this file, and plans made by the planner.
+"""Draws the figures of docs/design into docs/pictures: those of ``design_diagrams``, and plans made by the planner.
 
     python docs/make_pictures.py
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from design_diagrams import BACKWARD, FUSED, INDEX_ATTENTION, OVERVIEW, PORTABLE, TWO_LEVELS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
@@ -23,7 +24,6 @@ from magi_attention.kernels.ffa.schedule.simulate import starts_of, steps_of_til
 from magi_attention.native.tile_plan import TilePlan
 
 INK = "#1f2328"
-HOST, DEVICE, WIRE, PLAIN = "#dbe7f6", "#fbe6cf", "#d9efdd", "#f3f4f6"
 HEADS = ("#6f9fdc", "#e8a55c", "#74b883", "#b9a3c9")
 Content = Any  # nested tuples and lists of numbers and text
 
@@ -32,153 +32,6 @@ def _axes(width: float, height: float, count: int = 1, **options: Any) -> tuple[
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, **options)
-
-
-# ---- diagrams: boxes (x, y, width, height, colour, title, text) and arrows (from, to, label) ------------------------
-OVERVIEW = (
-    (8.6, 6.2),
-    [
-        (0.2, 5.3, 2.6, 0.7, HOST, "Mask", "slices; no torch"),
-        (0.2, 4.0, 2.6, 0.9, HOST, "build_plan", "chunks, dispatch, stages\n(magi_attention/meta)"),
-        (0.2, 2.7, 2.6, 0.9, HOST, "Plan", "a value: hashed, compared,\nthe same on all ranks"),
-        (0.2, 0.2, 2.6, 1.2, HOST, "TilePlan", "tiles and segments of one\nkernel call (csrc/planner)"),
-        (3.6, 5.3, 4.8, 0.7, HOST, "attend, calc_attn, flex_flash_attn_func", "magi_attention/api, functional"),
-        (3.6, 4.0, 4.8, 0.9, HOST, "AttnRuntime", "one plan on one rank: checks, backend, mode"),
-        (3.6, 2.7, 2.2, 0.9, WIRE, "StageComm", "staged: rows over\nthe process group"),
-        (6.2, 2.7, 2.2, 0.9, WIRE, "FusedAttention", "fused: symmetric\nbuffers over NVLink"),
-        (3.6, 1.55, 4.8, 0.75, HOST, "FfaBackend", "plan cache, parameter block, one C call"),
-        (3.6, 0.2, 4.8, 0.9, DEVICE, "ffa_fwd, ffa_bwd", "work tiles on all SMs (csrc/ffa/sm90)"),
-    ],
-    [
-        ((1.5, 5.3), (1.5, 4.9), ""),
-        ((1.5, 4.0), (1.5, 3.6), ""),
-        ((2.8, 3.3), (3.6, 4.3), "rank(r)"),
-        ((6.0, 5.3), (6.0, 4.9), ""),
-        ((4.7, 4.0), (4.7, 3.6), ""),
-        ((7.3, 4.0), (7.3, 3.6), ""),
-        ((4.7, 2.7), (4.7, 2.3), ""),
-        ((7.3, 2.7), (7.3, 2.3), ""),
-        ((6.0, 1.55), (6.0, 1.1), ""),
-        ((1.5, 2.7), (1.5, 1.4), "slices"),
-        ((2.8, 0.65), (3.6, 0.65), ""),
-    ],
-)
-
-BACKWARD = (
-    (9.2, 5.6),
-    [
-        (0.2, 4.0, 2.5, 1.4, DEVICE, "preprocess", "delta and offsets; clears\ndq_accum or finds\nsemaphore targets"),
-        (
-            3.3,
-            4.0,
-            3.0,
-            1.4,
-            DEVICE,
-            "main: one work tile",
-            "128 keys of one kv head;\nloops over m-blocks; dk, dv\nstay in registers",
-        ),
-        (6.9, 4.0, 2.1, 1.4, DEVICE, "combine", "only for splits:\nadds the parts\nof dk and dv"),
-        (0.2, 2.3, 1.9, 0.8, PLAIN, "atomic", "adds as it comes"),
-        (2.4, 2.3, 1.9, 0.8, PLAIN, "first writer", "stores, others add"),
-        (4.6, 2.3, 1.9, 0.8, PLAIN, "deterministic", "adds in a fixed order"),
-        (6.9, 2.3, 2.1, 0.8, PLAIN, "direct store", "one contribution only"),
-        (0.2, 0.3, 4.1, 1.1, PLAIN, "dq_accum", "float32 in the workspace"),
-        (4.9, 0.3, 1.9, 1.1, DEVICE, "postprocess", "scales, rounds"),
-        (7.4, 0.3, 1.6, 1.1, PLAIN, "dq", "bf16 or fp16"),
-    ],
-    [
-        ((2.7, 4.7), (3.3, 4.7), ""),
-        ((6.3, 4.7), (6.9, 4.7), ""),
-        ((4.0, 4.0), (1.2, 3.1), ""),
-        ((4.5, 4.0), (3.4, 3.1), ""),
-        ((5.1, 4.0), (5.5, 3.1), ""),
-        ((5.6, 4.0), (7.9, 3.1), ""),
-        ((1.1, 2.3), (1.1, 1.4), ""),
-        ((3.3, 2.3), (3.3, 1.4), ""),
-        ((5.2, 2.3), (4.0, 1.4), ""),
-        ((4.3, 0.85), (4.9, 0.85), ""),
-        ((6.8, 0.85), (7.4, 0.85), ""),
-        ((8.2, 2.3), (8.2, 1.4), ""),
-    ],
-)
-
-PORTABLE = (
-    (9.2, 5.2),
-    [
-        (
-            0.2, 4.2, 8.8, 0.7, HOST, "one parameter block, one tile plan",
-            "FfaBackend takes the library of the GPU's family",
-        ),  # fmt: skip
-        (0.2, 2.6, 2.0, 1.1, DEVICE, "ffa_sm90", "9.0: wgmma, TMA,\nwarp roles"),
-        (2.5, 2.6, 2.0, 1.1, DEVICE, "ffa_sm80", "8.0, 8.6, 8.9"),
-        (4.8, 2.6, 2.0, 1.1, DEVICE, "ffa_sm100", "10.0, 10.3"),
-        (7.0, 2.6, 2.0, 1.1, DEVICE, "ffa_sm120", "12.0, 12.1"),
-        (2.5, 1.2, 6.5, 0.9, PLAIN, "csrc/ffa/portable", "one source: mma.sync, ldmatrix, cp.async"),
-        (2.5, 0.1, 3.1, 0.7, PLAIN, "tiles for 163 KB", "8.0, 9.0, 10.x"),
-        (5.9, 0.1, 3.1, 0.7, PLAIN, "tiles for 99 KB", "8.6, 8.9, 12.x"),
-    ],
-    [
-        ((1.2, 4.2), (1.2, 3.7), ""),
-        ((3.5, 4.2), (3.5, 3.7), ""),
-        ((5.8, 4.2), (5.8, 3.7), ""),
-        ((8.0, 4.2), (8.0, 3.7), ""),
-        ((3.5, 2.6), (3.5, 2.1), ""),
-        ((5.8, 2.6), (5.8, 2.1), ""),
-        ((8.0, 2.6), (8.0, 2.1), ""),
-        ((4.0, 1.2), (4.0, 0.8), ""),
-        ((7.4, 1.2), (7.4, 0.8), ""),
-    ],
-)
-
-FUSED = (
-    (9.2, 4.4),
-    [
-        (0.2, 3.1, 1.3, 1.0, PLAIN, "rank 0", "backward, one\nstream"),
-        (1.9, 3.1, 1.4, 1.0, DEVICE, "put", "K and V rows"),
-        (3.6, 3.1, 2.0, 1.0, DEVICE, "attention", "waits for tiles of\n128 remote keys"),
-        (5.9, 3.1, 1.4, 1.0, DEVICE, "postprocess", "rank barrier"),
-        (7.6, 3.1, 1.4, 1.0, DEVICE, "reduce", "in rank order"),
-        (0.2, 0.3, 1.3, 1.2, PLAIN, "rank 1", "symmetric\nbuffers"),
-        (1.9, 0.3, 1.4, 1.2, WIRE, "keys", "K and V rows\nthat it reads"),
-        (3.6, 0.3, 2.0, 1.2, WIRE, "grads", "partial dk and dv\nof its keys"),
-        (5.9, 0.3, 3.1, 1.2, WIRE, "control words", "at the start of each buffer:\nsignals, credits, epoch"),
-    ],
-    [
-        ((3.3, 3.6), (3.6, 3.6), ""),
-        ((5.6, 3.6), (5.9, 3.6), ""),
-        ((7.3, 3.6), (7.6, 3.6), ""),
-        ((2.6, 3.1), (2.6, 1.5), "rows, then signals"),
-        ((4.6, 3.1), (4.6, 1.5), "dk, dv"),
-        ((6.8, 3.1), (7.0, 1.5), "signal"),
-        ((8.3, 3.1), (8.3, 1.5), "credits"),
-    ],
-)
-
-
-TWO_LEVELS = (
-    (9.2, 5.4),
-    [
-        (0.2, 4.3, 1.6, 0.8, PLAIN, "node 0", "owner of a row"),
-        (0.2, 2.7, 1.6, 0.9, HOST, "rank 0", "rows of K and V"),
-        (0.2, 0.5, 1.6, 0.9, WIRE, "GRADS", "one sum of\neach far node"),
-        (3.6, 4.3, 5.4, 0.8, PLAIN, "node 1", "three ranks that need the row"),
-        (3.6, 2.7, 2.0, 0.9, WIRE, "HELD", "each far row once,\non the carrier"),
-        (3.6, 0.5, 2.0, 0.9, WIRE, "TERMS", "on the carrier:\nadded in rank order"),
-        (7.0, 3.1, 2.0, 0.8, WIRE, "OUT of rank 3", "the carrier itself"),
-        (7.0, 2.1, 2.0, 0.8, WIRE, "OUT of rank 4", "dk, dv computed"),
-        (7.0, 1.1, 2.0, 0.8, WIRE, "OUT of rank 5", "dk, dv computed"),
-    ],
-    [
-        ((1.8, 3.15), (3.6, 3.15), "network, once"),
-        ((5.6, 3.25), (7.0, 3.5), "forward"),
-        ((5.6, 3.1), (7.0, 2.6), ""),
-        ((5.6, 2.95), (7.0, 1.75), ""),
-        ((7.0, 3.2), (5.6, 1.3), ""),
-        ((7.0, 2.2), (5.6, 1.1), "terms"),
-        ((7.0, 1.3), (5.6, 0.85), ""),
-        ((3.6, 0.95), (1.8, 0.95), "network, one sum"),
-    ],
-)
 
 
 def draw_boxes(content: Content) -> Figure:
@@ -393,6 +246,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_overview.png": (lambda: OVERVIEW, draw_boxes),
     "design_forward.png": (forward_content, draw_forward),
     "design_backward.png": (lambda: BACKWARD, draw_boxes),
+    "design_index_attention.png": (lambda: INDEX_ATTENTION, draw_boxes),
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
     "design_two_levels.png": (lambda: TWO_LEVELS, draw_boxes),

@@ -7,8 +7,16 @@ import ctypes
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
-from magi_attention.native.index_abi import FUNCTIONS, IndexBwdParams, IndexFwdParams, IndexSumParams
+from magi_attention.native.index_abi import (
+    FUNCTIONS,
+    IndexBwdParams,
+    IndexFwdParams,
+    IndexPrepareParams,
+    IndexSumParams,
+)
 from magi_attention.native.loader import check
+
+MOST_ENTRIES = 226 * 8192  # that a list may be of, a bit of shared memory each
 
 
 class IndexLibrary:
@@ -50,6 +58,16 @@ class IndexLibrary:
         """``magi_ffa_index_sum`` with the fields of ``IndexSumParams``."""
         params = IndexSumParams(version=abi.ABI_VERSION, **fields)
         self._check(self._library.magi_ffa_index_sum(ctypes.byref(params)), "Index attention backward")
+
+    def prepare(self, **fields: int | None) -> None:
+        """``magi_ffa_index_prepare`` with the fields of ``IndexPrepareParams``; of ``MOST_ENTRIES`` at most."""
+        params = IndexPrepareParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_prepare(ctypes.byref(params)), "Preparing lists")
+
+    def blocks(self, **fields: int) -> None:
+        """``magi_ffa_index_blocks`` with the fields of ``IndexPrepareParams``."""
+        params = IndexPrepareParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_blocks(ctypes.byref(params)), "Making lists of blocks")
 
     def _check(self, status: int, what: str) -> None:
         check(self._library, status, what)

@@ -50,10 +50,22 @@ class IndexSumParams(ctypes.Structure):
     ]
 
 
+class IndexPrepareParams(ctypes.Structure):
+    """``magi_ffa_index_prepare_params``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("version", "num_lists", "heads_kv", "max_entries", "total_k", "k_block")),
+        *((name, c_int32) for name in ("is_int64", "num_words")),
+        *((name, c_void_p) for name in ("indices", "k_starts", "lists", "counts", "stream")),
+    ]
+
+
 FUNCTIONS: abi.Functions = {
     "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
     "magi_ffa_index_sum": (c_int32, (ctypes.POINTER(IndexSumParams),)),
+    "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
+    "magi_ffa_index_blocks": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
 }

@@ -38,8 +38,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> ctypes.CDLL:
-    library = hopper_library(tmp_path_factory.mktemp("index"), SOURCE)
+def kernels(compile_folder) -> ctypes.CDLL:
+    library = hopper_library(compile_folder / "index", SOURCE)
     for name in ("index_forward", "index_backward", "index_delta", "index_sum"):
         getattr(library, name).restype = ctypes.c_char_p
     return library

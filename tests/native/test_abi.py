@@ -27,6 +27,7 @@ STRUCTS = {
     "magi_ffa_index_fwd_params": index_abi.IndexFwdParams,
     "magi_ffa_index_bwd_params": index_abi.IndexBwdParams,
     "magi_ffa_index_sum_params": index_abi.IndexSumParams,
+    "magi_ffa_index_prepare_params": index_abi.IndexPrepareParams,
     "magi_symm_buffer": abi.SymmBuffer,
     "magi_work_tile": abi.WorkTile,
     "magi_work_list": abi.WorkListHeader,

@@ -109,6 +109,28 @@ typedef struct {
 
 MAGI_EXPORT magi_status magi_ffa_index_sum(const magi_ffa_index_sum_params* params);
 
+/* Lists as the kernels read them. indices: of magi_ffa_index_prepare the lists in any order, int32
+ * or int64 (num_lists, heads_kv, max_entries) where those below 0 and those that begin at total_k
+ * or behind are none, and one that is there twice counts once; of magi_ffa_index_blocks one byte
+ * for each block (num_lists, heads_kv, max_entries), 0 for none. lists and counts (entries of each)
+ * are written. num_words: for the library. */
+typedef struct {
+  int32_t version;
+  int32_t num_lists, heads_kv, max_entries;
+  int32_t total_k, k_block;
+  int32_t is_int64;
+  int32_t num_words;
+  const void* indices;
+  const int32_t* k_starts; /* (num_lists,), or NULL */
+  int32_t* lists;          /* (num_lists, heads_kv, max_entries) */
+  int32_t* counts;         /* (num_lists, heads_kv) */
+  void* stream;
+} magi_ffa_index_prepare_params;
+
+/* MAGI_UNSUPPORTED where more entries are possible than shared memory has bits. */
+MAGI_EXPORT magi_status magi_ffa_index_prepare(const magi_ffa_index_prepare_params* params);
+MAGI_EXPORT magi_status magi_ffa_index_blocks(const magi_ffa_index_prepare_params* params);
+
 #ifdef __cplusplus
 }
 #endif

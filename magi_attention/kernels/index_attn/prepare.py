@@ -7,6 +7,7 @@ import torch
 
 from magi_attention.env import general
 from magi_attention.errors import ContractError
+from magi_attention.kernels.index_attn import prepare_ffa
 from magi_attention.kernels.index_attn.types import PreparedIndices
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -63,6 +64,9 @@ def lists_of_blocks(blocks: torch.Tensor, q_block_size: int, k_block_size: int, 
 )  # fmt: skip
 def blocks_op(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rows, counts)`` of ``PreparedIndices`` of blocks (query blocks, Hk, key blocks)."""
+    library = prepare_ffa.library_of(blocks)
+    if library is not None:
+        return prepare_ffa.of_blocks(library, blocks)
     counts = blocks.sum(-1, dtype=torch.int32)
     width = blocks.shape[2]
     place = torch.where(blocks, blocks.cumsum(-1) - 1, width)
@@ -106,9 +110,12 @@ def prepare_op(
     indices: torch.Tensor, total_k: int, k_block_size: int, k_start: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rows, counts)`` of ``PreparedIndices``."""
+    is_checked = not indices.is_cuda or general.is_sanity_check_enable()
+    library = prepare_ffa.library_of(indices)
+    if library is not None and not is_checked and prepare_ffa.can_prepare(total_k, k_block_size):
+        return prepare_ffa.prepare(library, indices, total_k, k_block_size, k_start)
     rows = indices.new_empty(indices.shape, dtype=torch.int32)
     counts = indices.new_empty(indices.shape[:2], dtype=torch.int32)
-    is_checked = not indices.is_cuda or general.is_sanity_check_enable()
     step = max(_CHUNK // max(indices.shape[1] * indices.shape[2], 1), 1)
     for begin in range(0, indices.shape[0], step):
         part = slice(begin, begin + step)

@@ -94,6 +94,9 @@ template <typename T, typename U>
 T atomicMin(T* at, U other) {
   return hopper::change(at, [=](T x) { return min(x, static_cast<T>(other)); });
 }
+inline unsigned atomicOr(unsigned* at, unsigned other) {
+  return hopper::change(at, [=](unsigned x) { return x | other; });
+}
 inline unsigned atomicInc(unsigned* at, unsigned last) {
   return hopper::change(at, [=](unsigned x) { return x >= last ? 0 : x + 1; });
 }
