@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +16,23 @@ from magi_attention.env import general
 from magi_attention.functional import index_rows
 from magi_attention.functional.index_rows import IndexExchange
 
-_eager = torch.compiler.disable(reason="how many rows index attention fetches is known at run time only")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _eager(func: _Function) -> _Function:
+    """``torch.compiler.disable``, which imports the compiler, put off until a program has done so."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return func(*args, **kwargs)
+        if not disabled:
+            reason = "how many rows index attention fetches is known at run time only"
+            disabled.append(torch.compiler.disable(func, reason=reason))
+        return disabled[0](*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @_eager
