@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from peers import Make, Run, Unfit, _cudnn_flex, _has, batched, tokens_first
 from sparse_cases import BlockCase, IndexCase
@@ -20,6 +21,7 @@ from magi_attention.kernels.index_attn.reference import IndexReference
 
 # Gathering takes seconds beyond that, and says nothing new.
 GATHER_TOKENS = 16384
+CUDNN_STRETCHES = 16
 
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
@@ -134,6 +136,9 @@ def _flex_keys(case: IndexCase, device: torch.device):
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
     if isinstance(case, IndexCase):
         raise Unfit("cudnn.flex_attention takes stretches of keys, and single keys are too many of these.")
+    most = int(np.diff(np.pad(case.blocks, ((0, 0), (1, 0))).astype(np.int8), axis=1).clip(0).sum(1).max())
+    if most > CUDNN_STRETCHES:
+        raise Unfit(f"{most} stretches of keys in a row are left out; cudnn.flex_attention compiles for their number.")
     make: Callable[..., Run] = _cudnn_flex(is_thd=False)
     return make(q, k, v, case)
 

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ import sparse_bench  # noqa: E402
 import sparse_cases  # noqa: E402
 import sparse_peers  # noqa: E402
 from kernel import Result, make_inputs, prepare  # noqa: E402
+from peers import Unfit  # noqa: E402
 from peers_backward import by_autograd  # noqa: E402
 from result_files import SPARSE, load  # noqa: E402
 from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
@@ -74,6 +76,12 @@ def test_larger_blocks_of_a_peer_are_whole_or_in_part():
     seen = case.seen(torch.arange(TOKENS)).unflatten(1, (2, 64)).unflatten(0, (2, 64))
     whole, some = seen.all(3).all(1).sum(), seen.any(3).any(1).sum()
     assert masks[1].full_kv_num_blocks.sum() == whole and masks[1].kv_num_blocks.sum() == some - whole
+
+
+def test_many_stretches_of_keys_are_not_compiled_for():
+    case = sparse_cases.BlockCase("b1_stripes", 40, 1, np.tile(np.arange(40) % 2 == 0, (40, 1)))
+    with pytest.raises(Unfit, match="20 stretches"):
+        sparse_peers._cudnn(*make_inputs(case, (2, 1), 16, torch.bfloat16, "cpu"), case)
 
 
 def test_a_run_keeps_to_its_time_and_says_what_it_left_out(tmp_path, capsys):
