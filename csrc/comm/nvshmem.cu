@@ -2,7 +2,7 @@
 // Joining, symmetric memory, put with signal, leaving.
 #include <cstring>
 
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/exchange_verbs.cuh"
 
 namespace magi {
 namespace comm {

@@ -1,88 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waiting for signals with an end, and what launchers of transfers over NVSHMEM check alike.
+// The verbs of an exchange over nodes by NVSHMEM.
 #pragma once
 
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "ffa/common/host.h"
-#include "comm/symm/signal.cuh"
 #include "magi/comm.h"
 
 namespace magi {
 namespace comm {
 
-__device__ __forceinline__ char* place(const magi_comm_epoch& e, int64_t at) {
-  return static_cast<char*>(e.arena) + at;
-}
+class Network {
+ public:
+  __device__ __forceinline__ explicit Network(const magi_comm_epoch& e)
+      : arena_(static_cast<char*>(e.arena)) {}
 
-__device__ __forceinline__ uint64_t* signal_word(const magi_comm_epoch& e, int64_t signal) {
-  return reinterpret_cast<uint64_t*>(place(e, e.signals_at)) + signal;
-}
-
-// What the epochs that are over have added to a signal.
-__device__ __forceinline__ uint64_t* total_word(const magi_comm_epoch& e, int64_t signal) {
-  return reinterpret_cast<uint64_t*>(place(e, e.totals_at)) + signal;
-}
-
-// Epochs that are over on this rank.
-__device__ __forceinline__ uint64_t* epoch_word(const magi_comm_epoch& e) {
-  return reinterpret_cast<uint64_t*>(place(e, e.epoch_at));
-}
-
-// Has a wait of this rank been in vain? Then it sends nothing any more. In device memory, as many
-// reads of host memory by a grid would slow down what the ranks send.
-__device__ __forceinline__ volatile uint64_t* void_word(const magi_comm_epoch& e) {
-  return reinterpret_cast<volatile uint64_t*>(place(e, e.failed_at));
-}
-
-// By one thread: until the signal of a row of a table has counted so many; false if in vain.
-__device__ __forceinline__ bool wait_until(const magi_comm_epoch& e, const int64_t* wait,
-                                           uint64_t count) {
-  uint64_t* word = signal_word(e, wait[0]);
-  const uint32_t begun = milliseconds();
-  uint32_t last = begun;
-#pragma unroll 1
-  while (nvshmem_signal_fetch(word) < count) {
-    __nanosleep(kLookEveryNs);
-    const uint32_t now = milliseconds();
-    if (now == last) continue;
-    last = now;
-    if (has_failed(e.timeout_ms, e.failed_peer, static_cast<int>(wait[2]), now - begun)) {
-      *void_word(e) = 1;
-      return false;
-    }
+  // By a CTA: rows to another rank, then 1 to a word there. Places count from the arena's begin.
+  __device__ __forceinline__ void put(int64_t target, int64_t source, int64_t bytes, int64_t word,
+                                      int peer) const {
+    nvshmemx_putmem_signal_nbi_block(arena_ + target, arena_ + source, static_cast<size_t>(bytes),
+                                     at(word), 1, NVSHMEM_SIGNAL_ADD, peer);
   }
-  return true;
-}
 
-// By a CTA: until all of these signals have counted what this epoch adds to them, or, if they are
-// credits, all epochs that are over. False if this rank has waited in vain, then or before.
-template <bool kAreCredits>
-__device__ __forceinline__ bool wait_for_all(const magi_comm_epoch& e, const int64_t* waits,
-                                             int64_t count) {
-  bool is_fine = *void_word(e) == 0;
-#pragma unroll 1
-  for (int64_t i = threadIdx.x; is_fine && i < count; i += blockDim.x) {
-    const int64_t* wait = waits + i * MAGI_COMM_WAIT_WORDS;
-    const uint64_t before = kAreCredits ? 0 : *total_word(e, wait[0]);
-    const uint64_t epochs = kAreCredits ? *epoch_word(e) : 1;
-    is_fine = wait_until(e, wait, before + epochs * static_cast<uint64_t>(wait[1]));
+  // By a thread: 1 to a word of another rank.
+  __device__ __forceinline__ void add(int64_t word, int peer) const {
+    nvshmemx_signal_op(at(word), 1, NVSHMEM_SIGNAL_ADD, peer);
   }
-  __threadfence_system();
-  return __syncthreads_and(is_fine);
-}
 
-// By a CTA, at its end: its puts have read their sources.
-__device__ __forceinline__ void drain() {
-  __syncthreads();
-  if (threadIdx.x == 0) nvshmem_quiet();
-}
+  // By a thread: a word of this rank. Rows that it counts are there for who then meets the others.
+  __device__ __forceinline__ uint64_t read(int64_t word) const {
+    return nvshmem_signal_fetch(at(word));
+  }
+
+  // By a CTA: its puts have read their sources.
+  __device__ __forceinline__ void drain() const {
+    __syncthreads();
+    if (threadIdx.x == 0) nvshmem_quiet();
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t* at(int64_t word) const {
+    return reinterpret_cast<uint64_t*>(arena_ + word);
+  }
+  char* arena_;
+};
 
 }  // namespace comm
 }  // namespace magi
-
-extern "C" {
-// By nvshmem.cu: whether this process has joined, and whether the caller's header is this one.
-magi_status magi_comm_check(int32_t version);
-}

@@ -184,18 +184,23 @@ def links_of(mask, plan, args: argparse.Namespace) -> dict | None:
 def about_node_transport() -> str:
     """By what rows cross once to each node, as far as this process can tell."""
     from magi_attention.env import comm
+    from magi_attention.native.gin import Gin
     from magi_attention.native.nvshmem import Nvshmem
 
     wish = comm.node_transport()
     asked = f"With MAGI_ATTENTION_HIERARCHICAL_COMM=1, MAGI_ATTENTION_NODE_TRANSPORT={wish} rows go once to each node"
     if wish == "all_to_all":
         return f"{asked}, by all-to-all-v."
-    try:
-        Nvshmem()
-    except UnsupportedError as error:
-        return f"{asked}: here {'it would be an error' if wish == 'nvshmem' else 'by all-to-all-v'}, as {error}"
-    otherwise = "an error" if wish == "nvshmem" else "all-to-all-v"
-    return f"{asked}: by NVSHMEM if all ranks of the group have it, as this machine does, else {otherwise}."
+    otherwise, reasons = "all-to-all-v" if wish == "auto" else "an error", []
+    for name, library in (("NVSHMEM", Nvshmem), ("GIN", Gin)):
+        if wish in ("auto", name.lower()):
+            try:
+                library()
+            except UnsupportedError as error:
+                reasons.append(str(error))
+            else:
+                return f"{asked}: by {name} if all ranks of the group have it, as this machine does, else {otherwise}."
+    return f"{asked}: here that is {otherwise}. {' '.join(reasons)}"
 
 
 def command_explain(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def node_sizes() -> tuple[int, ...]:
 
 
 def node_transport() -> str:
-    """``nvshmem``, ``all_to_all``, or ``auto``: the first where all ranks of a group have it."""
+    """``nvshmem``, ``gin``, ``all_to_all``, or ``auto``: the first that all ranks of a group have."""
     return registry.get("MAGI_ATTENTION_NODE_TRANSPORT")
 
 

@@ -81,6 +81,7 @@ def _int(name: str, section: str, doc: str, default: int | None, minimum: int, e
 
 _G, _C, _J, _B, _T = "general", "communication", "kernels and JIT", "build", "tests and benchmarks"
 _L = "launcher"
+_NODE_TRANSPORTS = ("auto", "nvshmem", "gin", "all_to_all")
 _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 
 _GENERAL = (
@@ -112,7 +113,7 @@ _GENERAL = (
 _COMMUNICATION = (
     _flag("HIERARCHICAL_COMM", _C, "Rows cross the network once for each node."),
     _text(PREFIX + "NODE_SIZE", _C, "Ranks of a node, as 8, or of each, as 8,8,4: for dispatch, two levels."),
-    _choice("NODE_TRANSPORT", _C, "By what HIERARCHICAL_COMM crosses.", "auto", ("auto", "nvshmem", "all_to_all")),
+    _choice("NODE_TRANSPORT", _C, "By what HIERARCHICAL_COMM crosses.", "auto", _NODE_TRANSPORTS),
     _int(PREFIX + "FFA_FORWARD_SM_MARGIN", _C, "SMs left to communication in forward.", None, 0),
     _int(PREFIX + "FFA_BACKWARD_SM_MARGIN", _C, "SMs left to communication in backward.", None, 0),
     _flag("QO_COMM", _C, "Queries and outputs move too."),

@@ -21,7 +21,7 @@ class RuntimeFlags:
     """Frozen, hashable, picklable. ``kernel_backend`` is a ``MagiAttentionKernelBackend``; ``precision`` a
     ``MagiAttentionPrecision`` or None; SM margins count SMs; ``dsink_all_reduce_op`` is none, sum or avg;
     ``node_sizes`` are ranks per node, one for all nodes or one each, empty where the launcher or a mesh says it;
-    ``node_transport`` is auto, nvshmem or all_to_all.
+    ``node_transport`` is auto, nvshmem, gin or all_to_all.
     """
 
     kernel_backend: MagiAttentionKernelBackend

@@ -58,7 +58,7 @@ class AttnPolicy:
     per direction, fed by other ranks while it runs, or an error; "auto", fused where it can be. With
     ``hierarchical`` rows cross between nodes once for each node, where the caller finds out who shares one:
     ``node_sizes`` are ranks per node, one for all or one each, empty where the launcher says it. They cross by
-    ``node_transport``: "nvshmem", or an error; "all_to_all"; "auto", the first if all ranks have it.
+    ``node_transport``: "nvshmem" or "gin", or an error; "all_to_all"; "auto", the first that all ranks have.
     """
 
     backend: str | None = None
@@ -397,8 +397,8 @@ class AttnRuntime:
         reason = why_rows_stay(*packs)
         if group is None or reason is None:
             return group
-        if wish == "nvshmem":
-            raise UnsupportedError(f"MAGI_ATTENTION_NODE_TRANSPORT=nvshmem cannot be done here: {reason} Unset it.")
+        if wish != "auto":
+            raise UnsupportedError(f"MAGI_ATTENTION_NODE_TRANSPORT={wish} cannot be done here: {reason} Unset it.")
         _log.info("Rows of such k and v go between nodes by all-to-all-v: %s", reason)
         return None
 

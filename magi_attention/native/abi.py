@@ -9,7 +9,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 ABI_VERSION = 20
-COMM_VERSION = 3  # of the structs of comm.h
+COMM_VERSION = 4  # of the structs of comm.h
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -391,6 +391,7 @@ class CommEpoch(ctypes.Structure):
         ("totals_at", c_int64),
         ("failed_at", c_int64),
         ("failed_peer", c_void_p),
+        ("network", c_void_p),
         ("timeout_ms", c_uint32),
         ("reserved", c_int32),
     ]
@@ -456,6 +457,15 @@ COMM_FUNCTIONS: Functions = {
     "magi_comm_wait": (c_int32, (ctypes.POINTER(CommWaitParams),)),
     "magi_comm_sum": (c_int32, (ctypes.POINTER(CommSumParams),)),
     "magi_comm_end": (c_int32, (ctypes.POINTER(CommEndParams),)),
+}
+_EXCHANGE = ("magi_comm_put", "magi_comm_wait", "magi_comm_sum", "magi_comm_end")
+GIN_FUNCTIONS: Functions = {
+    "magi_gin_versions": (None, (I32_PTR, I32_PTR)),
+    "magi_gin_join": (c_int32, (c_void_p, ctypes.POINTER(c_void_p))),
+    "magi_gin_leave": (c_int32, (c_void_p,)),
+    "magi_gin_alloc": (c_int32, (c_void_p, c_int64, ctypes.POINTER(c_void_p), ctypes.POINTER(c_void_p))),
+    "magi_gin_free": (c_int32, (c_void_p,)),
+    **{name: COMM_FUNCTIONS[name] for name in _EXCHANGE},
 }
 COMMON_FUNCTIONS: Functions = {
     "magi_last_error": (ctypes.c_char_p, ()),

@@ -29,7 +29,7 @@ from magi_attention.errors import BuildError
 from magi_attention.native import compile_report, families, info, toolchain
 from magi_attention.native.compile_report import Unit
 from magi_attention.native.families import Family
-from magi_attention.native.toolchain import COMM, FFA_SM90, HOST, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import COMM, FFA_SM90, GIN, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
 _STEP = Path(__file__).with_name("compile_step.py")
@@ -143,20 +143,42 @@ def ffa_job(
     )  # fmt: skip
 
 
+def gin_job(csrc: Path) -> Job:
+    """The same transfers over NCCL's device API. NCCL is not linked in: the one that torch loads is used."""
+    nvcc, nccl = str(toolchain.require_nvcc()), toolchain.require_nccl()
+    target, code, plain = _exchange_flags()
+    sources = _exchange_sources(csrc, "gin.cu")
+    link = [nvcc, "-shared", "-cudart", "static", *code]
+    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    compile_command = [nvcc, *plain, *code, "-DMAGI_COMM_GIN"]
+    include = [*_include(csrc), nccl / "include"]
+    return Job(GIN, sources, compile_command, link, include, (target,), (), is_guarded=False)
+
+
+def _exchange_flags() -> tuple[str, list[str], list[str]]:
+    """Target, its flags and the other flags of nvcc, for the GPUs that run attention beside transfers."""
+    target = toolchain.plain_target(families.SM90.name)
+    code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}"]
+    return target, code, [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
+
+
+def _exchange_sources(csrc: Path, network: str) -> list[Path]:
+    comm = csrc / "comm"
+    return [csrc / "ffa" / "common" / "host.cu", comm / network, *sorted(comm.glob("exchange_*.cu"))]
+
+
 def comm_job(csrc: Path) -> Job:
     """The transfers over NVSHMEM, for the GPUs that run attention beside them."""
     nvcc, nvshmem = str(toolchain.require_nvcc()), toolchain.require_nvshmem()
-    targets = [toolchain.plain_target(families.SM90.name)]
-    code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}" for target in targets]
-    plain = [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
-    sources = [csrc / "ffa" / "common" / "host.cu", *sorted((csrc / "comm").glob("*.cu"))]
+    target, code, plain = _exchange_flags()
+    sources = _exchange_sources(csrc, "nvshmem.cu")
     # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
     link = [nvcc, "-shared", "-cudart", "static", *code]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
     half = [f"-L{nvshmem / 'lib'}", "-lnvshmem_device"]
     include = [*_include(csrc), nvshmem / "include"]
     compile_command = [nvcc, *plain, *code, "-rdc=true"]
-    return Job(COMM, sources, compile_command, link, include, tuple(targets), (), half, is_guarded=False)
+    return Job(COMM, sources, compile_command, link, include, (target,), (), half, is_guarded=False)
 
 
 def host_job(csrc: Path) -> Job:
@@ -345,7 +367,7 @@ def build_all(
     guard: bool = True,
     release: info.Release = info.NO_RELEASE,
 ) -> list[Built]:
-    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all three (None) into ``lib``; ``"comm"`` only if asked for.
+    """Builds ``"planner"``, ``"ffa"``, ``"host"`` or all three (None) into ``lib``; ``"comm"``, ``"gin"`` if asked for.
 
     ``arch`` is the name of a GPU family, by default ``chosen_families``.
     ``variants`` are stems; only those kernels go into the library, for development. ``folder`` keeps objects
@@ -367,9 +389,10 @@ def build_all(
         # Last, because it needs the most of the Python at hand; one folder for each Python that builds here.
         file = library_file(HOST)
         built.append(build(host_job(csrc), folder / file, lib / file, jobs, guard, release))
-    if only == COMM:
+    if only in (COMM, GIN):
+        job = comm_job(csrc) if only == COMM else gin_job(csrc)
         with locked(folder):
-            built.append(build(comm_job(csrc), folder / COMM, lib / library_file(COMM), jobs, guard, release))
+            built.append(build(job, folder / only, lib / library_file(only), jobs, guard, release))
     return built
 
 
@@ -400,7 +423,7 @@ def report(built: Sequence[Built]) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magi_attention.native.build", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", choices=list(families.BY_NAME), help="GPU family, by default that of the GPUs here")
-    parser.add_argument("--only", choices=("planner", "ffa", "host", "comm"), help="build one library")
+    parser.add_argument("--only", choices=("planner", "ffa", "host", "comm", "gin"), help="build one library")
     parser.add_argument("--variant", action="append", default=[], metavar="STEM", help="only these kernels")
     parser.add_argument("--jobs", type=int, help="compilations at a time")
     parser.add_argument("--no-guard", action="store_true", help="install slow code too, for development")

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.native import abi, families, info, wheels
-from magi_attention.native.toolchain import COMM, HOST, HOST_MODULE, LIB, PLANNER, library_file
+from magi_attention.native.toolchain import COMM, GIN, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 
 def _more(family: families.Family) -> abi.Functions:
@@ -21,6 +21,7 @@ def _more(family: families.Family) -> abi.Functions:
 _FUNCTIONS = {
     PLANNER: abi.PLANNER_FUNCTIONS,
     COMM: abi.COMM_FUNCTIONS,
+    GIN: abi.GIN_FUNCTIONS,
     **{f.library: {**abi.FFA_FUNCTIONS, **_more(f)} for f in families.FAMILIES},
 }
 _BUILD = "python -m magi_attention.native.build"
@@ -60,7 +61,7 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
     path = folder / library_file(name)
     remedy = _remedy(name.partition("_")[0])
     if not path.is_file():
-        extra = {PLANNER: "", COMM: "nvshmem"}.get(name, name.rpartition("_")[2])
+        extra = {PLANNER: "", COMM: "nvshmem", GIN: ""}.get(name, name.rpartition("_")[2])
         wheel = f"run `pip install 'magi_attention[{extra}]'`, or " if extra and folder == LIB else ""
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {wheel}{remedy}.")
     try:

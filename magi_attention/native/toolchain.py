@@ -20,7 +20,7 @@ from magi_attention.native import families
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIB = PACKAGE / "lib"
-PLANNER, HOST, COMM = "planner", "host", "comm"
+PLANNER, HOST, COMM, GIN = "planner", "host", "comm", "gin"
 FFA_SM90 = families.SM90.library
 HOST_MODULE = "_magi_host"
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
@@ -67,8 +67,12 @@ def plain_target(arch: str) -> str:
 
 def find_nvshmem() -> Path | None:
     """The folder of NVSHMEM with include and lib, out of its package."""
+    return _nvidia_package("nvshmem")
+
+
+def _nvidia_package(name: str) -> Path | None:
     try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
+        spec = importlib.util.find_spec(f"nvidia.{name}")
     except (ImportError, ValueError):
         spec = None
     places = map(Path, (spec.submodule_search_locations or ()) if spec else ())
@@ -83,6 +87,17 @@ def require_nvshmem() -> Path:
     raise BuildError(
         "Transfers over NVSHMEM need its headers, and there are none: run `pip install nvidia-nvshmem-cu13`, or the "
         "package of your CUDA version."
+    )
+
+
+def require_nccl() -> Path:
+    """The folder of NCCL with its headers, those of the device API among them, out of its package."""
+    found = _nvidia_package("nccl")
+    if found and (found / "include" / "nccl_device.h").is_file():
+        return found
+    raise BuildError(
+        "Transfers over NCCL's device API need its headers, and there are none: run `pip install nvidia-nccl-cu13`, or "
+        "the package of your CUDA version, of the version that torch uses."
     )
 
 

@@ -20,8 +20,11 @@ from magi_attention.comm.exchange.verbs import FACTORY
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 SOURCE = Path(__file__).with_name("nvshmem_on_cpu.cpp")
-HERE = ("comm/nvshmem_verbs.cuh", "comm/symm/accumulate.cuh")
-KERNELS = ("nvshmem_put.cu", "nvshmem_wait.cu", "nvshmem_sum.cu", "nvshmem_end.cu", "nvshmem_verbs.cuh")
+HERE = ("comm/exchange_verbs.cuh", "comm/nvshmem_verbs.cuh", "comm/symm/accumulate.cuh")
+KERNELS = (
+    *("exchange_put.cu", "exchange_wait.cu", "exchange_sum.cu", "exchange_end.cu"),
+    *("exchange_verbs.cuh", "nvshmem_verbs.cuh"),
+)
 NETWORKS = itertools.count()  # the library knows them by number
 
 
@@ -65,6 +68,7 @@ class CpuVerbs:
     rank. ``held`` counts bytes of the memory that is out, ``calls`` launches by their names."""
 
     name = "a network of threads"
+    network: int | None = None
 
     def __init__(self, library, folder: Path, transport, seed: int) -> None:
         self._library, self._folder, self._transport = library, folder, transport.reference()

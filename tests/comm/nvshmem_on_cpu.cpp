@@ -155,10 +155,10 @@ inline bool has_failed(uint32_t timeout_ms, int32_t* failed_peer, int awaited, u
 }
 }  // namespace magi
 
-#include "comm/nvshmem_put.cu"
-#include "comm/nvshmem_wait.cu"
-#include "comm/nvshmem_sum.cu"
-#include "comm/nvshmem_end.cu"
+#include "comm/exchange_put.cu"
+#include "comm/exchange_wait.cu"
+#include "comm/exchange_sum.cu"
+#include "comm/exchange_end.cu"
 
 extern "C" {
 void network(int id, int world, char** arenas, uint32_t seed, uint32_t slow_us) {

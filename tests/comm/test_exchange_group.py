@@ -88,10 +88,16 @@ def test_wishes(library, new_folder):
     assert votes(library, new_folder(), [None] * 4, "auto", nodes=one_node) == [False] * 4
 
 
-def test_nvshmem_is_for_gpus():
+def test_nvshmem_and_gin_are_for_gpus(caplog):
+    caplog.set_level(logging.INFO, "magi_attention.comm")
+
     def main(t):
-        with pytest.raises(UnsupportedError, match=r"On rank 0 \(node 0\) tensors are on cpu"):
-            exchange_group(t, NODES, CPU, "nvshmem")
+        for wish in ("nvshmem", "gin"):
+            text = rf"={wish} cannot be done here: On rank 0 \(node 0\) tensors are on cpu"
+            with pytest.raises(UnsupportedError, match=text):
+                exchange_group(t, NODES, CPU, wish)
+        assert exchange_group(t, NODES, CPU, "auto") is None
+        assert "and NVSHMEM moves" in caplog.text and "and GIN moves" in caplog.text or t.rank
 
     FakeWorld(4).run(main)
 

@@ -42,7 +42,7 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
 /* The layout of the structs below, their `version`. They change more often than those of abi.h. */
-#define MAGI_COMM_VERSION 3
+#define MAGI_COMM_VERSION 4
 
 /* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of all exchanges of
  * a group is one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places
@@ -62,6 +62,7 @@ typedef struct {
   int64_t totals_at;  /* of its total */
   int64_t failed_at;
   int32_t* failed_peer;
+  const void* network; /* device: of magi_gin_alloc; null over NVSHMEM */
   uint32_t timeout_ms; /* below 2^31 */
   int32_t reserved;
 } magi_comm_epoch;

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from magi_attention.comm.exchange.group import ExchangeGroup
-from magi_attention.comm.exchange.verbs import FACTORY, NvshmemFactory, Verbs, VerbsFactory
+from magi_attention.comm.exchange.verbs import FACTORY, GinFactory, NvshmemFactory, Verbs, VerbsFactory
 from magi_attention.comm.transport.base import Transport, TransportBase
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.errors import MagiError, UnsupportedError
 
-NODE_TRANSPORTS = ("auto", "nvshmem", "all_to_all")
+NODE_TRANSPORTS = ("auto", "nvshmem", "gin", "all_to_all")
 _log = logging.getLogger("magi_attention.comm")
 
 
@@ -35,43 +35,57 @@ def exchange_group(transport: Transport, nodes: Nodes, device: torch.device, wis
 
     Args:
         nodes: of the ranks of the group.
-        wish: one of ``NODE_TRANSPORTS``, the same on all ranks: "nvshmem" makes a group that cannot an error,
-            "all_to_all" asks nobody.
+        wish: one of ``NODE_TRANSPORTS``, the same on all ranks. "auto" tries NVSHMEM, then GIN; "nvshmem" and "gin"
+            make a group that cannot an error; "all_to_all" asks nobody.
     Raises:
-        UnsupportedError: on all ranks, if they were to use NVSHMEM and one of them cannot.
-    Collective at the first call for a group and a kind of device.
+        UnsupportedError: on all ranks, if they were to use a transport and one of them cannot.
+    Collective at the first call for a group, a kind of device and a transport.
     """
     if len(nodes.members) < 2 or wish == "all_to_all":
         return None
     kept = transport.kept if isinstance(transport, TransportBase) else {}
     key = ("exchange over nodes", device.type, nodes)
-    choice = kept.get(key)
-    if choice is None:
-        choice = kept[key] = _vote(transport, nodes, device)
-    if choice.group is None and wish == "nvshmem":
+    choices: dict[str, _Choice] = kept.setdefault(key, {})
+    candidates = _candidates(kept.get(FACTORY), wish)
+    for factory in candidates:
+        if factory.name not in choices:
+            choices[factory.name] = _vote(transport, nodes, device, factory)
+        if choices[factory.name].group is not None:
+            return choices[factory.name].group
+    reasons = " ".join(choices[factory.name].reason for factory in candidates)
+    if wish != "auto":
         raise UnsupportedError(
-            f"MAGI_ATTENTION_NODE_TRANSPORT=nvshmem cannot be done here: {choice.reason} Unset it, and rows go "
-            "between nodes by all-to-all-v."
+            f"MAGI_ATTENTION_NODE_TRANSPORT={wish} cannot be done here: {reasons} Unset it, and rows go between nodes "
+            "by all-to-all-v."
         )
-    return choice.group
+    if not kept.setdefault((*key, "said"), False):
+        kept[(*key, "said")] = True
+        _log.info("Rows of this group go between nodes by all-to-all-v: %s", reasons)
+    return None
 
 
-def _vote(transport: Transport, nodes: Nodes, device: torch.device) -> _Choice:
+def _candidates(given: VerbsFactory | None, wish: str) -> list[VerbsFactory]:
+    if given is not None:
+        return [given]
+    made: dict[str, type[NvshmemFactory] | type[GinFactory]] = {"nvshmem": NvshmemFactory, "gin": GinFactory}
+    return [make() for name, make in made.items() if wish in ("auto", name)]
+
+
+def _vote(transport: Transport, nodes: Nodes, device: torch.device, factory: VerbsFactory) -> _Choice:
     if not isinstance(transport, TransportBase):
-        return _no("The group does not speak through torch.distributed.")
-    factory: VerbsFactory = transport.kept.get(FACTORY) or NvshmemFactory()
+        return _Choice(None, "The group does not speak through torch.distributed.")
     reason = _first(transport.all_gather_object(factory.why_not(transport, device)), nodes)
     if reason is not None:
-        return _no(reason)
+        return _Choice(None, reason)
     verbs: Verbs | None = None
     error = None
     try:
         verbs = factory.join(transport, device)
     except (MagiError, RuntimeError) as exc:
-        error = f"{factory.name} did not join: {exc}".rstrip(". ")
+        error = f"{factory.name} did not join: {exc}"
     reason = _first(transport.all_gather_object(error), nodes)
     if reason is not None or verbs is None:
-        return _no(reason or "")
+        return _Choice(None, reason or "")
     _log.info(
         "Rows of this group go between %d nodes by %s, on all %d ranks.",
         len(nodes.members), factory.name, transport.size,
@@ -85,8 +99,3 @@ def _first(lacks: list[str | None], nodes: Nodes) -> str | None:
         if lack is not None:
             return f"On rank {rank} (node {nodes.node_of[rank]}) {lack.rstrip('. ')}."
     return None
-
-
-def _no(reason: str) -> _Choice:
-    _log.info("Rows of this group go between nodes by all-to-all-v: %s", reason)
-    return _Choice(None, reason)

@@ -111,7 +111,7 @@ class ExchangeGroup:
         arena = self.arena
         places = arena.epoch_at(of_reduce), arena.signals_at, arena.totals_at, arena.failed_at
         failed = self._failed_peer.data_ptr()
-        return abi.CommEpoch(self.memory.data_ptr(), *places, failed, self.timeout_ms, 0)
+        return abi.CommEpoch(self.memory.data_ptr(), *places, failed, self.verbs.network, self.timeout_ms, 0)
 
     # -- failing --------------------------------------------------------------------------------------------------
     @property

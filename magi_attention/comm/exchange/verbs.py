@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an exchange over nodes needs of a network: symmetric memory, and four launches that move rows in it.
 
-``NvshmemVerbs`` has NVSHMEM below. Anything else that has the four verbs of ``docs/design/two_levels.md`` can take its
-place: ``FACTORY`` is where a group finds it.
+``NvshmemVerbs`` has NVSHMEM below, ``GinVerbs`` NCCL's device API. Anything else that has the four verbs of
+``docs/design/two_levels.md`` can take their place: ``FACTORY`` is where a group finds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from magi_attention.comm.transport.base import Transport
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.native import abi
+from magi_attention.native.gin import Gin
 from magi_attention.native.nvshmem import Nvshmem
 
 FACTORY = "factory of verbs"  # the name in ``Transport.kept``
@@ -24,6 +25,8 @@ class Verbs(Protocol):
     """Launches on the stream of their parameters, and the memory that they work in."""
 
     name: str
+    network: int | None
+    """What launches need to know of the memory that is out: an address on the device, or None."""
 
     def alloc(self, num_bytes: int) -> torch.Tensor:
         """Zeroed memory at the same offset on all ranks, (num_bytes,) uint8; collective."""
@@ -68,10 +71,21 @@ class _Address:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
 
+def _memory_at(address: int, num_bytes: int) -> torch.Tensor:
+    memory = torch.as_tensor(_Address(address, num_bytes), device="cuda")
+    if memory.data_ptr() != address:
+        raise ContractError(
+            f"Symmetric memory lies on another device than cuda:{torch.cuda.current_device()}; choose the device "
+            "by torch.cuda.set_device before joining."
+        )
+    return memory
+
+
 class NvshmemVerbs:
     """The verbs over a library that has joined."""
 
     name = "NVSHMEM"
+    network: int | None = None
 
     def __init__(self, library: Nvshmem) -> None:
         self.library = library
@@ -82,14 +96,7 @@ class NvshmemVerbs:
         self.leave: Callable[[], None] = library.leave
 
     def alloc(self, num_bytes: int) -> torch.Tensor:
-        address = self.library.alloc(num_bytes)
-        memory = torch.as_tensor(_Address(address, num_bytes), device="cuda")
-        if memory.data_ptr() != address:
-            raise ContractError(
-                f"Symmetric memory lies on another device than cuda:{torch.cuda.current_device()}; choose the device "
-                "by torch.cuda.set_device before joining."
-            )
-        return memory
+        return _memory_at(self.library.alloc(num_bytes), num_bytes)
 
     def free(self, memory: torch.Tensor) -> None:
         self.library.free(memory.data_ptr())
@@ -120,3 +127,62 @@ class NvshmemFactory:
         assert self._library is not None
         self._library.join(transport.store, transport.rank, transport.size)  # type: ignore[attr-defined]
         return NvshmemVerbs(self._library)
+
+
+class GinVerbs:
+    """The verbs over a communicator of NCCL. No GPU has run them."""
+
+    name = "GIN"
+
+    def __init__(self, library: Gin) -> None:
+        self.library = library
+        self.put: Callable[[abi.CommPutParams], None] = library.put
+        self.wait: Callable[[abi.CommWaitParams], None] = library.wait
+        self.sum: Callable[[abi.CommSumParams], None] = library.sum
+        self.end: Callable[[abi.CommEndParams], None] = library.end
+        self.leave: Callable[[], None] = library.leave
+
+    @property
+    def network(self) -> int | None:
+        return self.library.network
+
+    def alloc(self, num_bytes: int) -> torch.Tensor:
+        return _memory_at(self.library.alloc(num_bytes), num_bytes)
+
+    def free(self, memory: torch.Tensor) -> None:
+        self.library.free()
+
+
+class GinFactory:
+    """NCCL's device API over the communicator that torch has for a group of GPUs."""
+
+    name = "GIN"
+
+    def __init__(self) -> None:
+        self._library: Gin | None = None
+
+    def why_not(self, transport: Transport, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"tensors are on {device.type}, and GIN moves those of GPUs"
+        if not hasattr(_backend(transport, device), "_comm_ptr"):
+            return "the group has no communicator of NCCL for these tensors"
+        try:
+            self._library = Gin()
+        except UnsupportedError as error:
+            return f"GIN cannot be used: {error}"
+        return None
+
+    def join(self, transport: Transport, device: torch.device) -> GinVerbs:
+        assert self._library is not None
+        transport.all_reduce(torch.zeros(1, device=device)).wait()  # torch makes communicators when they are used first
+        self._library.join(_backend(transport, device)._comm_ptr())
+        return GinVerbs(self._library)
+
+
+def _backend(transport: Transport, device: torch.device) -> Any:
+    """What moves tensors of the device in torch's group; None without one."""
+    group = getattr(transport, "group", None)
+    try:
+        return None if group is None else group._get_backend(device)
+    except RuntimeError:
+        return None

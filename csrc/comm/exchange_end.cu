@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of an epoch of an exchange over nodes, see magi/comm.h.
 
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/exchange_verbs.cuh"
 
 namespace magi {
 namespace comm {
@@ -11,6 +11,7 @@ constexpr int kCommEndThreads = 64;
 __global__ void __launch_bounds__(kCommEndThreads)
     comm_end(const __grid_constant__ magi_comm_end_params p) {
   if (*void_word(p.epoch) != 0) return;
+  const Network network(p.epoch);
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.num_counted; i += blockDim.x) {
     const int64_t* counted = p.counted + static_cast<int64_t>(i) * MAGI_COMM_WAIT_WORDS;
@@ -18,8 +19,7 @@ __global__ void __launch_bounds__(kCommEndThreads)
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.num_ranks; i += blockDim.x)
-    nvshmemx_signal_op(signal_word(p.epoch, p.signal), 1, NVSHMEM_SIGNAL_ADD,
-                       static_cast<int>(p.ranks[i]));
+    network.add(signal_at(p.epoch, p.signal), static_cast<int>(p.ranks[i]));
   if (threadIdx.x == 0) *epoch_word(p.epoch) += 1;
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group casts and reduces over logical nodes, by NVSHMEM, beside what they must give; each rank has a GPU."""
+"""Group casts and reduces over logical nodes, by NVSHMEM and GIN, beside what they must give; each rank has a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import plan_transfers
 from magi_attention.errors import UnsupportedError
-from magi_attention.native.nvshmem import Nvshmem
 from magi_attention.testing.spawn import run_processes
 
 SHAPES = [(8, 128), (8, 128)]
@@ -31,13 +30,16 @@ def whole_numbers(seed: int, count: int) -> list[torch.Tensor]:
     return [torch.randint(-8, 9, (count, *shape), generator=gen).to(torch.bfloat16) for shape in SHAPES]
 
 
-def exchange(rank: int, world: int, node_size: int) -> bool:
+def exchange(rank: int, world: int, node_size: int, by: str) -> bool | str:
     sys.path.insert(0, str(Path(__file__).parents[1] / "comm"))
     from comm_oracle import cast_rows, contributions, random_plan
 
     torch.cuda.set_device(rank)
     whole, nodes = dist.new_group(), Nodes.of_sizes((node_size,), range(world))
-    group = exchange_group(as_transport(whole, timeout_s=60), nodes, torch.device("cuda", rank), "nvshmem")
+    try:
+        group = exchange_group(as_transport(whole, timeout_s=60), nodes, torch.device("cuda", rank), by)
+    except UnsupportedError as error:
+        return str(error)
     for seed in range(4):
         cast = random_plan(seed, world, max_splits=12, max_size=200)
         made = NodeExchange(group, plan_transfers(cast.specs, nodes, 64))
@@ -68,12 +70,12 @@ def exchange(rank: int, world: int, node_size: int) -> bool:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by", ["nvshmem", "gin"])
 @pytest.mark.parametrize("world, node_size", [(2, 1), (4, 2)])
-def test_rows_and_sums_over_logical_nodes(world, node_size):
+def test_rows_and_sums_over_logical_nodes(world, node_size, by):
     if torch.cuda.device_count() < world:
         pytest.skip(f"Needs {world} GPUs.")
-    try:
-        Nvshmem()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    assert run_processes(world, exchange, node_size, timeout_s=240.0) == [True] * world
+    results = run_processes(world, exchange, node_size, by, timeout_s=240.0, backend="cpu:gloo,cuda:nccl")
+    if isinstance(results[0], str):
+        pytest.skip(results[0])
+    assert results == [True] * world

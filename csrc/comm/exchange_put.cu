@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Puts of a group cast or reduce over nodes, see magi/comm.h.
 
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/exchange_verbs.cuh"
 
 namespace magi {
 namespace comm {
@@ -12,16 +12,15 @@ constexpr int kCommPutThreads = 512;
 // their way before any CTA waits.
 __global__ void __launch_bounds__(kCommPutThreads)
     comm_put(const __grid_constant__ magi_comm_put_params p) {
-  if (!wait_for_all<true>(p.epoch, p.credits, p.num_credits)) return;
+  const Network network(p.epoch);
+  if (!wait_for_all<true>(network, p.epoch, p.credits, p.num_credits)) return;
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.num_puts; i += gridDim.x) {
     const int64_t* put = p.puts + static_cast<int64_t>(i) * MAGI_COMM_PUT_WORDS;
-    if (put[5] >= 0 && !wait_for_all<false>(p.epoch, put + 5, 1)) break;
-    nvshmemx_putmem_signal_nbi_block(place(p.epoch, put[1]), place(p.epoch, put[0]),
-                                     static_cast<size_t>(put[2]), signal_word(p.epoch, put[4]), 1,
-                                     NVSHMEM_SIGNAL_ADD, static_cast<int>(put[3]));
+    if (put[5] >= 0 && !wait_for_all<false>(network, p.epoch, put + 5, 1)) break;
+    network.put(put[1], put[0], put[2], signal_at(p.epoch, put[4]), static_cast<int>(put[3]));
   }
-  drain();
+  network.drain();
 }
 
 }  // namespace comm

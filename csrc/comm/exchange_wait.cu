@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stream that waits for signals of an exchange over nodes, see magi/comm.h.
 
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/exchange_verbs.cuh"
 
 namespace magi {
 namespace comm {
@@ -10,7 +10,7 @@ constexpr int kCommWaitThreads = 64;
 
 __global__ void __launch_bounds__(kCommWaitThreads)
     comm_wait(const __grid_constant__ magi_comm_wait_params p) {
-  wait_for_all<false>(p.epoch, p.waits, p.num_waits);
+  wait_for_all<false>(Network(p.epoch), p.epoch, p.waits, p.num_waits);
 }
 
 }  // namespace comm

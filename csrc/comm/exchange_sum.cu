@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of the rows of a node in a fixed order, on their way to the owner, see magi/comm.h.
 
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/exchange_verbs.cuh"
 #include "comm/symm/accumulate.cuh"
 
 namespace magi {
@@ -32,22 +32,22 @@ __device__ __forceinline__ void sum_block(const magi_comm_sum_params& p, const i
 
 __global__ void __launch_bounds__(kCommSumThreads)
     comm_sum(const __grid_constant__ magi_comm_sum_params p) {
+  const Network network(p.epoch);
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.num_blocks; i += gridDim.x) {
     const int64_t* block = p.blocks + static_cast<int64_t>(i) * MAGI_COMM_BLOCK_WORDS;
     const int64_t* waits = p.waits + block[7] * MAGI_COMM_WAIT_WORDS;
-    if (!wait_for_all<false>(p.epoch, waits, block[8] - block[7])) break;
+    if (!wait_for_all<false>(network, p.epoch, waits, block[8] - block[7])) break;
     if (p.wire_dtype == MAGI_FP32)
       sum_block<true>(p, block);
     else
       sum_block<false>(p, block);
     __threadfence_system();  // a network card may read the sums
     __syncthreads();
-    nvshmemx_putmem_signal_nbi_block(place(p.epoch, block[3]), place(p.epoch, block[2]),
-                                     static_cast<size_t>(block[4]), signal_word(p.epoch, block[6]),
-                                     1, NVSHMEM_SIGNAL_ADD, static_cast<int>(block[5]));
+    network.put(block[3], block[2], block[4], signal_at(p.epoch, block[6]),
+                static_cast<int>(block[5]));
   }
-  drain();
+  network.drain();
 }
 
 }  // namespace comm

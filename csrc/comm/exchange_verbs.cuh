@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Waiting for signals with an end, on top of the verbs of a network, and what launchers check
+// alike.
+#pragma once
+
+#include "comm/symm/signal.cuh"
+#include "ffa/common/host.h"
+#include "magi/comm.h"
+#ifdef MAGI_COMM_GIN
+#include "comm/gin_verbs.cuh"
+#else
+#include "comm/nvshmem_verbs.cuh"
+#endif
+
+namespace magi {
+namespace comm {
+
+__device__ __forceinline__ char* place(const magi_comm_epoch& e, int64_t at) {
+  return static_cast<char*>(e.arena) + at;
+}
+
+// Place of a signal.
+__device__ __forceinline__ int64_t signal_at(const magi_comm_epoch& e, int64_t signal) {
+  return e.signals_at + signal * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+// What the epochs that are over have added to a signal.
+__device__ __forceinline__ uint64_t* total_word(const magi_comm_epoch& e, int64_t signal) {
+  return reinterpret_cast<uint64_t*>(place(e, e.totals_at)) + signal;
+}
+
+// Epochs that are over on this rank.
+__device__ __forceinline__ uint64_t* epoch_word(const magi_comm_epoch& e) {
+  return reinterpret_cast<uint64_t*>(place(e, e.epoch_at));
+}
+
+// Has a wait of this rank been in vain? Then it sends nothing any more. In device memory, as many
+// reads of host memory by a grid would slow down what the ranks send.
+__device__ __forceinline__ volatile uint64_t* void_word(const magi_comm_epoch& e) {
+  return reinterpret_cast<volatile uint64_t*>(place(e, e.failed_at));
+}
+
+// By one thread: until the signal of a row of a table has counted so many; false if in vain.
+__device__ __forceinline__ bool wait_until(const Network& network, const magi_comm_epoch& e,
+                                           const int64_t* wait, uint64_t count) {
+  const int64_t word = signal_at(e, wait[0]);
+  const uint32_t begun = milliseconds();
+  uint32_t last = begun;
+#pragma unroll 1
+  while (network.read(word) < count) {
+    __nanosleep(kLookEveryNs);
+    const uint32_t now = milliseconds();
+    if (now == last) continue;
+    last = now;
+    if (has_failed(e.timeout_ms, e.failed_peer, static_cast<int>(wait[2]), now - begun)) {
+      *void_word(e) = 1;
+      return false;
+    }
+  }
+  return true;
+}
+
+// By a CTA: until all of these signals have counted what this epoch adds to them, or, if they are
+// credits, all epochs that are over. False if this rank has waited in vain, then or before.
+template <bool kAreCredits>
+__device__ __forceinline__ bool wait_for_all(const Network& network, const magi_comm_epoch& e,
+                                             const int64_t* waits, int64_t count) {
+  bool is_fine = *void_word(e) == 0;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; is_fine && i < count; i += blockDim.x) {
+    const int64_t* wait = waits + i * MAGI_COMM_WAIT_WORDS;
+    const uint64_t before = kAreCredits ? 0 : *total_word(e, wait[0]);
+    const uint64_t epochs = kAreCredits ? *epoch_word(e) : 1;
+    is_fine = wait_until(network, e, wait, before + epochs * static_cast<uint64_t>(wait[1]));
+  }
+  __threadfence_system();
+  return __syncthreads_and(is_fine);
+}
+
+}  // namespace comm
+}  // namespace magi
+
+extern "C" {
+// By the host code of the network: may launches begin, and is the caller's header this one?
+magi_status magi_comm_check(int32_t version);
+}

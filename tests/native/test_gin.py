@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library over NCCL's device API, as far as no GPU is needed: header, both halves, what is said without them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from magi_attention.errors import BuildError, UnsupportedError
+from magi_attention.native import abi, build, gin, toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_function_of_the_header_is_bound_with_as_many_arguments():
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/include/magi/gin.h").read_text(), flags=re.DOTALL)
+    declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
+    exchange = {"magi_comm_put", "magi_comm_wait", "magi_comm_sum", "magi_comm_end"}
+    assert set(declared) | exchange == set(abi.GIN_FUNCTIONS)
+    for name, arguments in declared.items():
+        assert len(abi.GIN_FUNCTIONS[name][1]) == arguments.count(",") + 1, name
+
+
+def test_only_one_file_includes_nccl():
+    sources = toolchain.source_files(ROOT / "csrc")
+    found = [p.name for p in sources if re.search(r"#include [<\"]nccl", p.read_text())]
+    assert found == ["gin_verbs.cuh"]
+
+
+@pytest.mark.parametrize(
+    ("built", "loaded", "fits"),
+    [
+        ((2, 30, 7), (2, 30, 7), True),
+        ((2, 30, 3), (2, 30, 7), True),
+        ((2, 30, 7), (2, 30, 3), False),
+        ((2, 30, 7), (2, 32, 3), False),
+        ((2, 30, 7), (3, 30, 7), False),
+    ],
+)
+def test_halves_that_go_together(built, loaded, fits):
+    reason = gin.why_unfit(built, loaded, Path("/x/libnccl.so.2"))
+    assert (reason is None) == fits
+    assert fits or "build --only gin" in reason
+
+
+MAPS = "7f00-7f01 r--p 00000000 00:1f 1 {}\n7f01-7f02 r-xp 00001000 00:1f 1 {}\n"
+
+
+def test_the_nccl_that_runs_is_found():
+    one, other = "/site/nvidia/nccl/lib/libnccl.so.2", "/usr/lib/libnccl.so.2.30.7"
+    assert gin.loaded_nccl(MAPS.format(one, one)) == Path(one)
+    with pytest.raises(UnsupportedError, match=f"Two NCCLs are loaded, {one} and {other}; unset"):
+        gin.loaded_nccl(MAPS.format(one, other))
+    with pytest.raises(UnsupportedError, match="No libnccl.so.2 is loaded"):
+        gin.loaded_nccl(MAPS.format("/usr/lib/libc.so.6", "/x/libnccl.so.2.backup/other"))
+
+
+def test_without_the_package_the_sentence_names_it(monkeypatch):
+    monkeypatch.setattr(toolchain, "_nvidia_package", lambda name: None)
+    with pytest.raises(BuildError, match="pip install nvidia-nccl-cu13"):
+        toolchain.require_nccl()
+
+
+@pytest.mark.slow
+def test_it_compiles(tmp_path):
+    try:
+        for require in (toolchain.require_nvcc, toolchain.require_ninja, toolchain.require_nccl):
+            require()
+    except BuildError as error:
+        pytest.skip(str(error))
+    (built,) = build.build_all("gin", lib=tmp_path / "lib", folder=tmp_path / "build", csrc=ROOT / "csrc")
+    assert built.path.is_file()
