@@ -213,6 +213,11 @@ def test_published_spellings_say_the_same():
     blocks = torch.where(indices < 0, indices, indices // 4)
     by_blocks, _ = flex_flash_attn_func(*leaves, index_sparse_indices=blocks, sparse_k_block_size=4)
     torch.testing.assert_close(by_blocks, truth(leaves, allowed_by(blocks, 9, 4))[0])
+    spelled = torch.compile(
+        lambda q, k, v, lists: flex_flash_attn_func(q, k, v, index_sparse_indices=lists, sparse_k_block_size=4)[0],
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    assert torch.equal(spelled(*leaves, blocks), by_blocks)
     ranges = torch.tensor([[0, 4]])
     with pytest.raises(ContractError, match="index_sparse_indices and q_ranges and k_ranges exclude each other"):
         flex_flash_attn_func(*leaves, ranges, ranges, index_sparse_indices=indices)
