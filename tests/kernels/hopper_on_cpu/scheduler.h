@@ -44,7 +44,7 @@ inline Cta::Cta(Index at, Dim3 grid_size, int count, uint32_t smem, uint64_t see
   marks.assign(sizeof magi::raw / 16, {});
   constexpr uint32_t kEagerness[] = {0, 1, 3, 30};
   eagerness = kEagerness[random.below(4)];
-  biased = random.one_in(2);
+  ahead = static_cast<Ahead>(random.below(3));
   for (int i = 0; i < count; ++i) {
     if (i % 32 == 0) {
       warps.push_back(std::make_unique<Warp>());
@@ -57,6 +57,7 @@ inline Cta::Cta(Index at, Dim3 grid_size, int count, uint32_t smem, uint64_t see
     runnable.push_back(threads.back().get());
   }
   alive = count;
+  draw_priorities();
 }
 
 inline void check_left_nothing() {
@@ -78,16 +79,27 @@ inline void enter_thread() {
   _longjmp(cta->scheduler, 1);
 }
 
-inline Thread* Cta::choose() {
-  size_t at = random.below(static_cast<uint32_t>(runnable.size()));
-  if (biased) {
-    for (int tries = 0; tries < 3; ++tries) {
-      const size_t other = random.below(static_cast<uint32_t>(runnable.size()));
-      if (runnable[other]->warp->priority > runnable[at]->warp->priority) at = other;
-    }
-    if (random.one_in(1000))
-      for (auto& warp : warps) warp->priority = random.below(4);
+inline void Cta::draw_priorities() {
+  uint32_t of_warp = 0;
+  for (auto& t : threads) {
+    if (t->index % 32 == 0) of_warp = random.below(4);
+    t->priority = ahead == Ahead::kWarps   ? of_warp
+                  : ahead == Ahead::kLanes ? !random.one_in(16)
+                                           : 0;
   }
+}
+
+inline Thread* Cta::choose() {
+  const uint32_t count = static_cast<uint32_t>(runnable.size());
+  size_t at = random.below(count);
+  // Of warps mostly, of lanes always one that is ahead, where there is one.
+  const uint32_t looks = ahead == Ahead::kNone ? 0 : ahead == Ahead::kWarps ? 5 : count;
+  const uint32_t first = random.below(count);
+  for (uint32_t i = 0; i < looks; ++i) {
+    const size_t other = ahead == Ahead::kLanes ? (first + i) % count : random.below(count);
+    if (runnable[other]->priority > runnable[at]->priority) at = other;
+  }
+  if (random.one_in(1000)) draw_priorities();
   Thread* t = runnable[at];
   runnable[at] = runnable.back();
   runnable.pop_back();

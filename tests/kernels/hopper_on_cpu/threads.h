@@ -136,6 +136,7 @@ struct Thread {
   uint8_t* stack = nullptr;
   int index = 0;
   bool started = false, done = false, blocked = false;
+  uint32_t priority = 0;
   bool apart = false;  // has waited alone since its warp met
   Warp* warp = nullptr;
   const char* waits_at = "";
@@ -161,7 +162,6 @@ struct Thread {
 struct Warp {
   std::vector<Meeting*> meetings;
   int leader = 0;  // of elect.sync
-  uint32_t priority = 0;
   std::deque<std::shared_ptr<Mma>> queue;
   int64_t first_queued = 0;  // number of queue.front()
   Waiters multiplied;
@@ -175,6 +175,9 @@ struct Mark {
   bool is_awaited = false;
 };
 
+// Who runs ahead of others for a while.
+enum class Ahead { kNone, kWarps, kLanes };
+
 struct Cta {
   Cta(Index at, Dim3 grid_size, int threads, uint32_t smem, uint64_t seed);
   // Until all threads have ended. `let_others` gives the other CTAs a chance now and then.
@@ -187,7 +190,7 @@ struct Cta {
   uint32_t smem_bytes;
   Random random;
   uint32_t eagerness;  // asynchronous work is done in one of so many steps; 0: as late as possible
-  bool biased;         // some warps run ahead of others
+  Ahead ahead;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<Thread*> runnable;
@@ -204,6 +207,7 @@ struct Cta {
  private:
   void enter();
   void step();
+  void draw_priorities();
   Thread* choose();
   void resume(Thread* t);
 };
