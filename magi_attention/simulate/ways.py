@@ -17,6 +17,7 @@ from magi_attention.config import (
 )
 from magi_attention.config.rates import BACKWARD_FLOPS, FORWARD_FLOPS
 from magi_attention.errors import UnsupportedError
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
 from magi_attention.simulate import ours, peers
 from magi_attention.simulate.events import Outcome
@@ -32,20 +33,23 @@ BALANCE = 1.02  # of ``make_plan``
 class Case:
     """One mask over ``ranks`` GPUs of ``cluster``, and what is counted of it: once for all speeds of a network.
     ``is_even``: of our plans, as if every rank sent and received as much as the mean. ``knows_nodes``: their dispatch
-    knows which ranks share a node."""
+    knows which ranks share a node. ``plan_of`` gives a plan of one's own for a number of stages."""
 
     mask: Mask
     ranks: int
     cluster: Cluster
     is_even: bool = False
     knows_nodes: bool = True
+    plan_of: Callable[[int], Plan] | None = None
     _plans: dict[tuple[int, bool], PlanWork] = field(default_factory=dict, repr=False)
     _spreads: dict[int, Spread] = field(default_factory=dict, repr=False)
 
     def plan_work(self, degree: int, is_sequential: bool = False) -> PlanWork:
         """The work of our plan with ``degree`` stages; ``is_sequential``: rank r holds the r-th run of tokens."""
         key = degree, is_sequential
-        if key not in self._plans:
+        if key not in self._plans and self.plan_of is not None and not is_sequential:
+            self._plans[key] = work_of(self.plan_of(degree), self.cluster.node, self.cluster.levels)
+        elif key not in self._plans:
             cluster, alg = self.cluster, SequentialDispatchAlg() if is_sequential else LocalityDispatchAlg()
             dispatch = DispatchConfig(alg=alg, nodes=cluster.node if self.knows_nodes else None)
             plan = build_plan(
