@@ -132,6 +132,7 @@ class CpuFactory:
         self._library, self._folder, self._seed, self.lack = ctypes.CDLL(path), folder, seed, lack
         self.verbs: CpuVerbs | None = None
         self.error: Exception | None = None
+        self.version = "1.0"
 
     def why_not(self, transport, device: torch.device) -> str | None:
         return self.lack

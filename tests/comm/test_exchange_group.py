@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -50,10 +51,10 @@ def everybody(rows: int) -> list[GroupSpec]:
 
 
 # ---- the vote -------------------------------------------------------------------------------------------------------
-def votes(library, folder, lacks, wish="auto", error=None, nodes=NODES):
+def votes(library, folder, lacks, wish="auto", error=None, nodes=NODES, versions=("1.0",) * 4):
     def main(t):
         factory = CpuFactory(library, folder, lack=lacks[t.rank]).attach(t)
-        factory.error = error if t.rank == 1 else None
+        factory.error, factory.version = error if t.rank == 1 else None, versions[t.rank]
         try:
             groups = [exchange_group(t, nodes, CPU, wish) for _ in range(2)]
         except UnsupportedError as exc:
@@ -67,7 +68,7 @@ def votes(library, folder, lacks, wish="auto", error=None, nodes=NODES):
 def test_one_rank_that_cannot_is_enough(library, new_folder, caplog):
     caplog.set_level(logging.INFO, "magi_attention.comm")
     assert votes(library, new_folder(), [None] * 4) == [True] * 4
-    assert "between 2 nodes by a network of threads, on all 4 ranks" in caplog.text
+    assert "between 2 nodes by a network of threads 1.0, on all 4 ranks" in caplog.text
     caplog.clear()
     lacks = [None, None, "it has no library.", None]
     assert votes(library, new_folder(), lacks) == [False] * 4
@@ -77,6 +78,8 @@ def test_one_rank_that_cannot_is_enough(library, new_folder, caplog):
     error = UnsupportedError("no symmetric memory.")
     assert votes(library, new_folder(), [None] * 4, error=error) == [False] * 4
     assert "On rank 1 (node 0) a network of threads did not join: no symmetric memory." in caplog.text
+    assert votes(library, new_folder(), [None] * 4, versions=("1.0", "1.0", "1.1", "1.1")) == [False] * 4
+    assert "Rank 0 (node 0) has a network of threads 1.0, and rank 2 (node 1) has 1.1; install the same" in caplog.text
 
 
 def test_wishes(library, new_folder):
@@ -191,17 +194,29 @@ def die(library, folder, victim, launch, needs):
     return texts
 
 
-def test_all_others_name_the_rank_that_died(library, new_folder):
+PHASES = range(len(CAST + REDUCE))
+DEATHS = [(phase % 4, phase) for phase in PHASES] + [(3 - phase % 4, phase) for phase in PHASES[::3]]
+
+
+@pytest.fixture(scope="module")
+def texts_of(library, tmp_path_factory):
+    """Starts all worlds in which a rank dies at once, because they do nothing but wait; gives their texts by name."""
+    nodes = Nodes.of_sizes((4, 1), range(5))
+    reads_only = {2: [1]}  # rank 1 needs rows of rank 2 alone
+    fans_out = {4: [0, 1], 2: [0], 0: [3]}
+    worlds = {death: partial(die, victim=death[0], launch=death[1], needs=everybody(5)) for death in DEATHS}
+    worlds["chain"] = partial(chain, nodes=NODES, sends=reads_only, death=(2, "put", 1), program=cast_once)
+    worlds["vain"] = partial(chain, nodes=nodes, sends=fans_out, death=(1, "put", 2), program=go_on_in_vain)
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        folders = [tmp_path_factory.mktemp("world") for _ in worlds]
+        started = [pool.submit(world, library, folder) for world, folder in zip(worlds.values(), folders)]
+        yield dict(zip(worlds, started))
+
+
+def test_all_others_name_the_rank_that_died(texts_of):
     """In each phase of a cast and of a reduce."""
-    phases = range(len(CAST + REDUCE))
-    cases = [(phase % 4, phase) for phase in phases] + [(3 - phase % 4, phase) for phase in phases[::3]]
-
-    def run(case):
-        return die(library, new_folder(), *case, everybody(5))
-
-    with ThreadPoolExecutor(len(cases)) as pool:
-        results = list(pool.map(run, cases))
-    for (victim, phase), texts in zip(cases, results):
+    for victim, phase in DEATHS:
+        texts = texts_of[victim, phase].result()
         assert set(texts) == set(range(4)) - {victim}, (victim, phase)
         for rank, text in texts.items():
             named = f"Rank {victim} (node {victim // 2}) did not deliver within 3 s"
@@ -248,44 +263,48 @@ def chain(library, folder, nodes, sends, death, program):
             texts[t.rank] = str(error)
 
     with pytest.raises(Killed):
-        FakeWorld(nodes.world, 2.0).run(main)
+        FakeWorld(nodes.world, TIMEOUT_S).run(main)
     return texts
 
 
-def test_the_chain_of_waiting_ranks(library, new_folder):
+def cast_once(rank, group, cast, reduce):
+    cast()
+
+
+def test_the_chain_of_waiting_ranks(texts_of):
     """Rank 1 needs rows of rank 2 alone, which rank 0 carries."""
-    texts = chain(library, new_folder(), NODES, {2: [1]}, (2, "put", 1), lambda rank, group, cast, reduce: cast())
+    texts = texts_of["chain"].result()
     assert NODES.carrier(2, 0) == 0 and set(texts) == {0, 1}, "rank 3 waits for nobody"
     assert all(text.startswith("Rank 2 (node 1) did not deliver") for text in texts.values()), texts
     assert "This rank, 1, waits for rank 0 (node 0), which waits for rank 2 (node 1)." in texts[1]
     assert "This rank" not in texts[0]
 
 
-def test_a_rank_that_waited_in_vain_sends_nothing_any_more(library, new_folder):
-    """Rank 1 dies in a reduce. Rank 0 adds its terms for rank 4, and goes on without a look, as the host does before a
-    GPU: rank 3, which reads rows of rank 0, and rank 2, which only writes there, must notice."""
-    nodes = Nodes.of_sizes((4, 1), range(5))
-
-    def program(rank, group, cast, reduce):
-        if rank == 0:
-            group.check = group.check_if_done = lambda stage: None
-        cast()
-        if rank == 4:
-            time.sleep(0.5)  # so that it still waits when rank 0 gives up
-        reduce()
-        for i in range(3):
-            if rank:
-                time.sleep(0.5 if (rank, i) == (2, 1) else 0)
+def go_on_in_vain(rank, group, cast, reduce):
+    """Rank 0 goes on after a failure without a look, as the host does before a GPU."""
+    if rank == 0:
+        group.check = group.check_if_done = lambda stage: None
+    cast()
+    if rank == 4:
+        time.sleep(0.5)  # so that it still waits when rank 0 gives up
+    reduce()
+    for i in range(3):
+        if rank:
+            time.sleep(0.5 if (rank, i) == (2, 1) else 0)
+            cast()
+        else:
+            with contextlib.suppress(AssertionError):  # void rows
                 cast()
-            else:
-                with contextlib.suppress(AssertionError):  # void rows
-                    cast()
-        if rank == 0:
-            del group.check
-            group.check("the end")
+    if rank == 0:
+        del group.check
+        group.check("the end")
 
-    texts = chain(library, new_folder(), nodes, {4: [0, 1], 2: [0], 0: [3]}, (1, "put", 2), program)
-    assert nodes.carrier(4, 0) == 0 and set(texts) == {0, 2, 3, 4}
+
+def test_a_rank_that_waited_in_vain_sends_nothing_any_more(texts_of):
+    """Rank 1 dies in a reduce. Rank 0 adds its terms for rank 4: that rank, rank 3, which reads rows of rank 0, and
+    rank 2, which only writes there, must notice."""
+    texts = texts_of["vain"].result()
+    assert set(texts) == {0, 2, 3, 4}
     for rank, text in texts.items():
         assert text.startswith("Rank 1 (node 0) did not deliver"), (rank, text)
         waits = f"This rank, {rank}, waits for rank 0 (node 0), which waits for rank 1 (node 0)."

@@ -74,7 +74,16 @@ def _candidates(given: VerbsFactory | None, wish: str) -> list[VerbsFactory]:
 def _vote(transport: Transport, nodes: Nodes, device: torch.device, factory: VerbsFactory) -> _Choice:
     if not isinstance(transport, TransportBase):
         return _Choice(None, "The group does not speak through torch.distributed.")
-    reason = _first(transport.all_gather_object(factory.why_not(transport, device)), nodes)
+    lack = factory.why_not(transport, device)
+    votes: list[tuple[str | None, str]] = transport.all_gather_object((lack, factory.version))
+    versions = [version for _, version in votes]
+    reason = _first([lack for lack, _ in votes], nodes)
+    if reason is None and len(set(versions)) > 1:
+        other = next(rank for rank, version in enumerate(versions) if version != versions[0])
+        reason = (
+            f"Rank 0 (node {nodes.node_of[0]}) has {factory.name} {versions[0]}, and rank {other} (node "
+            f"{nodes.node_of[other]}) has {versions[other]}; install the same on all nodes."
+        )
     if reason is not None:
         return _Choice(None, reason)
     verbs: Verbs | None = None
@@ -87,8 +96,8 @@ def _vote(transport: Transport, nodes: Nodes, device: torch.device, factory: Ver
     if reason is not None or verbs is None:
         return _Choice(None, reason or "")
     _log.info(
-        "Rows of this group go between %d nodes by %s, on all %d ranks.",
-        len(nodes.members), factory.name, transport.size,
+        "Rows of this group go between %d nodes by %s %s, on all %d ranks.",
+        len(nodes.members), factory.name, factory.version, transport.size,
     )  # fmt: skip
     return _Choice(ExchangeGroup(transport, nodes, verbs, device))
 

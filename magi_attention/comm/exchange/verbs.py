@@ -50,9 +50,11 @@ class Verbs(Protocol):
 
 
 class VerbsFactory(Protocol):
-    """Makes the verbs of a group. ``name`` is for people."""
+    """Makes the verbs of a group. ``name`` is for people; ``version`` must be the same on all ranks, and is known when
+    ``why_not`` has found nothing."""
 
     name: str
+    version: str
 
     def why_not(self, transport: Transport, device: torch.device) -> str | None:
         """What this rank lacks, in words that follow "On rank 1"; None if nothing. Does not communicate."""
@@ -109,6 +111,7 @@ class NvshmemFactory:
 
     def __init__(self) -> None:
         self._library: Nvshmem | None = None
+        self.version = ""
 
     def why_not(self, transport: Transport, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -117,6 +120,7 @@ class NvshmemFactory:
             self._library = Nvshmem()
         except UnsupportedError as error:
             return f"NVSHMEM cannot be used: {error}"
+        self.version = _versions(self._library.built, self._library.loaded)
         if self._library.has_joined:
             return "NVSHMEM has joined another group already, and a process can be in one"
         if not hasattr(transport, "store"):
@@ -160,6 +164,7 @@ class GinFactory:
 
     def __init__(self) -> None:
         self._library: Gin | None = None
+        self.version = ""
 
     def why_not(self, transport: Transport, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -170,6 +175,7 @@ class GinFactory:
             self._library = Gin()
         except UnsupportedError as error:
             return f"GIN cannot be used: {error}"
+        self.version = _versions(self._library.built, self._library.loaded)
         return None
 
     def join(self, transport: Transport, device: torch.device) -> GinVerbs:
@@ -177,6 +183,10 @@ class GinFactory:
         transport.all_reduce(torch.zeros(1, device=device)).wait()  # torch makes communicators when they are used first
         self._library.join(_backend(transport, device)._comm_ptr())
         return GinVerbs(self._library)
+
+
+def _versions(built: tuple[int, ...], loaded: tuple[int, ...]) -> str:
+    return f"{'.'.join(map(str, loaded))} (compiled with {'.'.join(map(str, built))})"
 
 
 def _backend(transport: Transport, device: torch.device) -> Any:

@@ -36,6 +36,7 @@ from magi_attention.errors import ContractError
 
 BLOCK_ROWS = 1024  # 4 MiB of K and V, 8 heads of 128 in 16 bits: far above what hides the latency of a network
 Rows = NDArray[np.int64]
+Run = tuple[int, int, int]
 
 
 class Region(IntEnum):
@@ -184,6 +185,7 @@ class _Builder:
                     )
         self.parts = [_Part() for _ in specs]
         self.returns = [self._list_returns(owner) for owner in range(nodes.world)]
+        self.first_returns = [self._place_returns(owner) for owner in range(nodes.world)]
         self.arrivals = self._list_arrivals()
 
     def build(self) -> TransferPlan:
@@ -208,9 +210,10 @@ class _Builder:
                 found[self.nodes.carrier(owner, node)] = np.unique(needed)
         return tuple(found)
 
-    def _first_return(self, owner: int, sender: int) -> int:
-        """Where in GRADS of ``owner`` what comes from ``sender`` begins."""
-        return sum(rows.size for s, rows in enumerate(self.returns[owner][:sender]) if s != owner)
+    def _place_returns(self, owner: int) -> list[int]:
+        """Where in GRADS what comes from each rank begins."""
+        sizes = [0 if sender == owner else rows.size for sender, rows in enumerate(self.returns[owner])]
+        return [0, *np.cumsum(sizes).tolist()[:-1]]
 
     def _list_arrivals(self) -> dict[tuple[int, int], int]:
         """The signal of each pair (last sender, reader) of a row; its count follows as puts are listed."""
@@ -225,13 +228,13 @@ class _Builder:
                     part.arrivals.append(signals[last, reader])
         return signals
 
-    def _out(self, last: int, reader: int, sources: Rows, targets: Rows) -> Iterator[Put]:
-        """Puts of these rows into the output of ``reader``."""
-        if not sources.size:
+    def _out(self, last: int, reader: int, runs: Sequence[Run]) -> Iterator[Put]:
+        """Puts of these runs into the output of ``reader``."""
+        if not runs:
             return
         signal, counted = self.arrivals[last, reader], self.parts[reader].cast_signals
-        for a, b, rows in _runs(sources, targets):
-            counted[signal] = Signal(last, counted[signal].expected + 1)
+        counted[signal] = Signal(last, counted[signal].expected + len(runs))
+        for a, b, rows in runs:
             yield Put(reader, a, Region.OUT, b, rows, signal)
 
     def _stay(self, source: int) -> None:
@@ -239,10 +242,10 @@ class _Builder:
         owner = self.parts[source]
         for reader in self.nodes.mates(source):
             rows, places = self.needed[source][reader], self.placed[reader][source]
-            owner.send += self._out(source, reader, rows, places)
+            owner.send += self._out(source, reader, list(_runs(rows, places)))
             if not rows.size or reader == source:
                 continue
-            first = self._first_return(source, reader)
+            first = self.first_returns[source][reader]
             at = np.arange(first, first + rows.size)
             runs = list(_runs(places, at))
             signal = _added(owner.reduce_signals, reader, len(runs))
@@ -252,46 +255,59 @@ class _Builder:
     def _carry(self, source: int, node: int) -> None:
         """Rows of ``source`` for another node: once to the carrier, from there on, and their sums back."""
         carrier = self.nodes.carrier(source, node)
-        union = self.returns[source][carrier]
+        union, size = self.returns[source][carrier], self.block_rows
         owner, part = self.parts[source], self.parts[carrier]
         if not union.size:
             return
-        num_blocks = -(-union.size // self.block_rows)
-        grad_signal = _added(owner.reduce_signals, carrier, num_blocks)
+        firsts = range(0, union.size, size)
+        grad_signal = _added(owner.reduce_signals, carrier, len(firsts))
         owner.grads.append(grad_signal)
-        first_grad = self._first_return(source, carrier)
-        for begin in range(0, union.size, self.block_rows):
-            rows = union[begin : begin + self.block_rows]
-            first, held = part.held_rows, np.arange(part.held_rows, part.held_rows + rows.size)
-            runs = list(_runs(rows, held))
-            signal = _added(part.cast_signals, source, len(runs))
+        first_grad, first_held = self.first_returns[source][carrier], part.held_rows
+        held = np.arange(first_held, first_held + union.size)
+        starts = np.arange(0, union.size, size)
+        sent = _grouped(_runs(union, held, starts), union.size, starts)
+        passed_on = self._pass_on(source, carrier, union)
+        for begin, runs, (forward, terms, add) in zip(firsts, sent, passed_on, strict=True):
+            signal, rows = _added(part.cast_signals, source, len(runs)), min(size, union.size - begin)
             owner.send += [Put(carrier, a, Region.HELD, b, n, signal) for a, b, n in runs]
-            back = Put(source, first, Region.GRADS, first_grad + begin, rows.size, grad_signal)
-            part.blocks.append(self._block(source, carrier, rows, first, signal, back))
-            part.held_rows += rows.size
+            back = Put(source, first_held + begin, Region.GRADS, first_grad + begin, rows, grad_signal)
+            part.blocks.append(Block(source, first_held + begin, rows, signal, forward, terms, add, back))
+        part.held_rows += union.size
 
-    def _block(self, source: int, carrier: int, rows: Rows, first: int, signal: int, back: Put) -> Block:
-        """One block: who gets its rows, and what these add for them."""
-        part = self.parts[carrier]
+    def _pass_on(
+        self, source: int, carrier: int, union: Rows
+    ) -> Iterator[tuple[tuple[Put, ...], tuple[int, ...], Sum]]:
+        """For each block of the rows that ``carrier`` holds of ``source``: who gets them, the signals of what these
+        add, and the sum. All blocks at once, because there are many and numpy is slow to begin."""
+        mates, part, size = self.nodes.mates(carrier), self.parts[carrier], self.block_rows
+        wanted = [self.needed[source][reader] for reader in mates]
+        reader_of = np.repeat(np.arange(len(mates)), [rows.size for rows in wanted])
+        at = np.searchsorted(union, np.concatenate(wanted))
+        places = np.concatenate([self.placed[reader][source] for reader in mates])
+        order = np.lexsort((at, reader_of, at // size))  # blocks, in these the readers, in these the rows
+        at, places, reader_of = at[order], places[order], reader_of[order]
+        terms = np.arange(part.term_rows, part.term_rows + at.size)
+        starts = np.flatnonzero((np.diff(at // size, prepend=-1) != 0) | (np.diff(reader_of, prepend=-1) != 0))
+        forwards = _grouped(_runs(part.held_rows + at, places, starts), at.size, starts)
+        gives = _grouped(_runs(terms, places, starts), at.size, starts)
+        by_row = np.argsort(at, kind="stable")  # why stable: terms of a row stay in the order of the ranks
+        ends = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=union.size))])
+        block, summed = -1, terms[by_row]
         forward: list[Put] = []
-        term_signals: list[int] = []
-        adds: list[tuple[int, Rows, Rows]] = []
-        for reader in self.nodes.mates(carrier):
-            wanted = self.needed[source][reader]
-            inside = (wanted >= rows[0]) & (wanted <= rows[-1])
-            at, places = np.searchsorted(rows, wanted[inside]), self.placed[reader][source][inside]
-            if not at.size:
-                continue
-            forward += self._out(carrier, reader, first + at, places)
-            terms = np.arange(part.term_rows, part.term_rows + at.size)
-            runs = list(_runs(places, terms))
-            arrived = _added(part.reduce_signals, reader, len(runs))
-            self.parts[reader].give += [Put(carrier, a, Region.TERMS, b, n, arrived) for a, b, n in runs]
-            term_signals.append(arrived)
-            adds.append((reader, at, terms))
-            part.term_rows += at.size
-        add = _sum(adds, rows.size)
-        return Block(source, first, rows.size, signal, tuple(forward), tuple(term_signals), add, back)
+        signals: list[int] = []
+        blocks, readers = (at[starts] // size).tolist(), reader_of[starts].tolist()
+        for g, (new, reader) in enumerate(zip([*blocks, -1], [*readers, -1])):
+            if new != block and block >= 0:
+                begins = ends[block * size : (block + 1) * size + 1]
+                yield tuple(forward), tuple(signals), Sum(begins - begins[0], summed[begins[0] : begins[-1]])
+                forward, signals = [], []
+            if new >= 0:
+                forward += self._out(carrier, mates[reader], forwards[g])
+                signals.append(_added(part.reduce_signals, mates[reader], len(gives[g])))
+                give = [Put(carrier, b, Region.TERMS, a, n, signals[-1]) for a, b, n in gives[g]]
+                self.parts[mates[reader]].give += give
+            block = new
+        part.term_rows += at.size
 
     def _finish(self, rank: int) -> RankTransfers:
         part, spec, nodes = self.parts[rank], self.specs[rank], self.nodes
@@ -319,22 +335,26 @@ class _Builder:
         )
 
 
-def _runs(sources: Rows, targets: Rows) -> Iterator[tuple[int, int, int]]:
-    """(first source, first target, rows) of the stretches in which both rise by one."""
+def _runs(sources: Rows, targets: Rows, starts: Rows | None = None) -> Iterator[Run]:
+    """(first source, first target, rows) of stretches in which both rise by one; a new one at each of ``starts``."""
     if not sources.size:
         return
-    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
-    begins = np.concatenate([[0], breaks, [sources.size]])
-    for a, b in zip(begins[:-1].tolist(), begins[1:].tolist()):
-        yield int(sources[a]), int(targets[a]), b - a
+    is_new = np.ones(sources.size, bool)
+    is_new[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    if starts is not None:
+        is_new[starts] = True
+    begins = np.flatnonzero(is_new)
+    sizes = np.diff(begins, append=sources.size)
+    yield from zip(sources[begins].tolist(), targets[begins].tolist(), sizes.tolist())
 
 
-def _sum(adds: Sequence[tuple[int, Rows, Rows]], rows: int) -> Sum:
-    """From (sender, result rows, terms) in any order."""
-    ordered = sorted(adds, key=lambda add: add[0])
-    none = np.zeros(0, np.int64)
-    results = np.concatenate([none, *(add[1] for add in ordered)])
-    terms = np.concatenate([none, *(add[2] for add in ordered)])
-    order = np.argsort(results, kind="stable")
-    counts = np.bincount(results, minlength=rows)
-    return Sum(np.concatenate([[0], np.cumsum(counts)]), terms[order])
+def _grouped(runs: Iterator[Run], rows: int, starts: Rows) -> list[list[Run]]:
+    """Runs of ``rows`` rows by the groups of rows that begin at ``starts``; no run lies in two of them."""
+    found: list[list[Run]] = []
+    for size in np.diff(starts, append=rows).tolist():
+        group = []
+        while size:
+            group.append(next(runs))
+            size -= group[-1][2]
+        found.append(group)
+    return found
