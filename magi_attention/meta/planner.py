@@ -25,6 +25,7 @@ from magi_attention.meta.chunking import (
     remote_keys,
     resolve_chunk_size,
     split_by_chunk,
+    sum_by,
 )
 from magi_attention.meta.dispatch import (
     Partitions,
@@ -127,7 +128,7 @@ def _cut(slices: SliceTable, total: int, cp_size: int, chunk: int, config: Dispa
     return _Cut(chunk, pad, bounds, pieces, chunk_of, slice_of, chunk_areas(pieces, chunk_of, len(bounds)))
 
 
-def _imbalance(heaviest: int, cut: _Cut, cp_size: int) -> float:
+def _imbalance(heaviest: int, cut: _Cut | Cut, cp_size: int) -> float:
     return heaviest * cp_size / max(int(cut.work.sum()), 1)
 
 
@@ -135,13 +136,16 @@ def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> Dispatched:
     partitions = solve_dispatch(
         cut.pieces, cut.chunk_of, cut.slice_of, len(cut.bounds), cp_size, config, cut.chunk, cut.work
     )
-    return _dispatched(cut, partitions)
+    return _dispatched(_without_slices(cut), cut.chunk, cut.pad, partitions)
 
 
-def _dispatched(cut: _Cut, partitions: Partitions) -> Dispatched:
-    heaviest = max(int(cut.work[list(chunks)].sum()) for chunks in partitions)
-    parts = cut.pieces, cut.chunk_of, cut.bounds
-    return Dispatched(cut.chunk, cut.pad, parts, partitions, _imbalance(heaviest, cut, len(partitions)))
+def _without_slices(cut: _Cut) -> Cut:
+    return Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work)
+
+
+def _dispatched(cut: Cut, chunk: int, pad: int, partitions: Partitions) -> Dispatched:
+    heaviest = int(sum_by(owners(partitions, len(cut.bounds)), cut.work, len(partitions)).max())
+    return Dispatched(chunk, pad, cut[:3], partitions, _imbalance(heaviest, cut, len(partitions)))
 
 
 def _refine(
@@ -178,16 +182,18 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
     unaware = knows_no_nodes(given, choice.partitions, config)
     if unaware is None:
         return choice
-    for halvings in range(_MOST_HALVINGS + 1):
+    found, is_shared = dispatch_by_nodes(given, unaware, config)
+    if found is not None:
+        return _dispatched(given, choice.chunk, choice.pad, check_partitions(found, len(bounds), world))
+    for halvings in range(1, _MOST_HALVINGS + 1):
         chunk = -(-choice.chunk // 2**halvings)
-        if halvings and chunk < _LEAST_NODE_CHUNK:
+        if is_shared or chunk < _LEAST_NODE_CHUNK:
             break
         cut = _cut(slices, total, world, chunk, config)
-        found, is_shared = dispatch_by_nodes(Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work), unaware, config)
+        found, is_shared = dispatch_by_nodes(_without_slices(cut), unaware, config)
         if found is not None:
-            return _dispatched(cut, check_partitions(found, len(cut.bounds), world))
-        if is_shared:
-            break
+            partitions = check_partitions(found, len(cut.bounds), world)
+            return _dispatched(_without_slices(cut), chunk, cut.pad, partitions)
     return choice
 
 

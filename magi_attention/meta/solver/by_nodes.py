@@ -119,8 +119,8 @@ def _both(
         return
     yield parts, links
     spread = _spread(cut, nodes, parts, links, int(before.rows.sum()), limit)
-    if spread != parts:
-        yield spread, count_links(*cut[:3], owners(spread, len(cut.bounds)), nodes)
+    if spread is not None:
+        yield spread
 
 
 def _cost(cut: Cut, nodes: Nodes, partition: Partition, links: LinkLoads, row_cost: float) -> float:
@@ -140,9 +140,12 @@ def _link_rows(links: LinkLoads, owner: Ints, nodes: Nodes) -> tuple[Ints, Ints]
     return in_node, np.maximum((links.entering // sizes)[node_of], leaving)
 
 
-def _spread(cut: Cut, nodes: Nodes, parts: Parts, links: LinkLoads, most: int, limit: int) -> Parts:
+def _spread(
+    cut: Cut, nodes: Nodes, parts: Parts, links: LinkLoads, most: int, limit: int
+) -> tuple[Parts, LinkLoads] | None:
     """``parts`` with other ranks of the same node for chunks, where one rank sends far more than others over the
-    network: from the slowest node on, while all ranks receive no more than ``most`` rows."""
+    network: from the slowest node on, while all ranks receive no more than ``most`` rows. With its loads, or None where
+    it is ``parts``."""
     found, even = list(parts), list(parts)
     owner = owners(parts, len(cut.bounds))
     now = _node_costs(links, owner, nodes)
@@ -153,16 +156,23 @@ def _spread(cut: Cut, nodes: Nodes, parts: Parts, links: LinkLoads, most: int, l
         for rank, part in zip(ranks, split_evenly(chunks, cut.work, len(ranks), limit) or [parts[r] for r in ranks]):
             even[rank] = part
     owner = owners(even, len(cut.bounds))
-    evened = count_links(*cut[:3], owner, nodes)
+    evened = count_links(*cut[:3], owner, nodes, links)
     then = _node_costs(evened, owner, nodes)
-    total = int(links.rows.sum())
+    total, is_spread = int(links.rows.sum()), np.zeros(len(nodes.members), dtype=np.bool_)
     for node in slow:
         more = int((evened.rows - links.rows)[list(nodes.members[node])].sum())
         if then[node] < _WORTH * now[node] and total + more <= most:
             total += more
+            is_spread[node] = True
             for rank in nodes.members[node]:
                 found[rank] = even[rank]
-    return found
+    if not is_spread.any():
+        return None
+    # What a rank receives and sends to its node depends on the chunks of that node alone.
+    of_rank = is_spread[np.array(nodes.node_of)]
+    rows = np.where(of_rank, evened.rows, links.rows)
+    to_mates = np.where(of_rank[owner], evened.to_mates, links.to_mates)
+    return found, LinkLoads(rows, to_mates, links.entering, links.leaving)
 
 
 def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float64]:

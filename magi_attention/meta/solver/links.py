@@ -45,19 +45,23 @@ def count_rows(pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, world: i
     return sum_by(ranks, ranges[:, 1] - ranges[:, 0], world)
 
 
-def count_links(pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, nodes: Nodes) -> LinkLoads:
-    """``pieces`` and ``chunk_of`` as of ``split_by_chunk``; ``owner`` (chunks,) is the rank of each chunk."""
+def count_links(
+    pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, nodes: Nodes, alike: LinkLoads | None = None
+) -> LinkLoads:
+    """``pieces`` and ``chunk_of`` as of ``split_by_chunk``; ``owner`` (chunks,) is the rank of each chunk. ``alike``:
+    loads of a partition whose nodes have the same chunks, and so put the same rows on the network."""
     node_of = np.array(nodes.node_of, dtype=np.int64)
     home, stride = node_of[owner], int(bounds[-1, 1]) + 1  # so chunks of two nodes do not touch
     ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
     order, to_mates = np.argsort(home, kind="stable"), np.empty(len(bounds), dtype=np.int64)
     held = (bounds + (home * stride)[:, None])[order]
     to_mates[order] = _rows_by_chunk(ranges + (node_of[ranks] * stride)[:, None], held)
+    rows = sum_by(ranks, ranges[:, 1] - ranges[:, 0], nodes.world)
+    if alike is not None:
+        return LinkLoads(rows, to_mates, alike.entering, alike.leaving)
     wanted, into = remote_keys(pieces, home[chunk_of], bounds, home)
-    return LinkLoads(
-        sum_by(ranks, ranges[:, 1] - ranges[:, 0], nodes.world), to_mates,
-        sum_by(into, wanted[:, 1] - wanted[:, 0], len(nodes.members)), _rows_by_chunk(wanted, bounds),
-    )  # fmt: skip
+    entering = sum_by(into, wanted[:, 1] - wanted[:, 0], len(nodes.members))
+    return LinkLoads(rows, to_mates, entering, _rows_by_chunk(wanted, bounds))
 
 
 def _rows_by_chunk(ranges: Ints, bounds: Ints) -> Ints:

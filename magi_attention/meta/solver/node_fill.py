@@ -43,19 +43,21 @@ def fill_nodes(
     place[order] = np.arange(len(order))
     is_taken = np.zeros(len(work), dtype=np.bool_)
     free, left, ranks_left = order, int(work.sum()), world
+    free_areas = work[order]
     parts: Parts = [[] for _ in range(world)]
     above = 0  # nodes with a rank that is
     for ranks in members:
         count = len(ranks) * size + sum(rank < extra for rank in ranks)
         due = left * len(ranks) / ranks_left
-        chunks, split = _fill_node(work, free, document, place, (count, len(ranks)), due, limit)
+        chunks, split = _fill_node(work, (free, free_areas), document, place, (count, len(ranks)), due, limit)
         for rank, part in zip(ranks, split):
             parts[rank] = part
         above += any(int(work[part].sum()) > limit for part in split)
         if above > _MOST_ABOVE * len(members):
             return None
         is_taken[chunks] = True
-        free = free[~is_taken[free]]
+        is_left = ~is_taken[free]
+        free, free_areas = free[is_left], free_areas[is_left]
         left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
     return swap_down(parts, work.tolist(), limit)
 
@@ -79,12 +81,14 @@ def _split_by_runs(chunks: Ints, work: Ints, place: Ints, ranks: int, limit: int
 
 
 def _fill_node(
-    work: Ints, free: Ints, document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
+    work: Ints, left: tuple[Ints, Ints], document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
 ) -> tuple[Ints, Parts]:
-    """``counts[0]`` of the ``free`` chunks, of an area near ``due``, and those of each of ``counts[1]`` ranks: the
-    first choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest."""
+    """``counts[0]`` of the free chunks, of an area near ``due``, and those of each of ``counts[1]`` ranks: the first
+    choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest. ``left``:
+    the free chunks and their areas."""
     count, ranks = counts
-    choices = _choices(work, free, document, counts, due, limit) if count < len(free) else iter([np.sort(free)])
+    is_last = count == len(left[0])
+    choices = iter([np.sort(left[0])]) if is_last else _choices(work, left, document, counts, due, limit)
     best: tuple[float, Ints, Parts] | None = None
     for chunks in islice(choices, _MOST_TRIES):
         parts = _split_by_runs(chunks, work, place, ranks, limit) or split_evenly(chunks, work, ranks, limit)
@@ -110,12 +114,12 @@ def _can_share(work: Ints, ranks: int, limit: int) -> bool:
 
 
 def _choices(
-    work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float, limit: int
+    work: Ints, left: tuple[Ints, Ints], document: Ints, counts: tuple[int, int], due: float, limit: int
 ) -> Iterator[Ints]:
     """Chunks for one node, ascending, from the choice that cuts the fewest documents on: those of about the area that
     is due which ranks may be able to share, or if there is none the first."""
-    count, ranks = counts
-    before = np.concatenate([[0], np.cumsum(work[free])])
+    (count, ranks), free = counts, left[0]
+    before = np.concatenate([[0], np.cumsum(left[1])])
     most = np.arange(count + 1)  # chunks of the dense run
     fits = np.flatnonzero(before[-1] - before[len(free) - most] + before[count - most] <= due)
     dense = int(fits[-1]) if len(fits) else 0
