@@ -72,15 +72,15 @@ def test_softcap_and_sinks(hopper, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_head_dim_192(hopper, seed):
-    """Blocks of 128 keys and of 96, of masks that begin and end anywhere."""
+def test_wide_heads(hopper, seed):
+    """Blocks of 96 and of 80 keys, the latter with one set of registers for P; masks begin and end anywhere."""
     rng = np.random.default_rng(seed)
     tq, tk = (int(n) for n in rng.integers(100, 420, 2))
     slices = masks.random_slices(rng, tq, tk, max_slices=5)
-    dtype, dims = ((torch.bfloat16, (192, 128)), (torch.float16, (192, 192)))[seed % 2]
+    dtype, dims = ((torch.float16, (192, 192)), (torch.bfloat16, (256, 232)))[seed % 2]
     x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], dims, dtype, "cpu")
     hopper.use(int(rng.choice((1, 2, 5))), seed)
-    assert_right(x, attend(hopper, x, seed > 2), note=f"{seed=}")
+    assert_right(x, attend(hopper, x, seed > 3), note=f"{seed=}")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,9 +19,15 @@ struct FwdConfig {
   static constexpr bool kDropout = kDropout_;  // with attention dropout; 5% in calls without it
   static constexpr int kGroups = 2;            // consumer warpgroups of 64 rows each
   static constexpr int kBlockM = 64 * kGroups;
-  // As many keys as shared memory and registers hold: with 192, 112 keys take too many registers,
-  // with 256, 80.
-  static constexpr int kBlockN = kD <= 128 || (kD == 192 && kDv <= 128) ? 128 : kD == 192 ? 96 : 64;
+  // As many keys as shared memory and registers hold: with 192, 112 take too many registers, and
+  // with 256 and dropout, 80.
+  static constexpr int kBlockN = kD <= 128 || (kD == 192 && kDv <= 128) ? 128
+                                 : kD == 192                            ? 96
+                                 : kDropout                             ? 64
+                                                                        : 80;
+  // Sets of registers for P. With one, P waits for the output of the block before; with 256 columns
+  // there is no room for two.
+  static constexpr int kPackedSets = kDv > 192 ? 1 : 2;
   static constexpr int kKStages = 2;
   // A V stage is released half a block later than a K stage, so one more keeps the copies ahead.
   static constexpr int kVStages = kD <= 128 ? 3 : 2;

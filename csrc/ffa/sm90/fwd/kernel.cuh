@@ -18,8 +18,8 @@ namespace magi {
 // One consumer warpgroup at work on one work tile. While the scores of block n are multiplied and
 // exponentiated, the output of block n-1 is being accumulated. P is packed into two sets of
 // registers in turn, so that packing never waits for the multiplication that reads the
-// other. The bookkeeping of the output stands behind the start of the next scores, where the tensor
-// cores hide it.
+// other; where there is one set, it does. The bookkeeping of the output stands behind the start of
+// the next scores, where the tensor cores hide it.
 template <typename C>
 struct Worker {
   using Packed = uint32_t[C::kBlockN / 4];
@@ -94,9 +94,10 @@ struct Worker {
     for (int i = 0; i < C::kBlockN / 2; ++i) s[i] = staying.has(i) ? s[i] * p.dropout.scale : 0.f;
   }
 
-  // Scores to P, and on to the next block.
+  // Scores to P, and on to the next block. `before_packing` is called when P is in s.
+  template <typename F>
   __device__ __forceinline__ void softmax(float (&s)[C::kBlockN / 2], SoftmaxState<C>& state,
-                                          Packed& packed) {
+                                          Packed& packed, F before_packing) {
     if (traversal.masked()) {
       if (!C::kPlain && p.has_softcap) cap_scores<C>(s, p.scale);
       traversal.mask(s);
@@ -107,6 +108,7 @@ struct Worker {
     flags |= mbar_test(smem.k_full((blocks + 1) & 1), ((blocks + 1) >> 1) & 1) ? kKReady : 0;
     state.exponentiate(s, p.scale_log2);
     if constexpr (C::kDropout) drop(s);
+    before_packing();
     pack_scores<C>(packed, s);
     count_block();
   }
@@ -127,7 +129,7 @@ struct Worker {
     wgmma_wait<0>();
     keep_in_place(s);
     release_k();
-    softmax(s, state, packed);
+    softmax(s, state, packed, [] {});
   }
 
   __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
@@ -139,8 +141,24 @@ struct Worker {
     wgmma_wait<1>();  // leaves this output multiplication under way
     keep_in_place(s);
     release_k();
-    softmax(s, state, after);
+    softmax(s, state, after, [] {});
     flags |= kOverlapDk;
+  }
+
+  // The same with one set of registers for P.
+  __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
+                                             Packed& packed, SoftmaxState<C>& state, uint32_t q) {
+    start_qk(s, q);
+    if (flags & kRescale) state.rescale(o);
+    start_pv(o, packed);
+    wgmma_wait<1>();
+    keep_in_place(s);
+    release_k();
+    softmax(s, state, packed, [&] {
+      wgmma_wait<0>();
+      keep_in_place(o);
+      release_v(1);
+    });
   }
 
   // Finishes all multiplications and releases their stages.
@@ -169,7 +187,7 @@ struct Worker {
 template <typename C>
 __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   float o[C::kDv / 2], s[C::kBlockN / 2];
-  typename Worker<C>::Packed even, odd;
+  typename Worker<C>::Packed even, odd;  // odd where there are two sets
   NBlockIter<C> traversal(smem, p.pack, !C::kPlain && p.has_softcap);
   Worker<C> worker(p, smem, traversal);
   // The output of a work tile is staged over the warpgroup's rows of its Q. Those are free once the
@@ -207,6 +225,11 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
       }
       worker.first_block(s, even, state, q);
       if (C::kQStages > 1) release_stored();
+      if constexpr (C::kPackedSets == 1) {
+        while (traversal.has_work()) worker.next_block(s, o, even, state, q);
+        worker.drain(o, even, state);
+        continue;
+      }
       while (true) {
         if (!traversal.has_work()) {
           worker.drain(o, even, state);

@@ -84,12 +84,13 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
                 "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
                 a.pack, a.tile_tokens, C::kBlockM);
   // The kernel counts the key blocks of a segment in 16 bits.
-  constexpr int kMaxKeys = 65535 * C::kBlockN;
-  if (a.total_k > kMaxKeys)
+  using Dropout = FwdConfig<T, kD, kDv, false, true>;
+  const int most_keys = 65535 * (a.has_dropout ? Dropout::kBlockN : C::kBlockN);
+  if (a.total_k > most_keys)
     return fail(
         MAGI_UNSUPPORTED,
         "%d keys are more than the %d that one call takes at this head dim; give them in stages.",
-        a.total_k, kMaxKeys);
+        a.total_k, most_keys);
   FwdKernelParams k;
   fwd_scalars(a, kPartialsAt, &k);
   k.total_k = a.total_k;
@@ -106,8 +107,7 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
   const int64_t need = fwd_workspace_bytes<C>(splits, k.head_units);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   const bool plain = k.split_tiles == 0 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
-  if (a.has_dropout)
-    return start_fwd<FwdConfig<T, kD, kDv, false, true>>(a, remote, k, work_tiles, sms);
+  if (a.has_dropout) return start_fwd<Dropout>(a, remote, k, work_tiles, sms);
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
   return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);
 }
