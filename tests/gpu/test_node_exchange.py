@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group casts and reduces over logical nodes, by NVSHMEM and GIN, beside what they must give; each rank has a GPU."""
+"""Attention, group casts and group reduces over logical nodes, by NVSHMEM and GIN; each rank has a GPU."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from magi_attention.api import Mask, attend, make_plan
 from magi_attention.comm.collectives.reduce import reduce_arrived
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange
@@ -69,13 +71,59 @@ def exchange(rank: int, world: int, node_size: int, by: str) -> bool | str:
     return True
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("by", ["nvshmem", "gin"])
-@pytest.mark.parametrize("world, node_size", [(2, 1), (4, 2)])
-def test_rows_and_sums_over_logical_nodes(world, node_size, by):
+def attend_over_nodes(rank: int, world: int, node_size: int, by: str, device: str = "cuda") -> bool | str:
+    """Attention and its gradients, twice each way: by all-to-all-v, then by ``by``."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    group, total = dist.new_group(), 512 * world
+    cu_seqlens = [0, total // 3, total // 3 + 100, total]
+    gen = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(total, h, 64, generator=gen).to(torch.bfloat16).to(device) for h in (8, 2, 2, 8)]
+    os.environ["MAGI_ATTENTION_NODE_SIZE"] = str(node_size)
+    for name in ("HIERARCHICAL_COMM", "DETERMINISTIC_MODE"):
+        os.environ[f"MAGI_ATTENTION_{name}"] = "1"
+    results = []
+    for wish in ("all_to_all", "all_to_all", by, by):
+        os.environ["MAGI_ATTENTION_NODE_TRANSPORT"] = wish
+        plan = make_plan(Mask.varlen(cu_seqlens, causal=True), world, num_heads_q=8, num_heads_kv=2, head_dim=64)
+        q, k, v, dout = (plan.shard(x, group).detach().requires_grad_() for x in tensors)
+        try:
+            out, _ = attend(q, k, v, plan, group)
+        except UnsupportedError as error:
+            return str(error)
+        out.backward(dout.detach())
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    direct, _, once, again = results
+    assert all(torch.equal(a, b) for a, b in zip(once, again)), "the same bits again"
+    for i, (a, b) in enumerate(zip(direct, once)):
+        if i < 2:
+            assert torch.equal(a, b), "casts move bits"
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    dist.destroy_process_group(group)
+    return True
+
+
+RANKS = pytest.mark.parametrize("world, node_size", [(2, 1), (4, 2)])
+
+
+def run(main, world, *args):
     if torch.cuda.device_count() < world:
         pytest.skip(f"Needs {world} GPUs.")
-    results = run_processes(world, exchange, node_size, by, timeout_s=240.0, backend="cpu:gloo,cuda:nccl")
+    results = run_processes(world, main, *args, timeout_s=240.0, backend="cpu:gloo,cuda:nccl")
     if isinstance(results[0], str):
         pytest.skip(results[0])
     assert results == [True] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by", ["nvshmem", "gin"])
+@RANKS
+def test_attention_over_logical_nodes(world, node_size, by):
+    run(attend_over_nodes, world, node_size, by)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by", ["nvshmem", "gin"])
+@RANKS
+def test_rows_and_sums_over_logical_nodes(world, node_size, by):
+    run(exchange, world, node_size, by)
