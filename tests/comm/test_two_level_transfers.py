@@ -47,6 +47,14 @@ def test_each_row_crosses_once(seed):
     assert all((counts == 1).all() for counts in written), "each row of each region is written once"
 
 
+def test_no_put_is_longer_than_a_block():
+    nodes, (cast,), _ = draw(4, (3, 2))
+    for rows in (1, 2):
+        parts = plan_transfers(cast.specs, nodes, rows).ranks
+        puts = [p for r in parts for p in (*r.send, *r.give, *(p for b in r.blocks for p in (*b.forward, b.back)))]
+        assert puts and max(put.rows for put in puts) == rows
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_rows_by_link(seed):
     nodes, (cast,), (plan,) = draw(seed, SHAPES[seed % len(SHAPES)])

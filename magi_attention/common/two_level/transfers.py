@@ -9,9 +9,10 @@ Every rank owns regions of rows that others write:
 ``GRADS``   what comes back for this rank's rows, senders ascending: a term of each other rank of its node, and a sum of
             each other node from its carrier
 
-A *put* moves a run of rows into a region of one rank and adds 1 to a signal there. Puts overtake one another, so a
-signal says something only when all of its puts are counted: ``expected``. Held rows form *blocks* of one sender, which
-travel on as soon as they are whole, so that a node forwards or adds one block while the next is on its way.
+A *put* moves a run of rows, a block at most, into a region of one rank and adds 1 to a signal there. Puts overtake one
+another, so a signal says something only when all of its puts are counted: ``expected``. Held rows form *blocks* of one
+sender, which travel on as soon as they are whole, so that a node forwards or adds one block while the next is on its
+way.
 
     cast      send;  of each block: wait, forward;  wait for ``arrivals``
     reduce    give;  of each block: wait, add its terms in the order of their ranks, back;  wait for ``grads``, add
@@ -242,12 +243,13 @@ class _Builder:
         owner = self.parts[source]
         for reader in self.nodes.mates(source):
             rows, places = self.needed[source][reader], self.placed[reader][source]
-            owner.send += self._out(source, reader, list(_runs(rows, places)))
+            starts = np.arange(0, rows.size, self.block_rows)
+            owner.send += self._out(source, reader, list(_runs(rows, places, starts)))
             if not rows.size or reader == source:
                 continue
             first = self.first_returns[source][reader]
             at = np.arange(first, first + rows.size)
-            runs = list(_runs(places, at))
+            runs = list(_runs(places, at, starts))
             signal = _added(owner.reduce_signals, reader, len(runs))
             self.parts[reader].give += [Put(source, a, Region.GRADS, b, n, signal) for a, b, n in runs]
             owner.grads.append(signal)
