@@ -87,7 +87,7 @@ def check_contract(mask: Mask, world: int, chunk: int | None, nodes, uneven: boo
     if (after.chunk_size, after.partitions) == (before.chunk_size, before.partitions):
         return False
     heap = planned(mask.slices, mask.total_q, world, before.chunk_size, alg=MinHeapDispatchAlg(), uneven_shard=uneven)
-    assert chunk is None or after.chunk_size == chunk
+    assert chunk is None or after.chunk_size == before.chunk_size
     assert uneven or {len(part) for part in after.partitions} == {after.num_chunks // world}
     assert after.areas.max() <= max(int(1.01 * bound(after)), before.areas.max())
     then, now, most = (plan.comm_matrix().sum(axis=0) for plan in (before, after, heap))
