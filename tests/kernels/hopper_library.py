@@ -13,6 +13,7 @@ import torch
 from ffa_simulator import CpuRuntime
 
 from magi_attention.errors import MagiError
+from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa import forward as ffa_fwd
 from magi_attention.kernels.ffa.backend import FfaBackend
@@ -61,6 +62,12 @@ def hopper_on_cpu(library: ctypes.CDLL) -> Iterator[HopperOnCpu]:
     torch.set_num_threads(threads)
 
 
+def random_dropout(seed: int, share: float, queries: int, keys: int) -> DropoutMask:
+    """A mask of pairs at random positions."""
+    positions = torch.randperm(queries + keys, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return DropoutMask(Dropout(share, seed), *(x.clone() for x in positions.split((queries, keys))))
+
+
 class HopperOnCpu:
     """The backend of the CUDA kernels over a library from ``hopper_library``; its memory begins as NaN."""
 
@@ -77,14 +84,14 @@ class HopperOnCpu:
         self._runtime.multiprocessors = multiprocessors
         self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
 
-    def forward_final(self, *arguments):
-        return self._run(self.backend.forward_final, *arguments)
+    def forward_final(self, *arguments, **options):
+        return self._run(self.backend.forward_final, *arguments, **options)
 
     def forward(self, *arguments, **options):
         return self._run(self.backend.forward, *arguments, **options)
 
-    def backward_final(self, *arguments):
-        return self._run(self.backend.backward_final, *arguments)
+    def backward_final(self, *arguments, **options):
+        return self._run(self.backend.backward_final, *arguments, **options)
 
     def _run(self, call, *arguments, **options):
         try:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu
+from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
 
+from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
@@ -100,3 +101,22 @@ def test_other_ways(hopper, queries, way, monkeypatch):
     x = random_inputs(seed, 300)
     hopper.use(2, queries)
     check(hopper, x, seed, deterministic)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dropout(hopper, seed):
+    x = random_inputs(seed, 200)
+    dropout, dout = random_dropout(seed, 0.3, len(x.q), len(x.k)), make_dout(x, seed)
+    options = replace(options_of(x), dropout_p=0.3, deterministic=seed == 1)
+    exact = [t.double() for t in (x.q, x.k, x.v)]
+    forward = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
+    want = SdpaBackend().backward(
+        dout.double(), *exact, forward.out, forward.lse, x.slices, options, None, None, None, dropout
+    )
+    hopper.use(1, seed)
+    out, lse = forward.out.to(x.q.dtype), forward.lse.float()
+    got = hopper.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
+    for name in ("dq", "dk", "dv"):
+        exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
+        error = (getattr(got, name).double() - exact_grad).abs().max().item()
+        assert error <= 0.02 * scale, f"{seed=} {name}"

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu
+from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
 
 from magi_attention.common.slices import to_dense
+from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.types import AttnOptions, Partial
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -114,3 +115,16 @@ def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
     hopper.use(1, seed)
     got = attend(hopper, x)
     torch.testing.assert_close(got.out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dropout(hopper, seed):
+    _, x = random_inputs(seed, 200)
+    dropout = random_dropout(seed, 0.3, len(x.q), len(x.k))
+    options = AttnOptions(x.scale, dropout_p=0.3)
+    exact = (t.double() for t in (x.q, x.k, x.v))
+    want = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
+    hopper.use(1, seed)
+    out, lse, _ = hopper.forward_final(x.q, x.k, x.v, x.slices, options, None, dropout)
+    torch.testing.assert_close(out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
+    torch.testing.assert_close(lse.double(), want.lse, rtol=3e-5, atol=3e-5, msg=f"{seed=}")

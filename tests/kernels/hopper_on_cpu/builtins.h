@@ -2,7 +2,7 @@
 // Functions that kernels call without an include.
 #pragma once
 
-#include "threads.h"
+#include "barriers.h"
 
 inline void __syncthreads() { hopper::meet_at(0, hopper::cta->num_threads, true); }
 inline int __syncthreads_and(int mine) {

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "threads.h"
+#include "barriers.h"
 
 namespace hopper {
 
