@@ -16,4 +16,6 @@ extern "C" void use_device(int multiprocessors, uint64_t seed) {
   hopper::device.multiprocessors = multiprocessors;
   hopper::device.seed = seed;
 }
-extern "C" const char* device_error() { return hopper::device.error.c_str(); }
+extern "C" const char* synchronize() {
+  return hopper::error_of([] { hopper::device.stream.synchronize(); });
+}

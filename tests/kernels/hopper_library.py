@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from ffa_simulator import CpuRuntime
 
-from magi_attention.errors import MagiError
 from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa import forward as ffa_fwd
@@ -72,9 +71,8 @@ class HopperOnCpu:
     """The backend of the CUDA kernels over a library from ``hopper_library``; its memory begins as NaN."""
 
     def __init__(self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-        library.device_error.restype = library.magi_last_error.restype = ctypes.c_char_p
         self._library, self._runtime = library, _Runtime()
-        self.backend = FfaBackend(FfaLibrary(library), self._runtime)
+        self.backend = FfaBackend(_Library(library), self._runtime)
         for module in (ffa_fwd, ffa_bwd):
             monkeypatch.setattr(module, "_empty_like", _memory)
         monkeypatch.setattr(Kept, "_new_order", _new_order)
@@ -84,20 +82,22 @@ class HopperOnCpu:
         self._runtime.multiprocessors = multiprocessors
         self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
 
-    def forward_final(self, *arguments, **options):
-        return self._run(self.backend.forward_final, *arguments, **options)
 
-    def forward(self, *arguments, **options):
-        return self._run(self.backend.forward, *arguments, **options)
+class _Library(FfaLibrary):
+    """Each call waits until its kernels have ended, and says what they did wrong."""
 
-    def backward_final(self, *arguments, **options):
-        return self._run(self.backend.backward_final, *arguments, **options)
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.magi_last_error.restype = library.synchronize.restype = ctypes.c_char_p
+        super().__init__(library)
+        self.forward_raw, self.backward_raw = self._waiting(self.forward_raw), self._waiting(self.backward_raw)
 
-    def _run(self, call, *arguments, **options):
-        try:
-            return call(*arguments, **options)
-        except MagiError as error:  # of which only the beginning fits into the library's buffer
-            raise AssertionError(f"{error}\n{self._library.device_error().decode()}") from error
+    def _waiting(self, call: Callable[[bytes], int]) -> Callable[[bytes], int]:
+        def run(params: bytes) -> int:
+            status, error = call(params), self._library.synchronize()
+            assert error is None, error.decode()
+            return status
+
+        return run
 
 
 class _Runtime(CpuRuntime):

@@ -147,7 +147,35 @@ void copy(const CopyParams p) {
   store_wait_all();
 }
 
+struct PairParams {
+  int32_t *value, *seen;
+  int waits;
+};
+
+// Lets the next kernel begin, and writes later.
+void write_late(const PairParams p) {
+  start_next_kernel();
+  for (int i = 0; i < 20; ++i) __syncthreads();
+  if (threadIdx.x == 0) *p.value = 1;
+}
+
+void read_early(const PairParams p) {
+  if (p.waits) wait_for_kernel_before();
+  __syncthreads();
+  if (threadIdx.x == 0) p.seen[blockIdx.x] = *p.value;
+}
+
 }  // namespace magi
+
+extern "C" const char* run_pair(int32_t* value, int32_t* seen, int waits, uint64_t seed) {
+  return hopper::error_of([=] {
+    const magi::PairParams p{value, seen, waits};
+    hopper::Stream stream;
+    stream.launch({1, 64, 0, [=] { magi::write_late(p); }, seed, 1, false});
+    stream.launch({4, 64, 0, [=] { magi::read_early(p); }, seed, 2, true});
+    stream.synchronize();
+  });
+}
 
 extern "C" const char* copy_chunks(const int32_t* from, const int32_t* taken, int32_t* to,
                                    uint64_t seed) {

@@ -57,7 +57,7 @@ def differentiate(hopper: HopperOnCpu, x: Inputs, dout: torch.Tensor, determinis
     forward = dense(x, torch.float64)
     out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
     options = replace(options_of(x), deterministic=deterministic)
-    return hopper.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
+    return hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
 
 
 def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False) -> Grads:
@@ -115,7 +115,7 @@ def test_dropout(hopper, seed):
     )
     hopper.use(1, seed)
     out, lse = forward.out.to(x.q.dtype), forward.lse.float()
-    got = hopper.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
+    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
     for name in ("dq", "dk", "dv"):
         exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
         error = (getattr(got, name).double() - exact_grad).abs().max().item()

@@ -52,7 +52,7 @@ def random_inputs(seed: int, most: int = 420, **options) -> tuple[np.random.Gene
 
 def attend(hopper: HopperOnCpu, x: Inputs, with_max: bool = False) -> Result:
     options = AttnOptions(x.scale, x.softcap, x.sink_layout, return_max_logits=with_max)
-    return Result(*hopper.forward_final(x.q, x.k, x.v, x.slices, options, x.sink))
+    return Result(*hopper.backend.forward_final(x.q, x.k, x.v, x.slices, options, x.sink))
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -102,7 +102,7 @@ def test_stages_in_float32(hopper, seed):
     whole = Partial(torch.zeros(*x.q.shape[:2], x.v.shape[2]), torch.full(x.q.shape[:2], NEG_INF), None)
     for part in (slices[::2], slices[1::2]):
         if len(part):
-            whole = hopper.forward(x.q, x.k, x.v, type(x.slices)(part), options, None, whole)
+            whole = hopper.backend.forward(x.q, x.k, x.v, type(x.slices)(part), options, None, whole)
     assert_right(x, Result(whole.out, whole.lse, None), note=f"{seed=}")
 
 
@@ -125,6 +125,6 @@ def test_dropout(hopper, seed):
     exact = (t.double() for t in (x.q, x.k, x.v))
     want = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
     hopper.use(1, seed)
-    out, lse, _ = hopper.forward_final(x.q, x.k, x.v, x.slices, options, None, dropout)
+    out, lse, _ = hopper.backend.forward_final(x.q, x.k, x.v, x.slices, options, None, dropout)
     torch.testing.assert_close(out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
     torch.testing.assert_close(lse.double(), want.lse, rtol=3e-5, atol=3e-5, msg=f"{seed=}")

@@ -83,3 +83,15 @@ def test_copies_by_threads(library):
         error = library.copy_chunks(at(source), at(taken), at(out), ctypes.c_uint64(seed))
         assert error is None, error.decode()
         assert out.view(256, 4).equal(source.view(256, 4) * taken[:, None]), seed
+
+
+@pytest.mark.parametrize("waits", (0, 1))
+def test_a_kernel_that_begins_before_another_has_ended(library, waits):
+    """It sees what that one writes if it waits for it, and else not always."""
+    library.run_pair.restype = ctypes.c_char_p
+    seen = torch.full((12, 4), -7, dtype=torch.int32)
+    for seed, row in enumerate(seen):
+        value = torch.zeros(1, dtype=torch.int32)
+        error = library.run_pair(at(value), at(row), waits, ctypes.c_uint64(seed))
+        assert error is None, error.decode()
+    assert set(seen.flatten().tolist()) == ({1} if waits else {0, 1})

@@ -68,13 +68,13 @@ inline int __ffs(int word) { return __builtin_ffs(word); }
 inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(word); }
 
 #include "builtins.h"
-#include "scheduler.h"
+#include "stream.h"
 
-// ---- the runtime: one device, on which kernels run when they are launched
+// ---- the runtime: one device with one stream, whose kernels run when it is synchronised
 
 #define CUDART_VERSION 13000
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
+enum cudaError_t { cudaSuccess = 0 };
 using cudaStream_t = void*;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -94,20 +94,18 @@ struct cudaLaunchConfig_t {
 };
 
 namespace hopper {
-// What a test sets: how many CTAs there are together, which also is the number of the device,
-// because libraries remember such things by that; and what the order of threads in the next launch
-// is drawn from.
+// What a test sets: how many CTAs of a kernel there are together, which also is the number of the
+// device, because libraries remember such things by that; and what the order of threads in the next
+// launch is drawn from.
 struct Device {
   int multiprocessors = 1;
   uint64_t seed = 0;
-  std::string error;  // of the last launch
+  Stream stream;
 };
 inline Device device;
 }  // namespace hopper
 
-inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : hopper::device.error.c_str();
-}
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetDevice(int* device) {
   return *device = hopper::device.multiprocessors, cudaSuccess;
 }
@@ -121,12 +119,9 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
 template <typename Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                                const Params& params) {
-  const char* error = hopper::error_of([&] {
-    hopper::run_grid(config->gridDim, static_cast<int>(config->blockDim.x),
-                     static_cast<uint32_t>(config->dynamicSmemBytes), kernel, params,
-                     hopper::device.seed++, hopper::device.multiprocessors);
-  });
-  if (error == nullptr) return cudaSuccess;
-  hopper::device.error = error;
-  return cudaErrorLaunchFailure;
+  hopper::Device& device = hopper::device;
+  device.stream.launch({config->gridDim, static_cast<int>(config->blockDim.x),
+                        static_cast<uint32_t>(config->dynamicSmemBytes), [=] { kernel(params); },
+                        device.seed++, device.multiprocessors, config->numAttrs != 0});
+  return cudaSuccess;
 }

@@ -8,10 +8,6 @@
 
 #include <sys/mman.h>
 
-#include <condition_variable>
-#include <mutex>
-#include <thread>
-
 #include "barriers.h"
 
 namespace hopper {
@@ -165,6 +161,7 @@ inline void Cta::step() {
     work();
     return;
   }
+  if (is_behind()) return;
   if (runnable.empty()) throw std::runtime_error("A deadlock." + waiting());
   resume(choose());
   if (!error.empty()) throw std::runtime_error(error);
@@ -193,7 +190,7 @@ inline void Cta::run(const std::function<void()>& kernel, const std::function<vo
   enter();
   while (alive > 0) {
     step();
-    if (random.one_in(100) || idle_spins > 4 * num_threads) {
+    if (random.one_in(100) || idle_spins > 4 * num_threads || is_behind()) {
       let_others();
       enter();
     }
@@ -204,126 +201,6 @@ inline void Cta::run(const std::function<void()>& kernel, const std::function<vo
     std::function<void()> work = std::move(pending.back());
     pending.pop_back();
     work();
-  }
-}
-
-// The CTAs of a launch. Those that are there together hand a baton to each other.
-class Grid {
- public:
-  Grid(Dim3 size, int threads, uint32_t smem, int resident, std::function<void()> body,
-       uint64_t seed)
-      : size_(size),
-        threads_(threads),
-        smem_(smem),
-        body_(std::move(body)),
-        seed_(seed),
-        random_(seed + 1),
-        total_(size.x * size.y * size.z) {
-    const unsigned most = resident < 1 ? 1 : static_cast<unsigned>(resident);
-    ctas_.resize(total_ < most ? total_ : most);
-  }
-
-  void run() {
-    idle_spins = 0;
-    if (ctas_.size() == 1) {
-      work(0);
-    } else {
-      running_.assign(ctas_.size(), true);
-      std::vector<std::thread> workers;
-      for (size_t i = 0; i < ctas_.size(); ++i)
-        workers.emplace_back([this, i] {
-          wait_for_turn(i);
-          work(i);
-          running_[i] = false;
-          next_turn(i);
-        });
-      for (auto& worker : workers) worker.join();
-    }
-    if (!error_.empty()) throw std::runtime_error(error_);
-  }
-
- private:
-  void work(size_t worker) {
-    try {
-      while (error_.empty() && next_ < total_) {
-        const unsigned at = next_++;
-        Index index;
-        index.x = at % size_.x, index.y = at / size_.x % size_.y, index.z = at / size_.x / size_.y;
-        Cta one(index, size_, threads_, smem_, seed_ + 7919 * at);
-        ctas_[worker] = &one;
-        one.run(body_, [&] { let_others(worker); });
-        ctas_[worker] = nullptr;
-        progress();
-      }
-    } catch (const std::exception& e) {
-      ctas_[worker] = nullptr;
-      if (error_.empty()) error_ = e.what();
-    }
-  }
-
-  void let_others(size_t worker) {
-    int64_t all = 0;
-    for (const Cta* each : ctas_) all += each == nullptr ? 0 : each->num_threads;
-    if (idle_spins > 2000 + 500 * all) {
-      std::string what = "Threads look for what nobody does.";
-      for (const Cta* each : ctas_)
-        if (each != nullptr) what += each->waiting();
-      throw std::runtime_error(what);
-    }
-    if (ctas_.size() == 1) return;
-    next_turn(worker);
-    wait_for_turn(worker);
-    if (!error_.empty()) throw std::runtime_error(error_);
-  }
-
-  void wait_for_turn(size_t worker) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return turn_ == worker; });
-  }
-
-  // To any that runs, this one too.
-  void next_turn(size_t worker) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<size_t> others;
-    for (size_t i = 0; i < running_.size(); ++i)
-      if (running_[i] && i != worker) others.push_back(i);
-    if (!others.empty()) turn_ = others[random_.below(static_cast<uint32_t>(others.size()))];
-    changed_.notify_all();
-  }
-
-  Dim3 size_;
-  int threads_;
-  uint32_t smem_;
-  std::function<void()> body_;
-  uint64_t seed_;
-  Random random_;
-  unsigned total_, next_ = 0;
-  std::vector<Cta*> ctas_;  // of each worker
-  std::vector<bool> running_;
-  size_t turn_ = 0;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::string error_;
-};
-
-// Runs a kernel, of whose CTAs so many are there together. Throws std::runtime_error for a mistake
-// of the kernel.
-template <typename Params>
-void run_grid(Dim3 grid, int threads, uint32_t smem_bytes, void (*kernel)(Params),
-              const Params& params, uint64_t seed, int resident = 1) {
-  Grid(grid, threads, smem_bytes, resident, [&] { kernel(params); }, seed).run();
-}
-
-// For functions that Python calls: NULL, or what went wrong, until the next call.
-template <typename Call>
-const char* error_of(Call call) {
-  static std::string kept;
-  try {
-    call();
-    return nullptr;
-  } catch (const std::exception& e) {
-    kept = e.what();
-    return kept.c_str();
   }
 }
 

@@ -183,6 +183,18 @@ struct Cta {
   // Until all threads have ended. `let_others` gives the other CTAs a chance now and then.
   void run(const std::function<void()>& body, const std::function<void()>& let_others);
   std::string waiting() const;  // who waits where
+  // Whether nothing can be done here before the kernel before has ended.
+  bool is_behind() const {
+    return runnable.empty() && pending.empty() && !behind.threads.empty() && !*before_is_over;
+  }
+  // The kernel before has ended.
+  void go_on() {
+    for (Thread* t : behind.threads) {
+      t->blocked = false;
+      runnable.push_back(t);
+    }
+    behind.threads.clear();
+  }
 
   Index index;
   Dim3 grid;
@@ -200,6 +212,9 @@ struct Cta {
   std::vector<Mark> marks;
   uint32_t copies_done = 1, copies_fenced = 0;
   int alive = 0, open_loads = 0;
+  bool lets_next = false;                // begin
+  const bool* before_is_over = nullptr;  // NULL: there is none
+  Waiters behind;
   std::string error;
   jmp_buf scheduler;
   std::function<void()> body;
