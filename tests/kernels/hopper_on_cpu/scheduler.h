@@ -76,6 +76,7 @@ inline void enter_thread() {
 }
 
 inline void Cta::draw_priorities() {
+  late = static_cast<Kind>(random.below(static_cast<uint32_t>(Kind::kNone) + 1));
   uint32_t of_warp = 0;
   for (auto& t : threads) {
     if (t->index % 32 == 0) of_warp = random.below(4);
@@ -151,22 +152,32 @@ inline std::string Cta::waiting() const {
   return all;
 }
 
+// Whether any asynchronous work was done.
+inline bool Cta::do_pending() {
+  const size_t count = pending.size();
+  size_t at = random.below(static_cast<uint32_t>(count));
+  for (size_t i = 0; i < count && pending[at].kind == late; ++i) at = (at + 1) % count;
+  if (pending[at].kind == late && !runnable.empty()) return false;
+  std::function<void()> work = std::move(pending[at].run);
+  pending[at] = std::move(pending.back());
+  pending.pop_back();
+  progress();
+  work();
+  return true;
+}
+
 inline void Cta::step() {
-  if (!pending.empty() && (runnable.empty() || (eagerness != 0 && random.one_in(eagerness)))) {
-    const size_t at = random.below(static_cast<uint32_t>(pending.size()));
-    std::function<void()> work = std::move(pending[at]);
-    pending[at] = std::move(pending.back());
-    pending.pop_back();
-    progress();
-    work();
-    return;
-  }
+  if (!pending.empty() && (runnable.empty() || (eagerness != 0 && random.one_in(eagerness))))
+    if (do_pending()) return;
   if (is_behind()) return;
   if (runnable.empty()) throw std::runtime_error("A deadlock." + waiting());
   resume(choose());
   if (!error.empty()) throw std::runtime_error(error);
   // What is late may be what is looked for.
-  if (idle_spins > 100 * num_threads && !pending.empty()) eagerness = 1;
+  if (idle_spins > 100 * num_threads && !pending.empty()) {
+    eagerness = 1;
+    late = Kind::kNone;
+  }
 }
 
 inline void Cta::enter() {
@@ -197,11 +208,7 @@ inline void Cta::run(const std::function<void()>& kernel, const std::function<vo
   }
   if (open_loads != 0)
     throw std::runtime_error(text("CTA %u ends before its loads have arrived", index.x));
-  while (!pending.empty()) {
-    std::function<void()> work = std::move(pending.back());
-    pending.pop_back();
-    work();
-  }
+  while (!pending.empty()) do_pending();
 }
 
 }  // namespace hopper

@@ -175,6 +175,13 @@ struct Mark {
   bool is_awaited = false;
 };
 
+// Asynchronous work. That of one kind may be the last to be done for a while.
+enum class Kind { kLoad, kMultiply, kStoreRead, kStoreWrite, kNone };
+struct Work {
+  Kind kind;
+  std::function<void()> run;
+};
+
 // Who runs ahead of others for a while.
 enum class Ahead { kNone, kWarps, kLanes };
 
@@ -206,7 +213,8 @@ struct Cta {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<Thread*> runnable;
-  std::vector<std::function<void()>> pending;
+  std::vector<Work> pending;
+  Kind late = Kind::kNone;
   std::map<uint32_t, Mbarrier> mbarriers;
   NamedBarrier barriers[16];
   std::vector<Mark> marks;
@@ -222,6 +230,7 @@ struct Cta {
  private:
   void enter();
   void step();
+  bool do_pending();
   void draw_priorities();
   Thread* choose();
   void resume(Thread* t);
@@ -287,6 +296,8 @@ inline void wake(Waiters& waiters) {
 }
 
 // Work that is done some time.
-inline void later(std::function<void()> work) { cta->pending.push_back(std::move(work)); }
+inline void later(Kind kind, std::function<void()> work) {
+  cta->pending.push_back({kind, std::move(work)});
+}
 
 }  // namespace hopper

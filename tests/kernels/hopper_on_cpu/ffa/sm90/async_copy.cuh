@@ -46,7 +46,7 @@ inline void async_copies_arrive(uint32_t bar) {
   thread->copies.clear();
   const int64_t number = thread->first_batch + static_cast<int64_t>(thread->batches.size());
   ++thread->open_batches;
-  hopper::later([=] {
+  hopper::later(hopper::Kind::kLoad, [=] {
     for (; thread->first_batch < number; ++thread->first_batch) {
       for (const auto& copy : thread->batches.front()) hopper::do_copy(copy);
       thread->batches.pop_front();

@@ -80,7 +80,7 @@ inline void load_tile(uint32_t to, const CUtensorMap& map, uint32_t bar, uint32_
                       const Coordinates& at) {
   check_tile(to, map, rank, "A tile load");
   begin_load(to, box_bytes(map), bar, "A tile load");
-  later([=] {
+  later(Kind::kLoad, [=] {
     for_chunks_of_box(map, at, [&](uint32_t offset, uint32_t bytes, const uint8_t* from) {
       uint8_t* slot = shared_at(swizzled(to + offset), bytes, "A tile load");
       if (from != nullptr)
@@ -100,11 +100,11 @@ inline void begin_store(std::function<std::function<void()>()> read) {
   Thread* thread = self;
   ++group->unread;
   ++group->unwritten;
-  later([=] {
+  later(Kind::kStoreRead, [=] {
     std::function<void()> write = read();
     --group->unread;
     wake(thread->own_work);
-    later([=] {
+    later(Kind::kStoreWrite, [=] {
       write();
       --group->unwritten;
       wake(thread->own_work);
@@ -189,7 +189,7 @@ inline void store_tile_3d(const CUtensorMap* map, uint32_t src, int c0, int c1, 
 inline void load_bytes(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   hopper::check_bulk(dst, src, bytes);
   hopper::begin_load(dst, bytes, bar, "A bulk load");
-  hopper::later([=] {
+  hopper::later(hopper::Kind::kLoad, [=] {
     std::memcpy(hopper::shared_at(dst, bytes, "A bulk load"), src, bytes);
     hopper::mark_clean(dst, bytes);
     hopper::end_load(bar, bytes);

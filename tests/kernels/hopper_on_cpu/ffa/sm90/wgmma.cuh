@@ -158,7 +158,7 @@ inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
   }
   if (++m.lanes < 32) return;
   const int first_thread = self->index - lane;
-  later([=] { multiply_next(warp, first_thread); });
+  later(Kind::kMultiply, [=] { multiply_next(warp, first_thread); });
 }
 
 }  // namespace hopper
