@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Words in device memory by which CTAs of one GPU tell each other how far they are: thin wrappers
-// over PTX. What waits for other GPUs is in comm/nvlink/comm/symm/signal.cuh.
+// over PTX. What waits for other GPUs is in comm/symm/signal.cuh.
 #pragma once
 
 #include <cstdint>
