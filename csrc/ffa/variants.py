@@ -18,6 +18,9 @@ from pathlib import Path
 DTYPES = ("bf16", "fp16")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 BWD_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+# Further backwards of the Hopper library that is built ahead. They have the tile of 256, and scores and dP are made of
+# the columns that there are.
+BWD_SM90_HEAD_DIMS = ((192, 128), (192, 192))
 # Further tiles of the forward, compiled when first asked for. The kernel has no tile with head_dim_v above head_dim, and
 # that of (256, 192) spills registers: such head dims run on the next larger tile.
 JIT_HEAD_DIMS = ((128, 64), (192, 64), (256, 64), (256, 128))
@@ -47,7 +50,7 @@ class Variant:
 
 MANIFEST: list[Variant] = [
     *(Variant("fwd", dtype, d, dv) for dtype in DTYPES for d, dv in HEAD_DIMS),
-    *(Variant("bwd", dtype, d, dv) for dtype in DTYPES for d, dv in BWD_HEAD_DIMS),
+    *(Variant("bwd", dtype, d, dv) for dtype in DTYPES for d, dv in (*BWD_HEAD_DIMS, *BWD_SM90_HEAD_DIMS)),
     *(Variant(kind, dtype, d, d) for kind in INDEX_KINDS for dtype in DTYPES for d in INDEX_HEAD_DIMS),
 ]
 
@@ -61,7 +64,10 @@ def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int) -> Variant 
 
 def of_kernels(variants: Sequence[Variant], kernels: str) -> list[Variant]:
     """Those that there are for ``kernels``, "sm90" or "portable"."""
-    return [v for v in variants if kernels == "sm90" or v.kind not in INDEX_KINDS]
+    if kernels == "sm90":
+        return list(variants)
+    dims = {"fwd": HEAD_DIMS + JIT_HEAD_DIMS, "bwd": BWD_HEAD_DIMS}
+    return [v for v in variants if (v.head_dim, v.head_dim_v) in dims.get(v.kind, ())]
 
 
 def instance_source(v: Variant, kernels: str = "sm90") -> str:

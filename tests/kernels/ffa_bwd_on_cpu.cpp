@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The same as ffa_fwd_on_cpu.cpp with backward kernels.
-#define MAGI_VARIANTS_ON_CPU                                  \
-  MAGI_VARIANT(bwd, bf16, 64, 64, magi_ffa_bwd_bf16_d64_dv64) \
+#define MAGI_VARIANTS_ON_CPU                                      \
+  MAGI_VARIANT(bwd, bf16, 64, 64, magi_ffa_bwd_bf16_d64_dv64)     \
+  MAGI_VARIANT(bwd, bf16, 192, 128, magi_ffa_bwd_bf16_d192_dv128) \
   MAGI_VARIANT(bwd, fp16, 128, 128, magi_ffa_bwd_fp16_d128_dv128)
 
 #include "ffa/common/dispatch.cu"
@@ -10,6 +11,7 @@
 #include "ffa/sm90/tiles.cu"
 
 MAGI_FFA_BWD_INSTANCE(magi::bf16, 64, 64, bwd_bf16_d64_dv64)
+MAGI_FFA_BWD_INSTANCE(magi::bf16, 192, 128, bwd_bf16_d192_dv128)
 MAGI_FFA_BWD_INSTANCE(magi::fp16, 128, 128, bwd_fp16_d128_dv128)
 
 extern "C" void use_device(int multiprocessors, uint64_t seed) {

@@ -75,6 +75,17 @@ def test_random_masks(hopper, seed):
     check(hopper, random_inputs(seed, 350), seed)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_head_dim_192(hopper, seed):
+    """Two passes over columns of a tile of 256, of which scores and dP take fewer."""
+    rng = np.random.default_rng(seed)
+    tq, tk = (int(n) for n in rng.integers(50, 300, 2))
+    slices = masks.random_slices(rng, tq, tk, max_slices=5)
+    x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], ((192, 128), (168, 96))[seed // 2], torch.bfloat16, "cpu")
+    hopper.use(1 + seed % 3, seed)
+    check(hopper, x, seed, deterministic=seed % 2 == 1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_deterministic(hopper, seed):
     """CTAs wait for each other; whoever goes on when, the bits are the same."""

@@ -14,10 +14,15 @@ constexpr int kBlockM64 = 64;     // queries
 constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
 
 template <typename T_, int kD_, bool kIsGeneral_, bool kSemaphored_ = false,
-          int kBlockM_ = kBlockM64>
+          int kBlockM_ = kBlockM64, int kColumns_ = kD_, int kColumnsV_ = kD_>
 struct BwdConfig {
   using T = T_;
   static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
+  // Columns of q and k, and of v and out, that can be other than zero, multiples of 64: over so
+  // many go the products that make scores and dP.
+  static constexpr int kColumns = kColumns_, kColumnsV = kColumnsV_;
+  template <bool kIsGeneral2, bool kSemaphored2>
+  using With = BwdConfig<T_, kD_, kIsGeneral2, kSemaphored2, kBlockM_, kColumns_, kColumnsV_>;
   // With what few calls use, told at run time: softcap and dropout.
   static constexpr bool kIsGeneral = kIsGeneral_;
   // dq is summed in an order that does not depend on time, or after a first one that stores: see

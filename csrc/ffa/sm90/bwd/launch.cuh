@@ -329,10 +329,10 @@ magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int 
   using T = typename C::T;
   if constexpr (!C::kIsM80) {
     const bool is_general = bwd_is_general(a);
-    if (a.dq_mode && is_general) return start_bwd<BwdConfig<T, C::kD, true, true>>(a, k, sms);
-    if (is_general) return start_bwd<BwdConfig<T, C::kD, true>>(a, k, sms);
+    if (a.dq_mode && is_general) return start_bwd<typename C::template With<true, true>>(a, k, sms);
+    if (is_general) return start_bwd<typename C::template With<true, false>>(a, k, sms);
   }
-  if (a.dq_mode) return start_bwd<BwdConfig<T, C::kD, false, true, C::kBlockM>>(a, k, sms);
+  if (a.dq_mode) return start_bwd<typename C::template With<false, true>>(a, k, sms);
   MAGI_RETURN(start_bwd<C>(a, k, sms));
   if constexpr (C::kSplit)
     if (k.num_partials > 0 && k.work_list == nullptr) return combine_split_work_tiles<T>(a, k, sms);
@@ -444,10 +444,12 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   return launch_last(a, bwd_postprocess<T, C::kBlockM>, dim3(k.num_m_blocks, k.heads_q), r, doing);
 }
 
-// Calls `run` with the configuration for a call.
-template <typename T, int kD, typename Run>
+// Calls `run` with the configuration for a call: of the tile of 64, 128 or 256 columns.
+template <typename T, int kColumns, int kColumnsV, typename Run>
 magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
-  if (a.block_m == kBlockM64) return run(BwdConfig<T, kD, false>{});
+  constexpr int kD = kColumns <= 128 ? kColumns : 256;
+  if (a.block_m == kBlockM64)
+    return run(BwdConfig<T, kD, false, false, kBlockM64, kColumns, kColumnsV>{});
   if constexpr (kD == 128)
     if (a.block_m == kBlockM80 && !bwd_is_general(a))
       return run(BwdConfig<T, kD, false, false, kBlockM80>{});
@@ -463,10 +465,10 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
   extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params,                        \
                                          const magi_ffa_remote* remote) {                          \
     auto run = [&](auto config) { return magi::launch_bwd<decltype(config)>(*params, remote); };   \
-    return magi::with_bwd_config<TYPE, D>(*params, run);                                           \
+    return magi::with_bwd_config<TYPE, D, DV>(*params, run);                                       \
   }                                                                                                \
   extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params,            \
                                                      int64_t* needs) {                             \
     auto run = [&](auto config) { return magi::bwd_workspace<decltype(config)>(*params, needs); }; \
-    return magi::with_bwd_config<TYPE, D>(*params, run);                                           \
+    return magi::with_bwd_config<TYPE, D, DV>(*params, run);                                       \
   }

@@ -88,11 +88,12 @@ struct StepWorker {
   }
 
   // S^T = K Q^T, or dP^T = V dO^T: this warpgroup's 64 rows by all queries of the step.
+  template <int kColumns>
   __device__ __forceinline__ void multiply_rows(Scores& s, uint32_t a, uint32_t queries) const {
     using Mma = Wgmma<typename C::T, C::kBlockM, 0>;
     const uint32_t b = uniform(operand_low(queries, 16));
 #pragma unroll
-    for (int step = 0; step < C::kD / 16; ++step) {
+    for (int step = 0; step < kColumns / 16; ++step) {
       const int in_atom = (step % 4) * 32, atom = step / 4;
       Mma::ss(s, along(a, (atom * C::kBlockN * 128 + in_atom) / 16),
               along(b, (atom * C::kBlockM * 128 + in_atom) / 16), step > 0);
@@ -325,7 +326,7 @@ struct StepWorker {
     mbar_wait(smem.q_full(ring.stage), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows(s, rows_of(smem.k()), smem.q(ring.stage));
+    multiply_rows<C::kColumns>(s, rows_of(smem.k()), smem.q(ring.stage));
     wgmma_commit();
     int what = 0;
     if constexpr (kScoresFirst) {
@@ -336,7 +337,7 @@ struct StepWorker {
     mbar_wait(smem.do_full(ring.stage), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows(dp, rows_of(smem.v()), smem.dout(ring.stage));
+    multiply_rows<C::kColumnsV>(dp, rows_of(smem.v()), smem.dout(ring.stage));
     wgmma_commit();
     if constexpr (C::kDirectDq) {
       add_rest(rest, rest_of);
@@ -413,7 +414,7 @@ struct StepWorker {
     Packed packed_p, packed_ds;
     Stats deltas;
     wgmma_fence();
-    multiply_rows(s, keys, smem.q(ring.stage));
+    multiply_rows<C::kColumns>(s, keys, smem.q(ring.stage));
     wgmma_commit();
     if (flags & kUnfinished) announce_dq();
     const int what = words();
@@ -423,7 +424,7 @@ struct StepWorker {
     scores_are_there(s);
     if (what & kMasked) mask(s, what);
     wgmma_fence();
-    multiply_rows(dp, values, smem.dout(ring.stage));
+    multiply_rows<C::kColumnsV>(dp, values, smem.dout(ring.stage));
     wgmma_commit();
     exponentiate(s, packed_p, what);
 #pragma unroll
