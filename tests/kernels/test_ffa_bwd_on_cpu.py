@@ -12,6 +12,7 @@ import pytest
 import torch
 from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
 
+from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
@@ -84,6 +85,27 @@ def test_head_dim_192(hopper, seed):
     x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], ((192, 128), (168, 96))[seed // 2], torch.bfloat16, "cpu")
     hopper.use(1 + seed % 3, seed)
     check(hopper, x, seed, deterministic=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
+    """Documents with rows between them that see nothing, as pads: the same gradients whatever lies there."""
+    rng = np.random.default_rng(seed)
+    edges = np.sort(rng.choice(np.arange(1, 330), 6, replace=False))
+    slices = [[a, b, a, b, 1] for a, b in ((0, edges[0]), (edges[1], edges[2]), (edges[3], edges[4]))]
+    dtype, dims = KINDS[seed % 2]
+    x = make_inputs(seed, slices, 340, 340, HEADS[seed], dims, dtype, "cpu")
+    dout = make_dout(x, seed)
+    want = truth(x, dout)
+    unseen = torch.from_numpy(~to_dense(x.slices.array, 340, 340).any(0))  # the diagonal is seen, so by queries too
+    forward = dense(x, torch.float64)
+    out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
+    for operand in (x.q, x.k, x.v, dout):
+        operand[unseen] = float("nan")
+    hopper.use(1 + seed % 2, seed)
+    options = replace(options_of(x), deterministic=seed > 1)
+    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
+    assert_grads(x, got, want, f"{seed=}")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -24,18 +24,28 @@ __device__ __forceinline__ void zero_row(uint32_t tile, int rows, int row) {
 }
 
 // Whether any key of a tile sees the query in this segment. One that is in the full range of a
-// warpgroup is found at once.
+// warpgroup is found at once, and so is one that is outside of what both visit. Else keys are asked
+// in strides, because those that see a query mostly follow one another.
 template <typename C>
 __device__ __forceinline__ bool is_seen(uint32_t segment, int query) {
+  bool is_visited = false;
+#pragma unroll 1
   for (int group = 0; group < C::kGroups; ++group) {
+    const int2 visit = lds_int2(segment + 32 + 16 * group);
+    if (query < visit.x || query >= visit.y) continue;
     const int2 full = lds_int2(segment + 32 + 16 * group + 8);
     if (query >= full.x && query < full.y) return true;
+    is_visited = true;
   }
+  if (!is_visited) return false;
+  constexpr int kStride = 37;  // odd, so every key comes once
+  int key = kStride;
 #pragma unroll 1
-  for (int key = 0; key < C::kBlockN; ++key) {
+  do {
     const int2 queries = lds_int2(segment + C::kSegmentHeader + 8 * key);
     if (query >= queries.x && query < queries.y) return true;
-  }
+    key = (key + kStride) % C::kBlockN;
+  } while (key != kStride);
   return false;
 }
 
