@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import abi, loader
+from magi_attention.native import comm_abi, loader
 from magi_attention.native.toolchain import GIN
 
 _NCCL = re.compile(r"\s(/\S*/libnccl\.so\.\d[^\s/]*)$", re.MULTILINE)
@@ -93,16 +93,16 @@ class Gin:
         self._check(self._library.magi_gin_leave(self._group), "Leaving")
 
     # -- as of ``Nvshmem`` ------------------------------------------------------------------------------------
-    def put(self, params: abi.CommPutParams) -> None:
+    def put(self, params: comm_abi.CommPutParams) -> None:
         self._check(self._library.magi_comm_put(params), "Putting rows")
 
-    def wait(self, params: abi.CommWaitParams) -> None:
+    def wait(self, params: comm_abi.CommWaitParams) -> None:
         self._check(self._library.magi_comm_wait(params), "Waiting for rows")
 
-    def sum(self, params: abi.CommSumParams) -> None:
+    def sum(self, params: comm_abi.CommSumParams) -> None:
         self._check(self._library.magi_comm_sum(params), "Adding rows")
 
-    def end(self, params: abi.CommEndParams) -> None:
+    def end(self, params: comm_abi.CommEndParams) -> None:
         self._check(self._library.magi_comm_end(params), "Ending an epoch")
 
     def _check(self, status: int, what: str) -> None:

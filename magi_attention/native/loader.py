@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi, families, info, wheels
+from magi_attention.native import abi, comm_abi, families, info, wheels
 from magi_attention.native.toolchain import COMM, GIN, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 
@@ -20,8 +20,8 @@ def _more(family: families.Family) -> abi.Functions:
 
 _FUNCTIONS = {
     PLANNER: abi.PLANNER_FUNCTIONS,
-    COMM: abi.COMM_FUNCTIONS,
-    GIN: abi.GIN_FUNCTIONS,
+    COMM: comm_abi.COMM_FUNCTIONS,
+    GIN: comm_abi.GIN_FUNCTIONS,
     **{f.library: {**abi.FFA_FUNCTIONS, **_more(f)} for f in families.FAMILIES},
 }
 _BUILD = "python -m magi_attention.native.build"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import abi, loader
+from magi_attention.native import comm_abi, loader
 from magi_attention.native.toolchain import COMM, find_nvshmem
 
 _HOST = "libnvshmem_host.so.3"
@@ -113,19 +113,19 @@ class Nvshmem:
         self._check(self._library.magi_comm_wait_signal(signal, value, stream), "Waiting for a signal")
 
     # -- an exchange over nodes: each is one launch on the stream of its parameters, see comm.h ---------------
-    def put(self, params: abi.CommPutParams) -> None:
+    def put(self, params: comm_abi.CommPutParams) -> None:
         """Puts rows of the arena to other ranks, each after its wait."""
         self._check(self._library.magi_comm_put(params), "Putting rows")
 
-    def wait(self, params: abi.CommWaitParams) -> None:
+    def wait(self, params: comm_abi.CommWaitParams) -> None:
         """Holds the stream until signals have counted this epoch."""
         self._check(self._library.magi_comm_wait(params), "Waiting for rows")
 
-    def sum(self, params: abi.CommSumParams) -> None:
+    def sum(self, params: comm_abi.CommSumParams) -> None:
         """Adds rows in a fixed order, and puts blocks that are for other ranks."""
         self._check(self._library.magi_comm_sum(params), "Adding rows")
 
-    def end(self, params: abi.CommEndParams) -> None:
+    def end(self, params: comm_abi.CommEndParams) -> None:
         """Ends an epoch of the arena."""
         self._check(self._library.magi_comm_end(params), "Ending an epoch")
 

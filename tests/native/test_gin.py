@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.native import abi, build, gin, toolchain
+from magi_attention.native import build, comm_abi, gin, toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +18,9 @@ def test_every_function_of_the_header_is_bound_with_as_many_arguments():
     text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/include/magi/gin.h").read_text(), flags=re.DOTALL)
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
     exchange = {"magi_comm_put", "magi_comm_wait", "magi_comm_sum", "magi_comm_end"}
-    assert set(declared) | exchange == set(abi.GIN_FUNCTIONS)
+    assert set(declared) | exchange == set(comm_abi.GIN_FUNCTIONS)
     for name, arguments in declared.items():
-        assert len(abi.GIN_FUNCTIONS[name][1]) == arguments.count(",") + 1, name
+        assert len(comm_abi.GIN_FUNCTIONS[name][1]) == arguments.count(",") + 1, name
 
 
 def test_only_one_file_includes_nccl():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.errors import BuildError, ContractError, UnsupportedError
-from magi_attention.native import abi, build, nvshmem, toolchain
+from magi_attention.native import build, comm_abi, nvshmem, toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_function_of_the_header_is_bound_with_as_many_arguments():
     text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/include/magi/comm.h").read_text(), flags=re.DOTALL)
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
-    assert set(declared) == set(abi.COMM_FUNCTIONS)
+    assert set(declared) == set(comm_abi.COMM_FUNCTIONS)
     for name, arguments in declared.items():
         count = 0 if arguments.strip() == "void" else arguments.count(",") + 1
-        assert len(abi.COMM_FUNCTIONS[name][1]) == count, name
+        assert len(comm_abi.COMM_FUNCTIONS[name][1]) == count, name
 
 
 def test_only_one_file_includes_nvshmem():

@@ -14,7 +14,7 @@ from magi_attention.comm.transport.base import TransportBase
 from magi_attention.comm.transport.streams import OrderedStream, OrderedStreams
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.errors import ContractError, PeerFailureError
-from magi_attention.native import abi
+from magi_attention.native import comm_abi
 
 
 class ExchangeGroup:
@@ -106,12 +106,12 @@ class ExchangeGroup:
             return nullcontext(OrderedStream(0))
         return self._ordered_streams.next(is_beside)
 
-    def epoch(self, of_reduce: bool) -> abi.CommEpoch:
+    def epoch(self, of_reduce: bool) -> comm_abi.CommEpoch:
         """What launches of a cast or a reduce have in common."""
         arena = self.arena
         places = arena.epoch_at(of_reduce), arena.signals_at, arena.totals_at, arena.failed_at
         failed = self._failed_peer.data_ptr()
-        return abi.CommEpoch(self.memory.data_ptr(), *places, failed, self.verbs.network, self.timeout_ms, 0)
+        return comm_abi.CommEpoch(self.memory.data_ptr(), *places, failed, self.verbs.network, self.timeout_ms, 0)
 
     # -- failing --------------------------------------------------------------------------------------------------
     @property

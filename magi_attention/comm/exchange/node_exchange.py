@@ -24,7 +24,7 @@ from magi_attention.comm.transport.base import Work
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.two_level.transfers import Region, Sum, TransferPlan
 from magi_attention.errors import ContractError
-from magi_attention.native import abi
+from magi_attention.native import abi, comm_abi
 
 NUM_CTAS = 16
 _CAST, _REDUCE = "a group cast over nodes", "a group reduce over nodes"
@@ -143,23 +143,23 @@ class _Launches:
     def is_current(self) -> bool:
         return self.group.arena is self.arena
 
-    def put(self, puts: Table, credits: Table) -> abi.CommPutParams:
+    def put(self, puts: Table, credits: Table) -> comm_abi.CommPutParams:
         counts = len(puts), len(credits), NUM_CTAS
         lists = self._upload(puts), self._upload(credits)
-        return abi.CommPutParams(abi.COMM_VERSION, *counts, self.epoch, *lists, None)
+        return comm_abi.CommPutParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, None)
 
-    def wait(self, waits: Table) -> abi.CommWaitParams:
-        return abi.CommWaitParams(abi.COMM_VERSION, len(waits), self.epoch, self._upload(waits), None)
+    def wait(self, waits: Table) -> comm_abi.CommWaitParams:
+        return comm_abi.CommWaitParams(comm_abi.COMM_VERSION, len(waits), self.epoch, self._upload(waits), None)
 
-    def end(self, tables: CastTables | ReduceTables) -> abi.CommEndParams:
+    def end(self, tables: CastTables | ReduceTables) -> comm_abi.CommEndParams:
         counts = len(tables.free_for), len(tables.counted)
         lists = self._upload(tables.free_for), self._upload(tables.counted)
-        return abi.CommEndParams(abi.COMM_VERSION, *counts, self.epoch, *lists, self.credit, None)
+        return comm_abi.CommEndParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, self.credit, None)
 
-    def sum(self, table: SumTable) -> abi.CommSumParams:
+    def sum(self, table: SumTable) -> comm_abi.CommSumParams:
         fields = len(table.blocks), NUM_CTAS, self.pack.width, _CODES[self.pack.dtype]
         lists = [self._upload(rows) for rows in table]
-        return abi.CommSumParams(abi.COMM_VERSION, *fields, self.epoch, *lists, None)
+        return comm_abi.CommSumParams(comm_abi.COMM_VERSION, *fields, self.epoch, *lists, None)
 
     def _upload(self, table: np.ndarray) -> int:
         self.held.append(torch.from_numpy(np.ascontiguousarray(table)).to(self.memory.device))
@@ -250,7 +250,7 @@ class _LseReduce(_ReduceLaunches):
         super().__init__(group, plan, pack)
         part, tables = plan.ranks[group.rank], self.tables
         self._node_wait = self.wait(tables.node_waits)
-        self._back = self.put(tables.backs, np.zeros((0, abi.COMM_WAIT_WORDS), np.int64))
+        self._back = self.put(tables.backs, np.zeros((0, comm_abi.COMM_WAIT_WORDS), np.int64))
         self._terms = self.columns(tables.places[Region.TERMS.name], part.region_rows[Region.TERMS])
         self._held = self.columns(tables.places["sums"], part.region_rows[Region.HELD])
         self.cache = PlanCache()

@@ -14,7 +14,7 @@ import torch
 
 from magi_attention.comm.transport.base import Transport
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.native import abi
+from magi_attention.native import comm_abi
 from magi_attention.native.gin import Gin
 from magi_attention.native.nvshmem import Nvshmem
 
@@ -40,13 +40,13 @@ class Verbs(Protocol):
         """Ends what the ranks share; collective, after the last ``free``."""
         ...
 
-    def put(self, params: abi.CommPutParams) -> None: ...
+    def put(self, params: comm_abi.CommPutParams) -> None: ...
 
-    def wait(self, params: abi.CommWaitParams) -> None: ...
+    def wait(self, params: comm_abi.CommWaitParams) -> None: ...
 
-    def sum(self, params: abi.CommSumParams) -> None: ...
+    def sum(self, params: comm_abi.CommSumParams) -> None: ...
 
-    def end(self, params: abi.CommEndParams) -> None: ...
+    def end(self, params: comm_abi.CommEndParams) -> None: ...
 
 
 class VerbsFactory(Protocol):
@@ -91,10 +91,10 @@ class NvshmemVerbs:
 
     def __init__(self, library: Nvshmem) -> None:
         self.library = library
-        self.put: Callable[[abi.CommPutParams], None] = library.put
-        self.wait: Callable[[abi.CommWaitParams], None] = library.wait
-        self.sum: Callable[[abi.CommSumParams], None] = library.sum
-        self.end: Callable[[abi.CommEndParams], None] = library.end
+        self.put: Callable[[comm_abi.CommPutParams], None] = library.put
+        self.wait: Callable[[comm_abi.CommWaitParams], None] = library.wait
+        self.sum: Callable[[comm_abi.CommSumParams], None] = library.sum
+        self.end: Callable[[comm_abi.CommEndParams], None] = library.end
         self.leave: Callable[[], None] = library.leave
 
     def alloc(self, num_bytes: int) -> torch.Tensor:
@@ -140,10 +140,10 @@ class GinVerbs:
 
     def __init__(self, library: Gin) -> None:
         self.library = library
-        self.put: Callable[[abi.CommPutParams], None] = library.put
-        self.wait: Callable[[abi.CommWaitParams], None] = library.wait
-        self.sum: Callable[[abi.CommSumParams], None] = library.sum
-        self.end: Callable[[abi.CommEndParams], None] = library.end
+        self.put: Callable[[comm_abi.CommPutParams], None] = library.put
+        self.wait: Callable[[comm_abi.CommWaitParams], None] = library.wait
+        self.sum: Callable[[comm_abi.CommSumParams], None] = library.sum
+        self.end: Callable[[comm_abi.CommEndParams], None] = library.end
         self.leave: Callable[[], None] = library.leave
 
     @property
