@@ -55,7 +55,7 @@ void product(const ProductParams p) {
       std::memcpy(&registers[step][i], p.rows + 64 * row + column, 4);
     }
   for (int round = 0; round < 2; ++round) {
-    if (!is(5)) wgmma_fence();
+    if (!is(5) && !(is(13) && round == 1)) wgmma_fence();
     for (int step = 0; step < 4; ++step) {
       const uint64_t a =
           operand(operand_low(smem + kTileA, a_bytes), p.a_major ? step * 128 : step * 2);
@@ -73,6 +73,11 @@ void product(const ProductParams p) {
         p.b_major ? Columns::ss(d, a, b, keep) : Rows::ss(d, a, b, keep);
     }
     wgmma_commit();
+    if (is(13) && round == 0) {
+      wgmma_wait<0>();
+      wgmma_fence();
+      registers[0][0] ^= 1;
+    }
   }
   if (is(6)) registers[3][0] ^= 1;
   if (!is(2)) wgmma_wait<0>();

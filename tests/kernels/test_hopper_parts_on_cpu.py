@@ -25,6 +25,7 @@ MISTAKES = {  # what the kernel leaves out, and what is said then
     10: "mbar_init_fence was not called",
     11: "without a __syncwarp between them",
     12: "ends before its loads have arrived",
+    13: "since registers of A were written",
 }
 
 

@@ -119,6 +119,12 @@ struct Accumulating {
   int multiplications;
 };
 
+// Registers that were an operand of a multiplication, and what they held at the last wgmma_fence.
+struct KnownOperand {
+  const uint32_t* at;
+  uint32_t values[4];
+};
+
 struct AsyncCopy {
   uint32_t to;
   const uint8_t* from;
@@ -148,6 +154,7 @@ struct Thread {
   std::vector<int64_t> commits;
   bool wgmma_fenced = false;  // since its last wait for multiplications
   std::vector<Accumulating> accumulating;
+  std::vector<KnownOperand> operands;
   // Copies of 16 bytes: those behind the last arrival, and those that an arrival waits for.
   std::vector<AsyncCopy> copies;
   std::deque<std::vector<AsyncCopy>> batches;

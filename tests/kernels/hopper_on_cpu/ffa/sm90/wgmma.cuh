@@ -121,6 +121,18 @@ inline void multiply_next(Warp* warp, int first_thread) {
   wake(warp->multiplied);
 }
 
+// That nothing was written to them since the last wgmma_fence, if they are known.
+inline void check_operand(const uint32_t* registers) {
+  for (const KnownOperand& known : self->operands) {
+    if (known.at != registers) continue;
+    if (std::memcmp(known.values, registers, 16) != 0)
+      fault("wgmma without a wgmma_fence since registers of A were written");
+    return;
+  }
+  self->operands.push_back({registers, {}});
+  std::memcpy(self->operands.back().values, registers, 16);
+}
+
 // One lane comes to its next multiplication; the last of the warp starts it.
 inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
   maybe_yield();
@@ -153,6 +165,7 @@ inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
   ++known->multiplications;
   m.d[lane] = d;
   if (m.from_registers) {
+    check_operand(a_registers);
     m.a_at[lane] = a_registers;
     std::memcpy(m.a_values[lane], a_registers, 16);
   }
@@ -165,7 +178,10 @@ inline void issue(float* d, const Mma& mine, const uint32_t* a_registers) {
 
 namespace magi {
 
-inline void wgmma_fence() { hopper::self->wgmma_fenced = true; }
+inline void wgmma_fence() {
+  hopper::self->wgmma_fenced = true;
+  for (auto& known : hopper::self->operands) std::memcpy(known.values, known.at, 16);
+}
 inline void wgmma_commit() { hopper::self->commits.push_back(hopper::self->issued); }
 template <int kPending>
 void wgmma_wait() {
