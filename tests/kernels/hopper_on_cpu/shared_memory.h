@@ -8,26 +8,31 @@
 namespace hopper {
 
 // Variables that are shared without being in the dynamic shared memory lie near it, before or
-// behind.
+// behind. Their 32-bit addresses count from a base of their own.
 constexpr int64_t kStaticReach = 4 << 20;
-
-inline uint32_t address_of(const uint8_t* pointer) {
-  const int64_t offset = pointer - magi::raw;
-  if (offset < -kStaticReach || offset > kStaticReach) fault("The address of no shared memory");
-  return kSmemBase + static_cast<uint32_t>(offset);
-}
+constexpr uint32_t kStaticBase = 1u << 30;
 
 inline bool is_dynamic(uint32_t address) { return address - kSmemBase < sizeof magi::raw; }
 
+inline uint32_t address_of(const uint8_t* pointer) {
+  const int64_t offset = pointer - magi::raw;
+  if (offset >= 0 && offset < static_cast<int64_t>(sizeof magi::raw))
+    return kSmemBase + static_cast<uint32_t>(offset);
+  if (offset < -kStaticReach || offset > kStaticReach) fault("The address of no shared memory");
+  return kStaticBase + static_cast<uint32_t>(offset);
+}
+
 inline uint8_t* shared_at(uint32_t address, uint32_t bytes, const char* who) {
-  const int32_t offset = static_cast<int32_t>(address - kSmemBase);
-  const bool is_static = !is_dynamic(address) && offset > -kStaticReach && offset < kStaticReach &&
-                         address >= kSmemBase;
-  if (!is_static && (!is_dynamic(address) || offset + bytes > cta->smem_bytes))
-    fault(text("%s touches %u bytes at %d of a shared memory of %u bytes", who, bytes, offset,
-               cta->smem_bytes));
+  int64_t offset = static_cast<int64_t>(address) - kStaticBase;
+  if (offset < -kStaticReach || offset > kStaticReach) {
+    offset = static_cast<int64_t>(address) - kSmemBase;
+    if (offset < 0 || offset + bytes > cta->smem_bytes)
+      fault(text("%s touches %u bytes at %lld of a shared memory of %u bytes", who, bytes,
+                 static_cast<long long>(offset), cta->smem_bytes));
+  }
   if (address % bytes != 0 && bytes <= 16)
-    fault(text("%s touches %u bytes at %d, which is not a multiple", who, bytes, offset));
+    fault(text("%s touches %u bytes at the address %u, which is not a multiple", who, bytes,
+               address));
   return reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(magi::raw) + offset);
 }
 
