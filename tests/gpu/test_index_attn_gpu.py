@@ -134,6 +134,22 @@ def test_block_masks(heads, sizes, monkeypatch):
     assert_near(got, want, plain)
 
 
+@pytest.mark.parametrize("block", [1, 16, 100])
+def test_lists_within_bounds(block, monkeypatch):
+    """Blocks of keys counted from a first key, and seen up to a last one, as MSA has them."""
+    tokens, keys, heads_q, heads_kv = 60, 2000, 16, 2
+    tensors, _ = draw((tokens, keys, heads_q, heads_kv, 128, 128, 1), BF16, block)
+    gen = torch.Generator(DEVICE).manual_seed(block)
+    start = torch.randint(0, 900, (tokens,), generator=gen, device=DEVICE)
+    end = start + torch.randint(0, 1000, (tokens,), generator=gen, device=DEVICE)
+    indices = torch.randint(-2, 1000 // block, (tokens, heads_kv, 12), generator=gen, device=DEVICE)
+    lists = prepare_indices(indices, keys, k_block_size=block, k_start=start, k_end=end)
+    want = run([x.double() for x in tensors], lists)
+    plain = reference(monkeypatch, tensors, lists)
+    for deterministic in (False, True):
+        assert_near(run(tensors, lists, deterministic=deterministic), want, plain)
+
+
 def test_keys_that_nobody_lists_are_not_read():
     tensors, indices = draw(CASES[0], BF16, 3)
     listed = torch.zeros(CASES[0][1], dtype=torch.bool, device=DEVICE)
