@@ -120,7 +120,7 @@ def _flex_blocks(case: BlockCase, device: torch.device, size: int):
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of blocks how many are kept, and their columns, before those of the others."""
+    """How many blocks each row keeps, and the columns of these before those of the others."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 

@@ -113,7 +113,7 @@ def _starts(layout: TokenLayout, device: torch.device) -> torch.Tensor:
 
 
 def _tell(counts: torch.Tensor, layout: TokenLayout) -> list[list[int]]:
-    """Of each rank: how many rows it fetches from every rank, and its ``max_rows`` or -1."""
+    """How many rows each rank fetches from every rank, and its ``max_rows`` or -1: a list for each rank."""
     world = layout.transport.size
     told: list[list[int]] = layout.transport.all_gather_v(counts, [world + 1] * world).view(world, -1).tolist()
     return told

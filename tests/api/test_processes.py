@@ -91,7 +91,7 @@ def pipeline(rank: int, world: int):
     compare(run_key(make_key(dist.group.WORLD)), wanted)
     assert nodes_of(make_key(dist.group.WORLD)) == (0, 0, 1, 1)
     del os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"]
-    # Of this variable no rank knows what the others have, and for dispatch alone nobody is asked.
+    # No rank knows this variable of the others, and for dispatch alone nobody is asked.
     assert nodes_of(make_key(dist.group.WORLD)) is None
     del os.environ["GROUP_RANK"]
 

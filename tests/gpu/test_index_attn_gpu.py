@@ -111,7 +111,7 @@ def test_sinks_scale_and_margin(sink_layout, monkeypatch):
 @pytest.mark.parametrize("heads", [(4, 4), (16, 2), (6, 2)], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (16, 64), (256, 32), (4, 16)], ids=str)
 def test_block_masks(heads, sizes, monkeypatch):
-    """Of every kv head its own, the last blocks shorter; heads that do not divide 64 run as slices."""
+    """Every kv head has its own mask, and the last blocks are shorter; heads that do not divide 64 run as slices."""
     tokens, keys = 900, 1100
     seed = sum(heads) + sum(sizes)
     print(f"seed {seed}")

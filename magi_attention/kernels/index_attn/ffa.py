@@ -121,7 +121,7 @@ def _add_shares(
 
 
 def _owners(lists: PreparedIndices, key_counts: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Of every key of some lists (n, Hk, N * k_block_size) its row among (keys * kv heads); -1 of those not seen."""
+    """The row among (keys * kv heads) of every key of some lists (n, Hk, N * k_block_size); -1 where it is not seen."""
     rows, block = lists.rows[begin:end].long(), lists.k_block_size
     keys = rows[..., None] * block + torch.arange(block, device=rows.device)
     if lists.k_start is not None:

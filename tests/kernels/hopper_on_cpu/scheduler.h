@@ -89,7 +89,7 @@ inline void Cta::draw_priorities() {
 inline Thread* Cta::choose() {
   const uint32_t count = static_cast<uint32_t>(runnable.size());
   size_t at = random.below(count);
-  // Of warps mostly, of lanes always one that is ahead, where there is one.
+  // A warp that is ahead is mostly taken, and a lane that is ahead always.
   const uint32_t looks = ahead == Ahead::kNone ? 0 : ahead == Ahead::kWarps ? 5 : count;
   const uint32_t first = random.below(count);
   for (uint32_t i = 0; i < looks; ++i) {

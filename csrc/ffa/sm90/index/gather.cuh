@@ -23,10 +23,11 @@ struct RowGather {
     return list.key(first + warp * kOfWarp + lane % kOfWarp);
   }
 
-  // Starts the copies of rows `from + key * bytes` to `slot`; zeros for keys of -1 and behind
-  // `chunks`.
-  static __device__ __forceinline__ void load(uint32_t slot, const uint8_t* from, int64_t bytes,
-                                              int key, int chunks, int warp, int lane) {
+  // Starts the copies of the rows of these keys and of a kv head to `slot`; zeros for keys of -1
+  // and behind the end of a row.
+  static __device__ __forceinline__ void load(uint32_t slot, const GatheredTensor& t, int kv_head,
+                                              int key, int warp, int lane) {
+    const uint8_t* from = t.rows + kv_head * t.head_bytes;
     const int chunk = lane % kChunks;
     const uint32_t column = slot + (chunk / 8) * (kRows * 128);
 #pragma unroll 4
@@ -34,8 +35,8 @@ struct RowGather {
       const int in_warp = step * kAtOnce + lane / kChunks;
       const int row_key = __shfl_sync(0xffffffff, key, in_warp);
       const int row = warp * kOfWarp + in_warp;
-      const bool take = row_key >= 0 && chunk < chunks;
-      const uint8_t* src = from + (take ? row_key * bytes + chunk * 16 : 0);
+      const bool take = row_key >= 0 && chunk < t.chunks;
+      const uint8_t* src = from + (take ? row_key * t.token_bytes + chunk * 16 : 0);
       async_copy_16_or_zero(column + row * 128 + ((chunk ^ row) % 8) * 16, src, take);
     }
   }

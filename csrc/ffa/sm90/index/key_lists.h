@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of keys in memory, and the keys that they name.
+// Lists of keys in memory, the keys that they name, and where the rows of these lie.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,25 @@ struct KeyLists {
     return static_cast<int64_t>(max_entries) * k_block;
   }
 };
+
+// Those that the parameters of a call name.
+template <typename Params>
+KeyLists key_lists(const Params& a) {
+  return {a.lists, a.key_counts, a.k_starts, a.heads_kv, a.max_entries, a.k_block};
+}
+
+// Rows of keys or values: where that of key 0 and head 0 is, the way to the next of each in bytes,
+// and how many times 16 bytes a row has.
+struct GatheredTensor {
+  const uint8_t* rows;
+  int64_t token_bytes, head_bytes;
+  int32_t chunks;
+};
+
+inline GatheredTensor gathered_tensor(const void* rows, int64_t stride_token, int64_t stride_head,
+                                      int32_t head_dim) {
+  return {static_cast<const uint8_t*>(rows), 2 * stride_token, 2 * stride_head, head_dim / 8};
+}
 
 // One list.
 struct KeyList {

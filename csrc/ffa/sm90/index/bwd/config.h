@@ -14,6 +14,7 @@ struct IndexBwdConfig {
   static constexpr int kRows = kRows_;  // query heads of a list: 64 or 128 columns of the scores
   static constexpr int kBlockN = 128;   // keys of a block: 64 rows for each consumer warpgroup
   static constexpr int kStages = 2;     // of K and of V
+  static constexpr int kCtas = 1;       // on a multiprocessor
   static constexpr int kProducers = 128;
   static constexpr int kConsumers = 256;
   static constexpr int kThreads = kProducers + kConsumers;

@@ -73,17 +73,15 @@ __device__ void feed(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
     load_rows(p, smem, tile);
     queries.advance();
     __syncwarp();
-    const uint8_t* k = p.k + tile.kv_head * p.k_head_bytes;
-    const uint8_t* v = p.v + tile.kv_head * p.v_head_bytes;
     int next = Rows::key(list, 0, warp, lane);
     for (int first = 0; first < list.count; first += C::kBlockN) {
       const int key = next;
       next = Rows::key(list, first + C::kBlockN, warp, lane);
       mbar_wait(smem.k_empty(rows.stage), rows.phase ^ 1);
-      Rows::load(smem.k(rows.stage), k, p.k_token_bytes, key, p.k_chunks, warp, lane);
+      Rows::load(smem.k(rows.stage), p.k, tile.kv_head, key, warp, lane);
       async_copies_arrive(smem.k_full(rows.stage));
       mbar_wait(smem.v_empty(rows.stage), rows.phase ^ 1);
-      Rows::load(smem.v(rows.stage), v, p.v_token_bytes, key, p.v_chunks, warp, lane);
+      Rows::load(smem.v(rows.stage), p.v, tile.kv_head, key, warp, lane);
       async_copies_arrive(smem.v_full(rows.stage));
       rows.advance();
     }

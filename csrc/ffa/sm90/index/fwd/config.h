@@ -22,7 +22,7 @@ struct IndexFwdConfig {
   static constexpr int kProducers = 128;
   static constexpr int kThreads = kProducers + 128 * kGroups;
   static constexpr int kConsumerWarps = 4 * kGroups;
-  // Of the 168 and 128 that the launch bounds give out.
+  // The launch bounds give out 168 and 128.
   static constexpr int kConsumerRegisters = kGroups == 1 ? 168 : 224;
   static constexpr int kProducerRegisters = kGroups == 1 ? 88 : 56;
 

@@ -13,8 +13,7 @@ namespace magi {
 
 struct IndexFwdParams {
   CUtensorMap q_map, out_map;  // (d, head in group, token, kv head)
-  const uint8_t *k, *v;
-  int64_t k_token_bytes, k_head_bytes, v_token_bytes, v_head_bytes;
+  GatheredTensor k, v;
   KeyLists keys;
   WorkTiles work;
   float* lse;

@@ -42,18 +42,16 @@ __device__ void feed(const IndexFwdParams& p, const IndexFwdSmem<C>& smem) {
     }
     __syncwarp();
     qs.advance();
-    const uint8_t* k = p.k + tile.kv_head * p.k_head_bytes;
-    const uint8_t* v = p.v + tile.kv_head * p.v_head_bytes;
     int next = K::key(list, 0, warp, lane);
     for (int first = 0; first < list.count; first += C::kBlockN) {
       const int key = next;
       next = K::key(list, first + C::kBlockN, warp, lane);
       mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
-      K::load(smem.k(ks.stage), k, p.k_token_bytes, key, p.k_chunks, warp, lane);
+      K::load(smem.k(ks.stage), p.k, tile.kv_head, key, warp, lane);
       async_copies_arrive(smem.k_full(ks.stage));
       ks.advance();
       mbar_wait(smem.v_empty(vs.stage), vs.phase ^ 1);
-      V::load(smem.v(vs.stage), v, p.v_token_bytes, key, p.v_chunks, warp, lane);
+      V::load(smem.v(vs.stage), p.v, tile.kv_head, key, warp, lane);
       async_copies_arrive(smem.v_full(vs.stage));
       vs.advance();
     }
