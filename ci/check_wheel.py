@@ -30,7 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 import matrix  # noqa: E402
 
 from magi_attention.errors import UnsupportedError  # noqa: E402
-from magi_attention.native import abi, info, nvshmem  # noqa: E402
+from magi_attention.native import abi, info  # noqa: E402
+from magi_attention.native.comm import nvshmem  # noqa: E402
 from magi_attention.native.wheels import NAMESPACE  # noqa: E402
 
 NEEDED = {

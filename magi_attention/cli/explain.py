@@ -184,8 +184,8 @@ def links_of(mask, plan, args: argparse.Namespace) -> dict | None:
 def about_node_transport() -> str:
     """By what rows cross once to each node, as far as this process can tell."""
     from magi_attention.env import comm
-    from magi_attention.native.gin import Gin
-    from magi_attention.native.nvshmem import Nvshmem
+    from magi_attention.native.comm.gin import Gin
+    from magi_attention.native.comm.nvshmem import Nvshmem
 
     wish = comm.node_transport()
     asked = f"With MAGI_ATTENTION_HIERARCHICAL_COMM=1, MAGI_ATTENTION_NODE_TRANSPORT={wish} rows go once to each node"

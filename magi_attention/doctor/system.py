@@ -163,7 +163,7 @@ class System:
     def nvshmem_halves(self) -> tuple[str, str | None]:
         """("device half 3.4.5, host half 3.4.5", None) of the collectives, or ("", why they cannot be used)."""
         from magi_attention.errors import UnsupportedError
-        from magi_attention.native.nvshmem import Nvshmem
+        from magi_attention.native.comm.nvshmem import Nvshmem
 
         try:
             library = Nvshmem()

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi, comm_abi, families, info, wheels
+from magi_attention.native import abi, families, info, wheels
+from magi_attention.native.comm import abi as comm_abi
 from magi_attention.native.toolchain import COMM, GIN, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 

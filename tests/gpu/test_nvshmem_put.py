@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native.nvshmem import Nvshmem
+from magi_attention.native.comm.nvshmem import Nvshmem
 from magi_attention.testing.spawn import run_processes
 
 ROWS, WIDTH, ROUNDS = 1000, 128, 5

@@ -2,7 +2,7 @@
 // Small kernels for the CPU that show that hopper_on_cpu does what it says.
 #include "ffa/common/host.cu"
 #include "ffa/common/scores.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/async_copy.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.native import build, comm_abi, gin, toolchain
+from magi_attention.native import build, toolchain
+from magi_attention.native.comm import abi as comm_abi
+from magi_attention.native.comm import gin
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ffa/common/arithmetic.cuh"
-#include "ffa/common/registers.cuh"
+#include "ffa/common/ptx/arithmetic.cuh"
+#include "ffa/common/ptx/registers.cuh"
 #include "ffa/common/types.cuh"
 
 namespace magi {

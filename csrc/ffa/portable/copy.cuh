@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/portable/mma.cuh"
 
 namespace magi::portable {

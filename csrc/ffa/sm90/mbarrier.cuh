@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/dependent_launch.cuh"
+#include "ffa/common/ptx/dependent_launch.cuh"
 #include "ffa/sm90/ring.cuh"
 
 namespace magi {

@@ -10,7 +10,7 @@
 #include "magi/abi.h"
 #include "ffa/sm90/mbarrier.cuh"
 #include "ffa/sm90/tma.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/common/work_order.cuh"
 
 namespace magi {

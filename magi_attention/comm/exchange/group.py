@@ -14,7 +14,7 @@ from magi_attention.comm.transport.base import TransportBase
 from magi_attention.comm.transport.streams import OrderedStream, OrderedStreams
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.errors import ContractError, PeerFailureError
-from magi_attention.native import comm_abi
+from magi_attention.native.comm import abi as comm_abi
 
 
 class ExchangeGroup:

@@ -24,7 +24,8 @@ from magi_attention.comm.transport.base import Work
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.two_level.transfers import Region, Sum, TransferPlan
 from magi_attention.errors import ContractError
-from magi_attention.native import abi, comm_abi
+from magi_attention.native import abi
+from magi_attention.native.comm import abi as comm_abi
 
 NUM_CTAS = 16
 _CAST, _REDUCE = "a group cast over nodes", "a group reduce over nodes"

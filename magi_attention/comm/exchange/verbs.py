@@ -14,9 +14,9 @@ import torch
 
 from magi_attention.comm.transport.base import Transport
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.native import comm_abi
-from magi_attention.native.gin import Gin
-from magi_attention.native.nvshmem import Nvshmem
+from magi_attention.native.comm import abi as comm_abi
+from magi_attention.native.comm.gin import Gin
+from magi_attention.native.comm.nvshmem import Nvshmem
 
 FACTORY = "factory of verbs"  # the name in ``Transport.kept``
 
@@ -83,22 +83,30 @@ def _memory_at(address: int, num_bytes: int) -> torch.Tensor:
     return memory
 
 
-class NvshmemVerbs:
-    """The verbs over a library that has joined."""
+class _LibraryVerbs:
+    """The verbs over a library whose ranks have joined."""
 
-    name = "NVSHMEM"
-    network: int | None = None
-
-    def __init__(self, library: Nvshmem) -> None:
-        self.library = library
+    def __init__(self, library: Nvshmem | Gin) -> None:
         self.put: Callable[[comm_abi.CommPutParams], None] = library.put
         self.wait: Callable[[comm_abi.CommWaitParams], None] = library.wait
         self.sum: Callable[[comm_abi.CommSumParams], None] = library.sum
         self.end: Callable[[comm_abi.CommEndParams], None] = library.end
         self.leave: Callable[[], None] = library.leave
+        self._alloc: Callable[[int], int] = library.alloc
 
     def alloc(self, num_bytes: int) -> torch.Tensor:
-        return _memory_at(self.library.alloc(num_bytes), num_bytes)
+        return _memory_at(self._alloc(num_bytes), num_bytes)
+
+
+class NvshmemVerbs(_LibraryVerbs):
+    """The verbs over NVSHMEM."""
+
+    name = "NVSHMEM"
+    network: int | None = None
+
+    def __init__(self, library: Nvshmem) -> None:
+        super().__init__(library)
+        self.library = library
 
     def free(self, memory: torch.Tensor) -> None:
         self.library.free(memory.data_ptr())
@@ -133,25 +141,18 @@ class NvshmemFactory:
         return NvshmemVerbs(self._library)
 
 
-class GinVerbs:
+class GinVerbs(_LibraryVerbs):
     """The verbs over a communicator of NCCL. No GPU has run them."""
 
     name = "GIN"
 
     def __init__(self, library: Gin) -> None:
+        super().__init__(library)
         self.library = library
-        self.put: Callable[[comm_abi.CommPutParams], None] = library.put
-        self.wait: Callable[[comm_abi.CommWaitParams], None] = library.wait
-        self.sum: Callable[[comm_abi.CommSumParams], None] = library.sum
-        self.end: Callable[[comm_abi.CommEndParams], None] = library.end
-        self.leave: Callable[[], None] = library.leave
 
     @property
     def network(self) -> int | None:
         return self.library.network
-
-    def alloc(self, num_bytes: int) -> torch.Tensor:
-        return _memory_at(self.library.alloc(num_bytes), num_bytes)
 
     def free(self, memory: torch.Tensor) -> None:
         self.library.free()

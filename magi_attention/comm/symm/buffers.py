@@ -25,9 +25,9 @@ from magi_attention.comm.transport.torch import TorchTransport, attached
 from magi_attention.env import build
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi
+from magi_attention.native.comm.symm import Put, RecvReduce, Reduce, Unpack, control_bytes
 from magi_attention.native.families import family_of
 from magi_attention.native.stream_order import StreamOrder
-from magi_attention.native.symm import Put, RecvReduce, Reduce, Unpack, control_bytes
 
 _GRAIN = 2**20
 # By which torch lets ranks share memory whose devices have the same number; all that it leaves out then is multicast.

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ffa/sm90/tma.cuh"
-#include "ffa/common/atomics.cuh"
+#include "ffa/common/ptx/atomics.cuh"
 #include "ffa/sm90/bwd/producer.cuh"
 
 namespace magi {

@@ -13,8 +13,8 @@
 #pragma once
 
 #include "ffa/common/dropout.cuh"
-#include "ffa/common/atomics.cuh"
-#include "ffa/common/registers.cuh"
+#include "ffa/common/ptx/atomics.cuh"
+#include "ffa/common/ptx/registers.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"

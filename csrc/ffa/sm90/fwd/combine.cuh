@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"
-#include "ffa/common/atomics.cuh"
+#include "ffa/common/ptx/atomics.cuh"
 #include "ffa/common/part.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"

@@ -8,7 +8,7 @@
 #include "magi/abi.h"
 #include "ffa/sm90/mbarrier.cuh"
 #include "ffa/sm90/tma.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
 #include "ffa/sm90/fwd/combine.cuh"

@@ -11,8 +11,8 @@
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"
-#include "ffa/common/atomics.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/atomics.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/bwd/params.h"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"

@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/common/registers.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/registers.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 
 namespace magi {

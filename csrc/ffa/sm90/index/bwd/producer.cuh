@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ffa/common/scores.cuh"
-#include "ffa/common/shared.cuh"
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/index/gather.cuh"
 #include "ffa/sm90/index/bwd/params.h"
 #include "ffa/sm90/index/bwd/smem.cuh"

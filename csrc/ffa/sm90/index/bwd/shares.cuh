@@ -3,7 +3,7 @@
 // left beside them.
 #pragma once
 
-#include "ffa/common/atomics.cuh"
+#include "ffa/common/ptx/atomics.cuh"
 
 namespace magi {
 

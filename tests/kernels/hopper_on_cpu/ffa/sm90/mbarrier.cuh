@@ -2,7 +2,7 @@
 // csrc/ffa/sm90/mbarrier.cuh for the CPU.
 #pragma once
 
-#include "ffa/common/dependent_launch.cuh"
+#include "ffa/common/ptx/dependent_launch.cuh"
 #include "ffa/sm90/ring.cuh"
 #include "cuda_runtime.h"
 

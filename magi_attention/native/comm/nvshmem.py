@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import comm_abi, loader
+from magi_attention.native import loader
+from magi_attention.native.comm.calls import ExchangeCalls
 from magi_attention.native.toolchain import COMM, find_nvshmem
 
 _HOST = "libnvshmem_host.so.3"
@@ -57,7 +58,7 @@ def why_unfit(
     )
 
 
-class Nvshmem:
+class Nvshmem(ExchangeCalls):
     """The loaded library. One group of processes at a time, which is NVSHMEM's own limit."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -112,29 +113,9 @@ class Nvshmem:
         """Holds the stream until this process's ``signal`` is at least ``value``."""
         self._check(self._library.magi_comm_wait_signal(signal, value, stream), "Waiting for a signal")
 
-    # -- an exchange over nodes: each is one launch on the stream of its parameters, see comm.h ---------------
-    def put(self, params: comm_abi.CommPutParams) -> None:
-        """Puts rows of the arena to other ranks, each after its wait."""
-        self._check(self._library.magi_comm_put(params), "Putting rows")
-
-    def wait(self, params: comm_abi.CommWaitParams) -> None:
-        """Holds the stream until signals have counted this epoch."""
-        self._check(self._library.magi_comm_wait(params), "Waiting for rows")
-
-    def sum(self, params: comm_abi.CommSumParams) -> None:
-        """Adds rows in a fixed order, and puts blocks that are for other ranks."""
-        self._check(self._library.magi_comm_sum(params), "Adding rows")
-
-    def end(self, params: comm_abi.CommEndParams) -> None:
-        """Ends an epoch of the arena."""
-        self._check(self._library.magi_comm_end(params), "Ending an epoch")
-
     def leave(self) -> None:
         """Leaves the group; collective, and after the last transfer of every process."""
         self._check(self._library.magi_comm_leave(), "Leaving")
-
-    def _check(self, status: int, what: str) -> None:
-        loader.check(self._library, status, what)
 
 
 __all__ = ["Nvshmem", "Store", "host_library", "why_unfit"]

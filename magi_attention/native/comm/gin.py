@@ -14,7 +14,8 @@ import re
 from pathlib import Path
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import comm_abi, loader
+from magi_attention.native import loader
+from magi_attention.native.comm.calls import ExchangeCalls
 from magi_attention.native.toolchain import GIN
 
 _NCCL = re.compile(r"\s(/\S*/libnccl\.so\.\d[^\s/]*)$", re.MULTILINE)
@@ -48,7 +49,7 @@ def why_unfit(built: tuple[int, ...], loaded: tuple[int, ...], where: Path) -> s
     )
 
 
-class Gin:
+class Gin(ExchangeCalls):
     """The loaded library, and one group of ranks in it after ``join``."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -91,22 +92,6 @@ class Gin:
     def leave(self) -> None:
         """Collective, and after the last transfer of every rank."""
         self._check(self._library.magi_gin_leave(self._group), "Leaving")
-
-    # -- as of ``Nvshmem`` ------------------------------------------------------------------------------------
-    def put(self, params: comm_abi.CommPutParams) -> None:
-        self._check(self._library.magi_comm_put(params), "Putting rows")
-
-    def wait(self, params: comm_abi.CommWaitParams) -> None:
-        self._check(self._library.magi_comm_wait(params), "Waiting for rows")
-
-    def sum(self, params: comm_abi.CommSumParams) -> None:
-        self._check(self._library.magi_comm_sum(params), "Adding rows")
-
-    def end(self, params: comm_abi.CommEndParams) -> None:
-        self._check(self._library.magi_comm_end(params), "Ending an epoch")
-
-    def _check(self, status: int, what: str) -> None:
-        loader.check(self._library, status, what)
 
 
 __all__ = ["Gin", "loaded_nccl", "why_unfit"]

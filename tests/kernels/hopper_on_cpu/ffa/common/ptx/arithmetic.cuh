@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/common/arithmetic.cuh for the CPU.
+// csrc/ffa/common/ptx/arithmetic.cuh for the CPU.
 #pragma once
 
 #include "ffa/common/types.cuh"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of an exchange over nodes: one launch each, on the stream of its parameters. See ``comm.h``."""
+
+from __future__ import annotations
+
+import ctypes
+
+from magi_attention.native import loader
+from magi_attention.native.comm import abi as comm_abi
+
+
+class ExchangeCalls:
+    """Calls of a loaded library that has the kernels of ``csrc/comm/exchange_*.cu``, whatever network they use."""
+
+    _library: ctypes.CDLL
+
+    def put(self, params: comm_abi.CommPutParams) -> None:
+        """Puts rows of the arena to other ranks, each after its wait."""
+        self._check(self._library.magi_comm_put(params), "Putting rows")
+
+    def wait(self, params: comm_abi.CommWaitParams) -> None:
+        """Holds the stream until signals have counted this epoch."""
+        self._check(self._library.magi_comm_wait(params), "Waiting for rows")
+
+    def sum(self, params: comm_abi.CommSumParams) -> None:
+        """Adds rows in a fixed order, and puts blocks that are for other ranks."""
+        self._check(self._library.magi_comm_sum(params), "Adding rows")
+
+    def end(self, params: comm_abi.CommEndParams) -> None:
+        """Ends an epoch of the arena."""
+        self._check(self._library.magi_comm_end(params), "Ending an epoch")
+
+    def _check(self, status: int, what: str) -> None:
+        loader.check(self._library, status, what)
+
+
+__all__ = ["ExchangeCalls"]
