@@ -36,7 +36,8 @@ inline Cta::Cta(Index at, Dim3 grid_size, int count, uint32_t smem, uint64_t see
     : index(at), grid(grid_size), num_threads(count), smem_bytes(smem), random(seed) {
   if (count % 32 != 0) throw std::runtime_error("Threads come in warps of 32.");
   if (smem > sizeof magi::raw) throw std::runtime_error("More shared memory than there is.");
-  std::memset(magi::raw, 0xff, sizeof magi::raw);  // NaN
+  // NaN, or numbers that are large in every dtype.
+  std::memset(magi::raw, random.below(2) ? 0xff : 0x4b, sizeof magi::raw);
   marks.assign(sizeof magi::raw / 16, {});
   constexpr uint32_t kEagerness[] = {0, 1, 3, 30};
   eagerness = kEagerness[random.below(4)];

@@ -56,6 +56,10 @@ __device__ __forceinline__ void sts_float4(uint32_t address, float a, float b, f
                : "memory");
 }
 
+__device__ __forceinline__ void sts_float2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
 __device__ __forceinline__ int lds_int(uint32_t address) {
   int v;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -71,6 +75,15 @@ __device__ __forceinline__ int2 lds_int2(uint32_t address) {
 __device__ __forceinline__ float2 lds_float2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 lds_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 

@@ -69,6 +69,15 @@ magi_status check_index(const Params& p) {
   if (!(p.softmax_scale > 0.f)) return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_entries < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_entries and sm_margin must be >= 0.");
+  // As GatheredTensor counts.
+  const int64_t stride = p.k_stride_token > p.v_stride_token ? p.k_stride_token : p.v_stride_token;
+  if (p.total_k * (stride / 8) >= 1ll << 32)
+    return fail(MAGI_UNSUPPORTED,
+                "%d keys that lie %lld elements apart are too far from each other.", p.total_k,
+                static_cast<long long>(stride));
+  if (static_cast<int64_t>(p.total_k) * p.heads_kv >= 1ll << 31)
+    return fail(MAGI_UNSUPPORTED, "%d keys of %d kv heads are too many rows; split the keys.",
+                p.total_k, p.heads_kv);
   if (static_cast<int64_t>(p.total_q) * p.heads_kv >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%d tokens of %d kv heads are too many lists; split the tokens.",
                 p.total_q, p.heads_kv);

@@ -23,17 +23,20 @@ KeyLists key_lists(const Params& a) {
   return {a.lists, a.key_counts, a.k_starts, a.heads_kv, a.max_entries, a.k_block};
 }
 
-// Rows of keys or values: where that of key 0 and head 0 is, the way to the next of each in bytes,
-// and how many times 16 bytes a row has.
+// Rows of keys or values: where that of key 0 and head 0 is, the way to the next head in bytes and
+// to the next key in units of 16 bytes, and how many of these a row has. The units from the first
+// key to the last fit 32 bits.
 struct GatheredTensor {
   const uint8_t* rows;
-  int64_t token_bytes, head_bytes;
+  int64_t head_bytes;
+  uint32_t token_units;
   int32_t chunks;
 };
 
 inline GatheredTensor gathered_tensor(const void* rows, int64_t stride_token, int64_t stride_head,
                                       int32_t head_dim) {
-  return {static_cast<const uint8_t*>(rows), 2 * stride_token, 2 * stride_head, head_dim / 8};
+  return {static_cast<const uint8_t*>(rows), 2 * stride_head,
+          static_cast<uint32_t>(stride_token / 8), head_dim / 8};
 }
 
 // One list.
@@ -47,13 +50,17 @@ struct KeyList {
         start(k.k_starts != nullptr ? __ldg(k.k_starts + number / k.heads_kv) : 0),
         k_block(k.k_block) {}
 
-  // The key at this place; -1 behind the last.
-  __device__ __forceinline__ int key(int place) const {
-    if (place >= count) return -1;
-    if (k_block == 1) return start + __ldg(entries + place);
-    const int entry = place / k_block;
-    return start + __ldg(entries + entry) * k_block + place - entry * k_block;
+  // What the list says of this place; -1 behind the last. A load, so best asked for long before
+  // `key_of` needs it.
+  __device__ __forceinline__ int entry(int place) const {
+    return place < count ? __ldg(entries + (k_block == 1 ? place : place / k_block)) : -1;
   }
+  // The key at a place with that entry; -1 behind the last.
+  __device__ __forceinline__ int key_of(int entry, int place) const {
+    if (entry < 0) return -1;
+    return start + (k_block == 1 ? entry : entry * k_block + place % k_block);
+  }
+  __device__ __forceinline__ int key(int place) const { return key_of(entry(place), place); }
 };
 
 }  // namespace magi

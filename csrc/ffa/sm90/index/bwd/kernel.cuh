@@ -5,6 +5,7 @@
 // is over.
 #pragma once
 
+#include "ffa/common/ptx/shared.cuh"
 #include "ffa/sm90/index/bwd/producer.cuh"
 #include "ffa/sm90/index/bwd/shares.cuh"
 #include "ffa/sm90/stage_rows.cuh"
@@ -123,22 +124,18 @@ struct IndexBwdWorker {
     }
   }
 
-  // `entry`: the first of the block in the lists of this call.
+  // This warp's 16 rows of an accumulator. `row`: of sums or partials, that of row lane % 16; or
+  // -1.
   __device__ __forceinline__ void write(const Rows& x, float* sums, float* partials, int width,
-                                        int key, int64_t place, int kv_head) const {
-    const int lane = threadIdx.x % 32;
-    float* row = nullptr;
-    if (key >= 0)
-      row = partials != nullptr
-                ? partials + (place + row_in_block() + 8 * (lane & 1)) * width
-                : sums + (static_cast<int64_t>(key) * p.work.heads_kv + kv_head) * width;
-    write_shares<C::kD>(x, row, width, partials == nullptr, lane);
+                                        int row) const {
+    const int thread = thread_again(), first = (thread - C::kProducers) / 32 * 16;
+    const ShareWriter<C::kD, C::kBlockN> writer{smem.v(stage.stage) + first * 128, thread % 32};
+    writer.write(x, row, partials != nullptr ? partials : sums, width, partials == nullptr);
   }
 
-  // One block of keys, `first` of the list on. `key`: that of the row that this thread writes, or
-  // -1.
-  __device__ __forceinline__ void block(Rows& dq, int tile, int first, int count, int key,
-                                        int kv_head) {
+  // One block of keys, `left` and those behind it. `row`: as for `write`. Rows of V are free for
+  // shares when dP is there, as a warp multiplies its own.
+  __device__ __forceinline__ void block(Rows& dq, int left, int row) {
     Packed weights, ds;
     {
       Scores s, dp;
@@ -153,8 +150,7 @@ struct IndexBwdWorker {
       wgmma_wait<0>();
       keep_in_place(s);
       keep_in_place(dp);
-      release(smem.v_empty(stage.stage));
-      softmax(s, dp, weights, ds, count - first);
+      softmax(s, dp, weights, ds, left);
     }
     Rows x;
     start_shares(x, weights, smem.dout());
@@ -165,14 +161,14 @@ struct IndexBwdWorker {
     start_dq(dq);
     wgmma_wait<1>();
     keep_in_place(x);
-    const int64_t place = tile * p.keys.max_keys() + first;
-    write(x, p.dv, p.dv_partials, p.head_dim_v, key, place, kv_head);
+    write(x, p.dv, p.dv_partials, p.head_dim_v, row);
     start_shares(x, ds, smem.q());
     wgmma_wait<0>();
     keep_in_place(x);
     keep_in_place(dq);
     release(smem.k_empty(stage.stage));
-    write(x, p.dk, p.dk_partials, p.head_dim, key, place, kv_head);
+    write(x, p.dk, p.dk_partials, p.head_dim, row);
+    release(smem.v_empty(stage.stage));
     stage.advance();
   }
 
@@ -231,7 +227,8 @@ template <typename C>
 __device__ void compute_lists(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
   IndexBwdWorker<C> worker(p, smem, uniform(threadIdx.x / 128 - 1));
   Ring<1> rows;
-  const int mine = worker.row_in_block() + 8 * (threadIdx.x & 1);  // the row that it writes
+  // The row of the block whose key this thread looks up, for its warp.
+  const int mine = 64 * worker.group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
   for (TileWalk walk(p.num_tiles); !walk.is_over(); walk.advance()) {
     const WorkTile tile = work_tile(p.work, p.tile_begin + walk.number);
     const KeyList list(p.keys, tile.list);
@@ -239,8 +236,13 @@ __device__ void compute_lists(const IndexBwdParams& p, const IndexBwdSmem<C>& sm
 #pragma unroll
     for (int i = 0; i < C::kD / 2; ++i) dq[i] = 0.f;
     mbar_wait(smem.q_full(), rows.phase);
-    for (int first = 0; first < list.count; first += C::kBlockN)
-      worker.block(dq, walk.number, first, list.count, list.key(first + mine), tile.kv_head);
+    for (int first = 0; first < list.count; first += C::kBlockN) {
+      const int key = list.key(first + mine);
+      const int row = p.dk_partials != nullptr
+                          ? walk.number * static_cast<int>(p.keys.max_keys()) + first + mine
+                          : key * p.work.heads_kv + tile.kv_head;
+      worker.block(dq, list.count - first, key < 0 ? -1 : row);
+    }
     worker.write_dq(dq, tile);
     rows.advance();
   }

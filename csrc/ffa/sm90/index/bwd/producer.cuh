@@ -9,26 +9,10 @@
 #include "ffa/sm90/index/bwd/params.h"
 #include "ffa/sm90/index/bwd/smem.cuh"
 #include "ffa/sm90/index/tile_walk.cuh"
+#include "ffa/sm90/index/unused_rows.cuh"
 #include "ffa/sm90/tma.cuh"
 
 namespace magi {
-
-// Rows behind the `used` of each 64, which no copy writes: what is there must be finite, and dq is
-// exchanged over it.
-template <typename C>
-__device__ __forceinline__ void clear_unused_rows(int used, const IndexBwdSmem<C>& smem) {
-  if (used == 64) return;
-  constexpr int kChunks = C::kD / 8;
-  const int unused = 64 - used;
-  for (int i = threadIdx.x; i < C::kRows / 64 * unused * kChunks; i += C::kProducers) {
-    const int chunk = i % kChunks, row = i / kChunks;
-    const int place = row / unused * 64 + used + row % unused;
-    const uint32_t at = (chunk / 8 * C::kRows + place) * 128 + chunk % 8 * 16;
-    sts_int4(smem.q() + at, 0, 0, 0, 0);
-    sts_int4(smem.dout() + at, 0, 0, 0, 0);
-  }
-  fence_async_proxy();
-}
 
 // Rows that there are not are zeros, and get weights of 0 by an lse of infinity.
 template <typename C>
@@ -49,7 +33,9 @@ __device__ __forceinline__ void load_rows(const IndexBwdParams& p, const IndexBw
                      tile.kv_head, kEvictFirst);
       }
   }
-  clear_unused_rows(w.rows, smem);
+  // Every time, because dq is exchanged over these rows.
+  clear_unused_rows<C::kRows, C::kD, C::kProducers>(smem.q(), w.rows, threadIdx.x);
+  clear_unused_rows<C::kRows, C::kD, C::kProducers>(smem.dout(), w.rows, threadIdx.x);
   if (threadIdx.x < C::kRows) {
     const QueryRow row = query_row(w, tile, threadIdx.x / 64, threadIdx.x % 64);
     const int64_t at = static_cast<int64_t>(row.token) * w.heads_q + row.head;
@@ -65,7 +51,7 @@ __device__ void feed(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
   using Rows = RowGather<C::kBlockN, C::kD>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Ring<1> queries;
-  Ring<C::kStages> rows;
+  Ring<C::kStages> stages;
   for (TileWalk walk(p.num_tiles); !walk.is_over(); walk.advance()) {
     const WorkTile tile = work_tile(p.work, p.tile_begin + walk.number);
     const KeyList list(p.keys, tile.list);
@@ -73,17 +59,15 @@ __device__ void feed(const IndexBwdParams& p, const IndexBwdSmem<C>& smem) {
     load_rows(p, smem, tile);
     queries.advance();
     __syncwarp();
-    int next = Rows::key(list, 0, warp, lane);
-    for (int first = 0; first < list.count; first += C::kBlockN) {
-      const int key = next;
-      next = Rows::key(list, first + C::kBlockN, warp, lane);
-      mbar_wait(smem.k_empty(rows.stage), rows.phase ^ 1);
-      Rows::load(smem.k(rows.stage), p.k, tile.kv_head, key, warp, lane);
-      async_copies_arrive(smem.k_full(rows.stage));
-      mbar_wait(smem.v_empty(rows.stage), rows.phase ^ 1);
-      Rows::load(smem.v(rows.stage), p.v, tile.kv_head, key, warp, lane);
-      async_copies_arrive(smem.v_full(rows.stage));
-      rows.advance();
+    for (Rows rows(list, warp, lane); !rows.is_over();) {
+      const int key = rows.next_key();
+      mbar_wait(smem.k_empty(stages.stage), stages.phase ^ 1);
+      rows.load(smem.k(stages.stage), p.k, tile.kv_head, key);
+      async_copies_arrive(smem.k_full(stages.stage));
+      mbar_wait(smem.v_empty(stages.stage), stages.phase ^ 1);
+      rows.load(smem.v(stages.stage), p.v, tile.kv_head, key);
+      async_copies_arrive(smem.v_full(stages.stage));
+      stages.advance();
     }
   }
   async_copies_wait_all();

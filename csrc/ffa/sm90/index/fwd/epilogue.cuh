@@ -26,7 +26,7 @@ __device__ __forceinline__ void write_rows(const IndexFwdParams& p, uint32_t sme
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
     const bool empty = !(sum > 0.f);
-    weight[r] = empty ? 0.f : 1.f / sum;
+    weight[r] = empty || !row.exists ? 0.f : 1.f / sum;  // unused rows stay zeros
     if (row.exists && lane % 4 == 0)
       p.lse[static_cast<int64_t>(row.token) * w.heads_q + row.head] =
           empty ? -INFINITY : (state.reference[r] + log2_fast(sum)) * kLn2;

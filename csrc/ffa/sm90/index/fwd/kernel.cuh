@@ -7,6 +7,7 @@
 #include "ffa/sm90/fwd/products.cuh"
 #include "ffa/sm90/index/fwd/epilogue.cuh"
 #include "ffa/sm90/index/fwd/producer.cuh"
+#include "ffa/sm90/index/unused_rows.cuh"
 
 namespace magi {
 
@@ -162,6 +163,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     prefetch_tensor_map(&p.q_map);
     prefetch_tensor_map(&p.out_map);
   }
+  // Rows of a warp are rescaled together, so what unused rows hold must not differ from run to run.
+  for (int stage = 0; stage < C::kQStages; ++stage)
+    clear_unused_rows<C::kBlockM, C::kD, C::kThreads>(smem.q(stage), p.work.rows, threadIdx.x);
   __syncthreads();
   if (threadIdx.x < C::kProducers) {
     registers_shrink<C::kProducerRegisters>();

@@ -27,8 +27,8 @@ __device__ __forceinline__ void load_q(const IndexFwdParams& p, const IndexFwdSm
 
 template <typename C>
 __device__ void feed(const IndexFwdParams& p, const IndexFwdSmem<C>& smem) {
-  using K = RowGather<C::kBlockN, C::kD>;
-  using V = RowGather<C::kBlockN, C::kDv>;
+  static_assert(C::kD == C::kDv, "one way to gather both");
+  using Rows = RowGather<C::kBlockN, C::kD>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Ring<C::kQStages> qs;
   Ring<C::kKStages> ks;
@@ -42,16 +42,14 @@ __device__ void feed(const IndexFwdParams& p, const IndexFwdSmem<C>& smem) {
     }
     __syncwarp();
     qs.advance();
-    int next = K::key(list, 0, warp, lane);
-    for (int first = 0; first < list.count; first += C::kBlockN) {
-      const int key = next;
-      next = K::key(list, first + C::kBlockN, warp, lane);
+    for (Rows rows(list, warp, lane); !rows.is_over();) {
+      const int key = rows.next_key();
       mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
-      K::load(smem.k(ks.stage), p.k, tile.kv_head, key, warp, lane);
+      rows.load(smem.k(ks.stage), p.k, tile.kv_head, key);
       async_copies_arrive(smem.k_full(ks.stage));
       ks.advance();
       mbar_wait(smem.v_empty(vs.stage), vs.phase ^ 1);
-      V::load(smem.v(vs.stage), p.v, tile.kv_head, key, warp, lane);
+      rows.load(smem.v(vs.stage), p.v, tile.kv_head, key);
       async_copies_arrive(smem.v_full(vs.stage));
       vs.advance();
     }

@@ -29,6 +29,7 @@ inline uint4 lds_uint4(uint32_t address) { return hopper::load_shared<uint4>(add
 inline int lds_int(uint32_t address) { return hopper::load_shared<int>(address); }
 inline int2 lds_int2(uint32_t address) { return hopper::load_shared<int2>(address); }
 inline float2 lds_float2(uint32_t address) { return hopper::load_shared<float2>(address); }
+inline float4 lds_float4(uint32_t address) { return hopper::load_shared<float4>(address); }
 inline int lds_acquire(uint32_t address) {
   hopper::spin();
   return hopper::load_shared<int>(address);
@@ -46,6 +47,9 @@ inline void sts_int4(uint32_t address, int a, int b, int c, int d) {
 }
 inline void sts_float4(uint32_t address, float a, float b, float c, float d) {
   hopper::store_shared(address, make_float4(a, b, c, d));
+}
+inline void sts_float2(uint32_t address, float a, float b) {
+  hopper::store_shared(address, float2{a, b});
 }
 inline void zero_chunk(uint32_t address) { sts_int4(address, 0, 0, 0, 0); }
 inline int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
