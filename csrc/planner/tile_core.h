@@ -277,13 +277,14 @@ MAGI_HD inline int32_t block_ceil(int32_t keys) {
 }
 
 // Cost and number of blocks of a segment. With distances counted down from visit_hi, block b holds
-// [128 b, 128 (b + 1)).
+// [128 b, 128 (b + 1)). Each block from the first to the last takes the time of all groups, also of
+// those that do not visit it, because its keys are copied and groups wait for each other.
 MAGI_HD inline int64_t segment_cost(const GroupRange* groups, int32_t num_groups,
                                     int32_t& num_blocks) {
   int32_t visit_lo, visit_hi;
   segment_visit(groups, num_groups, visit_lo, visit_hi);
   num_blocks = block_ceil(visit_hi - visit_lo);
-  int64_t cost = 0;
+  int64_t cost = int64_t(kPlainCost) * num_groups * num_blocks;
   for (int32_t g = 0; g < num_groups; ++g) {
     const GroupRange& range = groups[g];
     if (range.visit_lo >= range.visit_hi) continue;
@@ -294,7 +295,7 @@ MAGI_HD inline int64_t segment_cost(const GroupRange* groups, int32_t num_groups
       plain =
           max_of(0, block_floor(visit_hi - range.full_lo) - block_ceil(visit_hi - range.full_hi));
     }
-    cost += int64_t(kMaskedCost) * touched - int64_t(kMaskedCost - kPlainCost) * plain;
+    cost += int64_t(kMaskedCost - kPlainCost) * (touched - plain);
   }
   return cost;
 }
