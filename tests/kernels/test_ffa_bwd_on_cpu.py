@@ -15,7 +15,8 @@ from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dr
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
+from magi_attention.kernels.ffa.schedule.select_schedule import MANY_SEGMENTS, BwdSchedule
+from magi_attention.kernels.ffa.schedule.simulate import tile_steps
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -85,6 +86,19 @@ def test_head_dim_192(hopper, seed):
     x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], ((192, 128), (168, 96))[seed // 2], torch.bfloat16, "cpu")
     hopper.use(1 + seed % 3, seed)
     check(hopper, x, seed, deterministic=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_segments(hopper, seed):
+    """Blocks of queries here and there, so that the tiles of the plan are walked once for each head."""
+    rng, size = np.random.default_rng(seed), 10
+    seen = rng.random((50, 2)) < 0.5
+    slices = [[i * size, (i + 1) * size, j * 120, (j + 1) * 120, 0] for i, j in np.argwhere(seen)]
+    dtype, dims = KINDS[seed]
+    x = make_inputs(seed, slices, 50 * size, 240, HEADS[seed], dims, dtype, "cpu")
+    assert tile_steps(x.slices, 50 * size, 240).segments >= MANY_SEGMENTS
+    hopper.use(1 + seed % 3, seed)
+    check(hopper, x, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -31,17 +31,10 @@ struct PipelineState {
   __device__ __forceinline__ void next_segment() { count += 4; }
 };
 
-// Publishes a work tile and stages the segment records of its tile; `desc` is where they begin and
-// how many they are.
+// Stages the segment records of a tile; `desc` is where they begin and how many they are.
 template <typename P, typename Smem>
-__device__ __forceinline__ void publish_work_tile(const P& p, const Smem& smem,
-                                                  PipelineState& state, int tile, int head_unit,
-                                                  int2 desc, int word, int records_at,
-                                                  int segment_words) {
-  mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
-  sts_int4(smem.work_tile(state.work_stage()), tile, head_unit, desc.y, word);
-  mbar_arrive(smem.work_full(state.work_stage()));
-  state.next_work();
+__device__ __forceinline__ void stage_segments(const P& p, const Smem& smem, PipelineState& state,
+                                               int2 desc, int records_at, int segment_words) {
   const int32_t* record = p.plan + records_at + static_cast<int64_t>(desc.x) * segment_words;
 #pragma unroll 1
   for (int left = desc.y; left > 0; --left, record += segment_words) {
@@ -51,6 +44,19 @@ __device__ __forceinline__ void publish_work_tile(const P& p, const Smem& smem,
                smem.segment_full(state.segment_stage()));
     state.next_segment();
   }
+}
+
+// Publishes a work tile and stages the segment records of its tile.
+template <typename P, typename Smem>
+__device__ __forceinline__ void publish_work_tile(const P& p, const Smem& smem,
+                                                  PipelineState& state, int tile, int head_unit,
+                                                  int2 desc, int word, int records_at,
+                                                  int segment_words) {
+  mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
+  sts_int4(smem.work_tile(state.work_stage()), tile, head_unit, desc.y, word);
+  mbar_arrive(smem.work_full(state.work_stage()));
+  state.next_work();
+  stage_segments(p, smem, state, desc, records_at, segment_words);
 }
 
 // Publishes that there is no more work.

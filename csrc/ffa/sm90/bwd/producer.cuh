@@ -99,11 +99,12 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
     if (work_tile.x < 0) break;
 #pragma unroll 1
-    for (sts_int(smem.left(), work_tile.z); lds_int(smem.left()) > 0;
+    for (sts_int(smem.left(), first_visit<C>(work_tile.z)); visits_left(lds_int(smem.left())) > 0;
          sts_int(smem.left(), lds_int(smem.left()) - 1)) {
       mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
       const bool is_banded =
-          !C::kSemaphored && is_band(lds_int4(smem.segment(state.segment_stage()) + 32));
+          !C::kSemaphored && (walked_head(lds_int(smem.left())) >= 0 ||
+                              is_band(lds_int4(smem.segment(state.segment_stage()) + 32)));
       auto by_head = [&] {
         return C::kSemaphored
                    ? (lds_int(smem.work_tile(state.work_stage()) + 12) >> kByHeadBit & 1) != 0
@@ -115,7 +116,10 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
                    ? heads_of_work_tile<C>(p, lds_int(smem.work_tile(state.work_stage()) + 12))
                    : p.heads_per_split;
       };
-      int i = 0;
+      // Where the tile is walked once for each head, that of this time.
+      auto walked = [&] { return C::kSemaphored ? -1 : walked_head(lds_int(smem.left())); };
+      auto end = [&] { return walked() >= 0 ? walked() + 1 : heads(); };
+      int i = max(walked(), 0);
       do {
         auto blocks = [&] {
           return blocks_of_work_tile<C>(smem, smem.segment(state.segment_stage()),
@@ -153,8 +157,10 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const uint32_t number =
                 head * p.num_m_blocks + order.block;  // 32 bits do: it stands for 64 tokens
             int what = state.segment_stage() << kSegmentStageBit | head << kStepHeadBit;
-            if (order.left() == 1 && i + 1 == heads())
-              what |= lds_int(smem.left()) == 1 ? kSegmentEnds | kWorkTileEnds : kSegmentEnds;
+            if (order.left() == 1 && i + 1 == end())
+              what |= visits_left(lds_int(smem.left())) == 1 && i + 1 == heads()
+                          ? kSegmentEnds | kWorkTileEnds
+                          : kSegmentEnds;
             auto word_of = [&](int group) {
               return what | needs_mask<C>(smem.segment(state.segment_stage()), group, order.block);
             };
@@ -197,9 +203,12 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
           } while (!by_head() && ++i < heads());
           if (!by_head()) i = 0;
         }
-      } while (by_head() && ++i < heads());
+      } while (by_head() && ++i < end());
       mbar_arrive(smem.segment_empty(state.segment_stage()));
       state.next_segment();
+      if (visits_left(lds_int(smem.left())) == 1 && walked() >= 0 && end() < heads())
+        sts_int(smem.left(),
+                next_walk(lds_int(smem.left()), lds_int(smem.work_tile(state.work_stage()) + 8)));
     }
     if constexpr (!C::kSemaphored) mbar_arrive(smem.issued());
     mbar_arrive(smem.work_empty(state.work_stage()));

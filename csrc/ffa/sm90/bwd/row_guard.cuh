@@ -24,28 +24,18 @@ __device__ __forceinline__ void zero_row(uint32_t tile, int rows, int row) {
 }
 
 // Whether any key of a tile sees the query in this segment. One that is in the full range of a
-// warpgroup is found at once, and so is one that is outside of what both visit. Else keys are asked
-// in strides, because those that see a query mostly follow one another.
+// warpgroup is found at once.
 template <typename C>
 __device__ __forceinline__ bool is_seen(uint32_t segment, int query) {
-  bool is_visited = false;
-#pragma unroll 1
   for (int group = 0; group < C::kGroups; ++group) {
-    const int2 visit = lds_int2(segment + 32 + 16 * group);
-    if (query < visit.x || query >= visit.y) continue;
     const int2 full = lds_int2(segment + 32 + 16 * group + 8);
     if (query >= full.x && query < full.y) return true;
-    is_visited = true;
   }
-  if (!is_visited) return false;
-  constexpr int kStride = 37;  // odd, so every key comes once
-  int key = kStride;
 #pragma unroll 1
-  do {
+  for (int key = 0; key < C::kBlockN; ++key) {
     const int2 queries = lds_int2(segment + C::kSegmentHeader + 8 * key);
     if (query >= queries.x && query < queries.y) return true;
-    key = (key + kStride) % C::kBlockN;
-  } while (key != kStride);
+  }
   return false;
 }
 
@@ -110,14 +100,16 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
     if (lane == 0)
       sts_int(smem.through(), splits_of_work_tile(p, work_tile.x, work_tile.y, work_tile.w));
     const bool clears = has_unseen(p);
+    auto heads = [&] { return heads_of_work_tile<C>(p, work_tile.w); };
 #pragma unroll 1
-    for (int left = work_tile.z; left > 0; --left) {
+    for (int left = work_tile.z * (walks_by_head<C>(work_tile.z) ? heads() : 1); left > 0; --left) {
       mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
       const int2 range =
           blocks_of_work_tile<C>(smem, smem.segment(state.segment_stage()), state.work_stage());
       const int blocks = range.y - range.x;
 #pragma unroll 1
-      for (int i = clears ? heads_of_work_tile<C>(p, work_tile.w) * blocks : 0; i > 0; --i) {
+      for (int i = clears ? (walks_by_head<C>(work_tile.z) ? 1 : heads()) * blocks : 0; i > 0;
+           --i) {
         const Ring<C::kStages> ring = steps.now();
         mbar_wait(smem.q_raw(ring.stage),
                   ring.phase);  // and what the step is was said before that was asked for

@@ -20,6 +20,20 @@ __device__ __forceinline__ int traversal_word(const BwdKernelParams& p, int orde
          ordered_shift(p.order, order_idx, p.wave) << kShiftBit;
 }
 
+// The segments of the work tile that was published last, for the other heads where it is walked
+// once for each.
+template <typename C>
+__device__ __forceinline__ void stage_again(const BwdKernelParams& p, const BwdSmem<C>& smem,
+                                            PipelineState& state) {
+  const uint32_t at = smem.work_tile(state.work_stage() ^ 1);
+  if (!walks_by_head<C>(lds_int(at + 8))) return;
+#pragma unroll 1
+  for (int head = heads_of_work_tile<C>(p, lds_int(at + 12)); head > 1; --head)
+    stage_segments(p, smem, state, segments_of_tile(p.plan, lds_int(at)),
+                   reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records,
+                   C::kSegmentBytes / 4);
+}
+
 // One lane, without a schedule of the host: tiles in the order of the plan. There are few work
 // tiles and they are long, so the next one is taken as late as possible, when all copies of the one
 // before have been issued: the look-ups then travel behind its last steps.
@@ -41,6 +55,7 @@ __device__ void schedule_in_order(const BwdKernelParams& p, const BwdSmem<C>& sm
     publish_work_tile(p, smem, state, tile, head_unit, segments_of_tile(p.plan, tile),
                       work_tile % p.splits_per_tile | descending << kDescendingBit,
                       plan.words_records, C::kSegmentBytes / 4);
+    stage_again(p, smem, state);
     mbar_wait(smem.issued(),
               state.work_stage() ^ 1);  // a phase for each work tile, and this one has been counted
   }
@@ -70,6 +85,7 @@ __device__ void schedule_rows(const BwdKernelParams& p, const BwdSmem<C>& smem, 
     publish_work_tile(p, smem, state, tile, __ldg(&row->head_kv), segments_of_tile(p.plan, tile),
                       word, reinterpret_cast<const magi_tile_plan_header*>(p.plan)->words_records,
                       C::kSegmentBytes / 4);
+    stage_again(p, smem, state);
     mbar_wait(smem.issued(), state.work_stage() ^ 1);  // as above
   }
   publish_end(p, smem, state);

@@ -30,12 +30,13 @@ def fewest_whole(num_sms: int) -> int:
 class TileSteps(NamedTuple):
     """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
 
-    ``single``: by the queries of a step, the share of m-blocks with one contribution, whose dq may be stored directly.
+    ``segments``: of a tile, on average. ``single``: by the queries of a step, the share of m-blocks with one contribution, whose dq may be stored directly.
     """
 
     narrow: np.ndarray
     wide: np.ndarray
     order: np.ndarray
+    segments: float
     single: dict[int, float]
 
 
@@ -51,7 +52,8 @@ def _tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     # Held for the launch that follows, whose plan it mostly is.
     plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
     steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
-    return TileSteps(*steps, plan.order.copy(), {n: single_share(plan, n) for n in (NARROW, WIDE)})
+    segments = len(plan.records) / max(len(plan.tiles), 1)
+    return TileSteps(*steps, plan.order.copy(), segments, {n: single_share(plan, n) for n in (NARROW, WIDE)})
 
 
 def single_share(plan: TilePlan, queries: int) -> float:

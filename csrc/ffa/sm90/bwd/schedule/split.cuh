@@ -49,6 +49,32 @@ __device__ __forceinline__ int heads_of_work_tile(const BwdKernelParams& p, int 
                                                                    : p.heads_per_split;
 }
 
+// A tile of many segments, as under block-sparse masks, is walked once for each head. CTAs are at
+// different blocks of queries then, and what they share stays in L2 only as long as it is that of
+// one head.
+constexpr int kManySegments = 8;
+
+template <typename C>
+__device__ __forceinline__ bool walks_by_head(int segments) {
+  return !C::kSemaphored && segments >= kManySegments;
+}
+
+// Which of its segments a work tile has still to come to, and, from bit kWalkBit on, one more than
+// the head if it does so once for each.
+constexpr int kWalkBit = 24;
+
+template <typename C>
+__device__ __forceinline__ int first_visit(int segments) {
+  return segments | (walks_by_head<C>(segments) ? 1 << kWalkBit : 0);
+}
+__device__ __forceinline__ int visits_left(int word) { return word & ((1 << kWalkBit) - 1); }
+// -1 if all heads are at once.
+__device__ __forceinline__ int walked_head(int word) { return (word >> kWalkBit) - 1; }
+// The next head, from the last segment of the one before, which will be counted.
+__device__ __forceinline__ int next_walk(int word, int segments) {
+  return ((word >> kWalkBit) + 1) << kWalkBit | (segments + 1);
+}
+
 // Number of a part, or side of a cut, among those of the same partial.
 __device__ __forceinline__ int split_of_work_tile(int word) { return word & ((1 << kCutBit) - 1); }
 
