@@ -30,7 +30,8 @@ def fewest_whole(num_sms: int) -> int:
 class TileSteps(NamedTuple):
     """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
 
-    ``segments``: of a tile, on average. ``single``: by the queries of a step, the share of m-blocks with one contribution, whose dq may be stored directly.
+    ``segments``: of a tile, on average. ``single``: by the queries of a step, the share of m-blocks with one
+    contribution, whose dq may be stored directly.
     """
 
     narrow: np.ndarray
