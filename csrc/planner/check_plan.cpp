@@ -475,14 +475,16 @@ magi_status Walker::check_cost(int64_t t) {
   int64_t cost = 12, blocks = 0;
   for (int64_t i = 0; i < desc.num_segments; ++i) {
     const magi_tile_segment head = segment_of(t, i);
-    blocks += count_steps(int64_t(head.visit_lo) + 1, head.visit_hi, head.visit_hi);
+    const int64_t steps = count_steps(int64_t(head.visit_lo) + 1, head.visit_hi, head.visit_hi);
+    blocks += steps;
+    cost += 16 * steps * header_.num_groups;
     for (int64_t g = 0; g < header_.num_groups; ++g) {
       const auto& group = head.group[g];
       if (group.visit_lo >= group.visit_hi) continue;
       const int64_t last = std::min<int64_t>(head.visit_hi, group.visit_hi + kBlock - 1);
       const int64_t touched = count_steps(int64_t(group.visit_lo) + 1, last, head.visit_hi);
       const int64_t plain = count_steps(group.full_lo + kBlock, group.full_hi, head.visit_hi);
-      cost += 16 * plain + 19 * (touched - plain);
+      cost += 3 * (touched - plain);
     }
   }
   const int64_t most = std::numeric_limits<int32_t>::max();

@@ -22,6 +22,9 @@ struct int2 {
 struct int4 {
   int x, y, z, w;
 };
+struct float4 {
+  float x, y, z, w;
+};
 struct float2 {
   float x, y;
 };

@@ -63,14 +63,14 @@ def expected_group(pairs: np.ndarray, rows: range) -> tuple[int, int, int, int]:
 
 
 def expected_cost(head, groups) -> tuple[int, int]:
-    """Cost and blocks of one segment, block by block from the end of its visit range."""
+    """Cost and blocks of one segment, block by block from the end of its visit range; all groups wait for each."""
     cost, blocks, k1 = 0, 0, int(head["visit_hi"])
     while k1 > head["visit_lo"]:
         k0 = k1 - 128
         blocks += 1
         for visit_lo, visit_hi, full_lo, full_hi in groups:
-            if k1 > visit_lo and k0 < visit_hi and visit_lo < visit_hi:
-                cost += 16 if full_lo <= k0 and k1 <= full_hi else 19
+            is_visited = k1 > visit_lo and k0 < visit_hi and visit_lo < visit_hi
+            cost += 19 if is_visited and not (full_lo <= k0 and k1 <= full_hi) else 16
         k1 = k0
     return cost, blocks
 
@@ -87,7 +87,7 @@ def check_segment(view, record, num_tokens, seen_K):
     lowest = max(int(head["visit_lo"]) - 127, 0)
     assert bool(head["has_unseen"]) == (not seen_K[lowest : head["visit_hi"]].all())
     assert not pairs[num_tokens:].any()
-    return expected_cost(head, want)
+    return expected_cost(head, want[: view.num_groups])
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,15 @@ def test_plan_equals_the_dense_mask(tile_tokens, groups):
             assert tile["num_blocks"] == sum(blocks for _, blocks in parts), f"seed {seed} tile {t}"
             costs.append(int(tile["cost"]))
         assert view.order.tolist() == sorted(range(len(costs)), key=lambda t: (-costs[t], t)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("gap", [0, 256, 1024])
+def test_halves_of_a_tile_are_joined_unless_far_apart(gap):
+    """The first and second half of a tile see keys that abut or not: one segment only if it walks no block in vain."""
+    slices = np.array([[0, 64, 0, 256, FULL], [64, 128, 256 + gap, 512 + gap, FULL]])
+    view = lib.View(plan_and_check(slices, 128, 2048, 128, 2))
+    assert view.tiles["num_segments"].tolist() == [1 if gap == 0 else 2]
+    assert view.tiles["num_blocks"].tolist() == [4]
 
 
 def test_order_of_many_distinct_costs():
