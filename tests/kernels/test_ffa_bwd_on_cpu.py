@@ -15,7 +15,8 @@ from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dr
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.schedule.select_schedule import MANY_SEGMENTS, BwdSchedule
+from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits_in_no_order
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import tile_steps
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
@@ -97,6 +98,8 @@ def test_many_segments(hopper, seed):
     dtype, dims = KINDS[seed]
     x = make_inputs(seed, slices, 50 * size, 240, HEADS[seed], dims, dtype, "cpu")
     assert tile_steps(x.slices, 50 * size, 240).segments >= MANY_SEGMENTS
+    parts = head_splits_in_no_order(x.slices, x.q.shape, x.v.shape, 1 + seed % 3)
+    assert parts == (2 if HEADS[seed] == (8, 2) else 0)
     hopper.use(1 + seed % 3, seed)
     check(hopper, x, seed)
 

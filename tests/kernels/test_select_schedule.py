@@ -55,6 +55,23 @@ def documents(length: int, total: int) -> Mask:
     return Mask.varlen(list(range(0, total + 1, length)))
 
 
+def block_mask(seen: np.ndarray) -> Mask:
+    return Mask.block_sparse(seen, 128)
+
+
+def test_parts_of_the_heads_in_no_order():
+    """Where tiles have many segments, and where few are so long that those of the last kv heads would end alone."""
+    blocks, place = 128, np.arange(128)
+    scattered = np.random.default_rng(0).random((blocks, blocks)) < 0.2
+    window = abs(place[:, None] - place) <= 8
+    assert choose(block_mask(scattered), 128 * blocks) == HALVES
+    assert choose(block_mask(scattered), 128 * blocks, heads=(16, 8)).num_head_splits == 0
+    assert choose(block_mask(window), 128 * blocks).num_head_splits == 0
+    assert choose(block_mask(window | (place == 0)), 128 * blocks) == BwdSchedule(64, 4)
+    for mask in (Mask.full(16_384), Mask.causal(16_384), documents(1000, 16_384)):
+        assert choose(mask, 16_384).num_head_splits == 0
+
+
 def test_long_documents_go_one_after_the_other_in_no_order():
     """Those that are not causal, of many query heads, where it gains; a single one has no order."""
     long = Mask.varlen([0, 3000, 5000, 8100, 11_000, 14_000, 16_384])

@@ -22,7 +22,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.ffa.schedule.block_m import MANY_WORK_TILES, wide_gains
-from magi_attention.kernels.ffa.schedule.head_splits import head_splits
+from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole, tile_steps
 from magi_attention.kernels.ffa.schedule.tile_splits import NONE, Split, can_split, select_tile_split
 from magi_attention.kernels.ffa.schedule.work_tiles import (
@@ -34,9 +34,6 @@ from magi_attention.kernels.ffa.schedule.work_tiles import (
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.tile_plan import TilePlan
 
-# Segments of a tile, from which on it is walked once for each head, in no order (kManySegments in
-# csrc/ffa/sm90/bwd/schedule/split.cuh). CTAs are at different blocks then, and in order they would wait for each other.
-MANY_SEGMENTS = 8
 _LONGER_THAN_HALVES = 3072  # queries that a key sees, from which on wide steps are faster than halves of the heads
 _LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
 # Keys that a query sees, from which on documents that are not causal gain more one after the other, in no order, than
@@ -193,8 +190,10 @@ def _choose(
     case = _Case(q_shape, v_shape, slices, keys, is_remote, num_sms, work_tiles)
     if options.deterministic:
         return _deterministic(case, found, has_wide)
-    if not is_remote and tile_steps(slices, q_shape[0], keys).segments >= MANY_SEGMENTS:
-        return found
+    if not is_remote:
+        parts = head_splits_in_no_order(slices, q_shape, v_shape, num_sms)
+        if parts or tile_steps(slices, q_shape[0], keys).segments >= MANY_SEGMENTS:
+            return BwdSchedule(NARROW, parts) if parts else found
     seen = slices.area / max(q_shape[0], 1)
     if found.block_m == WIDE and seen >= _LONG_DOCUMENTS and case.is_many and not case.is_causal:
         if case.q_shape[1] >= _LEAST_GROUP * v_shape[1] and _gain_by_document(case) > _OF_MANY.least_gain:

@@ -52,7 +52,7 @@ __device__ __forceinline__ int heads_of_work_tile(const BwdKernelParams& p, int 
 // A tile of many segments, as under block-sparse masks, is walked once for each head. CTAs are at
 // different blocks of queries then, and what they share stays in L2 only as long as it is that of
 // one head.
-constexpr int kManySegments = 8;
+constexpr int kManySegments = 4;
 
 template <typename C>
 __device__ __forceinline__ bool walks_by_head(int segments) {
