@@ -97,7 +97,7 @@ def test_random_masks(way, monkeypatch):
     run()
 
 
-@pytest.mark.parametrize("lengths", ([1024] * 16, [4096] * 4 + [300] * 8 + [2000], [700, 5200, 90, 9000]), ids=len)
+@pytest.mark.parametrize("lengths", ([1024] * 16, [4096] * 3 + [512] * 8 + [2048], [700, 5200, 90, 9000]), ids=len)
 def test_as_chosen(lengths, monkeypatch):
     """Long ones, against the plan's own order with steps of the same size, which round dS alike; with multiprocessors
     left free, too."""

@@ -160,7 +160,7 @@ def test_sections_between_one_and_two(total, heads):
 def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
     chosen = []
     monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
-    documents = masks.varlen([0, 700, 800, 900, 1024], 0)
+    documents = masks.varlen([0, 640, 768, 896, 1024], 0)
     x = make_inputs(5, documents, 1024, 1024, (128, 32), (64, 64), dtype=dtype, device=DEVICE)
     dout, ffa = make_dout(x), FfaBackend()
     out, lse = forward(x, ffa)
