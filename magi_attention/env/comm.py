@@ -35,6 +35,11 @@ def launcher_node() -> int | None:
     return registry.get("GROUP_RANK")
 
 
+def launcher_node_size() -> int | None:
+    """Ranks of this process's node as torchrun gave it; None under another launcher."""
+    return registry.get("LOCAL_WORLD_SIZE")
+
+
 def _sm_margin(name: str) -> int:
     value = registry.get(name)
     if is_native_grpcoll_enable():

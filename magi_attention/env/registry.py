@@ -149,6 +149,7 @@ _BUILD = (
     _text(PREFIX + "HOME", _B, "Read by nobody.", has_effect=False),
 )
 _LAUNCH = (
+    _int("LOCAL_WORLD_SIZE", _L, "Ranks of this process's node, which torchrun sets.", None, 1),
     _int("GROUP_RANK", _L, "Number of this process's node, which torchrun sets.", None, 0),
     _text("MAGI_HOME", _L, "Folder of the launcher's sessions, on every node; ~/.magi if unset."),
     _text("MAGI_SOURCES", _L, "Folder of examples/, tests/ and benchmarks/ where they are not beside the package."),

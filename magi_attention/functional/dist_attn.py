@@ -104,7 +104,7 @@ def run_forward(
         if call.prepared.fused is not None:
             run = _forward_fused
         else:
-            run = _forward_blocking if runtime.is_blocking or runtime.is_local else _forward_staged
+            run = _forward_blocking if call.prepared.is_joined or runtime.is_local else _forward_staged
         if runtime.queries is not None:
             run = forward_with_moves
         got = run(call, q, k, v, sink)
@@ -136,7 +136,7 @@ def run_backward(
             reduce_dsink(call, grads.dsink)
         else:
             state = _Backward(call, dout, q, k, v, sink, out, lse)
-            grads = state.run_blocking() if runtime.is_blocking and not runtime.is_local else state.run_staged(tail)
+            grads = state.run_blocking() if prepared.is_joined and not runtime.is_local else state.run_staged(tail)
             grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
     dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
     return grads.dq, grads.dk, grads.dv, dsink

@@ -22,12 +22,14 @@ from magi_attention.comm.transport.base import Transport
 from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float, as_int
+from magi_attention.env import comm
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
 from magi_attention.functional.fused import FusedAttention, PreparedFused
 from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import refuse_dtensor
+from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.stage_comm import QueryComm, StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.dropout import Dropout, DropoutMask
@@ -96,14 +98,15 @@ class Prepared:
 
     ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
     multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``fused``
-    there are no stages. Rows cross between nodes by ``exchange``, or by all-to-all-v. ``use`` names what the ranks have
-    agreed on.
+    there are no stages, and with ``is_joined`` the only one is waited for. Rows cross between nodes by ``exchange``, or
+    by all-to-all-v. ``use`` names what the ranks have agreed on.
     """
 
     use: str
     backend: Backend
     final: FinalBackend | None
     fused: PreparedFused | None
+    is_joined: bool
     exchange: ExchangeGroup | None
     forward: AttnOptions
     forward_alone: AttnOptions
@@ -296,7 +299,16 @@ class AttnRuntime:
         attention = self._fused_attention(backend, q) if dropout is None else None
         fused = None if attention is None else PreparedFused(attention, cast(FfaBackend, backend))
         exchange = None if fused is not None or self.is_local else self._exchange(k, v)
-        return Prepared(use, backend, final, fused, exchange, *options)
+        return Prepared(use, backend, final, fused, fused is None and self._is_joined(q, k, v), exchange, *options)
+
+    def _is_joined(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Degree 0, or a single stage on GPUs that is not worth hiding. Messages are the same either way."""
+        if self.is_blocking or self.is_local or self.queries is not None:
+            return self.is_blocking
+        if not q.is_cuda or self.plan.num_stages != 1 or self.policy.hide_tail_reduce:
+            return False
+        is_one_host = are_on_one_host(self.transport.ranks, comm.launcher_node_size())
+        return is_joined_faster(int(self.plan.comm_matrix().sum(0).max()), q, k, v, is_one_host)
 
     def _use(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool,
