@@ -26,6 +26,8 @@ from magi_attention.meta.plan import Plan
 
 STAGED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}  # over the process group, a kernel for each stage
 FUSED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}  # over NVLink, one kernel
+# Each GPU is a node of its own, so that all rows cross nodes: by NVSHMEM, and by all-to-all-v in two levels.
+NODES = {"MAGI_ATTENTION_HIERARCHICAL_COMM": "1", "MAGI_ATTENTION_NODE_SIZE": "1"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ VARIANTS = {
     "magi_a2av_1": Variant(1, STAGED),
     "magi_a2av_2": Variant(2, STAGED),
     "magi_fused": Variant(1, FUSED),
+    "magi_nodes": Variant(1, NODES | {"MAGI_ATTENTION_NODE_TRANSPORT": "nvshmem"}),
+    "magi_nodes_a2av": Variant(1, NODES | {"MAGI_ATTENTION_NODE_TRANSPORT": "all_to_all"}),
 }
 
 
