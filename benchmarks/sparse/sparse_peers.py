@@ -22,6 +22,7 @@ from magi_attention.kernels.index_attn.reference import IndexReference
 # Gathering takes seconds beyond that, and says nothing new.
 GATHER_TOKENS = 16384
 CUDNN_STRETCHES = 16
+FLEX_KEY_TOKENS = 4096  # beyond them a block mask of single keys takes minutes to make
 
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
@@ -89,6 +90,8 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
     torch._dynamo.config.recompile_limit = 64
     compiled, options = torch.compile(flex_attention, dynamic=False), None
     if isinstance(case, IndexCase):
+        if case.seqlen > FLEX_KEY_TOKENS:
+            raise Unfit(f"Single keys are left out above {FLEX_KEY_TOKENS:,} tokens: their block mask takes minutes.")
         block_mask = _flex_keys(case, q.device)
     else:
         is_small = case.block < FLEX_BLOCK
