@@ -62,6 +62,8 @@ class Magi(PeerBase):
         unknown = sorted(set(variant.environment) - set(registry.VARIABLES))
         if unknown:  # it would be ignored, and another setting be timed under this name
             raise Unfit(f"This build has no variable {', '.join(unknown)}.")
+        if variant.environment.get("MAGI_ATTENTION_NODE_TRANSPORT") == "nvshmem" and setting.device.type != "cuda":
+            raise Unfit("NVSHMEM moves rows of GPUs only.")
         self._before = {name: os.environ.get(name) for name in variant.environment}
         # Until ``close``: a key remembers the environment it was made in, and what is started later reads it anew.
         os.environ.update(variant.environment)
