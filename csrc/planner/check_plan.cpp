@@ -333,17 +333,18 @@ magi_status Walker::check_segment(int64_t t, int64_t segment) {
         "from the start (0, -1).",
         (long long)segment, (long long)t, head.source, head.arrival);
   }
-  const int64_t lowest = visit_lo - (kBlock - 1);  // where the last block may begin
+  // Where blocks may begin and end, also those of a transposed plan.
+  const int64_t lowest = visit_lo - (kBlock - 1), highest = visit_hi + (kBlock - 1);
   const auto gap =
       std::upper_bound(unseen_.begin(), unseen_.end(), lowest,
                        [](int64_t key, const Interval& part) { return key < part.hi; });
-  const int32_t has_unseen = gap != unseen_.end() && gap->lo < visit_hi ? 1 : 0;
+  const int32_t has_unseen = gap != unseen_.end() && gap->lo < highest ? 1 : 0;
   if (head.has_unseen != has_unseen) {
     return fault(
         "Segment %lld of tile %lld has has_unseen %d; it must be %d for blocks that hold keys "
         "[%lld, %lld).",
         (long long)segment, (long long)t, head.has_unseen, has_unseen,
-        (long long)std::max<int64_t>(lowest, 0), (long long)visit_hi);
+        (long long)std::max<int64_t>(lowest, 0), (long long)highest);
   }
   for (const int32_t word : head.reserved) {
     if (word != 0)

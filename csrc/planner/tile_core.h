@@ -319,6 +319,15 @@ MAGI_HD inline bool all_seen(const int32_t* seen_lo, const int32_t* seen_hi, int
   return first > 0 && seen_hi[first - 1] >= hi;
 }
 
+// Whether blocks of a segment may touch keys that are not seen. Those of the forward begin up to
+// 127 keys below visit_lo, and those of a transposed plan, which lie at multiples of their size,
+// end so many above visit_hi at most.
+MAGI_HD inline bool touches_unseen(const int32_t* seen_lo, const int32_t* seen_hi, int32_t count,
+                                   int32_t visit_lo, int32_t visit_hi, int32_t total_k) {
+  const int32_t above = total_k - visit_hi < kKeyBlock ? total_k : visit_hi + (kKeyBlock - 1);
+  return !all_seen(seen_lo, seen_hi, count, visit_lo - (kKeyBlock - 1), above, total_k);
+}
+
 // A segment under construction; segment i of the tile is at i % kOpenSegments.
 struct OpenSegment {
   int32_t row0, row1;  // hull of the rows it holds
@@ -422,9 +431,7 @@ MAGI_HD void finish_segment(const Team& team, int32_t* record, Shape shape, cons
     head->visit_hi = visit_hi;
     head->source = 0;
     head->arrival = -1;
-    // The last block reaches up to 127 keys below visit_lo.
-    head->has_unseen =
-        !all_seen(seen_lo, seen_hi, num_seen, visit_lo - (kKeyBlock - 1), visit_hi, total_k);
+    head->has_unseen = touches_unseen(seen_lo, seen_hi, num_seen, visit_lo, visit_hi, total_k);
   }
   team.sync();
 }

@@ -85,7 +85,7 @@ def check_segment(view, record, num_tokens, seen_K):
     assert head["visit_lo"] == min(w[0] for w in visited) and head["visit_hi"] == max(w[1] for w in visited)
     assert head["source"] == 0 and head["arrival"] == -1
     lowest = max(int(head["visit_lo"]) - 127, 0)
-    assert bool(head["has_unseen"]) == (not seen_K[lowest : head["visit_hi"]].all())
+    assert bool(head["has_unseen"]) == (not seen_K[lowest : head["visit_hi"] + 127].all())
     assert not pairs[num_tokens:].any()
     return expected_cost(head, want[: view.num_groups])
 

@@ -227,8 +227,8 @@ __device__ void mark_unseen(const PlanParams& p, int32_t* lo, int32_t* warps) {
     const int32_t first = tiles[t].segment_begin, num_segments = tiles[t].num_segments;
     for (int32_t i = lane; i < num_segments; i += 32) {
       magi_tile_segment* segment = segment_head(p.record(first + static_cast<int64_t>(i)));
-      const int32_t lowest = segment->visit_lo - (kKeyBlock - 1);  // where the last block may begin
-      if (count < 0 || !all_seen(lo, hi, count, lowest, segment->visit_hi, p.total_k))
+      if (count < 0 ||
+          touches_unseen(lo, hi, count, segment->visit_lo, segment->visit_hi, p.total_k))
         segment->has_unseen = 1;
     }
   }

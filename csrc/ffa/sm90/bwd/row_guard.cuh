@@ -61,10 +61,10 @@ __device__ __forceinline__ uint32_t seen_rows(const int32_t* plan, int tile, int
 }
 
 // One warp. Keys that no query sees and queries that see nothing may hold NaN or Inf, and zero
-// times those is not zero: it clears the rows of such keys in every work tile and, where the mask
-// has such queries, all that no key of the tile sees. Not by lse: with sinks a query that sees
-// nothing has one. It also tells when a listed work tile is through, as the warp with the least to
-// do.
+// times those is not zero: it clears the rows of such keys in every work tile and, in segments
+// whose blocks may have such queries, all that no key of the tile sees. Not by lse: with sinks a
+// query that sees nothing has one. It also tells when a listed work tile is through, as the warp
+// with the least to do.
 template <typename C>
 __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
   PipelineState state;
@@ -113,8 +113,11 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
         const Ring<C::kStages> ring = steps.now();
         mbar_wait(smem.q_raw(ring.stage),
                   ring.phase);  // and what the step is was said before that was asked for
+        // Rows of most segments may all be handed over as they are.
+        const bool is_clean = lds_int(smem.segment(state.segment_stage()) +
+                                      offsetof(magi_tile_segment, has_unseen)) == 0;
 #pragma unroll 1
-        for (int row = lane; row < C::kBlockM; row += 32) {
+        for (int row = is_clean ? C::kBlockM : lane; row < C::kBlockM; row += 32) {
           const int query = lds_int(smem.step(ring.stage) + 4) + row;
           if (is_seen<C>(smem.segment(state.segment_stage()), query)) continue;
           zero_row<C>(smem.q(ring.stage), C::kBlockM, row);
