@@ -54,7 +54,7 @@ def layer_in_one_launch(monkeypatch):
     one.part, one.cache, one._wire, one._transport = None, PlanCache(), None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
-    prepared = Prepared("", ffa, ffa, PreparedFused(one, ffa), *[AttnOptions(0.25)] * 5)
+    prepared = Prepared("", ffa, ffa, PreparedFused(one, ffa), False, None, *[AttnOptions(0.25)] * 4)
 
     def prepare(q, k, v, *rest) -> Prepared:
         one.cache.get(LAUNCHES, _layout(q, k, v), lambda: launches)
