@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-# Of both kernels over that of one, for each value of the output: 0.75 ms of 8,192 tokens, 64 heads of dim 128 (H100).
+# Two kernels take so much longer than one for each value of the output: 0.75 ms for 8,192 tokens and 64 heads of dim
+# 128 on an H100.
 MERGE_SECONDS = 11e-12
-# Of all-to-all-v between GPUs of a host, and of each GPU's link to others (``magi_attention/simulate/machine.py``).
+# All-to-all-v moves so many bytes between GPUs of a host, and each GPU's link to other hosts so many
+# (``magi_attention/simulate/machine.py``).
 HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 210e9, 50e9
 
 
@@ -26,7 +28,8 @@ def is_joined_faster(rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 def are_on_one_host(ranks: Sequence[int], ranks_of_host: int | None) -> bool:
-    """Of global ``ranks`` that a launcher numbered host by host; False if it does not say how many a host has."""
+    """Whether one host has all global ``ranks``, which the launcher numbers host by host. False if the launcher does
+    not say how many ranks a host has."""
     return ranks_of_host is not None and len({rank // ranks_of_host for rank in ranks}) == 1
 
 

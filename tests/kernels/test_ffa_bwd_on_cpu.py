@@ -15,6 +15,7 @@ from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dr
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import tile_steps
@@ -102,6 +103,23 @@ def test_many_segments(hopper, seed):
     assert parts == (2 if HEADS[seed] == (8, 2) else 0)
     hopper.use(1 + seed % 3, seed)
     check(hopper, x, seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_many_segments_of_listed_work_tiles(hopper, seed, monkeypatch):
+    """Few work tiles, which the host lists."""
+    lists, made = [], ffa_plans.work_list
+    monkeypatch.setattr(ffa_plans, "work_list", lambda *a: lists.append(made(*a)) or lists[-1])
+    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
+    rng, size = np.random.default_rng(seed), 6
+    seen = rng.random((45, 3)) < 0.5
+    seen[:, 2] &= np.arange(45) < 12
+    slices = [[i * size, (i + 1) * size, j * 128, (j + 1) * 128, 0] for i, j in np.argwhere(seen)]
+    x = make_inputs(seed, slices, 45 * size, 384, (4, 1), (128, 128), torch.float16, "cpu")
+    assert tile_steps(x.slices, 45 * size, 384).segments >= MANY_SEGMENTS
+    hopper.use(2, seed)
+    check(hopper, x, seed)
+    assert lists
 
 
 @pytest.mark.parametrize("seed", range(4))

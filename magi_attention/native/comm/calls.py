@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 from magi_attention.native import loader
 from magi_attention.native.comm import abi as comm_abi
@@ -13,6 +15,18 @@ class ExchangeCalls:
     """Calls of a loaded library that has the kernels of ``csrc/comm/exchange_*.cu``, whatever network they use."""
 
     _library: ctypes.CDLL
+
+    def _load(self, where: Path, component: str, folder: Path | None) -> list[tuple[int, ...]]:
+        """Loads the library of ``component`` beside its other half at ``where``.
+
+        Returns the version of the other half that our code was compiled with, and the version that runs.
+        """
+        # Global, because our half looks functions of the other up.
+        ctypes.CDLL(str(where), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+        self._library = loader.load(component, folder)
+        halves = [(ctypes.c_int32 * 3)() for _ in range(2)]
+        getattr(self._library, f"magi_{component}_versions")(*halves)
+        return [tuple(half) for half in halves]
 
     def put(self, params: comm_abi.CommPutParams) -> None:
         """Puts rows of the arena to other ranks, each after its wait."""

@@ -9,12 +9,10 @@ imports torch.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from pathlib import Path
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import loader
 from magi_attention.native.comm.calls import ExchangeCalls
 from magi_attention.native.toolchain import GIN
 
@@ -59,11 +57,7 @@ class Gin(ExchangeCalls):
             UnsupportedError: a half is missing or they do not go together; the text says what to do.
         """
         where = loaded_nccl()
-        ctypes.CDLL(str(where), mode=os.RTLD_GLOBAL | os.RTLD_NOW)  # global: the other half looks its functions up
-        self._library = loader.load(GIN, folder)
-        halves = (ctypes.c_int32 * 3)(), (ctypes.c_int32 * 3)()
-        self._library.magi_gin_versions(*halves)
-        self.built, self.loaded = (tuple(half) for half in halves)
+        self.built, self.loaded = self._load(where, GIN, folder)
         if reason := why_unfit(self.built, self.loaded, where):
             raise UnsupportedError(reason)
         self._group = ctypes.c_void_p()

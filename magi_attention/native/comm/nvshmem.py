@@ -9,7 +9,6 @@ than fail. Nothing here imports torch; addresses and streams are integers.
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -68,11 +67,7 @@ class Nvshmem(ExchangeCalls):
             UnsupportedError: a half is missing or they do not go together; the text says what to do.
         """
         where = host_library()
-        ctypes.CDLL(str(where), mode=os.RTLD_GLOBAL | os.RTLD_NOW)  # global: the other half looks its functions up
-        self._library = loader.load(COMM, folder)
-        halves = (ctypes.c_int32 * 3)(), (ctypes.c_int32 * 3)()
-        self._library.magi_comm_versions(*halves)
-        self.built, self.loaded = (tuple(half) for half in halves)
+        self.built, self.loaded = self._load(where, COMM, folder)
         cuda = loader.build_info(self._library).compiler.removeprefix("nvcc ").partition(".")[0]
         if reason := why_unfit(self.built, self.loaded, where, cuda):
             raise UnsupportedError(reason)

@@ -102,13 +102,13 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
     for (sts_int(smem.left(), first_visit<C>(work_tile.z)); visits_left(lds_int(smem.left())) > 0;
          sts_int(smem.left(), lds_int(smem.left()) - 1)) {
       mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
-      const bool is_banded =
+      const bool one_head_at_a_time =
           !C::kSemaphored && (walked_head(lds_int(smem.left())) >= 0 ||
                               is_band(lds_int4(smem.segment(state.segment_stage()) + 32)));
       auto by_head = [&] {
         return C::kSemaphored
                    ? (lds_int(smem.work_tile(state.work_stage()) + 12) >> kByHeadBit & 1) != 0
-                   : is_banded;
+                   : one_head_at_a_time;
       };
       auto heads = [&] {
         if (is_split_in_order<C>(p)) return lds_int(smem.work_semaphore(state.work_stage())) >> 16;
@@ -147,7 +147,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
             const Ring<C::kStages> ring = steps.now();
             mbar_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
             if constexpr (C::kWorkList)
-              if ((i == 0 || is_banded) && p.work_list != nullptr)
+              if ((i == 0 || one_head_at_a_time) && p.work_list != nullptr)
                 wait_until_prepared(p, smem, order.block, smem.work_tile(state.work_stage()));
             int head = i;
             if (is_split_in_order<C>(p))

@@ -191,9 +191,10 @@ def _choose(
     if options.deterministic:
         return _deterministic(case, found, has_wide)
     if not is_remote:
-        parts = head_splits_in_no_order(slices, q_shape, v_shape, num_sms)
-        if parts or tile_steps(slices, q_shape[0], keys).segments >= MANY_SEGMENTS:
-            return BwdSchedule(NARROW, parts) if parts else found
+        if parts := head_splits_in_no_order(slices, q_shape, v_shape, num_sms):
+            return BwdSchedule(NARROW, parts)
+        if tile_steps(slices, q_shape[0], keys).segments >= MANY_SEGMENTS:
+            return found
     seen = slices.area / max(q_shape[0], 1)
     if found.block_m == WIDE and seen >= _LONG_DOCUMENTS and case.is_many and not case.is_causal:
         if case.q_shape[1] >= _LEAST_GROUP * v_shape[1] and _gain_by_document(case) > _OF_MANY.least_gain:

@@ -20,7 +20,6 @@ struct IndexBwdParams {
   float *dk, *dv;                    // (total_k, heads_kv, ..), to which shares are added, or
   float *dk_partials, *dv_partials;  // (tiles, max_keys, ..) from tile_begin on; or NULL
   int32_t tile_begin, num_tiles;     // work tiles of this call
-  int32_t k_chunks, v_chunks;        // of 16 bytes, in a row
   int32_t head_dim, head_dim_v;
   float scale, scale_log2;
 };

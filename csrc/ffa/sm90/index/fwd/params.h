@@ -17,7 +17,6 @@ struct IndexFwdParams {
   KeyLists keys;
   WorkTiles work;
   float* lse;
-  int32_t k_chunks, v_chunks;        // of 16 bytes, in a row
   float scale_log2, unscale, slack;  // as in FwdKernelParams
 };
 
