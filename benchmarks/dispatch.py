@@ -37,7 +37,8 @@ from magi_attention.api import (  # noqa: E402
     make_plan,
 )
 from magi_attention.meta.bounds import blocks_of, least_rows  # noqa: E402
-from magi_attention.meta.chunking import chunk_areas, remote_keys, split_by_chunk, sum_by  # noqa: E402
+from magi_attention.meta.chunking import Cut, chunk_areas, sum_by  # noqa: E402
+from magi_attention.meta.solver.links import count_rows  # noqa: E402
 
 CHUNKS = 16  # of a rank
 FRAME, WINDOW = 1560, 1024
@@ -125,13 +126,10 @@ def figures(imbalance: float, rows: np.ndarray) -> dict[str, float]:
 
 def measures(mask: Mask, ranges: Ranges, ranks: int) -> dict[str, float]:
     """Balance and rows fetched where each rank holds such tokens."""
-    cut = np.array(sorted(ranges), dtype=np.int64)
-    bounds, owner = cut[:, :2], cut[:, 2]
-    pieces, piece_of, _ = split_by_chunk(mask.slices.array, bounds)
-    loads = sum_by(owner, chunk_areas(pieces, piece_of, len(bounds)), ranks)
-    found, who = remote_keys(pieces, owner[piece_of], bounds, owner)
-    rows = sum_by(who, found[:, 1] - found[:, 0], ranks)
-    return figures(float(loads.max() / loads.mean()), rows)
+    held = np.array(sorted(ranges), dtype=np.int64)
+    cut, owner = Cut.of(mask.slices.array, held[:, :2]), held[:, 2]
+    loads = sum_by(owner, cut.work, ranks)
+    return figures(float(loads.max() / loads.mean()), count_rows(cut, owner, ranks))
 
 
 def by_plan(mask: Mask, alg, ranks: int):

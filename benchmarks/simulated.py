@@ -30,13 +30,12 @@ from magi_attention.common.intervals import merge_intervals  # noqa: E402
 from magi_attention.common.mask import Mask  # noqa: E402
 from magi_attention.common.slices import SliceTable  # noqa: E402
 from magi_attention.config import OverlapConfig  # noqa: E402
-from magi_attention.meta.chunking import chunk_areas, chunk_bounds, owners, split_by_chunk  # noqa: E402
+from magi_attention.meta.chunking import Cut, chunk_bounds, owners  # noqa: E402
 from magi_attention.meta.plan import Plan  # noqa: E402
 from magi_attention.meta.planner import plan_for_partitions  # noqa: E402
 from magi_attention.meta.solver.links import count_rows  # noqa: E402
 from magi_attention.meta.solver.locality import (  # noqa: E402
     TOLERATED,
-    document_of_chunks,
     lower_bound,
     order_of_chunks,
     swap_down,
@@ -126,10 +125,10 @@ def has_blind_rows(table: SliceTable, queries: int) -> bool:
 def partitions_like(mask: Mask, world: int, chunk: int, rows: int, balance: float) -> Sequence[Sequence[int]] | None:
     """Chunks of each rank by one of our dispatches that moves as many rows and is as balanced; None if none is."""
     bounds = chunk_bounds(mask.total_q, chunk)
-    pieces, chunk_of, _ = split_by_chunk(mask.slices.array, bounds)
-    work = chunk_areas(pieces, chunk_of, len(bounds))
+    cut = Cut.of(mask.slices.array, bounds)
+    work = cut.work
     areas, limit = work.tolist(), int(TOLERATED * lower_bound(work, world))
-    order = order_of_chunks(document_of_chunks(pieces, chunk_of, len(bounds)), work).tolist()
+    order = order_of_chunks(cut.document, work).tolist()
     blocks, dealt = sequential(areas, world)[1], min_heap(areas, world)[1]
     tried = (two_ended(areas, order, world, limit), blocks, dealt, swap_down(blocks, areas, limit))
     for partitions in tried:
@@ -137,7 +136,7 @@ def partitions_like(mask: Mask, world: int, chunk: int, rows: int, balance: floa
             continue
         owner = owners(partitions, len(bounds))
         loads = np.bincount(owner, weights=work, minlength=world)
-        most = count_rows(pieces, chunk_of, bounds, owner, world).max()
+        most = count_rows(cut, owner, world).max()
         if most == rows and abs(loads.max() / loads.mean() - balance) < 1e-3:
             return partitions
     return None

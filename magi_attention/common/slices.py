@@ -92,13 +92,19 @@ def check_countable(slices: NDArray[np.int64], total_q: int, total_k: int) -> No
 
 def trim(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Drops rows that see nothing and slices without pairs; afterwards non-FULL slices have sq <= sk."""
-    out = slices.copy()
-    excess = np.maximum((out[:, Q1] - out[:, Q0]) - (out[:, K1] - out[:, K0]), 0)
-    out[:, Q0] += np.where(out[:, TYPE] == CAUSAL, excess, 0)
-    out[:, Q1] -= np.where(out[:, TYPE] == INVCAUSAL, excess, 0)
-    keep = (out[:, Q1] > out[:, Q0]) & (out[:, K1] > out[:, K0])
-    keep &= ~((out[:, TYPE] == BICAUSAL) & (excess > 0))
-    return out[keep]
+    return trim_with_index(slices)[0]
+
+
+def trim_with_index(slices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As ``trim``, and which of the slices these are."""
+    sq, sk = slices[:, Q1] - slices[:, Q0], slices[:, K1] - slices[:, K0]
+    kind, excess = slices[:, TYPE], sq > sk
+    index = np.flatnonzero((sq > 0) & (sk > 0) & ~(excess & (kind == BICAUSAL)))
+    out = slices[index]
+    for kind_of, edge, sign in ((CAUSAL, Q0, 1), (INVCAUSAL, Q1, -1)):
+        at = np.flatnonzero((excess & (kind == kind_of))[index])
+        out[at, edge] += sign * (sq - sk)[index[at]]
+    return out, index
 
 
 def cut_q(

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.intervals import ramps, subtract_intervals
+from magi_attention.common.intervals import merge_intervals, ramps, subtract_intervals
 from magi_attention.common.scalars import as_int
-from magi_attention.common.slices import K0, K1, Q0, Q1, areas, cut_q, trim
+from magi_attention.common.slices import K0, K1, Q0, Q1, areas, cut_q, trim_with_index
 from magi_attention.errors import ContractError
 
 
@@ -67,17 +69,23 @@ def split_by_chunk(
     see nothing are gone, and every non-FULL piece has at least as many keys as queries.
     """
     ordered = slices[np.lexsort((slices[:, Q1], slices[:, Q0]))]
-    given = np.flatnonzero(areas(ordered))
-    ordered = trim(ordered)
+    ordered, given = trim_with_index(ordered)
     low = np.searchsorted(bounds[:, 1], ordered[:, Q0], side="right")
     high = np.searchsorted(bounds[:, 0], ordered[:, Q1], side="left")
     counts = np.maximum(high - low, 0)
-    slice_of = np.repeat(np.arange(len(ordered)), counts)
     chunk_of = ramps(low, counts)
-    pieces, keep = cut_q(ordered[slice_of], bounds[chunk_of, 0], bounds[chunk_of, 1])
-    chunk_of, slice_of = chunk_of[keep], given[slice_of[keep]]
     order = np.argsort(chunk_of, kind="stable")
-    return pieces[order], chunk_of[order], slice_of[order]
+    slice_of, chunk_of = np.repeat(np.arange(len(ordered)), counts)[order], chunk_of[order]
+    pieces = ordered[slice_of]
+    # Most slices lie in one chunk and stay as they are.
+    at = np.flatnonzero((pieces[:, Q0] < bounds[chunk_of, 0]) | (pieces[:, Q1] > bounds[chunk_of, 1]))
+    cut, keep = cut_q(pieces[at], bounds[chunk_of[at], 0], bounds[chunk_of[at], 1])
+    pieces[at[keep]] = cut
+    if len(keep) < len(at):
+        is_kept = np.ones(len(pieces), dtype=np.bool_)
+        is_kept[np.delete(at, keep)] = False
+        pieces, chunk_of, slice_of = pieces[is_kept], chunk_of[is_kept], slice_of[is_kept]
+    return pieces, chunk_of, given[slice_of]
 
 
 def sum_by(index: NDArray[np.int64], values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
@@ -92,13 +100,56 @@ def chunk_areas(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chun
     return sum_by(chunk_of, areas(pieces), num_chunks)
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A mask in chunks: ``pieces`` and ``chunk_of`` as of ``split_by_chunk``, and ``bounds`` (chunks, 2). What follows
+    from these is made when it is first asked for, and then kept."""
+
+    pieces: NDArray[np.int64]
+    chunk_of: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, slices: NDArray[np.int64], bounds: NDArray[np.int64]) -> Cut:
+        return cls(*split_by_chunk(slices, bounds)[:2], bounds)
+
+    @cached_property
+    def work(self) -> NDArray[np.int64]:
+        """(chunks,): areas."""
+        return sum_by(self.chunk_of, self._areas, len(self.bounds))
+
+    @cached_property
+    def keys(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Merged ranges of the keys that each chunk reads, its own ones too, and the chunk of each range."""
+        stride = int(self.bounds[-1, 1]) + 1  # so ranges of two chunks do not touch
+        merged = merge_intervals(self.pieces[:, [K0, K1]] + (self.chunk_of * stride)[:, None])
+        chunk_of = merged[:, 0] // stride
+        return merged - (chunk_of * stride)[:, None], chunk_of
+
+    @cached_property
+    def document(self) -> NDArray[np.int64]:
+        """(chunks,): the first key of the largest piece of each, -1 without pieces. Chunks that follow one another are
+        of one document if it is the same."""
+        size, anchor = self._areas, np.full(len(self.bounds), -1)
+        if len(size):
+            begins = np.flatnonzero(np.diff(self.chunk_of, prepend=self.chunk_of[:1] - 1))  # pieces are in their order
+            most = np.repeat(np.maximum.reduceat(size, begins), np.diff(begins, append=len(size)))
+            largest = np.flatnonzero(size == most)[::-1]  # of equal ones the first, which is written last
+            anchor[self.chunk_of[largest]] = self.pieces[largest, K0]
+        return anchor
+
+    @cached_property
+    def _areas(self) -> NDArray[np.int64]:
+        return areas(self.pieces)
+
+
 def remote_keys(
-    pieces: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
+    ranges: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Merged ranges of keys that some rank reads and does not hold, by rank, and these ranks: of all ranks at once,
-    each in coordinates of its own."""
+    each in coordinates of its own. ``ranges`` (N, 2) are the keys that rank ``rank_of`` (N,) reads."""
     stride = int(bounds[-1, 1]) + 1  # so ranges of two ranks do not touch
-    wanted = pieces[:, [K0, K1]] + (rank_of * stride)[:, None]
+    wanted = ranges + (rank_of * stride)[:, None]
     found = subtract_intervals(wanted, bounds + (owner * stride)[:, None])
     ranks = found[:, 0] // stride
     return found - (ranks * stride)[:, None], ranks

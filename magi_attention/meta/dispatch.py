@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -14,8 +15,8 @@ from magi_attention.common.slices import K0, K1, areas
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchAlg, DispatchConfig, LocalityDispatchAlg
 from magi_attention.errors import ContractError, DispatchError
-from magi_attention.meta.chunking import chunk_bounds, owners, sum_by
-from magi_attention.meta.solver.by_nodes import Cut, Unaware, by_nodes, share, unaware_of
+from magi_attention.meta.chunking import Cut, owners, sum_by
+from magi_attention.meta.solver.by_nodes import Unaware, by_nodes, share, unaware_of
 from magi_attention.meta.solver.dispatch_solver import (
     BaseDispatchAffinity,
     DispatchData,
@@ -27,7 +28,6 @@ from magi_attention.meta.solver.dispatch_solver import (
 from magi_attention.meta.solver.links import count_rows
 from magi_attention.meta.solver.locality import (
     TOLERATED,
-    document_of_chunks,
     lower_bound,
     order_of_chunks,
     swap_down,
@@ -41,22 +41,13 @@ Partitions = tuple[tuple[int, ...], ...]
 LEAST_GAIN = 0.015
 
 
-def solve_dispatch(
-    pieces: NDArray[np.int64],
-    chunk_of: NDArray[np.int64],
-    slice_of: NDArray[np.int64],
-    num_chunks: int,
-    cp_size: int,
-    config: DispatchConfig,
-    chunk_size: int,
-    work: NDArray[np.int64],
-) -> Partitions:
+def solve_dispatch(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: DispatchConfig) -> Partitions:
     """Chunk ids per rank, ascending, so that local order follows global order.
 
-    ``pieces`` are slices cut at chunks, with the chunk and the slice of each; ``work`` (num_chunks,) has the areas of
-    chunks. Pure: every rank computes the same. ``ContractError`` for an algorithm that gives no partition or cannot
-    serve uneven shards; ``DispatchError`` if a rank would get no chunk.
+    ``slice_of`` is the slice of each piece of ``cut``. Pure: every rank computes the same. ``ContractError`` for an
+    algorithm that gives no partition or cannot serve uneven shards; ``DispatchError`` if a rank would get no chunk.
     """
+    num_chunks, work = len(cut.bounds), cut.work
     if cp_size == 1:
         return (tuple(range(num_chunks)),)
     alg = config.alg  # chosen by type and not by class: a reload of its module makes another class
@@ -70,7 +61,6 @@ def solve_dispatch(
             "use MinHeapDispatchAlg, BSDispatchAlg or SequentialDispatchAlg."
         )
     if alg.type == DispatchAlgType.LOCALITY:
-        cut = Cut(pieces, chunk_of, chunk_bounds(chunk_size * num_chunks, chunk_size), work)
         found = _by_locality(cast(LocalityDispatchAlg, alg), cut, cp_size)
         unaware = knows_no_nodes(cut, found, config)
         if unaware is not None:
@@ -80,7 +70,7 @@ def solve_dispatch(
         dealt = min_heap(work.tolist(), cp_size)[1]
         assert dealt is not None
         return check_partitions(dealt, num_chunks, cp_size)
-    affinities, sample_areas = _affinities(alg, pieces, chunk_of, slice_of, num_chunks)
+    affinities, sample_areas = _affinities(alg, cut, slice_of)
     jobs = DispatchJob.from_job_list(work.tolist(), affinities)
     solution = DispatchSolver(alg).solve(DispatchData(jobs, cp_size, sample_areas))
     return check_partitions(solution.bucket_partitions, num_chunks, cp_size)
@@ -111,44 +101,41 @@ def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int) -> Sequence[Seq
     """The partition of the least cost: contiguous blocks, with some chunks swapped where they are not balanced; one
     that is filled from two ends; or MinHeap's, which no other may exceed in rows, and which stays where less than
     ``LEAST_GAIN`` of its cost is saved."""
-    pieces, chunk_of, bounds, work = cut
+    work = cut.work
 
-    def rows(partitions: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        return count_rows(pieces, chunk_of, bounds, owners(partitions, len(bounds)), world)
-
-    def cost(partitions: Sequence[Sequence[int]], fetched: NDArray[np.int64]) -> float:
-        return _heaviest(partitions, work) + alg.row_cost * share(fetched)
+    def measured(partitions: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], float]:
+        """Rows that ranks receive, and the cost."""
+        owner = owners(partitions, len(work))
+        rows = count_rows(cut, owner, world)
+        return rows, int(sum_by(owner, work, world).max()) + alg.row_cost * share(rows)
 
     areas_of, limit = work.tolist(), int(TOLERATED * lower_bound(work, world))
-    dealt, blocks = min_heap(areas_of, world)[1], sequential(areas_of, world)[1]
+    (of_dealt, dealt), (of_blocks, blocks) = min_heap(areas_of, world), sequential(areas_of, world)
     assert dealt is not None and blocks is not None
     tried: list[Sequence[Sequence[int]] | None] = []
     if len(work) >= world:
-        tried.append(swap_down(blocks, areas_of, max(limit, _heaviest(dealt, work))))
-    if not tried or _heaviest(blocks, work) > limit:
-        order = order_of_chunks(document_of_chunks(pieces, chunk_of, len(work)), work)
+        tried.append(swap_down(blocks, areas_of, max(limit, int(of_dealt))))
+    if not tried or of_blocks > limit:
+        order = order_of_chunks(cut.document, work)
         tried.append(two_ended(areas_of, order.tolist(), world, limit))
-    most = rows(dealt)
     best: Sequence[Sequence[int]] = dealt
-    least = (1 - LEAST_GAIN) * cost(dealt, most)
+    most, least = measured(dealt)
+    least *= 1 - LEAST_GAIN
     for found in tried:
         if found is None:
             continue
-        fetched = rows(found)
-        if fetched.max() <= most.max() and fetched.sum() <= most.sum() and cost(found, fetched) < least:
-            best, least = found, cost(found, fetched)
+        rows, cost = measured(found)
+        if rows.max() <= most.max() and rows.sum() <= most.sum() and cost < least:
+            best, least = found, cost
     return best
-
-
-def _heaviest(partitions: Sequence[Sequence[int]], work: NDArray[np.int64]) -> int:
-    return int(sum_by(owners(partitions, len(work)), work, len(partitions)).max())
 
 
 def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_size: int) -> Partitions:
     """Sorted tuples; every chunk exactly once and every rank at least one."""
     if len(partitions) != cp_size:
         raise ContractError(f"{len(partitions)} partitions for {cp_size} ranks; give one list of chunk ids per rank.")
-    if sorted(c for part in partitions for c in part) != list(range(num_chunks)):
+    chunks = list(chain.from_iterable(partitions))
+    if len(chunks) != num_chunks or set(chunks) != set(range(num_chunks)):
         raise ContractError(f"The partitions must hold each of the chunks 0..{num_chunks - 1} exactly once.")
     for rank, part in enumerate(partitions):
         if not part:
@@ -156,16 +143,13 @@ def check_partitions(partitions: Sequence[Sequence[int]], num_chunks: int, cp_si
                 f"Rank {rank} of {cp_size} got no chunk out of {num_chunks}; use a smaller chunk_size "
                 "or MinHeapDispatchAlg, which keeps a chunk for every rank."
             )
-    return tuple(tuple(sorted(int(c) for c in part)) for part in partitions)
+    return tuple(tuple(sorted(map(int, part))) for part in partitions)
 
 
 def _affinities(
-    alg: DispatchAlg,
-    pieces: NDArray[np.int64],
-    chunk_of: NDArray[np.int64],
-    slice_of: NDArray[np.int64],
-    num_chunks: int,
+    alg: DispatchAlg, cut: Cut, slice_of: NDArray[np.int64]
 ) -> tuple[Sequence[BaseDispatchAffinity] | None, list[int] | None]:
+    pieces, chunk_of, num_chunks = cut.pieces, cut.chunk_of, len(cut.bounds)
     if alg.type == DispatchAlgType.SORTED_SEQUENTIAL_SELECT:
         ids: list[list[int]] = [[] for _ in range(num_chunks)]
         for chunk, sample in zip(chunk_of.tolist(), slice_of.tolist()):

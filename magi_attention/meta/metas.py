@@ -14,7 +14,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import MaskTypes, SliceTable
 from magi_attention.config import DispatchConfig, OverlapConfig
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk
+from magi_attention.meta.chunking import Cut, chunk_bounds, split_by_chunk
 from magi_attention.meta.collection import (
     A2AVBasedGroupCollectiveArg,
     AttnArg,
@@ -140,10 +140,9 @@ def make_dispatch_meta_from_qk_ranges(
         )
     slices = slice_table(q_ranges, k_ranges, attn_mask_type)
     bounds = chunk_bounds(total_seqlen_q, chunk_size)
-    pieces = split_by_chunk(slices.array, bounds)
+    pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
     config = replace(dispatch_config, chunk_size=chunk_size, uneven_shard=uneven_shard)
-    work = chunk_areas(pieces[0], pieces[1], len(bounds))
-    partitions = solve_dispatch(*pieces, len(bounds), cp_size, config, chunk_size, work)
+    partitions = solve_dispatch(Cut(pieces, chunk_of, bounds), slice_of, cp_size, config)
     pad = padding_of(slices, total_seqlen_q)
     plan = plan_for_partitions(slices, total_seqlen_q - pad, pad, chunk_size, partitions, uneven_shard=uneven_shard)
     return dispatch_metas(plan, cp_rank)

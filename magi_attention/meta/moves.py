@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.slices import areas
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import owners, remote_keys, split_by_chunk, sum_by
+from magi_attention.meta.chunking import Cut, owners, sum_by
 from magi_attention.meta.dispatch import check_partitions
 from magi_attention.meta.plan import QUERY_MOVES, Plan
+from magi_attention.meta.solver.links import count_rows
 from magi_attention.meta.solver.partition import min_heap, sequential
 from magi_attention.meta.solver.placement import Cells
 from magi_attention.meta.solver.query_moves import KEY_COST, Moves, choose_moves
@@ -31,7 +31,7 @@ class Dispatched(NamedTuple):
 
     chunk: int
     pad: int
-    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # pieces, chunk of each, chunk bounds
+    cut: Cut
     partitions: tuple[tuple[int, ...], ...]
     imbalance: float  # heaviest rank over the mean
 
@@ -47,12 +47,12 @@ def with_moves(
     world = len(choice.partitions)
     if query_moves == "never" or world == 1:
         return choice, None
-    given, (pieces, chunk_of, bounds) = choice, choice.cut
-    cells = Cells.cut(pieces, chunk_of, bounds)
+    given, cut, bounds = choice, choice.cut, choice.cut.bounds
+    cells = Cells.cut(cut.pieces, cut.chunk_of, bounds)
     most = MOST_LOAD * float(cells.area.sum()) / world
     owner = owners(choice.partitions, len(bounds))
-    before = sum_by(owner[chunk_of], areas(pieces), world)
-    if query_moves == "auto" and not _may_pay(choice.cut, owner, before, heads, rates or MachineRates()):
+    before = sum_by(owner, cut.work, world)
+    if query_moves == "auto" and not _may_pay(cut, owner, before, heads, rates or MachineRates()):
         return choice, None
     moves = first = choose_moves(cells, owner, world, heads[:2], most, groups)
 
@@ -78,14 +78,11 @@ def with_moves(
 
 
 def _may_pay(
-    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64],
-    before: NDArray[np.int64], heads: tuple[int, int, int], rates: MachineRates,
+    cut: Cut, owner: NDArray[np.int64], before: NDArray[np.int64], heads: tuple[int, int, int], rates: MachineRates,
 ) -> bool:  # fmt: skip
     """Would it save time if moves sent nothing and were balanced? The solver takes seconds for many ranks, and where
     keys do not wait for the link it need not be asked. ``before``: areas of the ranks."""
-    pieces, chunk_of, bounds = cut
-    ranges, _ = remote_keys(pieces, owner[chunk_of], bounds, owner)
-    cost = KEY_COST * heads[1] * int((ranges[:, 1] - ranges[:, 0]).sum())
+    cost = KEY_COST * heads[1] * int(count_rows(cut, owner, len(before)).sum())
     loads = -(-int(before.sum()) // len(before)), int(before.max())
     best, without = step_seconds((0, cost), loads, heads, len(before), rates)
     return best <= (1 - LEAST_TIME) * without
@@ -94,8 +91,8 @@ def _may_pay(
 def query_moves_of(plan: Plan) -> Moves:
     """What ``choose_moves`` finds for the mask and the dispatch of a plan, whatever was asked for."""
     bounds = plan.chunk_ranges
-    pieces, chunk_of, _ = split_by_chunk(plan.slices.array, bounds)
-    cells, heads = Cells.cut(pieces, chunk_of, bounds), (plan.num_heads_q, plan.num_heads_kv)
+    cut = Cut.of(plan.slices.array, bounds)
+    cells, heads = Cells.cut(cut.pieces, cut.chunk_of, bounds), (plan.num_heads_q, plan.num_heads_kv)
     return choose_moves(cells, plan.rank_of_chunk, plan.cp_size, heads, MOST_LOAD * plan.slices.area / plan.cp_size)
 
 

@@ -22,9 +22,9 @@ from magi_attention.common.infer import CuSeqlens, documents
 from magi_attention.common.intervals import (
     Packing,
     merge_intervals,
+    ramps,
     split_at,
     subtract_intervals,
-    total_length,
 )
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
@@ -161,7 +161,8 @@ class Plan:
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
         """Tokens per rank, pad included."""
-        return tuple(total_length(self.chunk_ranges[list(chunks)]) for chunks in self.partitions)
+        lengths = self.chunk_ranges[:, 1] - self.chunk_ranges[:, 0]
+        return tuple(sum_by(self.rank_of_chunk, lengths, self.cp_size).tolist())
 
     def host_ranges(self, rank: int) -> NDArray[np.int64]:
         """Merged token ranges of a rank."""
@@ -233,8 +234,16 @@ class Plan:
 
     def _edges(self, ranges_of: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Where the ranges of all ranks start and end, those that they hold included."""
-        hosts = (self.host_ranges(rank) for rank in range(self.cp_size))
-        return np.unique(np.concatenate([*hosts, *ranges_of]))
+        edges = np.concatenate([self._host_edges, *(ranges.reshape(-1) for ranges in ranges_of)])
+        edges.sort()  # much faster than np.unique is for many
+        return edges[np.diff(edges, prepend=-1) > 0]
+
+    @property
+    def _host_edges(self) -> NDArray[np.int64]:
+        """Where ranges that ranks hold start or end: where ownership changes, and the ends of the sequence."""
+        bounds = self.chunk_ranges
+        inner = bounds[1:, 0][np.diff(self.rank_of_chunk) != 0]
+        return np.concatenate([bounds[:1, 0], inner, bounds[-1:, 1]])
 
     def owner_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rank that owns each global position."""
@@ -243,7 +252,7 @@ class Plan:
     def comm_matrix(self, stage: int | None = None) -> NDArray[np.int64]:
         """Rows (tokens of K and V) that rank i sends to rank j, int64 ``(cp, cp)``; all stages by default."""
         matrix = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
-        edges = self.chunk_ranges[1:, 0][np.diff(self.rank_of_chunk) != 0]  # where ownership changes
+        edges = self._host_edges
         for s in range(self.num_stages) if stage is None else [stage]:
             for rank, stages in enumerate(self.stage_ranges):
                 cut = split_at(stages[s], edges)
@@ -289,13 +298,11 @@ class Plan:
         """Rank r receives ``ranges_of[r]``; all of these and what ranks hold are cut at ``points``."""
         received = split_at(ranges_of[rank], points)
         held = split_at(self.host_ranges(rank), points)
-        wanted = [_covered(held, ranges) for ranges in ranges_of]
-        destinations = [tuple(np.flatnonzero(row).tolist()) for row in np.stack(wanted, axis=1)]
         return GroupSpec(
             rank,
             self.cp_size,
             tuple((held[:, 1] - held[:, 0]).tolist()),
-            tuple(destinations),
+            _destinations(held, ranges_of),
             tuple((received[:, 1] - received[:, 0]).tolist()),
             tuple(self.owner_of(received[:, 0]).tolist()),
         )
@@ -378,13 +385,15 @@ def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> Non
         digest.update(np.concatenate(arrays).tobytes())
 
 
-def _covered(cut: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """For ranges cut at all bounds of merged ``ranges``: which of them lie inside."""
-    if not len(ranges):
-        return np.zeros(len(cut), dtype=bool)
-    index = np.searchsorted(ranges[:, 0], cut[:, 0], side="right") - 1
-    is_inside: NDArray[np.bool_] = (index >= 0) & (cut[:, 0] < ranges[np.maximum(index, 0), 1])
-    return is_inside
+def _destinations(held: NDArray[np.int64], ranges_of: Sequence[NDArray[np.int64]]) -> tuple[tuple[int, ...], ...]:
+    """For ``held`` ranges, cut at all bounds of what ranks receive: which ranks receive each, ascending."""
+    ranges = np.concatenate(ranges_of)
+    first, end = np.searchsorted(held[:, 0], ranges).T
+    at = ramps(first, end - first)
+    rank = np.repeat(np.repeat(np.arange(len(ranges_of)), [len(x) for x in ranges_of]), end - first)
+    to = rank[np.argsort(at, kind="stable")].tolist()  # by range, and in a range by rank
+    ends = np.cumsum(np.bincount(at, minlength=len(held))).tolist()
+    return tuple(tuple(to[a:b]) for a, b in zip([0, *ends], ends))
 
 
 __all__ = ["QUERY_MOVES", "Plan"]

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.intervals import Packing
 from magi_attention.common.scalars import as_int
-from magi_attention.common.slices import K1, Q1, SliceTable, areas, check_countable
+from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig, UniformOverlapAlg
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
-    chunk_areas,
+    Cut,
     chunk_bounds,
     owners,
     pad_size,
@@ -37,7 +37,6 @@ from magi_attention.meta.dispatch import (
 from magi_attention.meta.moves import Dispatched, with_moves
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import remote_areas
-from magi_attention.meta.solver.by_nodes import Cut
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
@@ -109,43 +108,34 @@ def build_plan(
     )
 
 
-class _Cut(NamedTuple):
-    """A sequence in chunks: ``pieces`` of slices, with the chunk and the slice of each, and areas of chunks."""
+class _Chunks(NamedTuple):
+    """A sequence in chunks of ``chunk`` tokens, and the slice of each piece."""
 
     chunk: int
     pad: int
-    bounds: NDArray[np.int64]
-    pieces: NDArray[np.int64]
-    chunk_of: NDArray[np.int64]
+    cut: Cut
     slice_of: NDArray[np.int64]
-    work: NDArray[np.int64]
 
 
-def _cut(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Cut:
+def _cut(slices: SliceTable, total: int, cp_size: int, chunk: int, config: DispatchConfig) -> _Chunks:
     pad = pad_size(total, cp_size, chunk, config.uneven_shard)
     bounds = chunk_bounds(total + pad, chunk)
     pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
-    return _Cut(chunk, pad, bounds, pieces, chunk_of, slice_of, chunk_areas(pieces, chunk_of, len(bounds)))
+    return _Chunks(chunk, pad, Cut(pieces, chunk_of, bounds), slice_of)
 
 
-def _imbalance(heaviest: int, cut: _Cut | Cut, cp_size: int) -> float:
+def _imbalance(heaviest: int, cut: Cut, cp_size: int) -> float:
     return heaviest * cp_size / max(int(cut.work.sum()), 1)
 
 
-def _dispatch(cut: _Cut, cp_size: int, config: DispatchConfig) -> Dispatched:
-    partitions = solve_dispatch(
-        cut.pieces, cut.chunk_of, cut.slice_of, len(cut.bounds), cp_size, config, cut.chunk, cut.work
-    )
-    return _dispatched(_without_slices(cut), cut.chunk, cut.pad, partitions)
-
-
-def _without_slices(cut: _Cut) -> Cut:
-    return Cut(cut.pieces, cut.chunk_of, cut.bounds, cut.work)
+def _dispatch(chunks: _Chunks, cp_size: int, config: DispatchConfig) -> Dispatched:
+    partitions = solve_dispatch(chunks.cut, chunks.slice_of, cp_size, config)
+    return _dispatched(chunks.cut, chunks.chunk, chunks.pad, partitions)
 
 
 def _dispatched(cut: Cut, chunk: int, pad: int, partitions: Partitions) -> Dispatched:
     heaviest = int(sum_by(owners(partitions, len(cut.bounds)), cut.work, len(partitions)).max())
-    return Dispatched(chunk, pad, cut[:3], partitions, _imbalance(heaviest, cut, len(partitions)))
+    return Dispatched(chunk, pad, cut, partitions, _imbalance(heaviest, cut, len(partitions)))
 
 
 def _refine(
@@ -153,23 +143,23 @@ def _refine(
 ) -> Dispatched:
     """Halves the chunk while that helps; short chunks cost locality, so not further than needed. Where one chunk is
     above ``balance`` nothing is dispatched, unless shorter chunks are no better than that chunk."""
-    too_large: list[_Cut] = []
+    too_large: list[_Chunks] = []
     best: Dispatched | None = None
     while True:
-        cut = _cut(slices, total, cp_size, chunk, config)
-        chunk = -(-cut.chunk // 2)
-        is_last = cut.chunk // 2 < MIN_REFINED_CHUNK
-        if _imbalance(int(cut.work.max()), cut, cp_size) > balance and not is_last:
-            too_large.append(cut)
+        chunks = _cut(slices, total, cp_size, chunk, config)
+        chunk = -(-chunks.chunk // 2)
+        is_last = chunks.chunk // 2 < MIN_REFINED_CHUNK
+        if _imbalance(int(chunks.cut.work.max()), chunks.cut, cp_size) > balance and not is_last:
+            too_large.append(chunks)
             continue
-        found = _dispatch(cut, cp_size, config)
+        found = _dispatch(chunks, cp_size, config)
         if best is None or found.imbalance < best.imbalance:
             best = found
         if best.imbalance <= balance or is_last:
             break
-    for cut in reversed(too_large):
-        if _imbalance(int(cut.work.max()), cut, cp_size) <= best.imbalance:
-            found = _dispatch(cut, cp_size, config)
+    for chunks in reversed(too_large):
+        if _imbalance(int(chunks.cut.work.max()), chunks.cut, cp_size) <= best.imbalance:
+            found = _dispatch(chunks, cp_size, config)
             best = found if found.imbalance <= best.imbalance else best
     return best
 
@@ -177,23 +167,21 @@ def _refine(
 def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: DispatchConfig) -> Dispatched:
     """``choice``, or a dispatch that knows which ranks share a node, of the longest chunks with which there is one:
     short chunks are easier to share out within a node."""
-    world, (pieces, chunk_of, bounds) = len(choice.partitions), choice.cut
-    given = Cut(pieces, chunk_of, bounds, chunk_areas(pieces, chunk_of, len(bounds)))
+    world, given = len(choice.partitions), choice.cut
     unaware = knows_no_nodes(given, choice.partitions, config)
     if unaware is None:
         return choice
     found, is_shared = dispatch_by_nodes(given, unaware, config)
     if found is not None:
-        return _dispatched(given, choice.chunk, choice.pad, check_partitions(found, len(bounds), world))
+        return _dispatched(given, choice.chunk, choice.pad, check_partitions(found, len(given.bounds), world))
     for halvings in range(1, _MOST_HALVINGS + 1):
         chunk = -(-choice.chunk // 2**halvings)
         if is_shared or chunk < _LEAST_NODE_CHUNK:
             break
-        cut = _cut(slices, total, world, chunk, config)
-        found, is_shared = dispatch_by_nodes(_without_slices(cut), unaware, config)
+        _, pad, cut, _ = _cut(slices, total, world, chunk, config)
+        found, is_shared = dispatch_by_nodes(cut, unaware, config)
         if found is not None:
-            partitions = check_partitions(found, len(cut.bounds), world)
-            return _dispatched(_without_slices(cut), chunk, cut.pad, partitions)
+            return _dispatched(cut, chunk, pad, check_partitions(found, len(cut.bounds), world))
     return choice
 
 
@@ -224,9 +212,8 @@ def plan_for_partitions(
     chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
     _check_ends(slices, total_tokens + pad_size)
     bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
-    pieces, chunk_of, _ = split_by_chunk(slices.array, bounds)
     checked = check_partitions(partitions, len(bounds), len(partitions))
-    choice = Dispatched(chunk_size, pad_size, (pieces, chunk_of, bounds), checked, 1.0)
+    choice = Dispatched(chunk_size, pad_size, Cut.of(slices.array, bounds), checked, 1.0)
     _, assigned = with_moves(choice, heads, query_moves, rates, False, head_groups)
     return _finish(
         plan_type,
@@ -307,18 +294,18 @@ def _finish(
     plan_type: type[Plan],
     slices: SliceTable,
     overlap: OverlapConfig,
-    cut: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    cut: Cut,
     **sizes: Any,
 ) -> Plan:
     """Stage ranges of every rank, at one degree common to all."""
-    pieces, chunk_of, bounds = cut
+    pieces, bounds = cut.pieces, cut.bounds
     partitions, assigned = sizes["partitions"], sizes["assigned"]
     world, owner = len(partitions), owners(partitions, len(bounds))
     if assigned is None:
-        computed, rank_of = pieces, owner[chunk_of]
+        computed, rank_of = pieces, owner[cut.chunk_of]
     else:
         computed, rank_of = np.concatenate(assigned), np.repeat(np.arange(world), [len(x) for x in assigned])
-    remotes = _split_by_rank(*remote_keys(computed, rank_of, bounds, owner), world)
+    remotes = _split_by_rank(*remote_keys(computed[:, [K0, K1]], rank_of, bounds, owner), world)
     degree: int
     stage_ranges: tuple[tuple[NDArray[np.int64], ...], ...]
     if world == 1:
@@ -333,7 +320,7 @@ def _finish(
         else:
             stage_ranges = tuple(_stages(overlap, remote, degree) for remote in packed)
     plan = plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
-    plan.keep_pieces(pieces, chunk_of)
+    plan.keep_pieces(pieces, cut.chunk_of)
     return plan
 
 

@@ -14,6 +14,7 @@ from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.config import DispatchConfig, DistAttnConfig, MinHeapDispatchAlg
 from magi_attention.errors import ContractError
+from magi_attention.meta.chunking import Cut
 from magi_attention.meta.explain import explain_links
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, plan_for_partitions
@@ -194,7 +195,7 @@ def test_rows_by_link(seed: int) -> None:
     labels = tuple(rng.integers(0, 4, size=world).tolist())
     plan = planned(mask.slices, mask.total_q, world, chunk, labels)
     nodes, owner = plan.nodes, plan.rank_of_chunk
-    found = count_links(*plan._pieces, plan.chunk_ranges, owner, nodes)
+    found = count_links(Cut.of(plan.slices.array, plan.chunk_ranges), owner, nodes)
     matrix = plan.comm_matrix()
     is_near = np.equal.outer(np.array(nodes.node_of), np.array(nodes.node_of))
     assert found.rows.tolist() == matrix.sum(axis=0).tolist()

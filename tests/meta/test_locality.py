@@ -10,8 +10,9 @@ from magi_attention.api import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, LocalityDispatchAlg, MinHeapDispatchAlg
 from magi_attention.errors import ContractError
+from magi_attention.meta.chunking import Cut, chunk_bounds
 from magi_attention.meta.planner import build_plan
-from magi_attention.meta.solver.locality import document_of_chunks, lower_bound, order_of_chunks, swap_down, two_ended
+from magi_attention.meta.solver.locality import lower_bound, order_of_chunks, swap_down, two_ended
 from magi_attention.testing.masks import random_slices
 
 
@@ -120,7 +121,8 @@ def test_swaps_bring_ranks_below_the_limit() -> None:
 def test_chunks_are_ordered_by_density_of_their_document() -> None:
     # Chunks 0 and 1 are of one document, as their largest pieces begin with key 0; chunk 2 has little to do.
     pieces = np.array([[0, 4, 0, 4, 1], [4, 8, 0, 8, 0], [4, 8, 5, 8, 0], [8, 9, 8, 9, 0]])
-    order = order_of_chunks(document_of_chunks(pieces, np.array([0, 1, 1, 2]), 4), np.array([10, 44, 1, 0]))
+    cut = Cut(pieces, np.array([0, 1, 1, 2]), chunk_bounds(16, 4))
+    order = order_of_chunks(cut.document, np.array([10, 44, 1, 0]))
     assert order.tolist() == [3, 2, 0, 1]
 
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.meta.chunking import owners, sum_by
+from magi_attention.meta.chunking import Cut, owners, sum_by
 from magi_attention.meta.solver.links import LinkLoads, count_links, count_rows
-from magi_attention.meta.solver.locality import TOLERATED, Parts, document_of_chunks, lower_bound, order_of_chunks
+from magi_attention.meta.solver.locality import TOLERATED, Parts, lower_bound, order_of_chunks
 from magi_attention.meta.solver.node_fill import fill_nodes, split_evenly
 from magi_attention.meta.solver.partition import min_heap
 
@@ -25,15 +24,6 @@ _NETWORK_ROW = 6.0
 _SLOW = 0.7  # of what the slowest node waits for
 _WORTH = 0.9  # of what the slowest rank of a node waits for, if its ranks share out all documents
 SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
-
-
-class Cut(NamedTuple):
-    """A mask in chunks: ``pieces`` and ``chunk_of`` as of ``split_by_chunk``, ``bounds`` and areas of chunks."""
-
-    pieces: Ints
-    chunk_of: Ints
-    bounds: Ints
-    work: Ints
 
 
 def share(rows: Ints) -> float:
@@ -56,18 +46,18 @@ class Unaware:
         world = len(self.loads.rows)
         dealt = min_heap(self.cut.work.tolist(), world)[1]
         assert dealt is not None
-        return int(count_rows(*self.cut[:3], owners(dealt, len(self.cut.bounds)), world).max())
+        return int(count_rows(self.cut, owners(dealt, len(self.cut.bounds)), world).max())
 
 
 def unaware_of(cut: Cut, nodes: Nodes, partition: Partition, row_cost: float, least_gain: float) -> Unaware | None:
     """What ``partition`` loads on links, or None where nodes can save nothing: each holds one run of chunks, there are
     no documents to keep in one, or rows cost less than ``least_gain`` of all."""
     owner = owners(partition, len(cut.bounds))
-    document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
+    document = cut.document
     if (np.diff(np.array(nodes.node_of)[owner]) >= 0).all() or (document == document[0]).all():
         return None
-    loads = count_links(*cut[:3], owner, nodes)
-    cost = _cost(cut, nodes, partition, loads, row_cost)
+    loads = count_links(cut, owner, nodes)
+    cost = _cost(cut, nodes, owner, loads, row_cost)
     if (1 - least_gain) * cost <= lower_bound(cut.work, nodes.world):
         return None
     return Unaware(cut, loads, int(sum_by(owner, cut.work, nodes.world).max()), cost)
@@ -85,23 +75,22 @@ def by_nodes(
     modelled cost, in which a row costs ``row_cost`` in a node and more on the network.
     """
     before, limit = unaware.loads, max(int(TOLERATED * lower_bound(cut.work, nodes.world)), unaware.heaviest)
-    document = document_of_chunks(cut.pieces, cut.chunk_of, len(cut.bounds))
     is_shared = False
     for is_coarse in (True, False):
-        order = order_of_chunks(document, cut.work, is_coarse)
-        parts = fill_nodes(cut.work, order, document, nodes.members, limit)
+        order = order_of_chunks(cut.document, cut.work, is_coarse)
+        parts = fill_nodes(cut.work, order, cut.document, nodes.members, limit)
         if parts is None:
             continue
         is_shared = True
         best: Partition | None = None
         least = (1 - least_gain) * unaware.cost
-        for found, links in _both(cut, nodes, parts, before, limit):
+        for found, owner, links in _both(cut, nodes, parts, before, limit):
             is_allowed = (
                 links.rows.sum() <= before.rows.sum()
                 and links.straight <= before.straight
                 and (links.rows.max() <= before.rows.max() or links.rows.max() <= unaware.most_rows)
             )
-            cost = _cost(cut, nodes, found, links, row_cost)
+            cost = _cost(cut, nodes, owner, links, row_cost)
             if is_allowed and cost < least:
                 best, least = found, cost
         if best is not None:
@@ -111,20 +100,20 @@ def by_nodes(
 
 def _both(
     cut: Cut, nodes: Nodes, parts: Parts, before: LinkLoads, limit: int
-) -> Iterator[tuple[Parts, LinkLoads]]:
-    """``parts``, and if it is another partition what ``_spread`` makes of it, with their loads; neither where no fewer
-    rows cross the network than ``before``."""
-    links = count_links(*cut[:3], owners(parts, len(cut.bounds)), nodes)
+) -> Iterator[tuple[Parts, Ints, LinkLoads]]:
+    """``parts``, and if it is another partition what ``_spread`` makes of it, with the ranks of chunks and the loads;
+    neither where no fewer rows cross the network than ``before``."""
+    owner = owners(parts, len(cut.bounds))
+    links = count_links(cut, owner, nodes)
     if links.crossing >= before.crossing:
         return
-    yield parts, links
-    spread = _spread(cut, nodes, parts, links, int(before.rows.sum()), limit)
+    yield parts, owner, links
+    spread = _spread(cut, nodes, parts, owner, links, int(before.rows.sum()), limit)
     if spread is not None:
         yield spread
 
 
-def _cost(cut: Cut, nodes: Nodes, partition: Partition, links: LinkLoads, row_cost: float) -> float:
-    owner = owners(partition, len(cut.bounds))
+def _cost(cut: Cut, nodes: Nodes, owner: Ints, links: LinkLoads, row_cost: float) -> float:
     heaviest = int(sum_by(owner, cut.work, nodes.world).max())
     in_node, network = _link_rows(links, owner, nodes)
     return heaviest + row_cost * max(share(in_node), _NETWORK_ROW * share(network))  # both at the same time
@@ -141,13 +130,12 @@ def _link_rows(links: LinkLoads, owner: Ints, nodes: Nodes) -> tuple[Ints, Ints]
 
 
 def _spread(
-    cut: Cut, nodes: Nodes, parts: Parts, links: LinkLoads, most: int, limit: int
-) -> tuple[Parts, LinkLoads] | None:
+    cut: Cut, nodes: Nodes, parts: Parts, owner: Ints, links: LinkLoads, most: int, limit: int
+) -> tuple[Parts, Ints, LinkLoads] | None:
     """``parts`` with other ranks of the same node for chunks, where one rank sends far more than others over the
-    network: from the slowest node on, while all ranks receive no more than ``most`` rows. With its loads, or None where
-    it is ``parts``."""
-    found, even = list(parts), list(parts)
-    owner = owners(parts, len(cut.bounds))
+    network: from the slowest node on, while all ranks receive no more than ``most`` rows. With the ranks of its chunks
+    and its loads, or None where it is ``parts``. ``owner`` (chunks,): ranks of chunks."""
+    found, even, given = list(parts), list(parts), owner
     now = _node_costs(links, owner, nodes)
     slow = [node for node in np.argsort(-now, kind="stable").tolist() if now[node] > _SLOW * now.max()]
     for node in slow:
@@ -156,7 +144,7 @@ def _spread(
         for rank, part in zip(ranks, split_evenly(chunks, cut.work, len(ranks), limit) or [parts[r] for r in ranks]):
             even[rank] = part
     owner = owners(even, len(cut.bounds))
-    evened = count_links(*cut[:3], owner, nodes, links)
+    evened = count_links(cut, owner, nodes, links)
     then = _node_costs(evened, owner, nodes)
     total, is_spread = int(links.rows.sum()), np.zeros(len(nodes.members), dtype=np.bool_)
     for node in slow:
@@ -172,7 +160,7 @@ def _spread(
     of_rank = is_spread[np.array(nodes.node_of)]
     rows = np.where(of_rank, evened.rows, links.rows)
     to_mates = np.where(of_rank[owner], evened.to_mates, links.to_mates)
-    return found, LinkLoads(rows, to_mates, links.entering, links.leaving)
+    return found, np.where(of_rank[given], owner, given), LinkLoads(rows, to_mates, links.entering, links.leaving)
 
 
 def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float64]:
@@ -183,4 +171,4 @@ def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float
     return slowest
 
 
-__all__ = ["SHARE_OF_MOST", "Cut", "Unaware", "by_nodes", "share", "unaware_of"]
+__all__ = ["SHARE_OF_MOST", "Unaware", "by_nodes", "share", "unaware_of"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.meta.chunking import remote_keys, sum_by
+from magi_attention.meta.chunking import Cut, remote_keys, sum_by
 
 Ints = NDArray[np.int64]
 
@@ -39,27 +39,29 @@ class LinkLoads:
         return int(self.rows.sum()) - int(self.to_mates.sum())
 
 
-def count_rows(pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, world: int) -> Ints:
+def count_rows(cut: Cut, owner: Ints, world: int) -> Ints:
     """(world,): rows of keys that each rank receives. ``owner`` (chunks,) is the rank of each chunk."""
-    ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
+    keys, chunk_of = cut.keys
+    ranges, ranks = remote_keys(keys, owner[chunk_of], cut.bounds, owner)
     return sum_by(ranks, ranges[:, 1] - ranges[:, 0], world)
 
 
-def count_links(
-    pieces: Ints, chunk_of: Ints, bounds: Ints, owner: Ints, nodes: Nodes, alike: LinkLoads | None = None
-) -> LinkLoads:
-    """``pieces`` and ``chunk_of`` as of ``split_by_chunk``; ``owner`` (chunks,) is the rank of each chunk. ``alike``:
-    loads of a partition whose nodes have the same chunks, and so put the same rows on the network."""
+def count_links(cut: Cut, owner: Ints, nodes: Nodes, alike: LinkLoads | None = None) -> LinkLoads:
+    """``owner`` (chunks,) is the rank of each chunk. ``alike``: loads of a partition whose nodes have the same chunks,
+    and so put the same rows on the network."""
+    (keys, chunk_of), bounds = cut.keys, cut.bounds
     node_of = np.array(nodes.node_of, dtype=np.int64)
     home, stride = node_of[owner], int(bounds[-1, 1]) + 1  # so chunks of two nodes do not touch
-    ranges, ranks = remote_keys(pieces, owner[chunk_of], bounds, owner)
-    order, to_mates = np.argsort(home, kind="stable"), np.empty(len(bounds), dtype=np.int64)
+    ranges, ranks = remote_keys(keys, owner[chunk_of], bounds, owner)
+    # By a radix sort, which is stable and which numpy has for short integers.
+    order = np.argsort(home.astype(np.min_scalar_type(len(nodes.members))), kind="stable")
+    to_mates = np.empty(len(bounds), dtype=np.int64)
     held = (bounds + (home * stride)[:, None])[order]
     to_mates[order] = _rows_by_chunk(ranges + (node_of[ranks] * stride)[:, None], held)
     rows = sum_by(ranks, ranges[:, 1] - ranges[:, 0], nodes.world)
     if alike is not None:
         return LinkLoads(rows, to_mates, alike.entering, alike.leaving)
-    wanted, into = remote_keys(pieces, home[chunk_of], bounds, home)
+    wanted, into = remote_keys(keys, home[chunk_of], bounds, home)
     entering = sum_by(into, wanted[:, 1] - wanted[:, 0], len(nodes.members))
     return LinkLoads(rows, to_mates, entering, _rows_by_chunk(wanted, bounds))
 

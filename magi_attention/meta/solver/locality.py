@@ -22,7 +22,6 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.slices import K0, areas
 from magi_attention.meta.solver.partition import min_heap
 
 Parts = list[list[int]]
@@ -35,25 +34,12 @@ _TAILS = (1, 4, 16, 64)  # ranks that MinHeap fills
 _NEIGHBOURS = 16  # chunks of about the wanted area that are tried for a swap
 
 
-def document_of_chunks(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int) -> NDArray[np.int64]:
-    """(chunks,): the first key of the largest piece of each, -1 without pieces. Chunks that follow one another are of
-    one document if it is the same."""
-    size = areas(pieces)
-    anchor = np.full(num_chunks, -1)
-    if len(pieces):
-        begins = np.flatnonzero(np.diff(chunk_of, prepend=chunk_of[:1] - 1))  # pieces are in the order of chunks
-        most = np.repeat(np.maximum.reduceat(size, begins), np.diff(begins, append=len(size)))
-        largest = np.flatnonzero(size == most)[::-1]  # of equal ones the first, which is written last
-        anchor[chunk_of[largest]] = pieces[largest, K0]
-    return anchor
-
-
 def order_of_chunks(
     document: NDArray[np.int64], work: NDArray[np.int64], is_coarse: bool = False
 ) -> NDArray[np.int64]:
     """Chunk ids from the least to the most dense document, by position where densities are alike: in the same half
-    octave, or ``is_coarse`` octave, so that neighbours mostly stay neighbours. ``document`` as of
-    ``document_of_chunks``, ``work`` (chunks,) are areas."""
+    octave, or ``is_coarse`` octave, so that neighbours mostly stay neighbours. ``document`` and ``work`` (chunks,) are
+    as of ``Cut``."""
     starts = np.flatnonzero(np.diff(document, prepend=document[:1] - 1))
     counts = np.diff(starts, append=len(work))
     mantissa, exponent = np.frexp(np.add.reduceat(work, starts) / counts)
@@ -95,45 +81,48 @@ def two_ended(work: list[int], order: list[int], world: int, limit: int) -> Part
 
 
 class _Pool:
-    """Chunks that nobody has, by area."""
+    """Chunks that nobody has. They are numbered by area here, from the lightest on: ``areas`` ascend. ``chunks`` has
+    the caller's number of each."""
 
     def __init__(self, work: list[int]) -> None:
         by_area = np.argsort(np.array(work, dtype=np.int64), kind="stable")
-        place = np.empty_like(by_area)
-        place[by_area] = np.arange(len(work))
-        self._chunks, self._place = by_area.tolist(), place.tolist()
-        self._areas = [work[chunk] for chunk in self._chunks]
-        # Forests whose roots are free: the next free place from here on, and one more than the last one before here.
+        self.chunks: list[int] = by_area.tolist()
+        self.areas = [work[chunk] for chunk in self.chunks]
+        # Forests whose roots are free: the next free chunk from here on, and one more than the last one before here.
         self._next = list(range(len(work) + 1))
         self._last = list(range(len(work) + 1))
-        self.is_taken = bytearray(len(work))
+        self.is_gone = bytearray(len(work))  # from the end of the order where it was: taken, or moved to the other end
 
-    def take(self, chunk: int) -> None:
-        place = self._place[chunk]
-        self.is_taken[chunk] = 1
-        self._next[place] = place + 1
-        self._last[place + 1] = place
+    def take(self, chunks: list[int]) -> None:
+        after, before, is_gone = self._next, self._last, self.is_gone
+        for chunk in chunks:
+            after[chunk] = chunk + 1
+            before[chunk + 1] = chunk
+            is_gone[chunk] = 1
+
+    def free(self, chunks: list[int]) -> list[int]:
+        """Those of these that nobody has."""
+        return [chunk for chunk in chunks if self._next[chunk] == chunk]
 
     def closest(self, area: float, but: list[int]) -> int:
         """The free chunk, but those, whose area is closest; of two the lighter one. There has to be one."""
-        at = bisect_left(self._areas, area)
-        above = _root(self._next, at)
-        while above < len(self._areas) and self._chunks[above] in but:
-            above = _root(self._next, above + 1)
-        below = _root(self._last, at)
-        while below and self._chunks[below - 1] in but:
-            below = _root(self._last, below - 1)
-        is_above = not below or (
-            above < len(self._areas) and self._areas[above] - area < area - self._areas[below - 1]
-        )
-        chunk: int = self._chunks[above if is_above else below - 1]
-        return chunk
-
-
-def _root(parents: list[int], i: int) -> int:
-    while parents[i] != i:
-        parents[i] = i = parents[parents[i]]
-    return i
+        areas, after, before = self.areas, self._next, self._last
+        above = below = bisect_left(areas, area)
+        while True:
+            while (at := after[above]) != above:
+                after[above] = above = after[at]
+            if above not in but:
+                break
+            above += 1
+        while True:
+            while (at := before[below]) != below:
+                before[below] = below = before[at]
+            if below - 1 not in but:
+                break
+            below -= 1
+        if not below or (above < len(areas) and areas[above] - area < area - areas[below - 1]):
+            return above
+        return below - 1
 
 
 def _fill(work: list[int], order: list[int], sizes: list[int], limit: int) -> Parts:
@@ -141,16 +130,19 @@ def _fill(work: list[int], order: list[int], sizes: list[int], limit: int) -> Pa
     pool, parts, left = _Pool(work), [], sum(work)
     world = len(sizes) + 1
     most, tolerance = _MOST_ABOVE * left / world, _TOLERANCE * left / world
-    mean, is_moved = left / len(work), bytearray(len(work))
-    light = _End(order, pool.is_taken, is_moved, [area <= mean for area in work])
-    dense = _End(order[::-1], pool.is_taken, is_moved, [area >= mean for area in work])
+    mean, place = left / len(work), [0] * len(work)
+    for at, chunk in enumerate(pool.chunks):
+        place[chunk] = at
+    ordered = [place[chunk] for chunk in order]
+    light = _End(ordered, pool, range(bisect_right(pool.areas, mean)))
+    dense = _End(ordered[::-1], pool, range(bisect_left(pool.areas, mean), len(work)))
     for rank, size in enumerate(sizes):
         target = min(left / (world - rank), most)
         found: list[int] | None = None
         best, taken = float("inf"), 0
         light.pass_on(dense)
         dense.pass_on(light)
-        for chunks, area in _candidates(work, light.first(size - 1), dense.first(size - 1), size, target, pool):
+        for chunks, area in _candidates(pool, light.first(size - 1), dense.first(size - 1), size, target):
             error = abs(area - target) if area <= limit else _MOST_SINGLES * (area - target)
             if error < best:
                 found, best, taken = chunks, error, area
@@ -158,56 +150,56 @@ def _fill(work: list[int], order: list[int], sizes: list[int], limit: int) -> Pa
                 break
         if found is None:
             break
-        for chunk in found:
-            pool.take(chunk)
+        pool.take(found)
         left -= taken
-        parts.append(found)
+        parts.append([pool.chunks[chunk] for chunk in found])
     return parts
 
 
 class _End:
-    """The free chunks from one end of ``order`` on.
+    """The free chunks from one end of ``chunks`` on.
 
     When ranks have taken the last chunks of a dense document, its first ones have little work, and the last ones of a
-    light document have much. Those go over to the other end and are the first ones there.
+    light document have much. Those go over to the other end and are the first ones there: what ``belongs`` here stays.
     """
 
-    def __init__(self, chunks: list[int], is_taken: bytearray, is_moved: bytearray, belongs: list[bool]) -> None:
-        self._chunks, self._is_taken, self._is_moved, self._belongs = chunks, is_taken, is_moved, belongs
+    def __init__(self, chunks: list[int], pool: _Pool, belongs: range) -> None:
+        self._chunks, self._pool, self._belongs = chunks, pool, belongs
         self._at = 0  # where free chunks begin
         self._come: list[int] = []  # from the other end
 
     def pass_on(self, other: _End) -> None:
         """Gives the chunks at the front that do not belong here to the other end."""
-        chunks, moved = self._chunks, []
-        while self._at < len(chunks):
-            chunk = chunks[self._at]
-            if not self._is_taken[chunk] and not self._is_moved[chunk]:
-                if self._belongs[chunk]:
+        chunks, is_gone, moved, at = self._chunks, self._pool.is_gone, [], self._at
+        while at < len(chunks):
+            chunk = chunks[at]
+            if not is_gone[chunk]:
+                if chunk in self._belongs:
                     break
-                self._is_moved[chunk] = 1
+                is_gone[chunk] = 1
                 moved.append(chunk)
-            self._at += 1
+            at += 1
+        self._at = at
         if moved:
             other._come = moved[::-1] + other._come
 
     def first(self, count: int) -> list[int]:
         """So many chunks, or all."""
-        self._come = found = [chunk for chunk in self._come if not self._is_taken[chunk]]
-        found, at, chunks = found[:count], self._at, self._chunks
-        is_taken, is_moved = self._is_taken, self._is_moved
+        self._come = self._pool.free(self._come)
+        found, at, chunks, is_gone = self._come[:count], self._at, self._chunks, self._pool.is_gone
         while len(found) < count and at < len(chunks):
-            found += [chunk for chunk in chunks[at : at + count + 1] if not is_taken[chunk] and not is_moved[chunk]]
+            found += [chunk for chunk in chunks[at : at + count + 1] if not is_gone[chunk]]
             at += count + 1
         return found[:count]
 
 
 def _candidates(
-    work: list[int], lights: list[int], heavies: list[int], size: int, target: float, pool: _Pool
+    pool: _Pool, lights: list[int], heavies: list[int], size: int, target: float
 ) -> Iterator[tuple[list[int], int]]:
     """Chunks for one rank, with their area: with one chunk that fits what two runs leave, with two, and so on."""
-    light = list(accumulate([work[chunk] for chunk in lights], initial=0))
-    heavy = list(accumulate([work[chunk] for chunk in heavies], initial=0))
+    areas = pool.areas
+    light = list(accumulate(map(areas.__getitem__, lights), initial=0))
+    heavy = list(accumulate(map(areas.__getitem__, heavies), initial=0))
     for singles in range(1, min(_MOST_SINGLES, size) + 1):
         count = size - singles
         aim = target * count / size
@@ -218,8 +210,9 @@ def _candidates(
         split = low + errors.index(min(errors))
         chunks, area = heavies[:split] + lights[: count - split], heavy[split] + light[count - split]
         for missing in range(singles, 0, -1):
-            chunks.append(pool.closest((target - area) / missing, chunks))
-            area += work[chunks[-1]]
+            chunk = pool.closest((target - area) / missing, chunks)
+            chunks.append(chunk)
+            area += areas[chunk]
         yield chunks, area
 
 
@@ -227,7 +220,7 @@ def swap_down(parts: Sequence[Sequence[int]], work: list[int], limit: int) -> Pa
     """Swaps chunks of ranks above ``limit`` with lighter ones of other ranks until no rank is above it; None if that is
     not reached in as many swaps as there are ranks. No swap brings the other rank above the limit."""
     found = [list(part) for part in parts]
-    loads = [sum([work[chunk] for chunk in part]) for part in found]
+    loads = [sum(map(work.__getitem__, part)) for part in found]
     above = [rank for rank, load in enumerate(loads) if load > limit]
     if not above:
         return found
@@ -238,12 +231,16 @@ def swap_down(parts: Sequence[Sequence[int]], work: list[int], limit: int) -> Pa
     for rank, part in enumerate(found):
         for chunk in part:
             rank_of[chunk] = rank
-    steps = len(found)
-    for rank in above:
+    swaps = len(found) - 1  # that are left
+    for later, rank in zip(range(len(above) - 1, -1, -1), above):
         while loads[rank] > limit:
-            swap = _best_swap(found[rank], loads[rank], work, by_area, sorted_work, rank_of, loads, limit)
-            steps -= 1
-            if swap is None or not steps:
+            excess, room = loads[rank] - limit, limit - min(loads)
+            # A swap takes at most ``room`` from this rank, less each time, and each later rank needs a swap.
+            if room <= 0 or -(-excess // room) + later > swaps:
+                return None
+            swap = _best_swap(found[rank], excess, room, work, by_area, sorted_work, rank_of, loads)
+            swaps -= 1
+            if swap is None:
                 return None
             given, taken = swap
             other, less = rank_of[taken], work[given] - work[taken]
@@ -256,33 +253,36 @@ def swap_down(parts: Sequence[Sequence[int]], work: list[int], limit: int) -> Pa
 
 
 def _best_swap(
-    mine: list[int], load: int, work: list[int], by_area: list[int], sorted_work: list[int], rank_of: list[int],
-    loads: list[int], limit: int,
+    mine: list[int], excess: int, room: int, work: list[int], by_area: list[int], sorted_work: list[int],
+    rank_of: list[int], loads: list[int],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """A chunk of a rank and one of another rank to swap it with: of pairs that bring the rank below the limit the one
-    with the lightest chunk, which needs the fewest keys; else the pair that takes most from it. None if none does."""
-    excess, room = load - limit, limit - min(loads)
-    best, found = (1, 0), None
+    """A chunk of a rank and one of another rank to swap it with: of pairs that take ``excess`` from it the one with the
+    lightest chunk, which needs the fewest keys; else the pair that takes most from it. None if none does. The lightest
+    rank has ``room`` for so much more."""
+    limit = room + min(loads)
+    if room >= excess:
+        for chunk in sorted(mine, key=work.__getitem__):
+            area = work[chunk]
+            fits = bisect_right(sorted_work, area - excess)  # chunks that are lighter by what is to go
+            for at in range(fits - 1, max(fits - 1 - _NEIGHBOURS, -1), -1):
+                less = area - sorted_work[at]
+                if less > room:
+                    break
+                if loads[rank_of[by_area[at]]] + less <= limit:
+                    return chunk, by_area[at]
+    most, found = 0, None
     for chunk in mine:
         area = work[chunk]
-        # Chunks that are lighter by what is to go; then, lighter by what the lightest rank has room for.
-        fits = bisect_right(sorted_work, area - excess)
-        for at in range(fits - 1, max(fits - 1 - _NEIGHBOURS, -1), -1):
+        first = bisect_left(sorted_work, area - room)  # chunks that are lighter by what the lightest rank has room for
+        end = min(first + _NEIGHBOURS, len(work))
+        for at in range(bisect_right(sorted_work, area - excess, first, end), end):
             less = area - sorted_work[at]
-            if loads[rank_of[by_area[at]]] + less <= limit:
-                if (0, area) < best:
-                    best, found = (0, area), (chunk, by_area[at])
+            if less <= most:
                 break
-        else:
-            if not best[0]:
-                continue
-            most = bisect_left(sorted_work, area - room)
-            for at in range(most, min(most + _NEIGHBOURS, len(work))):
-                less = area - sorted_work[at]
-                other = rank_of[by_area[at]]
-                if 0 < less < excess and loads[other] + less <= limit and (1, -less) < best:
-                    best, found = (1, -less), (chunk, by_area[at])
+            if loads[rank_of[by_area[at]]] + less <= limit:
+                most, found = less, (chunk, by_area[at])
+                break
     return found
 
 
-__all__ = ["TOLERATED", "Parts", "document_of_chunks", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]
+__all__ = ["TOLERATED", "Parts", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]

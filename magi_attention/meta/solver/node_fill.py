@@ -12,7 +12,7 @@ has ranks, fewer chunks come from the dense end, and the second run lies where t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -33,7 +33,7 @@ def fill_nodes(
     """Chunks of each rank, none above ``limit``, or None where that was not found. A few chunks may have been swapped
     between nodes at last.
 
-    ``work`` are the areas of chunks; ``order`` and ``document`` as of ``order_of_chunks`` and ``document_of_chunks``.
+    ``work`` are the areas of chunks; ``order`` as of ``order_of_chunks``, ``document`` as of ``Cut``.
     ``members`` are the ranks of each node. A rank gets ``len(work) // ranks`` chunks, and as many ranks as chunks are
     left by that one more.
     """
@@ -49,14 +49,14 @@ def fill_nodes(
     for ranks in members:
         count = len(ranks) * size + sum(rank < extra for rank in ranks)
         due = left * len(ranks) / ranks_left
-        chunks, split = _fill_node(work, (free, free_areas), document, place, (count, len(ranks)), due, limit)
+        chunks, split, is_above = _fill_node(work, (free, free_areas), document, place, (count, len(ranks)), due, limit)
         for rank, part in zip(ranks, split):
             parts[rank] = part
-        above += any(int(work[part].sum()) > limit for part in split)
+        above += is_above
         if above > _MOST_ABOVE * len(members):
             return None
         is_taken[chunks] = True
-        is_left = ~is_taken[free]
+        is_left = np.flatnonzero(~is_taken[free])
         free, free_areas = free[is_left], free_areas[is_left]
         left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
     return swap_down(parts, work.tolist(), limit)
@@ -82,10 +82,10 @@ def _split_by_runs(chunks: Ints, work: Ints, place: Ints, ranks: int, limit: int
 
 def _fill_node(
     work: Ints, left: tuple[Ints, Ints], document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
-) -> tuple[Ints, Parts]:
+) -> tuple[Ints, Parts, bool]:
     """``counts[0]`` of the free chunks, of an area near ``due``, and those of each of ``counts[1]`` ranks: the first
-    choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest. ``left``:
-    the free chunks and their areas."""
+    choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest. And
+    whether a rank is above the limit. ``left``: the free chunks and their areas."""
     count, ranks = counts
     is_last = count == len(left[0])
     choices = iter([np.sort(left[0])]) if is_last else _choices(work, left, document, counts, due, limit)
@@ -93,13 +93,13 @@ def _fill_node(
     for chunks in islice(choices, _MOST_TRIES):
         parts = _split_by_runs(chunks, work, place, ranks, limit) or split_evenly(chunks, work, ranks, limit)
         if parts is not None:
-            return chunks, parts
+            return chunks, parts, False
         heaviest, dealt = min_heap(work[chunks].tolist(), ranks)
         assert dealt is not None
         if best is None or heaviest < best[0]:
             best = heaviest, chunks, [chunks[part].tolist() for part in dealt]
     assert best is not None
-    return best[1], best[2]
+    return best[1], best[2], True
 
 
 def _can_share(work: Ints, ranks: int, limit: int) -> bool:
@@ -118,16 +118,16 @@ def _choices(
 ) -> Iterator[Ints]:
     """Chunks for one node, ascending, from the choice that cuts the fewest documents on: those of about the area that
     is due which ranks may be able to share, or if there is none the first."""
-    (count, ranks), free = counts, left[0]
-    before = np.concatenate([[0], np.cumsum(left[1])])
-    most = np.arange(count + 1)  # chunks of the dense run
-    fits = np.flatnonzero(before[-1] - before[len(free) - most] + before[count - most] <= due)
+    (count, ranks), (free, free_areas) = counts, left
+    dense_runs, light_runs = (
+        np.concatenate([[0], np.cumsum(areas[:count])]) for areas in (free_areas[::-1], free_areas)
+    )
+    fits = np.flatnonzero(dense_runs + light_runs[::-1] <= due)
     dense = int(fits[-1]) if len(fits) else 0
     first = _two_runs(work, free, document, (count, dense), due)
     fewer = [dense // ranks * ranks, *(max(dense - 2**i, 0) for i in range(dense.bit_length() + 1))]
-    others = (_run_and_window(free, before, (count, many), due) for many in dict.fromkeys(fewer))
     has_any = False
-    for chosen in chain([first], others):
+    for chosen in chain([first], _runs_and_windows(left, count, dict.fromkeys(fewer), due)):
         areas = work[chosen]
         if abs(int(areas.sum()) - due) <= _TOLERANCE * due and _can_share(areas, ranks, limit):
             has_any = True
@@ -162,14 +162,15 @@ def _two_runs(work: Ints, free: Ints, document: Ints, counts: tuple[int, int], d
     return best
 
 
-def _run_and_window(free: Ints, before: Ints, counts: tuple[int, int], due: float) -> Ints:
-    """A run of ``counts[1]`` chunks from the dense end, and one anywhere below it, ``counts[0]`` chunks in all, of an
-    area near ``due``. ``before`` (free + 1,): areas of the free chunks, summed up."""
-    count, dense = counts
-    high, length = len(free) - dense, count - dense
-    areas = before[length : high + 1] - before[: high - length + 1]
-    start = int(np.argmin(np.abs(areas - (due - (before[-1] - before[high])))))
-    return np.concatenate([free[high:], free[start : start + length]])
+def _runs_and_windows(left: tuple[Ints, Ints], count: int, numbers: Iterable[int], due: float) -> Iterator[Ints]:
+    """For each of ``numbers`` a run of so many chunks from the dense end, and one anywhere below it, ``count`` chunks
+    in all, of an area near ``due``."""
+    free, before = left[0], np.concatenate([[0], np.cumsum(left[1])])
+    for dense in numbers:
+        high, length = len(free) - dense, count - dense
+        areas = before[length : high + 1] - before[: high - length + 1]
+        start = int(np.argmin(np.abs(areas - (due - (before[-1] - before[high])))))
+        yield np.concatenate([free[high:], free[start : start + length]])
 
 
 __all__ = ["fill_nodes", "split_evenly"]

@@ -168,23 +168,34 @@ def min_heap(work: Sequence[float], k: int, spare_empty: bool = True) -> Result:
     n, cap = len(work), -(-len(work) // k)
     heap: list[tuple[float, int]] = [(0, bucket) for bucket in range(k)]
     buckets: list[list[int]] = [[] for _ in range(k)]
-    empty = k
-    for placed, item in enumerate(sorted(range(n - 1, -1, -1), key=work.__getitem__, reverse=True)):
+    empty, placed = k, 0
+    items = sorted(range(n - 1, -1, -1), key=work.__getitem__, reverse=True)
+    while empty and placed < n:
         parked = []
-        while empty and spare_empty and n - placed <= empty and buckets[heap[0][1]]:
+        while spare_empty and n - placed <= empty and buckets[heap[0][1]]:
             parked.append(heapq.heappop(heap))
+        bucket = heap[0][1]
+        empty -= not buckets[bucket]
+        _to_lightest(heap, buckets, work, items[placed : placed + 1], cap)
+        for entry in parked:
+            heapq.heappush(heap, entry)
+        placed += 1
+    _to_lightest(heap, buckets, work, items[placed:], cap)
+    return _heaviest(work, buckets), buckets
+
+
+def _to_lightest(
+    heap: list[tuple[float, int]], buckets: list[list[int]], work: Sequence[float], items: Sequence[int], cap: int
+) -> None:
+    """Each of ``items`` to the least loaded bucket of the ``heap``, which a bucket with ``cap`` of them leaves."""
+    for item in items:
         load, bucket = heap[0]
         mine = buckets[bucket]
-        if not mine:
-            empty -= 1
         mine.append(item)
         if len(mine) < cap:
             heapq.heapreplace(heap, (load + work[item], bucket))
         else:
             heapq.heappop(heap)
-        for entry in parked:
-            heapq.heappush(heap, entry)
-    return _heaviest(work, buckets), buckets
 
 
 def topp_heap(
@@ -285,4 +296,4 @@ def _equal_count(n: int, k: int) -> int:
 
 
 def _heaviest(work: Sequence[float], buckets: list[list[int]]) -> float:
-    return max((sum([work[i] for i in bucket]) for bucket in buckets), default=0)
+    return max((sum(map(work.__getitem__, bucket)) for bucket in buckets), default=0)
