@@ -14,6 +14,7 @@ from typing import Any
 
 from magi_attention.config.dispatch import LocalityDispatchAlg
 from magi_attention.config.dist_attn import DistAttnConfig
+from magi_attention.config.links import NVLINK_BYTES_PER_S, NVLINK_LATENCY_S
 from magi_attention.config.overlap import OverlapConfig
 from magi_attention.env import build as env
 from magi_attention.env import general
@@ -50,8 +51,8 @@ class MachineRates:
         version: of this package. dtype, element_bytes: what was measured.
         kernels: rates by shape; the assumed one is that of packed documents in benchmarks/results/ffa_forward_h100.json
             and ffa_backward_h100.json (varlen_causal, 32,768 tokens).
-        link_bytes_per_s: what a rank receives while all ranks send; assumed: what the put of one launch moves
-            (docs/log/one_launch.md). link_latency_s: of an exchange that moves next to nothing.
+        link_bytes_per_s: what a rank receives while all ranks send; assumed: that of NVLink in ``config/links.py``.
+        link_latency_s: of an exchange that moves next to nothing.
         is_measured: False for assumed rates.
     Raises:
         ContractError: no kernel, or a rate is not positive.
@@ -63,8 +64,8 @@ class MachineRates:
     dtype: str = "bfloat16"
     element_bytes: int = 2
     kernels: tuple[KernelRate, ...] = (KernelRate(64, 8, 128, 32_768, 728e12, 599e12),)
-    link_bytes_per_s: float = 300e9
-    link_latency_s: float = 1e-5
+    link_bytes_per_s: float = NVLINK_BYTES_PER_S
+    link_latency_s: float = NVLINK_LATENCY_S
     is_measured: bool = False
 
     def __post_init__(self) -> None:

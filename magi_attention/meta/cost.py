@@ -13,9 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.slices import Q0, areas, pairs_before
+from magi_attention.config.links import NCCL_BYTES_PER_S, NETWORK_BYTES_PER_S
 from magi_attention.config.rates import MachineRates
 from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.plan import Plan
+
+# Two kernels take so much longer than one for each value of the output: 0.75 ms for 8,192 tokens and 64 heads of dim
+# 128 on an H100.
+MERGE_SECONDS = 11e-12
 
 
 class Bar(TypedDict):
@@ -55,6 +60,21 @@ class CostModel:
 def row_bytes(plan: Plan, element_bytes: int = 2) -> int:
     """Bytes of one token's K and V."""
     return 2 * plan.num_heads_kv * plan.head_dim * element_bytes
+
+
+def is_wait_cheaper(num_bytes: int, values: int, is_one_host: bool) -> bool:
+    """Whether a plan of one stage waits for its rows and runs one kernel, because that ends sooner than two kernels.
+
+    Two kernels hide the rows behind the first. But partial outputs go through memory in float32 and are merged, and so
+    are partial dq. What that takes depends on the queries alone, so it is waste where few rows travel, as under windows
+    and packed documents, or over fast links (``docs/log/rows_and_stages.md``).
+
+    Args:
+        num_bytes: of K and V, the most that a rank fetches.
+        values: of a rank's output: its tokens times query heads times head dim of V.
+        is_one_host: all ranks share a host, and so its NVLink; otherwise rows cross the network.
+    """
+    return num_bytes / (NCCL_BYTES_PER_S if is_one_host else NETWORK_BYTES_PER_S) <= values * MERGE_SECONDS
 
 
 def ring_rows(plan: Plan) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from magi_attention.config import links
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 
 LEVELS = ("two", "flat")
-_ASSUMED_LINK = MachineRates().link_bytes_per_s  # that of the machines on which ``Calibration`` was measured
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,8 @@ class Calibration:
         copy_bytes_per_s: read and written by a copy on the GPU (range_ops_h100.json, "copy").
         merge_bytes_per_s: read and written by a kernel that adds to float32 results of another call
             (context_parallel_h100x2.json: kernels alone of ring less those of all-gather).
-        nccl_bytes_per_s: received by send/receive and all-to-all (group_collectives_h100x2.json, "by all-to-all").
-        gather_bytes_per_s: received by all-gather, sent by reduce-scatter (all_gather of both records).
-        nccl_latency_s: of a collective that moves next to nothing (all_gather of both records).
+        nccl_bytes_per_s: received by send/receive and all-to-all. gather_bytes_per_s: received by all-gather, sent by
+            reduce-scatter. nccl_latency_s: of a collective that moves next to nothing (all three: ``config/links.py``).
         put_sms: multiprocessors of ``sms`` that push rows of one launch (docs/log/one_launch.md).
         hot_pace: speed of a kernel that works for ``hot_s`` or longer, of a short one; GPUs reach their power limit
             (one_gpu of both records beside ffa_forward_h100.json).
@@ -30,9 +29,9 @@ class Calibration:
 
     copy_bytes_per_s: float = 2.95e12
     merge_bytes_per_s: float = 1.1e12
-    nccl_bytes_per_s: float = 210e9
-    gather_bytes_per_s: float = 280e9
-    nccl_latency_s: float = 3e-5
+    nccl_bytes_per_s: float = links.NCCL_BYTES_PER_S
+    gather_bytes_per_s: float = links.GATHER_BYTES_PER_S
+    nccl_latency_s: float = links.NCCL_LATENCY_S
     put_sms: int = 16
     sms: int = 132
     cool_s: float = 6e-3
@@ -50,8 +49,8 @@ class Cluster:
     """
 
     node: int = 8
-    network_bytes_per_s: float = 50e9
-    network_latency_s: float = 1e-5
+    network_bytes_per_s: float = links.NETWORK_BYTES_PER_S
+    network_latency_s: float = links.NETWORK_LATENCY_S
     levels: str = "two"
     heads_q: int = 64
     heads_kv: int = 8
@@ -90,8 +89,8 @@ class Cluster:
 
     @property
     def link_scale(self) -> float:
-        """Links in a node beside those of the calibration."""
-        return self.rates.link_bytes_per_s / _ASSUMED_LINK
+        """Links in a node beside those that NCCL was measured on."""
+        return self.rates.link_bytes_per_s / links.NVLINK_BYTES_PER_S
 
     def copy(self, num_bytes: float) -> float:
         """Seconds of a kernel that reads and writes so many bytes together."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.config.links import NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S
 from magi_attention.meta.chunking import Cut, owners, sum_by
 from magi_attention.meta.solver.links import LinkLoads, count_links, count_rows
 from magi_attention.meta.solver.locality import TOLERATED, Parts, lower_bound, order_of_chunks
@@ -19,8 +20,7 @@ from magi_attention.meta.solver.partition import min_heap
 
 Ints = NDArray[np.int64]
 Partition = Sequence[Sequence[int]]
-# Rows that cross a link of NVLink, 300 GB/s, while one crosses the network, 50 GB/s for each GPU.
-_NETWORK_ROW = 6.0
+_NETWORK_ROW = NVLINK_BYTES_PER_S / NETWORK_BYTES_PER_S  # rows that cross NVLink while one crosses the network
 _SLOW = 0.7  # of what the slowest node waits for
 _WORTH = 0.9  # of what the slowest rank of a node waits for, if its ranks share out all documents
 SHARE_OF_MOST = 0.7  # how much the rank that fetches most counts, against the mean of all
