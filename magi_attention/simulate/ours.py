@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.errors import ContractError
+from magi_attention.meta.cost import is_wait_cheaper
 from magi_attention.meta.fused_layout import MAX_GROUPS  # that rows of one launch arrive in
 from magi_attention.simulate.events import COMPUTE, LINK, NETWORK, Lanes, Outcome
 from magi_attention.simulate.kernels import KernelTimes
@@ -101,8 +102,9 @@ def _only_stage(work: PlanWork) -> Traffic | None:
 # ---- stages over NCCL ---------------------------------------------------------------------------------
 
 
-def staged(work: PlanWork, cluster: Cluster, is_backward: bool) -> Outcome:
-    """A kernel for local keys and one for each stage; with degree 0 one kernel after one fetch.
+def staged(work: PlanWork, cluster: Cluster, is_backward: bool, may_wait: bool = True) -> Outcome:
+    """A kernel for local keys and one for each stage; with degree 0 one kernel after one fetch, and so for a single
+    stage where that is cheaper. Without ``may_wait`` a single stage is always merged (``AttnPolicy.hide_tail_reduce``).
 
     Beside the attention kernel NCCL's transfers over NVLink are not hidden (they took as much longer as they take, in
     all cells of two GPUs), so they take time of the compute lane. Those over the network are taken for hidden.
@@ -115,7 +117,7 @@ def staged(work: PlanWork, cluster: Cluster, is_backward: bool) -> Outcome:
         link_end = lanes.run(COMPUTE, 0.0, wire.link, LINK)
         net_end = lanes.run(NETWORK, 0.0, wire.net)
         there.append(np.maximum(*wire.arrived(link_end, net_end)))
-    if work.degree == 0 and wires:
+    if wires and (work.degree == 0 or (may_wait and waits_for_stage(work, cluster))):
         rows = work.rows + sum(traffic.rows for traffic in work.traffic)
         joined = lanes.run(COMPUTE, there[0], cluster.copy(2 * rows * cluster.kv_row), LINK)  # in one tensor
         lanes.run(COMPUTE, joined, _kernel(times, work, work.pairs, is_backward))
@@ -124,6 +126,15 @@ def staged(work: PlanWork, cluster: Cluster, is_backward: bool) -> Outcome:
     if is_backward:
         return _return_rows(work, cluster, lanes, cluster.nccl, latency_s)
     return lanes.outcome()
+
+
+def waits_for_stage(work: PlanWork, cluster: Cluster) -> bool:
+    """Whether a single stage is waited for, as ``AttnRuntime`` decides it: by the table of links, whatever the rates of
+    ``cluster`` are."""
+    if len(work.traffic) != 1:
+        return False
+    num_bytes, values = int(work.traffic[0].rows.max()) * cluster.kv_row, int(work.rows.max()) * cluster.q_values
+    return is_wait_cheaper(num_bytes, values, is_one_host=work.ranks <= cluster.node)
 
 
 def _stage_kernels(
@@ -167,4 +178,4 @@ def selective_gather(work: PlanWork, cluster: Cluster, is_backward: bool) -> Out
     return lanes.outcome()
 
 
-__all__ = ["one_launch", "selective_gather", "staged"]
+__all__ = ["one_launch", "selective_gather", "staged", "waits_for_stage"]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.kernels.registry import default_registry
+from magi_attention.simulate import Case, Cluster
+from magi_attention.simulate.ours import waits_for_stage
 from magi_attention.testing.masks import random_slices
 
 
@@ -35,6 +39,18 @@ def test_few_rows_and_fast_links():
     assert most_rows(True) > 4 * most_rows(False) > 0
     assert most_rows(False, tokens=16_384) == pytest.approx(2 * most_rows(False), abs=2)
     assert most_rows(False, heads=(64, 64)) == pytest.approx(most_rows(False) / 8, abs=2)  # eight times as many bytes
+
+
+def test_the_simulator_decides_alike():
+    """Windows over which ranks need more and more keys, on one host and on four."""
+    found = set()
+    for window, node in itertools.product((63, 1023, 16_383), (2, 8)):
+        case = Case(Mask.sliding_window(8 * 4096, (window, 0)), 8, Cluster(node=node), knows_nodes=False)
+        work = case.plan_work(1)
+        waits = is_joined_faster(int(work.traffic[0].rows.max()), *tensors(4096), is_one_host=node == 8)
+        assert waits_for_stage(work, case.cluster) == waits
+        found.add((waits, node))
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(

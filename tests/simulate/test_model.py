@@ -16,6 +16,7 @@ from magi_attention.errors import ContractError
 from magi_attention.simulate import OURS, WAYS, Case, Cluster, KernelTimes, answer, estimate, kind_of
 from magi_attention.simulate.events import COMPUTE, LINK, Lanes
 from magi_attention.simulate.kernels import KINDS, TABLE
+from magi_attention.simulate.ours import staged
 from magi_attention.simulate.sweep import least, sweep
 from magi_attention.simulate.ways import share_seconds
 
@@ -164,6 +165,16 @@ def test_two_levels_cross_the_network_less_and_are_no_slower_where_it_is_slow():
     assert two.plan_work(1).traffic[0].net_in.sum() < flat.plan_work(1).traffic[0].net_in.sum()
     for way in ("one launch", "one stage", "all-gather"):
         assert estimate(way, two).efficiency > estimate(way, flat).efficiency
+
+
+@pytest.mark.parametrize(("name", "ranks", "waits"), [("window", 16, True), ("causal", 2, True), ("causal", 16, False)])
+def test_one_stage_is_waited_for_or_merged(name, ranks, waits):
+    case = Case(MASKS[name](4096 * ranks), ranks, CLUSTER)
+    for is_backward in (False, True):
+        one = WAYS["one stage"](case, CLUSTER, is_backward).seconds
+        merged = staged(case.plan_work(1), CLUSTER, is_backward, may_wait=False).seconds
+        waited = WAYS["fetch, then attend"](case, CLUSTER, is_backward).seconds
+        assert merged != waited and one == (waited if waits else merged)
 
 
 def test_one_gpu_has_nothing_to_wait_for():

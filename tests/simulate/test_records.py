@@ -28,6 +28,13 @@ def test_most_times_are_within_a_tenth(cells):
     assert sum(error <= 0.1 for error in errors) > 0.8 * len(errors)
 
 
+def test_a_stage_is_waited_for_where_that_was_faster():
+    choices = [choice for record in simulated.RECORDS for choice in simulated.choices_of(record)]
+    assert len(choices) > 15
+    for choice in choices:
+        assert choice.waits == {choice.waited < choice.merged}, choice
+
+
 def test_the_page_has_the_errors_of_today(cells):
     """To three points in a hundred. If not, run ``python benchmarks/simulated.py --write``."""
     page = PAGE.read_text(encoding="utf-8")
