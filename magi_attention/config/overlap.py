@@ -55,8 +55,10 @@ class OverlapConfig:
 
     Args:
         mode: STATIC takes ``degree`` stages; DYNAMIC lets the cost model choose the degree.
-        degree: number of remote stages. 0 turns overlap off (fetch all, then one kernel). With DYNAMIC
-            it must be None or left at 1 and is stored as None.
+        degree: number of remote stages. 0 turns overlap off (fetch all, then one kernel). 1 does not force two
+            kernels: on GPUs a single stage is waited for, too, where that takes less time than merging its result,
+            unless ``MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE`` is set; and where attention takes one launch, that has no
+            stages. With DYNAMIC it must be None or left at 1 and is stored as None.
         dynamic_max_degree: the largest degree DYNAMIC may choose; None for no limit.
         min_chunk_size: tokens; remote keys are cut into chunks of at least this many.
         max_num_chunks: at most so many chunks; STATIC needs ``degree <= max_num_chunks``.
