@@ -22,12 +22,12 @@ from magi_attention.api.manager import DistAttnRuntimeDict, RuntimeManager
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport
-from magi_attention.common.intervals import total_length
 from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
+from magi_attention.meta.cost import stage_rows
 from magi_attention.meta.plan import Plan
 
 _numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
@@ -80,7 +80,7 @@ def facts_of_manager(manager: RuntimeManager) -> CompiledFacts:
 def facts_of_plan(plan: Plan) -> PlanFacts:
     """A new handle for ``plan``, forgotten when the plan is. It is not known yet which group runs the plan, and how."""
     has_tail = plan.degree != 0 and plan.num_stages > 0 and not all(plan.stage_is_idle)
-    tails = tuple(total_length(stages[-1]) if has_tail else 0 for stages in plan.stage_ranges)
+    tails = tuple(stage_rows(plan)[:, -1].tolist()) if has_tail else (0,) * plan.cp_size
     facts = PlanFacts(next(_numbers), plan.shard_sizes, tails)
     _held[facts.handle] = plan
     return facts

@@ -84,8 +84,10 @@ def ring_rows(plan: Plan) -> int:
 
 def stage_rows(plan: Plan) -> NDArray[np.int64]:
     """Rows received per rank and stage, int64 ``(cp_size, num_stages)``."""
-    rows = [[int((r[:, 1] - r[:, 0]).sum()) for r in stages] for stages in plan.stage_ranges]
-    return np.array(rows, dtype=np.int64).reshape(plan.cp_size, plan.num_stages)
+    parts = [ranges for stages in plan.stage_ranges for ranges in stages]
+    ranges = np.concatenate([*parts, np.zeros((0, 2), dtype=np.int64)])
+    part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return sum_by(part_of, ranges[:, 1] - ranges[:, 0], len(parts)).reshape(plan.cp_size, plan.num_stages)
 
 
 def stage_areas(plan: Plan) -> NDArray[np.int64]:

@@ -64,34 +64,53 @@ def two_ended(work: list[int], order: list[int], world: int, limit: int) -> Part
     size, extra = divmod(len(work), world)
     if size < 2:
         return None
-    filled = _fill(work, order, [size + (rank < extra) for rank in range(world - 1)], limit)
+    by_area = _ByArea(work)
+    areas = by_area.areas
+    filled = _fill(areas, by_area.numbers(order), [size + (rank < extra) for rank in range(world - 1)], limit)
     for tail in _TAILS:
         if tail >= max(world, 2):
             break
         kept = filled[: world - tail]
         tail = world - len(kept)
         taken = set().union(*kept)
-        left = [chunk for chunk in range(len(work)) if chunk not in taken]
-        dealt = min_heap([work[chunk] for chunk in left], tail)[1]
+        left = [chunk for chunk in range(len(areas)) if chunk not in taken]
+        dealt = min_heap([areas[chunk] for chunk in left], tail)[1]
         assert dealt is not None
-        parts = swap_down([*kept, *([left[i] for i in part] for part in dealt)], work, limit)
-        if parts is not None:
-            return parts
+        parts = [*map(list, kept), *([left[i] for i in part] for part in dealt)]
+        if _swap_down(parts, areas, limit):
+            return [by_area.given(part) for part in parts]
     return None
 
 
-class _Pool:
-    """Chunks that nobody has. They are numbered by area here, from the lightest on: ``areas`` ascend. ``chunks`` has
-    the caller's number of each."""
+class _ByArea:
+    """Chunks numbered by area, from the lightest on, and of equal ones as they are given: ``areas`` ascend."""
 
     def __init__(self, work: list[int]) -> None:
-        by_area = np.argsort(np.array(work, dtype=np.int64), kind="stable")
-        self.chunks: list[int] = by_area.tolist()
-        self.areas = [work[chunk] for chunk in self.chunks]
+        areas = np.array(work, dtype=np.int64)
+        order = np.argsort(areas, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        self._chunks: list[int] = order.tolist()
+        self._number: list[int] = number.tolist()
+        self.areas: list[int] = areas[order].tolist()
+
+    def numbers(self, chunks: Sequence[int]) -> list[int]:
+        return [self._number[chunk] for chunk in chunks]
+
+    def given(self, numbers: Sequence[int]) -> list[int]:
+        """Which chunks these are."""
+        return [self._chunks[number] for number in numbers]
+
+
+class _Pool:
+    """Chunks that nobody has; ``areas`` ascend."""
+
+    def __init__(self, areas: list[int]) -> None:
+        self.areas = areas
         # Forests whose roots are free: the next free chunk from here on, and one more than the last one before here.
-        self._next = list(range(len(work) + 1))
-        self._last = list(range(len(work) + 1))
-        self.is_gone = bytearray(len(work))  # from the end of the order where it was: taken, or moved to the other end
+        self._next = list(range(len(areas) + 1))
+        self._last = list(range(len(areas) + 1))
+        self.is_gone = bytearray(len(areas))  # from the end of the order where it was: taken, or moved to the other end
 
     def take(self, chunks: list[int]) -> None:
         after, before, is_gone = self._next, self._last, self.is_gone
@@ -125,17 +144,15 @@ class _Pool:
         return below - 1
 
 
-def _fill(work: list[int], order: list[int], sizes: list[int], limit: int) -> Parts:
-    """So many chunks for each of these ranks, or for the first ones of them; the rest is for one rank more."""
-    pool, parts, left = _Pool(work), [], sum(work)
+def _fill(areas: list[int], order: list[int], sizes: list[int], limit: int) -> Parts:
+    """So many chunks for each of these ranks, or for the first ones of them; the rest is for one rank more. ``areas``
+    ascend."""
+    pool, parts, left = _Pool(areas), [], sum(areas)
     world = len(sizes) + 1
     most, tolerance = _MOST_ABOVE * left / world, _TOLERANCE * left / world
-    mean, place = left / len(work), [0] * len(work)
-    for at, chunk in enumerate(pool.chunks):
-        place[chunk] = at
-    ordered = [place[chunk] for chunk in order]
-    light = _End(ordered, pool, range(bisect_right(pool.areas, mean)))
-    dense = _End(ordered[::-1], pool, range(bisect_left(pool.areas, mean), len(work)))
+    mean = left / len(areas)
+    light = _End(order, pool, range(bisect_right(areas, mean)))
+    dense = _End(order[::-1], pool, range(bisect_left(areas, mean), len(areas)))
     for rank, size in enumerate(sizes):
         target = min(left / (world - rank), most)
         found: list[int] | None = None
@@ -152,7 +169,7 @@ def _fill(work: list[int], order: list[int], sizes: list[int], limit: int) -> Pa
             break
         pool.take(found)
         left -= taken
-        parts.append([pool.chunks[chunk] for chunk in found])
+        parts.append(found)
     return parts
 
 
@@ -219,68 +236,72 @@ def _candidates(
 def swap_down(parts: Sequence[Sequence[int]], work: list[int], limit: int) -> Parts | None:
     """Swaps chunks of ranks above ``limit`` with lighter ones of other ranks until no rank is above it; None if that is
     not reached in as many swaps as there are ranks. No swap brings the other rank above the limit."""
-    found = [list(part) for part in parts]
-    loads = [sum(map(work.__getitem__, part)) for part in found]
-    above = [rank for rank, load in enumerate(loads) if load > limit]
-    if not above:
-        return found
-    if len(above) > len(found) // 2:
-        return None
-    by_area = np.argsort(np.array(work, dtype=np.int64), kind="stable").tolist()
-    sorted_work, rank_of = [work[chunk] for chunk in by_area], [0] * len(work)
-    for rank, part in enumerate(found):
+    if all(sum([work[chunk] for chunk in part]) <= limit for part in parts):
+        return [list(part) for part in parts]
+    by_area = _ByArea(work)
+    found = [by_area.numbers(part) for part in parts]
+    return [by_area.given(part) for part in found] if _swap_down(found, by_area.areas, limit) else None
+
+
+def _swap_down(parts: Parts, areas: list[int], limit: int) -> bool:
+    """``swap_down`` in place, where ``areas`` ascend; False if it is not reached."""
+    rooms = [limit - sum([areas[chunk] for chunk in part]) for part in parts]
+    above = [rank for rank, room in enumerate(rooms) if room < 0]
+    if not above or len(above) > len(parts) // 2:
+        return not above
+    owner = [0] * len(areas)
+    for rank, part in enumerate(parts):
         for chunk in part:
-            rank_of[chunk] = rank
-    swaps = len(found) - 1  # that are left
+            owner[chunk] = rank
+    swaps = len(parts) - 1  # that are left
     for later, rank in zip(range(len(above) - 1, -1, -1), above):
-        while loads[rank] > limit:
-            excess, room = loads[rank] - limit, limit - min(loads)
-            # A swap takes at most ``room`` from this rank, less each time, and each later rank needs a swap.
+        while rooms[rank] < 0:
+            # A swap takes at most the room of the lightest rank, which gets less each time, and each later rank needs
+            # a swap.
+            excess, room = -rooms[rank], max(rooms)
             if room <= 0 or -(-excess // room) + later > swaps:
-                return None
-            swap = _best_swap(found[rank], excess, room, work, by_area, sorted_work, rank_of, loads)
+                return False
+            swap = _best_swap(parts[rank], excess, room, areas, owner, rooms)
             swaps -= 1
             if swap is None:
-                return None
+                return False
             given, taken = swap
-            other, less = rank_of[taken], work[given] - work[taken]
-            for owner, old, new, change in ((rank, given, taken, -less), (other, taken, given, less)):
-                found[owner].remove(old)
-                found[owner].append(new)
-                loads[owner] += change
-                rank_of[new] = owner
-    return found
+            other, less = owner[taken], areas[given] - areas[taken]
+            for who, old, new, change in ((rank, given, taken, less), (other, taken, given, -less)):
+                parts[who].remove(old)
+                parts[who].append(new)
+                rooms[who] += change
+                owner[new] = who
+    return True
 
 
 def _best_swap(
-    mine: list[int], excess: int, room: int, work: list[int], by_area: list[int], sorted_work: list[int],
-    rank_of: list[int], loads: list[int],
-) -> tuple[int, int] | None:  # fmt: skip
+    mine: list[int], excess: int, room: int, areas: list[int], owner: list[int], rooms: list[int]
+) -> tuple[int, int] | None:
     """A chunk of a rank and one of another rank to swap it with: of pairs that take ``excess`` from it the one with the
-    lightest chunk, which needs the fewest keys; else the pair that takes most from it. None if none does. The lightest
-    rank has ``room`` for so much more."""
-    limit = room + min(loads)
+    lightest chunk, which needs the fewest keys; else the pair that takes most from it. None if none does. ``areas``
+    ascend; the ranks have ``rooms`` below the limit, of which ``room`` is the largest."""
     if room >= excess:
-        for chunk in sorted(mine, key=work.__getitem__):
-            area = work[chunk]
-            fits = bisect_right(sorted_work, area - excess)  # chunks that are lighter by what is to go
-            for at in range(fits - 1, max(fits - 1 - _NEIGHBOURS, -1), -1):
-                less = area - sorted_work[at]
+        for chunk in sorted(mine, key=areas.__getitem__):
+            area = areas[chunk]
+            fits = bisect_right(areas, area - excess)  # chunks that are lighter by what is to go
+            for other in range(fits - 1, max(fits - 1 - _NEIGHBOURS, -1), -1):
+                less = area - areas[other]
                 if less > room:
                     break
-                if loads[rank_of[by_area[at]]] + less <= limit:
-                    return chunk, by_area[at]
+                if less <= rooms[owner[other]]:
+                    return chunk, other
     most, found = 0, None
     for chunk in mine:
-        area = work[chunk]
-        first = bisect_left(sorted_work, area - room)  # chunks that are lighter by what the lightest rank has room for
-        end = min(first + _NEIGHBOURS, len(work))
-        for at in range(bisect_right(sorted_work, area - excess, first, end), end):
-            less = area - sorted_work[at]
+        area = areas[chunk]
+        first = bisect_left(areas, area - room)  # chunks that are lighter by what the lightest rank has room for
+        end = min(first + _NEIGHBOURS, len(areas))
+        for other in range(bisect_right(areas, area - excess, first, end), end):
+            less = area - areas[other]
             if less <= most:
                 break
-            if loads[rank_of[by_area[at]]] + less <= limit:
-                most, found = less, (chunk, by_area[at])
+            if less <= rooms[owner[other]]:
+                most, found = less, (chunk, other)
                 break
     return found
 

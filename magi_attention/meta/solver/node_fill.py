@@ -69,15 +69,13 @@ def split_evenly(chunks: Ints, work: Ints, ranks: int, limit: int) -> Parts | No
     dealt = min_heap(areas, ranks)[1]
     assert dealt is not None
     found = swap_down(dealt, areas, limit)
-    return None if found is None else [chunks[part].tolist() for part in found]
+    return None if found is None else _chosen(chunks, found)
 
 
-def _split_by_runs(chunks: Ints, work: Ints, place: Ints, ranks: int, limit: int) -> Parts | None:
-    """Chunks of each rank of a node, by ``two_ended``."""
-    if ranks == 1:
-        return [chunks.tolist()] if int(work[chunks].sum()) <= limit else None
-    found = two_ended(work[chunks].tolist(), np.argsort(place[chunks]).tolist(), ranks, limit)
-    return None if found is None else [chunks[part].tolist() for part in found]
+def _chosen(chunks: Ints, parts: Parts) -> Parts:
+    """``parts`` of numbers within ``chunks`` as parts of these."""
+    ids = chunks.tolist()
+    return [[ids[i] for i in part] for part in parts]
 
 
 def _fill_node(
@@ -91,15 +89,22 @@ def _fill_node(
     choices = iter([np.sort(left[0])]) if is_last else _choices(work, left, document, counts, due, limit)
     best: tuple[float, Ints, Parts] | None = None
     for chunks in islice(choices, _MOST_TRIES):
-        parts = _split_by_runs(chunks, work, place, ranks, limit) or split_evenly(chunks, work, ranks, limit)
+        areas = work[chunks].tolist()
+        parts: Parts | None
+        if ranks == 1:
+            parts = [list(range(count))] if sum(areas) <= limit else None
+        else:
+            parts = two_ended(areas, np.argsort(place[chunks]).tolist(), ranks, limit)
+        if parts is None:
+            heaviest, dealt = min_heap(areas, ranks)
+            assert dealt is not None
+            parts = swap_down(dealt, areas, limit)
+            if best is None or heaviest < best[0]:
+                best = heaviest, chunks, dealt
         if parts is not None:
-            return chunks, parts, False
-        heaviest, dealt = min_heap(work[chunks].tolist(), ranks)
-        assert dealt is not None
-        if best is None or heaviest < best[0]:
-            best = heaviest, chunks, [chunks[part].tolist() for part in dealt]
+            return chunks, _chosen(chunks, parts), False
     assert best is not None
-    return best[1], best[2], True
+    return best[1], _chosen(*best[1:]), True
 
 
 def _can_share(work: Ints, ranks: int, limit: int) -> bool:
