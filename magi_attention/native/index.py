@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
 from magi_attention.native.index_abi import (
     FUNCTIONS,
+    IndexBwdKeysParams,
     IndexBwdParams,
     IndexFwdParams,
     IndexPrepareParams,
@@ -53,6 +55,17 @@ class IndexLibrary:
         """``magi_ffa_index_bwd`` with the fields of ``IndexBwdParams``."""
         params = IndexBwdParams(version=abi.ABI_VERSION, **fields)
         self._check(self._library.magi_ffa_index_bwd(ctypes.byref(params)), "Index attention backward")
+
+    def backward_by_keys(self, allocate: Callable[[int], int], **fields: int | float) -> None:
+        """``magi_ffa_index_bwd_keys`` with the fields of ``IndexBwdKeysParams``.
+
+        ``allocate`` gives the address of so many bytes of device memory, at a multiple of 128.
+        """
+        params, need = IndexBwdKeysParams(version=abi.ABI_VERSION, **fields), ctypes.c_int64()
+        what = "Index attention backward"
+        self._check(self._library.magi_ffa_index_bwd_keys_workspace(ctypes.byref(params), ctypes.byref(need)), what)
+        params.workspace, params.workspace_bytes = allocate(need.value), need.value
+        self._check(self._library.magi_ffa_index_bwd_keys(ctypes.byref(params)), what)
 
     def sum_shares(self, **fields: int) -> None:
         """``magi_ffa_index_sum`` with the fields of ``IndexSumParams``."""

@@ -41,6 +41,20 @@ class IndexBwdParams(ctypes.Structure):
     ]
 
 
+class IndexBwdKeysParams(ctypes.Structure):
+    """``magi_ffa_index_bwd_keys_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = [
+        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin", "num_head_splits")),
+        ("softmax_scale", c_float),
+        *_strides("q", "k", "v", "out", "dout"),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")),
+        *((name, c_void_p) for name in ("lists", "counts", "workspace")),
+        ("workspace_bytes", c_int64),
+        ("stream", c_void_p),
+    ]
+
+
 class IndexSumParams(ctypes.Structure):
     """``magi_ffa_index_sum_params``."""
 
@@ -65,6 +79,10 @@ FUNCTIONS: abi.Functions = {
     "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
+    "magi_ffa_index_bwd_keys": (c_int32, (ctypes.POINTER(IndexBwdKeysParams),)),
+    "magi_ffa_index_bwd_keys_workspace": (
+        c_int32, (ctypes.POINTER(IndexBwdKeysParams), ctypes.POINTER(c_int64)),
+    ),
     "magi_ffa_index_sum": (c_int32, (ctypes.POINTER(IndexSumParams),)),
     "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
     "magi_ffa_index_blocks": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 20
+#define MAGI_ABI_VERSION 21
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {

@@ -95,6 +95,42 @@ typedef struct {
 
 MAGI_EXPORT magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params);
 
+/* The same where queries come in blocks of a multiple of 64 and keys in blocks of a multiple of 16,
+ * without k_starts, of all lists: keys stay with a CTA and not queries, so dk and dv are complete,
+ * in the dtype of q, and contiguous. Up to 255 query heads share a kv head, whose gradients are
+ * computed in num_head_splits parts (1: all heads at once; longer lists in up to 8). dq is summed
+ * in any order. The workspace lies at a multiple of 128 bytes. */
+typedef struct {
+  int32_t version;
+  int32_t dtype;
+  int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v;
+  int32_t q_block, k_block;
+  int32_t max_entries;
+  int32_t sm_margin;
+  int32_t num_head_splits;
+  float softmax_scale;
+  int64_t q_stride_token, q_stride_head;
+  int64_t k_stride_token, k_stride_head;
+  int64_t v_stride_token, v_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t dout_stride_token, dout_stride_head;
+  const void *q, *k, *v;
+  const void *out, *dout;
+  const float* lse; /* (total_q, heads_q) */
+  void *dq, *dk, *dv;
+  const int32_t* lists;
+  const int32_t* counts; /* device memory (lists, heads_kv): entries of each list */
+  void* workspace;
+  int64_t workspace_bytes;
+  void* stream;
+} magi_ffa_index_bwd_keys_params;
+
+MAGI_EXPORT magi_status magi_ffa_index_bwd_keys(const magi_ffa_index_bwd_keys_params* params);
+
+/* Bytes that it needs; addresses are not looked at. */
+MAGI_EXPORT magi_status
+magi_ffa_index_bwd_keys_workspace(const magi_ffa_index_bwd_keys_params* params, int64_t* bytes);
+
 /* sums[row] += partials[entries[begins[row]]] + ... + partials[entries[begins[row + 1] - 1]], from
  * left to right, rows of `width` float32, a multiple of 4. */
 typedef struct {

@@ -7,10 +7,13 @@ in any order, or, with ``deterministic``, left there entry by entry and added ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from magi_attention.env import build as env
 from magi_attention.kernels.ffa.operands import DTYPES, dense, stride_fields
+from magi_attention.kernels.index_attn.backward_choice import keeps_keys
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
 from magi_attention.native.index import IndexLibrary
@@ -18,6 +21,7 @@ from magi_attention.native.loader import load, why_absent
 
 SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time, where a list does not need more
 MOST_SHARES_BYTES = 1 << 31
+HEAD_SPLITS = 2  # parts of the query heads of a kv head, by which the backward that keeps keys walks all tiles
 
 
 class IndexFfa:
@@ -82,6 +86,8 @@ class IndexFfa:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         q, k, v, out, dout = map(dense, (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
         lse = lse.contiguous()
+        if keeps_keys(problem, lists):
+            return self._backward_by_keys(problem, dout, q, k, v, out, lse, lists)
         dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
         library, stream, held = self._library(), _stream(q), _lists(lists)
@@ -103,6 +109,31 @@ class IndexFfa:
                     library.backward(**call, **at, out=given, list_begin=begin, list_end=end)
                     _add_shares(library, shares, (dk, dv), owners, stream)
         return dq, dk.mul_(problem.options.softmax_scale), dv
+
+
+    def _backward_by_keys(
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """All gradients in q's dtype."""
+        dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+        held: list[torch.Tensor] = []
+
+        def allocate(num_bytes: int) -> int:
+            held.append(_empty((num_bytes,), torch.uint8, q.device))
+            return held[0].data_ptr()
+
+        with torch.cuda.device(q.device):
+            self._library().backward_by_keys(
+                allocate, **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out, dout=dout),
+                **_addresses(q=q, k=k, v=v, out=out, dout=dout, lse=lse, dq=dq, dk=dk, dv=dv),
+                **_addresses(lists=lists.rows, counts=lists.counts), num_head_splits=HEAD_SPLITS, stream=_stream(q),
+            )  # fmt: skip
+        return dq, dk, dv
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _add_shares(

@@ -27,7 +27,22 @@ namespace magi {
 constexpr int kDsBarrier = 1;     // of both warpgroups
 constexpr int kGroupBarrier = 2;  // + warpgroup
 
+// Which keys see which queries of a step by the intervals of its segment.
 template <typename C>
+struct IntervalMask {
+  static constexpr bool kLetsDkOverlap = true;  // see StepWorker
+  static __device__ __forceinline__ void apply(const BwdSmem<C>& smem, uint32_t stage, int what,
+                                               float (&s)[C::kBlockM / 2]) {
+    const int thread = thread_again() - 128;
+    const int first_query = lds_int(smem.step(stage) + 4);
+    const uint32_t at = smem.segment(what >> kSegmentStageBit & 1) + C::kSegmentHeader +
+                        8 * (thread / 32 * 16 + thread % 32 / 4);
+    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
+    mask_scores<C::kBlockM>(s, first_query, queries, thread % 32);
+  }
+};
+
+template <typename C, typename Mask = IntervalMask<C>>
 struct StepWorker {
   using Scores = float[C::kBlockM / 2];
   using Packed = uint32_t[C::kBlockM / 4];
@@ -38,7 +53,8 @@ struct StepWorker {
   static constexpr int kNow = C::kIsGeneral || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
   static constexpr int kRest = C::kDqValues - 4 * kNow;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
-  static constexpr bool kOverlapDk = !C::kIsGeneral && !C::kIsM80 && C::kStages > 1;
+  static constexpr bool kOverlapDk =
+      Mask::kLetsDkOverlap && !C::kIsGeneral && !C::kIsM80 && C::kStages > 1;
   // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
   // in deterministic order (docs/log/ffa_backward.md). Not measured for other head dims.
   static constexpr bool kScoresFirst = C::kD == 128 && (!C::kSemaphored || C::kIsM80);
@@ -137,12 +153,7 @@ struct StepWorker {
 
   // -inf where a key does not see a query.
   __device__ __forceinline__ void mask(Scores& s, int what) const {
-    const int thread = thread_again() - 128;
-    const int first_query = lds_int(smem.step(ring.stage) + 4);
-    const uint32_t at = smem.segment(what >> kSegmentStageBit & 1) + C::kSegmentHeader +
-                        8 * (thread / 32 * 16 + thread % 32 / 4);
-    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
-    mask_scores<C::kBlockM>(s, first_query, queries, thread % 32);
+    Mask::apply(smem, ring.stage, what, s);
   }
 
   // Scores to P, which is packed; what stays in s, but in wide steps, is the factor of dP - delta.

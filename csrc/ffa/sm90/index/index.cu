@@ -5,6 +5,7 @@
 
 #include "ffa/common/call_checks.h"
 #include "ffa/sm90/index/bwd/delta.cuh"
+#include "ffa/sm90/index/bwd/keys/workspace.h"
 #include "ffa/sm90/index/bwd/sum_shares.cuh"
 #include "ffa/sm90/index/work_tile.h"
 
@@ -24,22 +25,25 @@ template <typename Params>
 struct Launcher {
   const Params& p;
   magi_status (*found)(const Params*) = nullptr;
+  int32_t tile_dim = 0;
 
   void offer(int32_t dtype, int32_t head_dim, magi_status (*launch)(const Params*)) {
     const int32_t wanted = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    if (found == nullptr && dtype == p.dtype && head_dim >= wanted) found = launch;
+    if (found != nullptr || dtype != p.dtype || head_dim < wanted) return;
+    found = launch;
+    tile_dim = head_dim;
   }
   template <typename Other>
   void offer(int32_t, int32_t, magi_status (*)(const Other*)) {}
 };
 
 template <typename Params>
-auto find(const Params& p) {
+Launcher<Params> find(const Params& p) {
   Launcher<Params> launcher{p};
 #define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) launcher.offer(kDtype_##TYPE, D, SYMBOL);
 #include "inst/index_variants.inc"
 #undef MAGI_INDEX_VARIANT
-  return launcher.found;
+  return launcher;
 }
 
 template <typename Params>
@@ -48,12 +52,12 @@ bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
   p.dtype = dtype;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim_v;
-  return find(p) != nullptr;
+  return find(p).found != nullptr;
 }
 
 template <typename Params>
 magi_status launch(const Params& p, const char* direction) {
-  const auto found = find(p);
+  const auto found = find(p).found;
   if (found == nullptr)
     return fail(MAGI_UNSUPPORTED,
                 "No kernel for the %s of index attention with head dims %d and %d in this library.",
@@ -81,6 +85,24 @@ magi_status check_index(const Params& p) {
   if (static_cast<int64_t>(p.total_q) * p.heads_kv >= (1ll << 31) - (1 << 16))
     return fail(MAGI_UNSUPPORTED, "%d tokens of %d kv heads are too many lists; split the tokens.",
                 p.total_q, p.heads_kv);
+  return MAGI_OK;
+}
+
+magi_status check_index_keys(const magi_ffa_index_bwd_keys_params& p) {
+  MAGI_RETURN(check_index(p));
+  if (p.q_block % kBlockM64 || p.k_block % kGranule)
+    return fail(MAGI_UNSUPPORTED,
+                "Blocks of %d queries and %d keys: the backward that keeps keys takes multiples of "
+                "%d and of %d.",
+                p.q_block, p.k_block, kBlockM64, kGranule);
+  if (p.heads_q / p.heads_kv > kMostGroup || p.num_head_splits < 1)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "%d query heads on a kv head in %d parts; give up to %d heads, and 1 part or more.",
+                p.heads_q / p.heads_kv, p.num_head_splits, kMostGroup);
+  const int64_t lists = ceil_div(p.total_q, p.q_block);
+  if (lists > kMostQueryBlocks)
+    return fail(MAGI_UNSUPPORTED, "%lld blocks of queries are more than %d; take larger ones.",
+                static_cast<long long>(lists), kMostQueryBlocks);
   return MAGI_OK;
 }
 
@@ -132,6 +154,22 @@ magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
     MAGI_RETURN(p.dtype == MAGI_BF16 ? magi::write_delta<magi::bf16>(p)
                                      : magi::write_delta<magi::fp16>(p));
   return magi::launch(p, "backward");
+}
+
+magi_status magi_ffa_index_bwd_keys(const magi_ffa_index_bwd_keys_params* params) {
+  MAGI_RETURN(magi::check_index_keys(*params));
+  if (params->total_q == 0 || params->total_k == 0)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
+  return magi::launch(*params, "backward");
+}
+
+magi_status magi_ffa_index_bwd_keys_workspace(const magi_ffa_index_bwd_keys_params* params,
+                                              int64_t* bytes) {
+  MAGI_RETURN(magi::check_index_keys(*params));
+  int sms = 0;
+  MAGI_RETURN(magi::multiprocessors(&sms));
+  *bytes = magi::index_keys_layout(*params, sms, magi::find(*params).tile_dim).bytes;
+  return MAGI_OK;
 }
 
 magi_status magi_ffa_index_sum(const magi_ffa_index_sum_params* params) {

@@ -5,13 +5,10 @@
 
 #include <cstdint>
 
+#include "ffa/sm90/index/sum_before.cuh"
 #include "magi/index.h"
 
 namespace magi {
-
-constexpr int kPrepareThreads = 256;
-constexpr int kPrepareWarps = kPrepareThreads / 32;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 inline int64_t prepare_words(const magi_ffa_index_prepare_params& p) {
   const int64_t entries = (static_cast<int64_t>(p.total_k) + p.k_block - 1) / p.k_block;
@@ -20,28 +17,6 @@ inline int64_t prepare_words(const magi_ffa_index_prepare_params& p) {
 
 inline int64_t prepare_bytes(const magi_ffa_index_prepare_params& p) {
   return 4 * (kPrepareWarps + prepare_words(p));
-}
-
-// Adds up over the CTA: what the threads before this one have; `total` is that of all.
-__device__ __forceinline__ int sum_before(int mine, uint32_t* warps, int* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int upto = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, upto, step);
-    if (lane >= step) upto += other;
-  }
-  if (lane == 31) warps[warp] = upto;
-  __syncthreads();
-  int before = 0;
-  *total = 0;
-#pragma unroll
-  for (int w = 0; w < kPrepareWarps; ++w) {
-    if (w < warp) before += static_cast<int>(warps[w]);
-    *total += static_cast<int>(warps[w]);
-  }
-  __syncthreads();
-  return before + upto - mine;
 }
 
 // One CTA for a list.
