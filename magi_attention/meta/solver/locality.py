@@ -16,8 +16,8 @@ used whose last bit depends on the machine, so every rank that asks gets the sam
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,14 +66,14 @@ def two_ended(work: list[int], order: list[int], world: int, limit: int) -> Part
         return None
     by_area = _ByArea(work)
     areas = by_area.areas
-    filled = _fill(areas, by_area.numbers(order), [size + (rank < extra) for rank in range(world - 1)], limit)
+    sizes = [size + (rank < extra) for rank in range(world - 1)]
+    filled, rest = _fill(areas, by_area.numbers(order), sizes, limit)
     for tail in _TAILS:
         if tail >= max(world, 2):
             break
         kept = filled[: world - tail]
         tail = world - len(kept)
-        taken = set().union(*kept)
-        left = [chunk for chunk in range(len(areas)) if chunk not in taken]
+        left = sorted(chain(rest, *filled[len(kept) :]))
         dealt = min_heap([areas[chunk] for chunk in left], tail)[1]
         assert dealt is not None
         parts = [*map(list, kept), *([left[i] for i in part] for part in dealt)]
@@ -119,9 +119,10 @@ class _Pool:
             before[chunk + 1] = chunk
             is_gone[chunk] = 1
 
-    def free(self, chunks: list[int]) -> list[int]:
+    def free(self, chunks: Iterable[int]) -> list[int]:
         """Those of these that nobody has."""
-        return [chunk for chunk in chunks if self._next[chunk] == chunk]
+        after = self._next
+        return [chunk for chunk in chunks if after[chunk] == chunk]
 
     def closest(self, area: float, but: list[int]) -> int:
         """The free chunk, but those, whose area is closest; of two the lighter one. There has to be one."""
@@ -144,9 +145,9 @@ class _Pool:
         return below - 1
 
 
-def _fill(areas: list[int], order: list[int], sizes: list[int], limit: int) -> Parts:
-    """So many chunks for each of these ranks, or for the first ones of them; the rest is for one rank more. ``areas``
-    ascend."""
+def _fill(areas: list[int], order: list[int], sizes: list[int], limit: int) -> tuple[Parts, list[int]]:
+    """So many chunks for each of these ranks, or for the first ones of them, and the rest, which is for one rank more.
+    ``areas`` ascend."""
     pool, parts, left = _Pool(areas), [], sum(areas)
     world = len(sizes) + 1
     most, tolerance = _MOST_ABOVE * left / world, _TOLERANCE * left / world
@@ -170,7 +171,7 @@ def _fill(areas: list[int], order: list[int], sizes: list[int], limit: int) -> P
         pool.take(found)
         left -= taken
         parts.append(found)
-    return parts
+    return parts, pool.free(range(len(areas)))
 
 
 class _End:
