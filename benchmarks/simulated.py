@@ -39,6 +39,7 @@ from magi_attention.meta.planner import plan_for_partitions  # noqa: E402
 from magi_attention.meta.solver.links import count_rows  # noqa: E402
 from magi_attention.meta.solver.locality import (  # noqa: E402
     TOLERATED,
+    Areas,
     lower_bound,
     order_of_chunks,
     swap_down,
@@ -147,7 +148,7 @@ def partitions_like(mask: Mask, world: int, chunk: int, rows: int, balance: floa
     areas, limit = work.tolist(), int(TOLERATED * lower_bound(work, world))
     order = order_of_chunks(cut.document, work).tolist()
     blocks, dealt = sequential(areas, world)[1], min_heap(areas, world)[1]
-    tried = (two_ended(areas, order, world, limit), blocks, dealt, swap_down(blocks, areas, limit))
+    tried = (two_ended(Areas(areas), order, world, limit), blocks, dealt, swap_down(blocks, Areas(areas), limit))
     for partitions in tried:
         if partitions is None:
             continue

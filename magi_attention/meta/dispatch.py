@@ -28,6 +28,7 @@ from magi_attention.meta.solver.dispatch_solver import (
 from magi_attention.meta.solver.links import count_rows
 from magi_attention.meta.solver.locality import (
     TOLERATED,
+    Areas,
     lower_bound,
     order_of_chunks,
     swap_down,
@@ -113,11 +114,12 @@ def _by_locality(alg: LocalityDispatchAlg, cut: Cut, world: int) -> Sequence[Seq
     (of_dealt, dealt), (of_blocks, blocks) = min_heap(areas_of, world), sequential(areas_of, world)
     assert dealt is not None and blocks is not None
     tried: list[Sequence[Sequence[int]] | None] = []
+    numbered = Areas(areas_of)
     if len(work) >= world:
-        tried.append(swap_down(blocks, areas_of, max(limit, int(of_dealt))))
+        tried.append(swap_down(blocks, numbered, max(limit, int(of_dealt))))
     if not tried or of_blocks > limit:
         order = order_of_chunks(cut.document, work)
-        tried.append(two_ended(areas_of, order.tolist(), world, limit))
+        tried.append(two_ended(numbered, order.tolist(), world, limit))
     best: Sequence[Sequence[int]] = dealt
     most, least = measured(dealt)
     least *= 1 - LEAST_GAIN

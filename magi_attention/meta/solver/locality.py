@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 
 import numpy as np
@@ -55,19 +56,47 @@ def lower_bound(work: NDArray[np.int64], world: int) -> int:
     return max(-(-int(work.sum()) // world), int(work.max()) + int(np.sort(work)[:others].sum()))
 
 
-def two_ended(work: list[int], order: list[int], world: int, limit: int) -> Parts | None:
+class Areas:
+    """Areas of chunks. They are numbered here by area, from the lightest on, and of equal ones in their order."""
+
+    def __init__(self, of_chunk: list[int]) -> None:
+        self.of_chunk = of_chunk
+
+    @property
+    def ascending(self) -> list[int]:
+        """(chunks,): the area of each number."""
+        return self._sorted[2]
+
+    def numbers(self, chunks: Sequence[int]) -> list[int]:
+        number = self._sorted[1]
+        return [number[chunk] for chunk in chunks]
+
+    def chunks(self, numbers: Sequence[int]) -> list[int]:
+        chunk = self._sorted[0]
+        return [chunk[number] for number in numbers]
+
+    @cached_property
+    def _sorted(self) -> tuple[list[int], list[int], list[int]]:
+        """Chunks by number, numbers by chunk, and areas by number."""
+        areas = np.array(self.of_chunk, dtype=np.int64)
+        order = np.argsort(areas, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        return order.tolist(), number.tolist(), areas[order].tolist()
+
+
+def two_ended(work: Areas, order: list[int], world: int, limit: int) -> Parts | None:
     """Chunks of each rank, none above ``limit``, or None where that was not found; see the top of this file.
 
-    ``work`` are the areas of chunks, ``order`` as of ``order_of_chunks``. Each rank gets ``len(work) // world`` chunks,
-    and the first ones one more where that leaves some.
+    ``order`` as of ``order_of_chunks``. Each rank gets ``len(order) // world`` chunks, and the first ones one more
+    where that leaves some.
     """
-    size, extra = divmod(len(work), world)
+    size, extra = divmod(len(order), world)
     if size < 2:
         return None
-    by_area = _ByArea(work)
-    areas = by_area.areas
+    areas = work.ascending
     sizes = [size + (rank < extra) for rank in range(world - 1)]
-    filled, rest = _fill(areas, by_area.numbers(order), sizes, limit)
+    filled, rest = _fill(areas, work.numbers(order), sizes, limit)
     for tail in _TAILS:
         if tail >= max(world, 2):
             break
@@ -78,28 +107,8 @@ def two_ended(work: list[int], order: list[int], world: int, limit: int) -> Part
         assert dealt is not None
         parts = [*map(list, kept), *([left[i] for i in part] for part in dealt)]
         if _swap_down(parts, areas, limit):
-            return [by_area.given(part) for part in parts]
+            return [work.chunks(part) for part in parts]
     return None
-
-
-class _ByArea:
-    """Chunks numbered by area, from the lightest on, and of equal ones as they are given: ``areas`` ascend."""
-
-    def __init__(self, work: list[int]) -> None:
-        areas = np.array(work, dtype=np.int64)
-        order = np.argsort(areas, kind="stable")
-        number = np.empty_like(order)
-        number[order] = np.arange(len(order))
-        self._chunks: list[int] = order.tolist()
-        self._number: list[int] = number.tolist()
-        self.areas: list[int] = areas[order].tolist()
-
-    def numbers(self, chunks: Sequence[int]) -> list[int]:
-        return [self._number[chunk] for chunk in chunks]
-
-    def given(self, numbers: Sequence[int]) -> list[int]:
-        """Which chunks these are."""
-        return [self._chunks[number] for number in numbers]
 
 
 class _Pool:
@@ -234,14 +243,13 @@ def _candidates(
         yield chunks, area
 
 
-def swap_down(parts: Sequence[Sequence[int]], work: list[int], limit: int) -> Parts | None:
+def swap_down(parts: Sequence[Sequence[int]], work: Areas, limit: int) -> Parts | None:
     """Swaps chunks of ranks above ``limit`` with lighter ones of other ranks until no rank is above it; None if that is
     not reached in as many swaps as there are ranks. No swap brings the other rank above the limit."""
-    if all(sum([work[chunk] for chunk in part]) <= limit for part in parts):
+    if all(sum([work.of_chunk[chunk] for chunk in part]) <= limit for part in parts):
         return [list(part) for part in parts]
-    by_area = _ByArea(work)
-    found = [by_area.numbers(part) for part in parts]
-    return [by_area.given(part) for part in found] if _swap_down(found, by_area.areas, limit) else None
+    found = [work.numbers(part) for part in parts]
+    return [work.chunks(part) for part in found] if _swap_down(found, work.ascending, limit) else None
 
 
 def _swap_down(parts: Parts, areas: list[int], limit: int) -> bool:
@@ -307,4 +315,4 @@ def _best_swap(
     return found
 
 
-__all__ = ["TOLERATED", "Parts", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]
+__all__ = ["TOLERATED", "Areas", "Parts", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]

@@ -18,7 +18,7 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.meta.solver.locality import Parts, swap_down, two_ended
+from magi_attention.meta.solver.locality import Areas, Parts, swap_down, two_ended
 from magi_attention.meta.solver.partition import min_heap
 
 Ints = NDArray[np.int64]
@@ -59,7 +59,7 @@ def fill_nodes(
         is_left = np.flatnonzero(~is_taken[free])
         free, free_areas = free[is_left], free_areas[is_left]
         left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
-    return swap_down(parts, work.tolist(), limit)
+    return swap_down(parts, Areas(work.tolist()), limit)
 
 
 def split_evenly(chunks: Ints, work: Ints, ranks: int, limit: int) -> Parts | None:
@@ -68,7 +68,7 @@ def split_evenly(chunks: Ints, work: Ints, ranks: int, limit: int) -> Parts | No
     areas = work[chunks].tolist()
     dealt = min_heap(areas, ranks)[1]
     assert dealt is not None
-    found = swap_down(dealt, areas, limit)
+    found = swap_down(dealt, Areas(areas), limit)
     return None if found is None else _chosen(chunks, found)
 
 
@@ -89,14 +89,14 @@ def _fill_node(
     choices = iter([np.sort(left[0])]) if is_last else _choices(work, left, document, counts, due, limit)
     best: tuple[float, Ints, Parts] | None = None
     for chunks in islice(choices, _MOST_TRIES):
-        areas = work[chunks].tolist()
+        areas = Areas(work[chunks].tolist())
         parts: Parts | None
         if ranks == 1:
-            parts = [list(range(count))] if sum(areas) <= limit else None
+            parts = [list(range(count))] if sum(areas.of_chunk) <= limit else None
         else:
             parts = two_ended(areas, np.argsort(place[chunks]).tolist(), ranks, limit)
         if parts is None:
-            heaviest, dealt = min_heap(areas, ranks)
+            heaviest, dealt = min_heap(areas.of_chunk, ranks)
             assert dealt is not None
             parts = swap_down(dealt, areas, limit)
             if best is None or heaviest < best[0]:
