@@ -26,8 +26,12 @@ from magi_attention.meta.plan import Plan
 
 STAGED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}  # over the process group, a kernel for each stage
 FUSED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}  # over NVLink, one kernel
-# Each GPU is a node of its own, so that all rows cross nodes: by NVSHMEM, and by all-to-all-v in two levels.
-NODES = {"MAGI_ATTENTION_HIERARCHICAL_COMM": "1", "MAGI_ATTENTION_NODE_SIZE": "1"}
+
+
+def over_nodes(size: int, transport: str) -> dict[str, str]:
+    """Nodes of ``size`` GPUs, though all are in one machine; rows in two levels."""
+    names = {"HIERARCHICAL_COMM": "1", "NODE_SIZE": str(size), "NODE_TRANSPORT": transport}
+    return {f"MAGI_ATTENTION_{name}": value for name, value in names.items()}
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,12 @@ VARIANTS = {
     "magi_a2av_1": Variant(1, STAGED),
     "magi_a2av_2": Variant(2, STAGED),
     "magi_fused": Variant(1, FUSED),
-    "magi_nodes": Variant(1, NODES | {"MAGI_ATTENTION_NODE_TRANSPORT": "nvshmem"}),
-    "magi_nodes_a2av": Variant(1, NODES | {"MAGI_ATTENTION_NODE_TRANSPORT": "all_to_all"}),
+    # Each GPU is a node of its own, so that all rows cross nodes; or two GPUs are, or four.
+    "magi_nodes": Variant(1, over_nodes(1, "nvshmem")),
+    "magi_nodes_2": Variant(1, over_nodes(2, "nvshmem")),
+    "magi_nodes_4": Variant(1, over_nodes(4, "nvshmem")),
+    "magi_nodes_a2av": Variant(1, over_nodes(1, "all_to_all")),
+    "magi_nodes_2_a2av": Variant(1, over_nodes(2, "all_to_all")),
 }
 
 
@@ -62,6 +70,9 @@ class Magi(PeerBase):
         unknown = sorted(set(variant.environment) - set(registry.VARIABLES))
         if unknown:  # it would be ignored, and another setting be timed under this name
             raise Unfit(f"This build has no variable {', '.join(unknown)}.")
+        node = int(variant.environment.get("MAGI_ATTENTION_NODE_SIZE", 0))
+        if node and setting.world <= node:
+            raise Unfit(f"Nodes of {node} need more than {node} ranks; here are {setting.world}.")
         if variant.environment.get("MAGI_ATTENTION_NODE_TRANSPORT") == "nvshmem" and setting.device.type != "cuda":
             raise Unfit("NVSHMEM moves rows of GPUs only.")
         self._before = {name: os.environ.get(name) for name in variant.environment}

@@ -66,6 +66,8 @@ LABELS: dict[str, dict[str, str]] = {
         "magi_a2av_0": "ours, needed rows first", "magi_a2av_1": "ours, at most 1 stage",
         "magi_a2av_2": "ours, 2 stages",
         "magi_nodes": "ours, each GPU a node, NVSHMEM", "magi_nodes_a2av": "ours, each GPU a node, all-to-all-v",
+        "magi_nodes_2": "ours, nodes of 2, NVSHMEM", "magi_nodes_2_a2av": "ours, nodes of 2, all-to-all-v",
+        "magi_nodes_4": "ours, nodes of 4, NVSHMEM",
         "one_gpu": "equal share, nothing sent", "all_gather": "all-gather",
         "ring": "ring, zigzag", "ulysses": "Ulysses", "usp": "USP", **{n: p.label for n, p in CP_PEERS.items()},
         "torch_flash": "context parallelism of torch, FlashAttention-2",

@@ -4,13 +4,16 @@
 A record says how many rows its plan moved and how well it was balanced. Where one of our dispatches gives such a plan,
 the model has that one; else it has today's, and the row of the table has a star.
 
-    python benchmarks/simulated.py [--cells] [--write]
+    python benchmarks/simulated.py [--cells] [--write] [--records benchmarks/results/NAME.json ...]
 
-The records are older than the rule by which a single stage may be waited for. They have both, so they say whether the
-rule is right, too.
+The records of the page are older than the rule by which a single stage may be waited for. They have both, so they say
+whether the rule is right, too. Those of ``--records`` are taken for newer.
 
 ``--cells`` prints milliseconds, measured and modelled, of every cell. ``--write`` puts the table and its summary into
 docs/guides/simulate.md.
+
+Records may have implementations over logical nodes, all of one machine. Their network is NVLink, then: as fast as puts
+are there by NVSHMEM, as fast as NCCL by all-to-all-v. Their plans are those of today.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,10 +36,10 @@ from cp_layout import Layout, make_cases  # noqa: E402
 from magi_attention.common.intervals import merge_intervals  # noqa: E402
 from magi_attention.common.mask import Mask  # noqa: E402
 from magi_attention.common.slices import SliceTable  # noqa: E402
-from magi_attention.config import OverlapConfig  # noqa: E402
+from magi_attention.config import DispatchConfig, DistAttnConfig, LocalityDispatchAlg, OverlapConfig, links  # noqa: E402
 from magi_attention.meta.chunking import Cut, chunk_bounds, owners  # noqa: E402
 from magi_attention.meta.plan import Plan  # noqa: E402
-from magi_attention.meta.planner import plan_for_partitions  # noqa: E402
+from magi_attention.meta.planner import build_plan, plan_for_partitions  # noqa: E402
 from magi_attention.meta.solver.links import count_rows  # noqa: E402
 from magi_attention.meta.solver.locality import (  # noqa: E402
     TOLERATED,
@@ -47,6 +51,7 @@ from magi_attention.meta.solver.locality import (  # noqa: E402
 )
 from magi_attention.meta.solver.partition import min_heap, sequential  # noqa: E402
 from magi_attention.simulate import ours  # noqa: E402
+from magi_attention.simulate.events import Outcome  # noqa: E402
 from magi_attention.simulate.machine import Cluster  # noqa: E402
 from magi_attention.simulate.ways import WAYS, Case, share_seconds  # noqa: E402
 
@@ -59,6 +64,10 @@ RECORDS = ("context_parallel_h100x2.json", "context_parallel_h200x2.json", "cont
 NAMES = {
     "one_gpu": "one GPU", "magi_fused": "one launch", "magi_a2av_1": "one stage, merged", "magi_a2av_2": "two stages",
     "magi_a2av_0": "fetch, then attend", "all_gather": "all-gather", "ring": "ring", "ulysses": "ulysses",
+}  # fmt: skip
+# GPUs of a logical node; the names of those by all-to-all-v end so.
+NODE_SIZES = {
+    "magi_nodes": 1, "magi_nodes_2": 2, "magi_nodes_4": 4, "magi_nodes_a2av": 1, "magi_nodes_2_a2av": 2,
 }  # fmt: skip
 MEASURED_WAYS = WAYS | {NAMES["magi_a2av_1"]: lambda case, *rest: ours.staged(case.plan_work(1), *rest, may_wait=False)}
 
@@ -172,15 +181,65 @@ def cluster_of(settings: dict) -> Cluster:
     return Cluster(node=settings["world"], heads_q=heads_q, heads_kv=heads_kv, head_dim=settings["head_dim"])
 
 
-def errors_of(record: str) -> Iterator[CellError]:
-    """Every cell of a record that has times and a way of the model."""
+def node_way(name: str) -> str:
+    size = NODE_SIZES[name]
+    gpus = "each GPU a node" if size == 1 else f"nodes of {size}"
+    return f"{gpus}, {'all-to-all-v' if name.endswith('a2av') else 'NVSHMEM'}"
+
+
+def node_errors(record: str, cell: dict, settings: dict) -> Iterator[CellError]:
+    """A cell over logical nodes of one machine."""
+    name, flat = cell["name"], cluster_of(settings)
+    rate, latency_s = links.NVLINK_BYTES_PER_S, links.NVLINK_LATENCY_S
+    if name.endswith("a2av"):
+        rate, latency_s = links.NCCL_BYTES_PER_S, links.NCCL_LATENCY_S
+    cluster = replace(flat, node=NODE_SIZES[name], network_bytes_per_s=rate, network_latency_s=latency_s)
+    mask, tokens, packs = cell["mask"], cell["tokens_per_gpu"], measured_plans(cell)
+    made = make_cases(mask, tokens * flat.node, settings["packs"], settings["seed"])
+    plans = [
+        partial(plan_over_nodes, case.mask, flat.node, pack[0], cluster) for case, pack in zip(made, packs)
+    ]  # fmt: skip
+    cases = [Case(case.mask, flat.node, cluster, plan_of=plan_of) for case, plan_of in zip(made, plans)]
+    are_same = all(int(plan_of(1).comm_matrix().sum(0).max()) == pack[1] for plan_of, pack in zip(plans, packs))
+    for direction in ("forward", "backward"):
+        is_backward, found = direction == "backward", cell[direction]
+        modelled = [over_nodes(case, cluster, flat, is_backward).seconds for case in cases]
+        mean = sum(modelled) / len(modelled) * 1e3
+        kernel = found.get("kernel_ms_max", float("nan"))
+        yield CellError(
+            record, mask, tokens, node_way(name), direction, found["ms"], mean, kernel, are_same, has_blind_rows=False
+        )  # fmt: skip
+
+
+def plan_over_nodes(mask: Mask, world: int, chunk: int, cluster: Cluster, degree: int) -> Plan:
+    """As a key makes it whose environment names the nodes."""
+    nodes = cluster.node if 1 < cluster.node < world else None
+    dispatch = DispatchConfig(chunk, alg=LocalityDispatchAlg(), nodes=nodes)
+    return build_plan(
+        mask.slices, mask.total_q, world, config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)),
+        num_heads_q=cluster.heads_q, num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
+    )  # fmt: skip
+
+
+def over_nodes(case: Case, cluster: Cluster, machine: Cluster, is_backward: bool) -> Outcome:
+    """One stage, which is waited for by the rule for ranks of one machine, as these are."""
+    waits = ours.waits_for_stage(case.plan_work(1), machine)
+    return ours.staged(case.plan_work(0 if waits else 1), cluster, is_backward, may_wait=False)
+
+
+def errors_of(record: str, is_new: bool = False) -> Iterator[CellError]:
+    """Every cell of a record that has times and a way of the model. A record is a name in ``RESULTS``, or a path;
+    ``is_new`` if it follows the rule by which a single stage may be waited for."""
+    names = NAMES | {"magi_a2av_1": "one stage"} if is_new else NAMES
     data = json.loads((RESULTS / record).read_text(encoding="utf-8"))
     settings = data["settings"]
     cluster = cluster_of(settings)
     plans = {(cell["mask"], cell["tokens_per_gpu"]): measured_plans(cell) for cell in data["cells"]
              if cell["name"] == "magi_fused" and not cell["reason"]}  # fmt: skip
     for cell in data["cells"]:
-        way = NAMES.get(cell["name"])
+        if cell["name"] in NODE_SIZES and not cell["reason"]:
+            yield from node_errors(record, cell, settings)
+        way = names.get(cell["name"])
         if way is None or cell["reason"]:
             continue
         where = cell["mask"], cell["tokens_per_gpu"]
@@ -227,7 +286,8 @@ def measured_plans(cell: dict) -> tuple[tuple[int, int, float], ...]:
 def table(found: Sequence[CellError]) -> str:
     """Markdown: a row for each record, mask and size; errors of each way, forward / backward, in percent. A star is for
     rows whose plan could not be made again."""
-    ways = list(NAMES.values())
+    known = (*NAMES.values(), "one stage", *map(node_way, NODE_SIZES))
+    ways = [way for way in known if any(c.way == way for c in found)]
     lines = ["| GPUs, mask, tokens per GPU | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
     by_cell = {(c.record, c.mask, c.tokens, c.way, c.direction): c.error for c in found}
     for record, mask, tokens in dict.fromkeys(cell[:3] for cell in found):
@@ -235,7 +295,7 @@ def table(found: Sequence[CellError]) -> str:
         for way in ways:
             both = [by_cell.get((record, mask, tokens, way, d)) for d in ("forward", "backward")]
             entries.append("-" if None in both else " / ".join(f"{x:+.0%}" for x in both if x is not None))
-        gpus = record.removesuffix(".json").rsplit("_", 1)[1].upper().replace("X", " x ")
+        gpus = Path(record).name.removesuffix(".json").rsplit("_", 1)[1].upper().replace("X", " x ")
         mark = "" if all(c.is_same_plan for c in found if c[:3] == (record, mask, tokens)) else " *"
         lines.append(f"| {gpus}, {mask.replace('_', ' ')}, {tokens // 1024}K{mark} | " + " | ".join(entries) + " |")
     return "\n".join(lines)
@@ -272,18 +332,34 @@ def numbers(text: str) -> dict[tuple[str, str, int], int]:
     }  # fmt: skip
 
 
+def cell_lines(found: Sequence[CellError]) -> Iterator[str]:
+    """Milliseconds of every cell, and whether the modelled plan moves as many rows as the measured one."""
+    for cell in found:
+        where = f"{Path(cell.record).name}, {cell.mask}, {cell.tokens} tokens, {cell.way}, {cell.direction}"
+        kernel = f"slowest rank's kernels alone {cell.kernel:.2f}"
+        mark = "" if cell.is_same_plan else ", by another plan"
+        times = f"measured {cell.measured:.2f} ms ({kernel}), modelled {cell.modelled:.2f}, {cell.error:+.0%}"
+        yield f"{where}: {times}{mark}"
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    text = "records in place of those of the page; prints their cells and no summary"
+    parser.add_argument("--records", nargs="+", type=Path, metavar="FILE", help=text)
     parser.add_argument("--cells", action="store_true", help="print milliseconds of every cell")
     parser.add_argument("--write", action="store_true", help="write the table into docs/guides/simulate.md")
     options = parser.parse_args(arguments)
+    if options.records and options.write:
+        parser.error("The page has records of its own; leave --records out, or --write.")
+    if options.records:
+        found = [cell for record in options.records for cell in errors_of(str(record.resolve()), is_new=True)]
+        print(table(found), *cell_lines(found), sep="\n")
+        return 0
     found = [cell for record in RECORDS for cell in errors_of(record)]
     text = f"{table(found)}\n\n{summary(found, [choice for record in RECORDS for choice in choices_of(record)])}"
     print(text)
-    for cell in found if options.cells else ():
-        where = f"{cell.record}, {cell.mask}, {cell.tokens} tokens, {cell.way}, {cell.direction}"
-        kernel = f"slowest rank's kernels alone {cell.kernel:.2f}"
-        print(f"{where}: measured {cell.measured:.2f} ms ({kernel}), modelled {cell.modelled:.2f}, {cell.error:+.0%}")
+    if options.cells:
+        print(*cell_lines(found), sep="\n")
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{text}\n{marks[3]}", page), encoding="utf-8")

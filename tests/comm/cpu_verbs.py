@@ -130,6 +130,7 @@ class CpuFactory:
 
     def __init__(self, path: str, folder: Path, seed: int = 0, lack: str | None = None) -> None:
         self._library, self._folder, self._seed, self.lack = ctypes.CDLL(path), folder, seed, lack
+        self._joins = itertools.count()
         self.verbs: CpuVerbs | None = None
         self.error: Exception | None = None
         self.version = "1.0"
@@ -140,7 +141,9 @@ class CpuFactory:
     def join(self, transport, device: torch.device) -> CpuVerbs:
         if self.error is not None:
             raise self.error
-        self.verbs = CpuVerbs(self._library, self._folder, transport, self._seed)
+        folder = self._folder / f"joined-{next(self._joins)}"
+        folder.mkdir(exist_ok=True)  # the first rank that is here
+        self.verbs = CpuVerbs(self._library, folder, transport, self._seed)
         return self.verbs
 
     def attach(self, transport) -> CpuFactory:

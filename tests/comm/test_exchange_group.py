@@ -15,6 +15,7 @@ import pytest
 import torch
 from cpu_verbs import CpuFactory, cast, compiled, reduce
 
+from magi_attention.comm.exchange import verbs
 from magi_attention.comm.exchange.arena import Arena
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange
@@ -103,6 +104,49 @@ def test_nvshmem_and_gin_are_for_gpus(caplog):
         assert "and NVSHMEM moves" in caplog.text and "and GIN moves" in caplog.text or t.rank
 
     FakeWorld(4).run(main)
+
+
+class FakeNvshmem:
+    """What a process knows of NVSHMEM; ``joined`` counts processes of one group."""
+
+    built = loaded = (3, 4, 5)
+    joined = 0
+
+    def __init__(self) -> None:
+        self.alloc = self.put = self.wait = self.sum = self.end = lambda *args: 0
+
+    @property
+    def has_joined(self) -> bool:
+        return FakeNvshmem.joined > 0
+
+    def join(self, store, rank, world) -> None:
+        FakeNvshmem.joined += 1
+
+    def leave(self) -> None:
+        FakeNvshmem.joined -= 1
+
+
+def test_exchanges_over_other_nodes_of_a_group_share_nvshmem(monkeypatch):
+    """It is joined once, and left with the last of them; another group cannot have it meanwhile."""
+    monkeypatch.setattr(verbs, "Nvshmem", FakeNvshmem)
+    device = torch.device("cuda")
+
+    def main(t):
+        t.store = None
+        factories = [verbs.NvshmemFactory() for _ in range(2)]
+        made = []
+        for factory in factories:
+            assert factory.why_not(t, device) is None
+            made.append(factory.join(t, device))
+        assert FakeNvshmem.joined == 1
+        return made
+
+    (made,) = FakeWorld(1).run(main)
+    (reason,) = FakeWorld(1).run(lambda t: verbs.NvshmemFactory().why_not(t, device))
+    assert "NVSHMEM has joined another group already" in reason
+    for user, left in zip(made, (1, 0)):
+        user.leave()
+        assert FakeNvshmem.joined == left
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

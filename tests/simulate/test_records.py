@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -42,3 +43,23 @@ def test_the_page_has_the_errors_of_today(cells):
     assert told.keys() == now.keys()
     far = {key: (told[key], now[key]) for key in now if abs(told[key] - now[key]) > 3}
     assert not far, far
+
+
+def test_cells_over_logical_nodes(tmp_path, capsys):
+    """A record that has the same time under the names of node variants: each gets a prediction of its own, and one with
+    nodes of two crosses the network with fewer rows than one in which each GPU is a node."""
+    record = json.loads((simulated.RESULTS / "context_parallel_h200x4.json").read_text())
+    flat = [cell for cell in record["cells"] if cell["name"] == "magi_fused" and cell["mask"] == "varlen_causal"]
+    copies = [cell | {"name": name} for cell in flat for name in ("magi_nodes", "magi_nodes_2", "magi_nodes_2_a2av")]
+    path = tmp_path / "nodes_h200x4.json"
+    path.write_text(json.dumps(record | {"cells": flat + copies}))
+    found = list(simulated.errors_of(str(path)))
+    ways = {cell.way for cell in found}
+    assert ways == {"one launch", "each GPU a node, NVSHMEM", "nodes of 2, NVSHMEM", "nodes of 2, all-to-all-v"}
+    assert len(found) == 2 * len(flat + copies)
+    assert all(0.3 * cell.measured < cell.modelled < 3 * cell.measured for cell in found)
+    assert simulated.main(["--records", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("NVSHMEM, forward: measured") == 2 * len(flat) and "nodes of 2, all-to-all-v |" in told
+    with pytest.raises(SystemExit):
+        simulated.main(["--records", str(path), "--write"])

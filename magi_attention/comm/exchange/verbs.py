@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.base import Transport, TransportBase
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.native.comm import abi as comm_abi
 from magi_attention.native.comm.gin import Gin
@@ -98,15 +98,32 @@ class _LibraryVerbs:
         return _memory_at(self._alloc(num_bytes), num_bytes)
 
 
+class _Joined:
+    """NVSHMEM while the ranks of one group are in it: for the exchanges of all nodes that the group is cut into."""
+
+    KEY = "joined NVSHMEM"  # in ``TransportBase.kept``
+
+    def __init__(self, library: Nvshmem, kept: dict[Any, Any]) -> None:
+        self.library, self.users, self._kept = library, 0, kept
+
+    def leave(self) -> None:
+        """By one user; the last one leaves NVSHMEM."""
+        self.users -= 1
+        if self.users == 0:
+            self._kept.pop(self.KEY, None)
+            self.library.leave()
+
+
 class NvshmemVerbs(_LibraryVerbs):
     """The verbs over NVSHMEM."""
 
     name = "NVSHMEM"
     network: int | None = None
 
-    def __init__(self, library: Nvshmem) -> None:
-        super().__init__(library)
-        self.library = library
+    def __init__(self, joined: _Joined) -> None:
+        super().__init__(joined.library)
+        joined.users += 1
+        self.library, self.leave = joined.library, joined.leave
 
     def free(self, memory: torch.Tensor) -> None:
         self.library.free(memory.data_ptr())
@@ -129,7 +146,7 @@ class NvshmemFactory:
         except UnsupportedError as error:
             return f"NVSHMEM cannot be used: {error}"
         self.version = _versions(self._library.built, self._library.loaded)
-        if self._library.has_joined:
+        if self._library.has_joined and _Joined.KEY not in _kept(transport):
             return "NVSHMEM has joined another group already, and a process can be in one"
         if not hasattr(transport, "store"):
             return "the group has no store by which ranks could pass the id of NVSHMEM"
@@ -137,8 +154,11 @@ class NvshmemFactory:
 
     def join(self, transport: Transport, device: torch.device) -> NvshmemVerbs:
         assert self._library is not None
-        self._library.join(transport.store, transport.rank, transport.size)  # type: ignore[attr-defined]
-        return NvshmemVerbs(self._library)
+        kept = _kept(transport)
+        if _Joined.KEY not in kept:
+            self._library.join(transport.store, transport.rank, transport.size)  # type: ignore[attr-defined]
+            kept[_Joined.KEY] = _Joined(self._library, kept)
+        return NvshmemVerbs(kept[_Joined.KEY])
 
 
 class GinVerbs(_LibraryVerbs):
@@ -184,6 +204,11 @@ class GinFactory:
         transport.all_reduce(torch.zeros(1, device=device)).wait()  # torch makes communicators when they are used first
         self._library.join(_backend(transport, device)._comm_ptr())
         return GinVerbs(self._library)
+
+
+def _kept(transport: Transport) -> dict[Any, Any]:
+    """What the group keeps; nothing where ranks do not vote."""
+    return transport.kept if isinstance(transport, TransportBase) else {}
 
 
 def _versions(built: tuple[int, ...], loaded: tuple[int, ...]) -> str:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of logical nodes that GPUs run (``tests/gpu/test_logical_nodes_gpu.py``), small, by processes on a CPU."""
+
+from __future__ import annotations
+
+import logical_nodes
+import pytest
+from cpu_verbs import compiled
+from logical_nodes import Size
+
+from magi_attention.testing.spawn import run_processes
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder) -> str:
+    return compiled(compile_folder)
+
+
+def test_plans_late_ranks_attention_and_a_rank_that_ends(library, tmp_path):
+    size = Size(plans=6, repetitions=4, tokens=32, heads=(4, 2), head_dim=8, cpu=(library, tmp_path))
+    for faults, lines in run_processes(4, logical_nodes.main, 2, size):
+        print(*lines, sep="\n")
+        assert not faults
+    assert run_processes(4, logical_nodes.end_in_an_exchange, 2, size, "put", 3.0) == [None] * 4
