@@ -41,23 +41,21 @@ def fill_nodes(
     size, extra = divmod(len(work), world)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    is_taken = np.zeros(len(work), dtype=np.bool_)
+    is_free = np.ones(len(work), dtype=np.bool_)
     free, left, ranks_left = order, int(work.sum()), world
-    free_areas = work[order]
     parts: Parts = [[] for _ in range(world)]
     above = 0  # nodes with a rank that is
     for ranks in members:
         count = len(ranks) * size + sum(rank < extra for rank in ranks)
         due = left * len(ranks) / ranks_left
-        chunks, split, is_above = _fill_node(work, (free, free_areas), document, place, (count, len(ranks)), due, limit)
+        chunks, split, is_above = _fill_node(work, free, document, place, (count, len(ranks)), due, limit)
         for rank, part in zip(ranks, split):
             parts[rank] = part
         above += is_above
         if above > _MOST_ABOVE * len(members):
             return None
-        is_taken[chunks] = True
-        is_left = np.flatnonzero(~is_taken[free])
-        free, free_areas = free[is_left], free_areas[is_left]
+        is_free[chunks] = False
+        free = free[np.flatnonzero(is_free[free])]
         left, ranks_left = left - int(work[chunks].sum()), ranks_left - len(ranks)
     return swap_down(parts, Areas(work.tolist()), limit)
 
@@ -79,14 +77,14 @@ def _chosen(chunks: Ints, parts: Parts) -> Parts:
 
 
 def _fill_node(
-    work: Ints, left: tuple[Ints, Ints], document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
+    work: Ints, free: Ints, document: Ints, place: Ints, counts: tuple[int, int], due: float, limit: int
 ) -> tuple[Ints, Parts, bool]:
     """``counts[0]`` of the free chunks, of an area near ``due``, and those of each of ``counts[1]`` ranks: the first
     choice that these can share within ``limit``, or else the one whose heaviest rank by MinHeap is lightest. And
-    whether a rank is above the limit. ``left``: the free chunks and their areas."""
+    whether a rank is above the limit."""
     count, ranks = counts
-    is_last = count == len(left[0])
-    choices = iter([np.sort(left[0])]) if is_last else _choices(work, left, document, counts, due, limit)
+    is_last = count == len(free)
+    choices = iter([np.sort(free)]) if is_last else _choices(work, free, document, counts, due, limit)
     best: tuple[float, Ints, Parts] | None = None
     for chunks in islice(choices, _MOST_TRIES):
         areas = Areas(work[chunks].tolist())
@@ -119,20 +117,18 @@ def _can_share(work: Ints, ranks: int, limit: int) -> bool:
 
 
 def _choices(
-    work: Ints, left: tuple[Ints, Ints], document: Ints, counts: tuple[int, int], due: float, limit: int
+    work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float, limit: int
 ) -> Iterator[Ints]:
     """Chunks for one node, ascending, from the choice that cuts the fewest documents on: those of about the area that
     is due which ranks may be able to share, or if there is none the first."""
-    (count, ranks), (free, free_areas) = counts, left
-    dense_runs, light_runs = (
-        np.concatenate([[0], np.cumsum(areas[:count])]) for areas in (free_areas[::-1], free_areas)
-    )
+    count, ranks = counts
+    dense_runs, light_runs = (np.concatenate([[0], np.cumsum(work[end[:count]])]) for end in (free[::-1], free))
     fits = np.flatnonzero(dense_runs + light_runs[::-1] <= due)
     dense = int(fits[-1]) if len(fits) else 0
     first = _two_runs(work, free, document, (count, dense), due)
     fewer = [dense // ranks * ranks, *(max(dense - 2**i, 0) for i in range(dense.bit_length() + 1))]
     has_any = False
-    for chosen in chain([first], _runs_and_windows(left, count, dict.fromkeys(fewer), due)):
+    for chosen in chain([first], _runs_and_windows(work, free, count, dict.fromkeys(fewer), due)):
         areas = work[chosen]
         if abs(int(areas.sum()) - due) <= _TOLERANCE * due and _can_share(areas, ranks, limit):
             has_any = True
@@ -167,10 +163,10 @@ def _two_runs(work: Ints, free: Ints, document: Ints, counts: tuple[int, int], d
     return best
 
 
-def _runs_and_windows(left: tuple[Ints, Ints], count: int, numbers: Iterable[int], due: float) -> Iterator[Ints]:
+def _runs_and_windows(work: Ints, free: Ints, count: int, numbers: Iterable[int], due: float) -> Iterator[Ints]:
     """For each of ``numbers`` a run of so many chunks from the dense end, and one anywhere below it, ``count`` chunks
     in all, of an area near ``due``."""
-    free, before = left[0], np.concatenate([[0], np.cumsum(left[1])])
+    before = np.concatenate([[0], np.cumsum(work[free])])
     for dense in numbers:
         high, length = len(free) - dense, count - dense
         areas = before[length : high + 1] - before[: high - length + 1]
