@@ -30,8 +30,8 @@ from statistics import fmean
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
-from kernel import FLOPS_PER_PAIR, Result, make_inputs, prepare  # noqa: E402
+from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of  # noqa: E402
+from kernel import Result, flops_per_pair, make_inputs, prepare  # noqa: E402
 from masks import Case  # noqa: E402
 from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
@@ -132,7 +132,10 @@ def measure(case: Case, makers: dict, options: argparse.Namespace) -> tuple[dict
     """Median microseconds of each build that is right on the case, and why the others have none."""
     is_forward = options.direction == "forward"
     dtype = DTYPES[options.dtype]
-    tensors = make_inputs(case, options.heads, options.head_dim, dtype, "cuda", has_dout=not is_forward)
+    head_dim, head_dim_v = head_dims_of(options)
+    tensors = make_inputs(
+        case, options.heads, head_dim, dtype, "cuda", has_dout=not is_forward, head_dim_v=head_dim_v
+    )
     results = {n: Result(case.name, case.seqlen, n, direction=options.direction) for n in makers}
     calls = prepare(case, tensors, makers, results)
     failed = {n: r.reason for n, r in results.items() if r.reason}
@@ -198,8 +201,8 @@ def means_of(
             print(f"{n} on {mask}, {seqlen} tokens, draw {sample}: {reason}", flush=True)
         if reference not in us:
             continue
-        pairs = case.mask.area * options.heads[0] * options.head_dim
-        speeds.append(FLOPS_PER_PAIR[options.direction] * pairs / us[reference] / 1e6)
+        operations = flops_per_pair(options.direction, *head_dims_of(options)) * case.mask.area * options.heads[0]
+        speeds.append(operations / us[reference] / 1e6)
         for n in us.keys() & ratios.keys():
             ratios[n].append(us[reference] / us[n])
     mean = lambda values: fmean(values) if len(values) == len(cases) else None  # noqa: E731

@@ -41,11 +41,17 @@ def add_case_options(parser: argparse.ArgumentParser, masks: Sequence[str], seql
     add("--seqlens", type=list_of(parse_size), default=seqlens, metavar="4K,32K", help=seqlens)
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
+    add("--head-dim-v", type=int, metavar="128", help="head dim of v, where it is another one")
     add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--samples", type=int, default=samples, help=f"draws of the documents of varlen masks, averaged ({samples})")
     add("--documents", type=parse_size, metavar="4K", help="varlen masks: documents of so many tokens, none drawn")
     add("--window", type=parse_size, metavar="512", help=f"keys that a query sees in its window ({WINDOW})")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
+
+
+def head_dims_of(options: argparse.Namespace) -> tuple[int, int]:
+    """Of q and k, and of v."""
+    return options.head_dim, options.head_dim_v or options.head_dim
 
 
 def cases_of(options: argparse.Namespace, mask: str, seqlen: int) -> Iterator[Case]:

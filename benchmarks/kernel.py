@@ -6,9 +6,9 @@
     python benchmarks/kernel.py --show benchmarks/results/NAME.json
 
 Before anything is timed, every implementation is compared with a float32 reference on a sample of rows. TFLOP/s
-count ``n * area * heads * head_dim`` operations, where area is the number of unmasked (q, k) pairs and n is 4
-forward, 10 backward (five products: the scores again and the gradients of P, q, k and v) and 14 for both, the forward
-and backward of one training step timed together.
+count the multiply-adds of the products of each unmasked (q, k) pair and head: forward those of the scores and of out,
+backward five (the scores again and the gradients of P, q, k and v), for both all seven, the forward and backward of one
+training step timed together. Scores and the gradients of q and k have the head dim of q, the others that of v.
 Writes NAME.json with machine, versions and commit, and NAME.png where matplotlib is installed; --show prints what such
 a file says, also where there is no GPU. If documents were drawn several times, figures are means, and below the
 table are the ratios of single draws.
@@ -28,7 +28,7 @@ from statistics import fmean
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from case_options import DTYPES, add_case_options, cases_of, list_of  # noqa: E402
+from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
 from peers import PEERS, Unfit, available, missing  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
@@ -40,6 +40,7 @@ from timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_o
 
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
+_PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}  # with the head dim of q, and with that of v
 # The public functions flex_flash_attn_func and attend; the kernels, with the mask known on the host.
 OURS = {"magi", "magi_attend", "magi_host", "magi_det"}
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -65,6 +66,12 @@ class Result:
     samples: list[float] = field(default_factory=list)
 
 
+def flops_per_pair(direction: str, head_dim: int, head_dim_v: int) -> int:
+    """Floating point operations of one query head for a pair of a query and a key that it sees."""
+    of_q, of_v = _PRODUCTS[direction]
+    return 2 * (of_q * head_dim + of_v * head_dim_v)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -82,15 +89,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def make_inputs(
     case: Case, heads: Sequence[int], head_dim: int, dtype: torch.dtype, device: str, seed: int = 0,
-    has_dout: bool = False,
+    has_dout: bool = False, head_dim_v: int | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """q, k, v and, if asked for, dout (T, H, D), normal: zeros would let the GPU run at a clock that real data do not.
 
     The first three do not depend on whether there is a fourth.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    counts = (heads[0], heads[1], heads[1], *([heads[0]] if has_dout else []))
-    shapes = [(case.seqlen, h, head_dim) for h in counts]
+    dim_v = head_dim_v or head_dim
+    rows = ((heads[0], head_dim), (heads[1], head_dim), (heads[1], dim_v), (heads[0], dim_v))
+    shapes = [(case.seqlen, *row) for row in rows[: 3 + has_dout]]
     return tuple(torch.randn(s, generator=generator, device=device, dtype=torch.float32).to(dtype) for s in shapes)
 
 
@@ -139,7 +147,10 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
     dtype = DTYPES[options.dtype]
     is_forward = options.direction == "forward"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = make_inputs(case, options.heads, options.head_dim, dtype, device, has_dout=not is_forward)
+    head_dim, head_dim_v = head_dims_of(options)
+    tensors = make_inputs(
+        case, options.heads, head_dim, dtype, device, has_dout=not is_forward, head_dim_v=head_dim_v
+    )
     calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
     for name in OURS & calls.keys():
         results[name].workspace_bytes = getattr(calls[name], "workspace_bytes", None)
@@ -161,7 +172,7 @@ def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) 
     results = {n: Result(name, seqlen, n, direction=options.direction) for n in makers}
     spread: dict[str, list[dict[str, float]]] = {n: [] for n in makers}
     for case in cases_of(options, name, seqlen):
-        operations = FLOPS_PER_PAIR[options.direction] * case.mask.area * options.heads[0] * options.head_dim
+        operations = flops_per_pair(options.direction, *head_dims_of(options)) * case.mask.area * options.heads[0]
         try:
             found = run_sample(case, options, makers, results)
         except torch.OutOfMemoryError as failure:  # of the inputs or the reference
@@ -232,8 +243,9 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
 
 
 def settings_of(options: argparse.Namespace) -> dict:
-    """What decides what is measured: all options but those of files; documents and window if they are not as usual."""
-    return plain_settings(options, ["show", *(k for k in ("documents", "window") if getattr(options, k) is None)])
+    """What decides what is measured: all options but those of files, and of the others those that are as usual."""
+    unusual = ("documents", "window", "head_dim_v")
+    return plain_settings(options, ["show", *(k for k in unusual if getattr(options, k) is None)])
 
 
 def save(results: Sequence[Result], options: argparse.Namespace, out: Path) -> None:

@@ -3,6 +3,8 @@
 #define MAGI_VARIANTS_ON_CPU                                      \
   MAGI_VARIANT(bwd, bf16, 64, 64, magi_ffa_bwd_bf16_d64_dv64)     \
   MAGI_VARIANT(bwd, bf16, 192, 128, magi_ffa_bwd_bf16_d192_dv128) \
+  MAGI_VARIANT(bwd, bf16, 192, 192, magi_ffa_bwd_bf16_d192_dv192) \
+  MAGI_VARIANT(bwd, bf16, 256, 256, magi_ffa_bwd_bf16_d256_dv256) \
   MAGI_VARIANT(bwd, fp16, 128, 128, magi_ffa_bwd_fp16_d128_dv128)
 
 #include "ffa/common/dispatch.cu"
@@ -12,6 +14,8 @@
 
 MAGI_FFA_BWD_INSTANCE(magi::bf16, 64, 64, bwd_bf16_d64_dv64)
 MAGI_FFA_BWD_INSTANCE(magi::bf16, 192, 128, bwd_bf16_d192_dv128)
+MAGI_FFA_BWD_INSTANCE(magi::bf16, 192, 192, bwd_bf16_d192_dv192)
+MAGI_FFA_BWD_INSTANCE(magi::bf16, 256, 256, bwd_bf16_d256_dv256)
 MAGI_FFA_BWD_INSTANCE(magi::fp16, 128, 128, bwd_fp16_d128_dv128)
 
 extern "C" void use_device(int multiprocessors, uint64_t seed) {

@@ -73,21 +73,47 @@ def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False
     return got
 
 
+def check_dropout(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool) -> None:
+    dropout, dout = random_dropout(seed, 0.3, len(x.q), len(x.k)), make_dout(x, seed)
+    options = replace(options_of(x), dropout_p=0.3, deterministic=deterministic)
+    exact = [t.double() for t in (x.q, x.k, x.v)]
+    forward = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
+    want = SdpaBackend().backward(
+        dout.double(), *exact, forward.out, forward.lse, x.slices, options, None, None, None, dropout
+    )
+    out, lse = forward.out.to(x.q.dtype), forward.lse.float()
+    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
+    for name in ("dq", "dk", "dv"):
+        exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
+        error = (getattr(got, name).double() - exact_grad).abs().max().item()
+        assert error <= 0.02 * scale, f"{seed=} {name}"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_masks(hopper, seed):
     hopper.use((1, 1, 2, 3)[seed % 4], seed)
     check(hopper, random_inputs(seed, 350), seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_head_dim_192(hopper, seed):
-    """Two passes over columns of a tile of 256, of which scores and dP take fewer."""
+WIDE_DIMS = ((192, 128), (168, 96), (192, 192), (136, 184), (256, 256), (224, 200))
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("option", ("none", "softcap", "dropout"))
+@pytest.mark.parametrize("dims", WIDE_DIMS)
+def test_wide_head_dims(hopper, dims, option, deterministic):
+    """One pass for dk, dv and dq where registers hold both, else one for dk and dq and one for dv."""
+    seed = WIDE_DIMS.index(dims) + 10 * len(option) + deterministic
     rng = np.random.default_rng(seed)
-    tq, tk = (int(n) for n in rng.integers(50, 300, 2))
+    tq, tk = (int(n) for n in rng.integers(50, 250, 2))
     slices = masks.random_slices(rng, tq, tk, max_slices=5)
-    x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], ((192, 128), (168, 96))[seed // 2], torch.bfloat16, "cpu")
+    options = {"softcap": 15.0} if option == "softcap" else {}
+    x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], dims, torch.bfloat16, "cpu", **options)
     hopper.use(1 + seed % 3, seed)
-    check(hopper, x, seed, deterministic=seed % 2 == 1)
+    if option == "dropout":
+        check_dropout(hopper, x, seed, deterministic)
+    else:
+        check(hopper, x, seed, deterministic)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,18 +201,5 @@ def test_other_ways(hopper, queries, way, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_dropout(hopper, seed):
-    x = random_inputs(seed, 200)
-    dropout, dout = random_dropout(seed, 0.3, len(x.q), len(x.k)), make_dout(x, seed)
-    options = replace(options_of(x), dropout_p=0.3, deterministic=seed == 1)
-    exact = [t.double() for t in (x.q, x.k, x.v)]
-    forward = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
-    want = SdpaBackend().backward(
-        dout.double(), *exact, forward.out, forward.lse, x.slices, options, None, None, None, dropout
-    )
     hopper.use(1, seed)
-    out, lse = forward.out.to(x.q.dtype), forward.lse.float()
-    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
-    for name in ("dq", "dk", "dv"):
-        exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
-        error = (getattr(got, name).double() - exact_grad).abs().max().item()
-        assert error <= 0.02 * scale, f"{seed=} {name}"
+    check_dropout(hopper, random_inputs(seed, 200), seed, deterministic=seed == 1)

@@ -13,16 +13,14 @@ constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
 constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
 
-template <typename T_, int kD_, bool kIsGeneral_, bool kSemaphored_ = false,
-          int kBlockM_ = kBlockM64, int kColumns_ = kD_, int kColumnsV_ = kD_>
+template <typename T_, int kD_, int kDv_, bool kIsGeneral_ = false, bool kSemaphored_ = false,
+          int kBlockM_ = kBlockM64, int kPasses_ = 1>
 struct BwdConfig {
   using T = T_;
-  static constexpr int kD = kD_;  // head dim of q, k, v and out, padded to 64, 128 or 256
-  // Columns of q and k, and of v and out, that can be other than zero, multiples of 64: over so
-  // many go the products that make scores and dP.
-  static constexpr int kColumns = kColumns_, kColumnsV = kColumnsV_;
+  // Head dims of q and k, and of v and out, padded to a multiple of 64.
+  static constexpr int kD = kD_, kDv = kDv_;
   template <bool kIsGeneral2, bool kSemaphored2>
-  using With = BwdConfig<T_, kD_, kIsGeneral2, kSemaphored2, kBlockM_, kColumns_, kColumnsV_>;
+  using With = BwdConfig<T_, kD_, kDv_, kIsGeneral2, kSemaphored2, kBlockM_, kPasses_>;
   // With what few calls use, told at run time: softcap and dropout.
   static constexpr bool kIsGeneral = kIsGeneral_;
   // dq is summed in an order that does not depend on time, or after a first one that stores: see
@@ -30,10 +28,11 @@ struct BwdConfig {
   static constexpr bool kSemaphored = kSemaphored_;
   // Where a block of queries has one contribution only its dq may be rounded and written at once.
   static constexpr bool kDirectStore = kSemaphored && !kIsGeneral;
-  // Columns of dk, dv and dq that a work tile produces. Registers hold 128; wider heads take two
-  // passes over the same tiles.
-  static constexpr int kOut = kD <= 128 ? kD : 128;
-  static constexpr int kPasses = kD / kOut;
+  // Registers hold dk and dv of a work tile up to 320 columns together. Above that a tile is two
+  // work tiles: pass 0 makes dk and dq, pass 1 makes dv.
+  static constexpr int kPasses = kPasses_;
+  // dk and dv leave so few registers that P is not kept in float32.
+  static constexpr bool kIsTight = kPasses == 1 && kD + kDv > 256;
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
   static constexpr int kBlockN = kTileBlockN;
   static constexpr int kBlockM = kBlockM_;  // of a step: kBlockM64 or kBlockM80
@@ -45,68 +44,77 @@ struct BwdConfig {
   // The host may have listed work tiles: see magi/schedule.h.
   static constexpr bool kWorkList = kSplit && !kSemaphored;
   static constexpr bool kDirectDq = !kSemaphored && !kIsM80;
+  // Where dq leaves by way of shared memory, head dims above 128 have room for it only where dS
+  // was.
+  static constexpr bool kDqOverDs = kSemaphored && kD > 128;
   static constexpr int kDqFragments =
-      kDirectDq     ? 0
-      : kSemaphored ? 1
-                    : 2;  // in which it is handed over: of both warpgroups, or of each
-  static constexpr int kDqColumns = kOut / kGroups;  // of dq, by one warpgroup in one step
+      kDirectDq ? 0
+      : kSemaphored && !kDqOverDs
+          ? 1
+          : 2;  // in which it is handed over: of both warpgroups, or of each
+  static constexpr int kDqColumns = kD / kGroups;  // of dq, by one warpgroup in one step
   static constexpr int kDqValues = kBlockM * kDqColumns / 128;  // of them, by one thread
-  static constexpr int kStages = kIsM80 ? 2 : kD > 128 ? 1 : kSemaphored ? 2 : 3;  // of Q and dO
+  static constexpr int kStages = kIsM80 || kD == 192 ? 2
+                                 : kD > 128          ? 1
+                                 : kSemaphored       ? 2
+                                                     : 3;  // of Q and dO
   // Lanes that add dq in order, each every second step: one alone takes longer for an addition than
   // a step takes, but for head dims above 128, whose steps are longer. They need to know of a step
   // for longer than its words stay, so there are places for what they are told.
-  static constexpr int kDqStoreLanes = kSemaphored && kStages == 2 ? 2 : 1;
+  static constexpr int kDqStoreLanes = kSemaphored && kD <= 128 ? 2 : 1;
   static constexpr int kDqQueueStages =
-      kSemaphored ? 2 * kDqStoreLanes
+      kSemaphored ? 2 * kStages
                   : kStages;  // those of others are not used, but keep offsets as they were timed
-  static constexpr int kFullBarriers =
-      kDqStoreLanes == 2
-          ? 2
-          : kDqFragments;  // that say dq is there: of each share, or of every second step
+  // That say dq is there: of each share, or of every second step.
+  static constexpr int kFullBarriers = kDqStoreLanes == 2 ? 2 : kDqFragments;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kConsumerRegisters = kSemaphored && kD == 64 ? 232 : 240;
   static constexpr int kProducerRegisters = kSemaphored && kD == 64 ? 40 : 24;
 
-  static constexpr uint32_t kKeyBytes = kBlockN * kD * 2;    // of K, and of V
-  static constexpr uint32_t kQueryBytes = kBlockM * kD * 2;  // of a stage of Q, and of dO
-  static constexpr uint32_t kStatBytes = kBlockM * 8;        // offsets, then deltas
+  static constexpr uint32_t kKBytes = kBlockN * kD * 2, kVBytes = kBlockN * kDv * 2;
+  static constexpr uint32_t kQBytes = kBlockM * kD * 2;    // of a stage
+  static constexpr uint32_t kDoBytes = kBlockM * kDv * 2;  // of a stage
+  static constexpr uint32_t kStatBytes = kBlockM * 8;      // offsets, then deltas
   static constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
-  static constexpr int kDsSlots = kIsM80 ? 1 : 2;
-  // Where dq leaves by way of shared memory. Head dims above 128 have room for it only where dS
-  // was.
+  static constexpr int kDsSlots = kIsM80 || (kD == 192 && kDv == 192) ? 1 : 2;
   static constexpr uint32_t kDqBytes = kBlockM * kDqColumns * 4;  // of one warpgroup
-  static constexpr bool kDqOverDs = kSemaphored && kD > 128;
+  static constexpr uint32_t kDsRoom =
+      kDqOverDs && kDqBytes > kDsSlots* kDsBytes ? kDqBytes : kDsSlots * kDsBytes;
+  // dS has a barrier of its own that says both warpgroups have read it.
+  static constexpr bool kHasDsEmpty = kDsSlots == 1 && !kDqOverDs;
   // Offsets from the 1024-byte aligned start.
   static constexpr uint32_t kKAt = 0;
-  static constexpr uint32_t kVAt = kKAt + kKeyBytes;
-  static constexpr uint32_t kQAt = kVAt + kKeyBytes;
-  static constexpr uint32_t kDoAt = kQAt + kStages * kQueryBytes;
-  static constexpr uint32_t kDsAt = kDoAt + kStages * kQueryBytes;
-  static constexpr uint32_t kDqAt =
-      kDqOverDs ? kDsAt : kDsAt + kDsSlots * kDsBytes;  // one for each warpgroup
+  static constexpr uint32_t kVAt = kKAt + kKBytes;
+  static constexpr uint32_t kQAt = kVAt + kVBytes;
+  static constexpr uint32_t kDoAt = kQAt + kStages * kQBytes;
+  static constexpr uint32_t kDsAt = kDoAt + kStages * kDoBytes;
+  static constexpr uint32_t kDqAt = kDqOverDs ? kDsAt : kDsAt + kDsRoom;  // one for each warpgroup
   static constexpr uint32_t kStatsAt =
-      kDsAt + kDsSlots * kDsBytes + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
+      kDsAt + kDsRoom + (!kDirectDq && !kDqOverDs ? kGroups * kDqBytes : 0);
   static constexpr uint32_t kBarriersAt = kStatsAt + kStages * kStatBytes;
   static constexpr int kBarriers =
-      12 + 5 * kStages + kDqQueueStages + 2 * kFullBarriers + (kIsM80 ? 1 : 0);
+      12 + 5 * kStages + kDqQueueStages + 2 * kFullBarriers + kHasDsEmpty;
+  // A word for each place, or for each of two shares.
+  static constexpr uint32_t kDqQueueAt = kBarriersAt + 8 * kBarriers;
+  static constexpr uint32_t kDqQueueBytes = kSemaphored         ? 4 * kDqQueueStages
+                                            : kDqFragments == 2 ? 8
+                                                                : 0;
   static constexpr uint32_t kWorkTilesAt =
-      kBarriersAt + (8 * kBarriers + 15) / 16 * 16;        // two, of 16 bytes each
+      (kDqQueueAt + kDqQueueBytes + 15) / 16 * 16;         // two, of 16 bytes each
   static constexpr uint32_t kStepsAt = kWorkTilesAt + 32;  // one for each stage, likewise
-  static constexpr uint32_t kDqQueueAt =
-      kStepsAt + 16 * kStages;  // a word for each place, or for each of two shares
-  static constexpr uint32_t kWorkSemaphoreAt = kDqQueueAt + (kSemaphored ? 4 * kDqQueueStages
-                                                             : kDqFragments == 2 ? 8
-                                                                                 : 0);
+  static constexpr uint32_t kWorkSemaphoreAt = kStepsAt + 16 * kStages;
   static constexpr uint32_t kLeftAt = kWorkSemaphoreAt + (kSemaphored || kWorkList ? 8 : 0);
-  static constexpr uint32_t kThroughAt = kLeftAt + 4;
-  static constexpr uint32_t kPreparedAt = kThroughAt + 4;
+  static constexpr uint32_t kThroughAt = kLeftAt + 4;  // with a work list
+  static constexpr uint32_t kPreparedAt = kThroughAt + (kWorkList ? 4 : 0);
   static constexpr uint32_t kSegmentsAt = (kPreparedAt + 4 + 15) / 16 * 16;
   static constexpr uint32_t kSegmentHeader = 128;  // bytes of magi_tile_segment
   static constexpr uint32_t kSegmentBytes = kSegmentHeader + kBlockN * 8;
   static constexpr uint32_t kSmemBytes = kSegmentsAt + 2 * kSegmentBytes;
   static_assert(!kIsM80 || (kD == 128 && !kIsGeneral),
                 "nowhere else are there registers for wide blocks");
+  static_assert(kPasses == 2 || (kD + kDv <= 320 && !(kIsTight && kIsGeneral)),
+                "more of dk and dv than registers hold");
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 

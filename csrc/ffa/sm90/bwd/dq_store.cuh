@@ -26,23 +26,44 @@ __device__ __forceinline__ bool try_claim_first_store(int32_t* count, int seen) 
   return false;
 }
 
-// Sends the sum of the two warpgroups' shares of a step's dq on its way to block `number` of
-// dq_accum, of all columns of a pass.
+// Sends share `fragment` of a step's dq, as many as smem has at a time, on its way to block
+// `number` of dq_accum, of all columns.
 template <typename C>
-__device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number, uint32_t staged,
-                                        bool is_first) {
-  float* to =
-      p.dq_accum + number * static_cast<uint64_t>(C::kOut / 64 * dq_block_floats(C::kBlockM));
+__device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number,
+                                        uint32_t fragment, uint32_t staged, bool is_first) {
+  constexpr uint32_t kBytes = C::kGroups / C::kDqFragments * C::kDqBytes;
+  float* to = p.dq_accum +
+              number * static_cast<uint64_t>(C::kD / 64 * dq_block_floats(C::kBlockM)) +
+              fragment * (kBytes / 4);
   if (is_first)
-    store_bytes(to, staged, C::kGroups * C::kDqBytes);  // so that nothing needs to be cleared
+    store_bytes(to, staged, kBytes);  // so that nothing needs to be cleared
   else
-    add_bulk_float(to, staged, C::kGroups * C::kDqBytes);
+    add_bulk_float(to, staged, kBytes);
   store_commit();
+}
+
+// Waits for a share of dq of the step at this place.
+template <typename C>
+__device__ __forceinline__ void wait_for_dq(const BwdSmem<C>& smem, uint32_t fragment,
+                                            uint32_t slot) {
+  if constexpr (C::kDqFragments == 1)
+    mbar_wait(smem.dq_full(slot % C::kDqStoreLanes), slot / C::kDqStoreLanes);
+  else
+    mbar_wait(smem.dq_full(fragment), slot & 1);
+}
+
+// All shares of a step may be overwritten.
+template <typename C>
+__device__ __forceinline__ void release_dq(const BwdSmem<C>& smem) {
+#pragma unroll 1
+  for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment)
+    mbar_arrive(smem.dq_empty(fragment));
 }
 
 // The dq of a step, when it is there and its semaphore target has come, which is `*target_at`: one
 // lane, while another may add the step behind. `number` says which block of dq_accum, of all
-// columns of a pass; `stage` is its place among those of what the lanes are told.
+// columns; `slot` is its place among those of what the lanes are told. Where smem has room for the
+// share of one warpgroup only, the second share follows the first.
 //
 // What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have
 // got to the place in L2 where the next tile adds. Without a release some additions come before the
@@ -56,33 +77,38 @@ __device__ __forceinline__ void add_at_semaphore(const BwdKernelParams& p, const
   int32_t* count = p.dq_semaphore + number;
   const int target = p.first_writer ? 0 : *target_at;
   int seen = load_relaxed(count);
-  mbar_wait(smem.dq_full(slot % C::kDqStoreLanes), slot / C::kDqStoreLanes);
-  while (seen < target) seen = load_relaxed(count);
-  const bool is_first = p.first_writer ? try_claim_first_store(count, seen) : seen == 0;
-  send_dq<C>(p, number, smem.dq(), is_first);
-  store_wait_read();
-  mbar_arrive(smem.dq_empty(0));
+  bool is_first = false;
+#pragma unroll 1
+  for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment) {
+    wait_for_dq<C>(smem, fragment, slot);
+    if (fragment == 0) {
+      while (seen < target) seen = load_relaxed(count);
+      is_first = p.first_writer ? try_claim_first_store(count, seen) : seen == 0;
+    }
+    send_dq<C>(p, number, fragment, smem.dq(), is_first);
+    store_wait_read();
+    mbar_arrive(smem.dq_empty(fragment));
+  }
   store_wait_all();
   add_released(count, p.first_writer && is_first ? 1 - kClaimed : 1);
 }
 
-// Writes the dq of a step that is the only contribution of its block, rounded rows of all columns
-// of a pass; rows and columns that do not exist are left out. Nobody waits for it but the end of
-// the kernel.
+// Writes the dq of a step that is the only contribution of its block, rounded rows of all columns;
+// rows and columns that do not exist are left out. Nobody waits for it but the end of the kernel.
 template <typename C>
 __device__ __forceinline__ void store_direct(const BwdKernelParams& p, const BwdSmem<C>& smem,
                                              uint32_t number, uint32_t slot) {
-  const uint32_t of_head = number / C::kPasses,
-                 head = of_head / static_cast<uint32_t>(p.num_m_blocks);
-  const int column = number % C::kPasses * C::kOut,
-            query = (of_head - head * p.num_m_blocks) * C::kBlockM;
-  mbar_wait(smem.dq_full(slot % C::kDqStoreLanes), slot / C::kDqStoreLanes);
+  const uint32_t head = number / static_cast<uint32_t>(p.num_m_blocks);
+  const int query = (number - head * p.num_m_blocks) * C::kBlockM;
+#pragma unroll 1
+  for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment)
+    wait_for_dq<C>(smem, fragment, slot);
 #pragma unroll
-  for (int d = 0; d < C::kOut / 64; ++d)
-    store_tile_3d(&p.dq_map, smem.dq() + d * (C::kBlockM * 128), column + d * 64, query, head);
+  for (int d = 0; d < C::kD / 64; ++d)
+    store_tile_3d(&p.dq_map, smem.dq() + d * (C::kBlockM * 128), d * 64, query, head);
   store_commit();
   store_wait_read();
-  mbar_arrive(smem.dq_empty(0));
+  release_dq(smem);
 }
 
 // Whether one lane adds all steps: also where a tile visits a block in several segments, as all its
@@ -111,10 +137,16 @@ __device__ __forceinline__ void store_every_second(const BwdKernelParams& p, con
                             ~(C::kDirectStore ? kLastFragments | kDirectFragments : kLastFragments);
     ends = dq_queue & kLastFragments;
     const bool is_mine = ring.stage % 2 == kWho || (kWho == 0 && stores_alone<C>(p));
-    if (C::kDirectStore && is_mine && dq_queue & kDirectFragments) {
+    if (C::kPasses > 1 && !makes_dq<C>(lds_int(smem.work_tile(work_stage) + 12))) {
+      // Nothing to add, but the warpgroups keep no more than a step ahead of this lane.
+#pragma unroll 1
+      for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment)
+        wait_for_dq<C>(smem, fragment, ring.stage);
+      release_dq(smem);
+    } else if (C::kDirectStore && is_mine && dq_queue & kDirectFragments) {
       store_direct<C>(p, smem, number, ring.stage);
     } else if (is_mine) {
-      const int64_t block = number / C::kPasses % static_cast<uint32_t>(p.num_m_blocks);
+      const int64_t block = number % static_cast<uint32_t>(p.num_m_blocks);
       const int32_t* target_at = p.semaphore_targets + block * p.targets_per_block;
       if (is_split_in_order<C>(p))  // that of its part of the heads
         target_at += lds_int(smem.work_tile(work_stage)) * p.work_tiles_per_tile +

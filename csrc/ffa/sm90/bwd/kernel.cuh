@@ -17,37 +17,56 @@
 
 namespace magi {
 
+// The steps of a work tile, for dk, dv and dq.
+template <typename C, typename Dk, typename Dv>
+__device__ __forceinline__ void walk_steps(StepWorker<C>& worker, Dk& dk, Dv& dv) {
+  mbar_wait(worker.smem.q_full(worker.ring.stage),
+            worker.ring.phase);  // the words of the step come before it
+  if constexpr (C::kIsM80) {
+    __syncwarp();
+    uint32_t keys = worker.rows_of(worker.smem.k());
+    while (worker.step_wide(dk, dv, keys)) {
+    }
+  } else if constexpr (C::kIsTight) {
+    while (worker.step_tight(dk, dv)) {
+    }
+  } else {
+    typename StepWorker<C>::DqRest rest;
+#pragma unroll
+    for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
+    uint32_t rest_of =
+        C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
+    while (worker.step(dk, dv, rest, rest_of)) {
+    }
+    if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+  }
+}
+
 template <typename C>
 __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {
-  float dk[C::kOut / 2], dv[C::kOut / 2];
+  // With two passes dk and dv have the same registers.
+  constexpr bool kBoth = C::kPasses == 1;
+  float dk[C::kD / 2], dv[kBoth ? C::kDv / 2 : 1];
   StepWorker<C> worker(p, smem);
   while (true) {
     mbar_wait(smem.work_full(worker.state().work_stage()), worker.state().work_phase());
     const int4 work_tile = lds_int4(smem.work_tile(worker.state().work_stage()));
     if (uniform(work_tile.x) < 0) break;
 #pragma unroll
-    for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
-    mbar_wait(smem.kv_full(), worker.state().kv_phase());
-    typename StepWorker<C>::DqRest rest;
+    for (int i = 0; i < C::kD / 2; ++i) dk[i] = 0.f;
 #pragma unroll
-    for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
-    if (uniform(work_tile.z) > 0) {
-      mbar_wait(smem.q_full(worker.ring.stage),
-                worker.ring.phase);  // the words of the step come before it
-      if constexpr (C::kIsM80) {
-        __syncwarp();
-        uint32_t keys = worker.rows_of(smem.k());
-        while (worker.step_wide(dk, dv, keys)) {
-        }
-      } else {
-        uint32_t rest_of =
-            C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
-        while (worker.step(dk, dv, rest, rest_of)) {
-        }
-        if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+    for (int i = 0; kBoth && i < C::kDv / 2; ++i) dv[i] = 0.f;
+    mbar_wait(smem.kv_full(), worker.state().kv_phase());
+    const bool walks = uniform(work_tile.z) > 0;
+    if (makes_dq<C>(uniform(work_tile.w))) {
+      if (walks) walk_steps<C>(worker, dk, dv);
+      worker.finish(dk, dv);
+    } else {
+      typename StepWorker<C>::Packed packed;  // is read while the next step begins
+      while (walks && worker.step_dv(dk, packed)) {
       }
+      worker.finish_dv(dk);
     }
-    worker.finish(dk, dv);
     // Tile and head are read again rather than kept in registers.
     const int4 again = lds_int4(smem.work_tile(worker.state().work_stage()));
     // With a work list this also says that what was split has been written.
@@ -58,7 +77,13 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     };
     if (!is_listed) release_work_tile();
     named_barrier(kDsBarrier, 128 * C::kGroups);  // both warpgroups are through with K
-    write_grads<C>(p, smem, dk, dv, uniform(again.x), uniform(again.y), uniform(again.w));
+    const GradPlace at{uniform(again.x), uniform(again.y), uniform(again.w)};
+    if constexpr (kBoth)
+      write_grads<C>(p, smem, at, dk, dv);
+    else if (makes_dq<C>(at.word))
+      write_grads<C>(p, smem, at, dk, NoGrad{});
+    else
+      write_grads<C>(p, smem, at, NoGrad{}, columns_of<C::kDv>(dk));
     if (is_listed) release_work_tile();
     worker.next_work();
   }

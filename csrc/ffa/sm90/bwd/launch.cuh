@@ -178,7 +178,6 @@ void set_semaphores(const magi_ffa_bwd_params& a, const BwdWorkspace& w, int sms
   k->first_writer = r->first_writer = a.dq_mode == MAGI_DQ_FIRST_WRITER;
   set_order<C>(a, w, sms, k, r);
   r->heads_per_l2_group = k->heads_per_l2_group;
-  r->passes = C::kPasses;
   r->work_tiles_per_tile = k->work_tiles_per_tile =
       k->heads_per_l2_group * k->splits_per_tile * r->splits_per_split_tile;
   r->target_tables = bwd_target_tables<C>(a, k->num_head_splits, sms);
@@ -328,7 +327,7 @@ magi_status combine_split_work_tiles(const magi_ffa_bwd_params& a, const BwdKern
 template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
-  if constexpr (!C::kIsM80) {
+  if constexpr (!C::kIsM80 && !C::kIsTight) {
     const bool is_general = bwd_is_general(a);
     if (a.dq_mode && is_general) return start_bwd<typename C::template With<true, true>>(a, k, sms);
     if (is_general) return start_bwd<typename C::template With<true, false>>(a, k, sms);
@@ -445,15 +444,22 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   return launch_last(a, bwd_postprocess<T, C::kBlockM>, dim3(k.num_m_blocks, k.heads_q), r, doing);
 }
 
-// Calls `run` with the configuration for a call: of the tile of 64, 128 or 256 columns.
-template <typename T, int kColumns, int kColumnsV, typename Run>
+// Calls `run` with the configuration for a call of head dims up to kD and kDv.
+template <typename T, int kD, int kDv, typename Run>
 magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
-  constexpr int kD = kColumns <= 128 ? kColumns : 256;
-  if (a.block_m == kBlockM64)
-    return run(BwdConfig<T, kD, false, false, kBlockM64, kColumns, kColumnsV>{});
+  if (a.block_m == kBlockM64) {
+    if constexpr (kD + kDv <= 256) {
+      return run(BwdConfig<T, kD, kDv>{});
+    } else {
+      // Softcap and dropout need registers that dk and dv of all columns would take.
+      if constexpr (kD + kDv <= 320)
+        if (!bwd_is_general(a)) return run(BwdConfig<T, kD, kDv>{});
+      return run(BwdConfig<T, kD, kDv, false, false, kBlockM64, 2>{});
+    }
+  }
   if constexpr (kD == 128)
     if (a.block_m == kBlockM80 && !bwd_is_general(a))
-      return run(BwdConfig<T, kD, false, false, kBlockM80>{});
+      return run(BwdConfig<T, kD, kDv, false, false, kBlockM80>{});
   return fail(MAGI_UNSUPPORTED,
               "block_m is %d; give %d, or %d for head dims of 65 to 128 without softcap or "
               "dropout.",

@@ -46,18 +46,26 @@ template <typename C, typename Mask = IntervalMask<C>>
 struct StepWorker {
   using Scores = float[C::kBlockM / 2];
   using Packed = uint32_t[C::kBlockM / 4];
-  using Grad = float[C::kOut / 2];
+  template <int kColumns>
+  using Grad = float[kColumns / 2];
   using Dq = float[C::kDqValues];
   // Chunks of four values of dq that leave as soon as they are there, and values that wait until
   // the next scores are being multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow = C::kIsGeneral || !C::kDirectDq ? C::kDqValues / 4 : C::kDqValues / 8;
+  static constexpr int kNow =
+      C::kIsGeneral || !C::kDirectDq || C::kDqColumns > 64 ? C::kDqValues / 4 : C::kDqValues / 8;
   static constexpr int kRest = C::kDqValues - 4 * kNow;
+  // dK is there before dq is begun, where registers hold one product at a time beside dk and dv.
+  static constexpr bool kDkFirst = C::kD == 256;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kOverlapDk =
-      Mask::kLetsDkOverlap && !C::kIsGeneral && !C::kIsM80 && C::kStages > 1;
+      Mask::kLetsDkOverlap && !C::kIsGeneral && !C::kIsM80 && !kDkFirst && C::kStages > 1;
+  static constexpr bool kOverlapDv = C::kStages > 1;  // in the pass of dv
   // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
   // in deterministic order (docs/log/ffa_backward.md). Not measured for other head dims.
-  static constexpr bool kScoresFirst = C::kD == 128 && (!C::kSemaphored || C::kIsM80);
+  static constexpr bool kScoresFirst =
+      C::kIsTight || (C::kD == 128 && (!C::kSemaphored || C::kIsM80));
+  // dS is made of P as it was rounded.
+  static constexpr bool kRoundsP = C::kIsM80 || C::kIsTight || (kDkFirst && C::kIsGeneral);
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind
   // dP it would keep ptxas from spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kIsGeneral;
@@ -66,9 +74,8 @@ struct StepWorker {
   static constexpr bool kByWords = C::kSemaphored && !C::kIsM80;
   static constexpr int kEarlyDeltas =
       C::kSemaphored ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
-  static constexpr int kEarlyDk =
-      C::kIsGeneral ? 0
-                    : 1;  // products for dK ahead of the barrier, so that there is work behind it
+  // Products for dK ahead of the barrier, so that there is work behind it.
+  static constexpr int kEarlyDk = kDkFirst ? C::kBlockM / 16 : C::kIsGeneral ? 0 : 1;
   using DqRest = float[kRest > 0 ? kRest : 1];
   using Stats = float2[C::kBlockM / 8];  // of the queries of a thread's columns
 
@@ -83,14 +90,6 @@ struct StepWorker {
 
   __device__ __forceinline__ PipelineState state() const { return PipelineState{flags >> 2 & 3}; }
   __device__ __forceinline__ void next_work() { flags += 4; }
-  // The pass over columns of dk, dv and dq; read where it is needed, for want of registers.
-  __device__ __forceinline__ int pass() const {
-    return C::kPasses > 1 ? BwdHeadSplit<C>::of_word(
-                                uniform(lds_int(smem.work_tile(state().work_stage()) + 12)))
-                                .pass
-                          : 0;
-  }
-
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s)
       : p(params), smem(s) {}
 
@@ -117,24 +116,38 @@ struct StepWorker {
   }
 
   // dV += P^T dO, or dK += dS^T Q, over groups of 16 queries.
-  template <int kFrom = 0, int kTo = C::kBlockM / 16>
-  __device__ __forceinline__ void multiply_grad(Grad& grad, const Packed& packed,
+  template <int kFrom = 0, int kTo = C::kBlockM / 16, int kValues>
+  __device__ __forceinline__ void multiply_grad(float (&grad)[kValues], const Packed& packed,
                                                 uint32_t queries) const {
-    using Mma = Wgmma<typename C::T, C::kOut, 1>;
-    const uint32_t b = uniform(
-        operand_low(queries + pass() * (C::kOut / 64) * C::kBlockM * 128, C::kBlockM * 128));
+    using Mma = Wgmma<typename C::T, 2 * kValues, 1>;
+    const uint32_t b = uniform(operand_low(queries, C::kBlockM * 128));
 #pragma unroll
     for (int step = kFrom; step < kTo; ++step)
       Mma::rs(grad, packed + 4 * step, along(b, step * 2048 / 16), 1);
   }
 
-  // The queries by this warpgroup's share of the columns of dq, or transposed.
-  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
-    using Mma = Wgmma<typename C::T, C::kIsM80 ? C::kBlockM : C::kDqColumns, C::kIsM80 ? 0 : 1>;
-    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
+  // This warpgroup's share of the columns of dq. For head dim 192 it is a column tile of 64, the
+  // first or the last, and half of the one between them; else all of it lies together.
+  static constexpr bool kHasHalfTile = C::kDqColumns == 96;
+  static constexpr int kFirstColumns = kHasHalfTile ? 64 : C::kDqColumns;
+  static constexpr int kFirstChunks = C::kBlockM * kFirstColumns / 512;  // of four values
+  __device__ __forceinline__ static int first_column() {
+    return (thread_again() / 128 - 1) * (kHasHalfTile ? 128 : C::kDqColumns);
+  }
+  __device__ __forceinline__ static int half_tile_column() {
+    return 64 + (thread_again() / 128 - 1) * 32;
+  }
+
+  // The queries by columns of dq, or transposed.
+  template <int kValues>
+  __device__ __forceinline__ void multiply_dq_columns(float (&dq)[kValues], uint32_t ds,
+                                                      int column) const {
+    constexpr int kColumns = 128 * kValues / C::kBlockM;
+    using Mma = Wgmma<typename C::T, C::kIsM80 ? C::kBlockM : kColumns, C::kIsM80 ? 0 : 1>;
     const uint32_t grads = uniform(operand_low(ds, 16));
     const uint32_t keys =
-        uniform(operand_low(smem.k() + column / 64 * C::kBlockN * 128 + column % 64 * 2, 16));
+        uniform(operand_low(smem.k() + column / 64 * C::kBlockN * 128 + column % 64 * 2,
+                            kColumns > 64 ? C::kBlockN * 128 : 16));
 #pragma unroll
     for (int step = 0; step < C::kBlockN / 16; ++step) {
       const uint64_t of_grads = along(grads, (step / 4 * C::kBlockM * 128 + step % 4 * 32) / 16);
@@ -143,6 +156,17 @@ struct StepWorker {
         Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
       else
         Mma::ss(dq, of_grads, of_keys, step > 0);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
+    if constexpr (kHasHalfTile) {
+      constexpr int kFirst = 4 * kFirstChunks;
+      multiply_dq_columns(reinterpret_cast<float (&)[kFirst]>(dq), ds, first_column());
+      multiply_dq_columns(reinterpret_cast<float (&)[C::kDqValues - kFirst]>(dq[kFirst]), ds,
+                          half_tile_column());
+    } else {
+      multiply_dq_columns(dq, ds, first_column());
     }
   }
 
@@ -156,8 +180,9 @@ struct StepWorker {
     Mask::apply(smem, ring.stage, what, s);
   }
 
-  // Scores to P, which is packed; what stays in s, but in wide steps, is the factor of dP - delta.
-  // Columns have their own offsets.
+  // Scores to P, which is packed; in s stays the factor of dP - delta, but with kRoundsP. With
+  // `kPacksFactor` that is packed in place of P. Columns have their own offsets.
+  template <bool kPacksFactor = false>
   __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
     if (C::kIsGeneral && p.has_softcap) {
 #pragma unroll
@@ -165,6 +190,10 @@ struct StepWorker {
     }
     if (!kMaskFirst && what & kMasked) mask(s, what);
     const uint32_t stats = smem.stats(ring.stage) + thread_again() % 4 * 8;
+    auto pack = [&](int j, const float (&x)[4]) {
+      packed[2 * j] = pack_pair<typename C::T>(x[0], x[1]);
+      packed[2 * j + 1] = pack_pair<typename C::T>(x[2], x[3]);
+    };
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       const float2 offset = lds_float2(stats + j * 32);
@@ -172,15 +201,16 @@ struct StepWorker {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         e[i] = exp2_fast(s[4 * j + i] * p.scale_log2 - (i % 2 ? offset.y : offset.x));
-      packed[2 * j] = pack_pair<typename C::T>(e[0], e[1]);
-      packed[2 * j + 1] = pack_pair<typename C::T>(e[2], e[3]);
+      if constexpr (!kPacksFactor) pack(j, e);
+      if constexpr (kRoundsP && !kPacksFactor) continue;
 #pragma unroll
-      for (int i = 0; !C::kIsM80 && i < 4; ++i) {
+      for (int i = 0; i < 4; ++i) {
         // A masked score is -inf and its P zero; so must be the product.
         if (C::kIsGeneral && p.has_softcap)
           e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
-        s[4 * j + i] = e[i];
+        if constexpr (!kPacksFactor) s[4 * j + i] = e[i];
       }
+      if constexpr (kPacksFactor) pack(j, e);
     }
   }
 
@@ -214,6 +244,22 @@ struct StepWorker {
     }
   }
 
+  // The same, with deltas loaded when they are needed.
+  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp,
+                                              Packed& packed) const {
+    const uint32_t stats = deltas_at();
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float2 delta = lds_float2(stats + j * 32);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
+        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - delta.x),
+                                                     x.y * (dp[4 * j + 2 * r + 1] - delta.y));
+      }
+    }
+  }
+
   // The same from the factors in s; all but the first deltas are loaded here, for want of
   // registers.
   __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp,
@@ -243,24 +289,28 @@ struct StepWorker {
                                  packed[4 * j + 3]);
   }
 
-  // Number of the block of dq_accum that this step adds to; 32 bits do.
+  // Number of the block of dq_accum, of 64 columns, where this warpgroup's share begins; 32 bits
+  // do.
   __device__ __forceinline__ uint32_t dq_block() const {
-    const int column = pass() * C::kOut + (thread_again() / 128 - 1) * C::kDqColumns;
-    return lds_int(smem.step(ring.stage)) * (C::kD / 64) + column / 64;
+    return lds_int(smem.step(ring.stage)) * (C::kD / 64) + first_column() / 64;
   }
 
   // Where this thread adds its share of it.
   __device__ __forceinline__ float* dq_address(uint32_t number) const {
-    const int thread = thread_again() - 128, column = thread / 128 * C::kDqColumns % 64;
     return p.dq_accum + static_cast<uint64_t>(number) * dq_block_floats(C::kBlockM) +
-           (column * 64 + thread % 128 * 4);
+           (first_column() % 64 * 64 + thread_again() % 128 * 4);
+  }
+  // And a chunk of it, from there on.
+  __device__ __forceinline__ static int chunk_at(int i) {
+    return i < kFirstChunks ? 512 * i
+                            : 512 * (i - kFirstChunks) + 64 * (half_tile_column() - first_column());
   }
 
   __device__ __forceinline__ void add_rest(const DqRest& rest, uint32_t number) const {
     float* at = dq_address(number);
 #pragma unroll
     for (int i = 0; i < kRest / 4; ++i)
-      add_to_global_x4(at + 512 * (kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
+      add_to_global_x4(at + chunk_at(kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
                        rest[4 * i + 3]);
   }
 
@@ -272,27 +322,47 @@ struct StepWorker {
     float* at = dq_address(number);
 #pragma unroll
     for (int i = 0; i < kNow; ++i)
-      add_to_global_x4(at + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      add_to_global_x4(at + chunk_at(i), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  // Rounded chunks of dq, from `first_chunk` on, to tiles of 64 columns.
+  template <int kChunks>
+  __device__ __forceinline__ void stage_columns(const Dq& dq, int first_chunk, int column) const {
+    const auto chunk = [&](int i) {
+      const int at = 4 * (first_chunk + i);
+      return make_float4(dq[at], dq[at + 1], dq[at + 2], dq[at + 3]);
+    };
+    stage_dq<typename C::T, C::kBlockM, kChunks>(smem.dq() + column / 64 * (C::kBlockM * 128),
+                                                 chunk, p.grad_scale, thread_again() % 128,
+                                                 column % 64 / 8);
   }
 
   // This warpgroup's share of dq to where the feeding side takes it up; rounded if this is the only
   // contribution of the block, as tiles of 64 columns.
   __device__ __forceinline__ void leave_dq(const Dq& dq, int what) const {
     if (C::kDirectStore && what & kDirectStoreBit) {
-      const int thread = thread_again() - 128, group = thread / 128;
-      const auto chunk = [&](int i) {
-        return make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      };
-      stage_dq<typename C::T, C::kBlockM, C::kDqValues / 4>(
-          smem.dq() + group * C::kDqColumns / 64 * (C::kBlockM * 128), chunk, p.grad_scale,
-          thread % 128, group * C::kDqColumns % 64 / 8);
+      static_assert(kFirstColumns <= 64 || C::kDqColumns == 128, "whole tiles");
+#pragma unroll
+      for (int column = 0; column < kFirstColumns; column += 64)
+        stage_columns<(kFirstColumns < 64 ? kFirstChunks : C::kBlockM / 8)>(
+            dq, column / 64 * (C::kBlockM / 8), first_column() + column);
+      if constexpr (kHasHalfTile)
+        stage_columns<C::kDqValues / 4 - kFirstChunks>(dq, kFirstChunks, half_tile_column());
       return;
     }
-    const uint32_t at =
-        smem.dq() + 16 * (thread_again() - 128) + (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
+    // Each has a place of its own, but for those that have all of the room one after the other.
+    const uint32_t at = C::kDqOverDs ? smem.dq() + 16 * (thread_again() % 128)
+                                     : smem.dq() + 16 * (thread_again() - 128) +
+                                           (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
+    const int begins = C::kDqColumns * (thread_again() / 128 - 1);
+    const uint32_t first = 256 * (first_column() - begins),
+                   half_tile = 256 * (half_tile_column() - begins);
 #pragma unroll
     for (int i = 0; i < C::kDqValues / 4; ++i)
-      sts_float4(at + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      sts_float4(at + (!kHasHalfTile      ? 2048 * i
+                       : i < kFirstChunks ? first + 2048 * i
+                                          : half_tile + 2048 * (i - kFirstChunks)),
+                 dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
   __device__ __forceinline__ uint32_t fragment() const {
@@ -311,16 +381,31 @@ struct StepWorker {
 
   // Both at once, in narrow steps in deterministic order.
   __device__ __forceinline__ void hand_over_dq(const Dq& dq, int what) const {
-    if constexpr (C::kDqOverDs)
+    if constexpr (C::kDqOverDs) {
       named_barrier(kDsBarrier, 128 * C::kGroups);  // both are through with dS
-    else
+      // There is room for one share, or for rounded ones of both.
+      if (fragment() == 1 && !(C::kDirectStore && what & kDirectStoreBit))
+        mbar_wait(smem.dq_empty(0), flags & kDsSlot);
+    } else {
       mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    }
     leave_dq(dq, what);
     announce_dq();
   }
 
+  __device__ __forceinline__ void release_segment(int what) const {
+    if (what & kSegmentEnds && elect_one())
+      mbar_arrive(smem.segment_empty(what >> kSegmentStageBit & 1));
+  }
+
+  __device__ __forceinline__ uint32_t stage_before() const {
+    return ring.stage > 0 ? ring.stage - 1 : C::kStages - 1;
+  }
+  __device__ __forceinline__ static void release_before(uint32_t bar) {
+    if (elect_one()) mbar_arrive(bar);
+  }
   __device__ __forceinline__ void release_q_before() const {
-    if (elect_one()) mbar_arrive(smem.q_empty(ring.stage > 0 ? ring.stage - 1 : C::kStages - 1));
+    release_before(smem.q_empty(stage_before()));
   }
 
   __device__ __forceinline__ void scores_are_there(Scores& s) const {
@@ -329,15 +414,17 @@ struct StepWorker {
     if (kOverlapDk && flags & kUnfinished) release_q_before();
   }
 
-  // The multiplication for dK is left under way; it ends in the next step, or in `finish`.
-  // False after the last step of the work tile.
-  __device__ __forceinline__ bool step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of) {
+  // The multiplication for dK is left under way with kOverlapDk; it ends in the next step, or in
+  // `finish`. With two passes dv is left to the other. False after the last step of the work tile.
+  template <typename Dk, typename Dv>
+  __device__ __forceinline__ bool step(Dk& dk, Dv& dv, DqRest& rest, uint32_t& rest_of) {
+    constexpr bool kMakesDv = C::kPasses == 1;
     Scores s, dp;
     Packed packed_p, packed_ds;
     mbar_wait(smem.q_full(ring.stage), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows<C::kColumns>(s, rows_of(smem.k()), smem.q(ring.stage));
+    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
     wgmma_commit();
     int what = 0;
     if constexpr (kScoresFirst) {
@@ -348,7 +435,7 @@ struct StepWorker {
     mbar_wait(smem.do_full(ring.stage), ring.phase);
     __syncwarp();
     wgmma_fence();
-    multiply_rows<C::kColumnsV>(dp, rows_of(smem.v()), smem.dout(ring.stage));
+    multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
     wgmma_commit();
     if constexpr (C::kDirectDq) {
       add_rest(rest, rest_of);
@@ -358,61 +445,189 @@ struct StepWorker {
       what = words();
       scores_are_there(s);
     }
-    exponentiate(s, packed_p, what);
+    exponentiate<kRoundsP>(s, packed_p, what);
     Staying<C::kBlockM> stay;
-    if constexpr (C::kIsGeneral)
+    if constexpr (C::kIsGeneral && kMakesDv)
       if (p.dropout.q_positions != nullptr) {
         stay = staying();
 #pragma unroll
         for (int i = 0; i < C::kBlockM / 4; ++i) packed_p[i] &= pair_mask(stay, 2 * i);
       }
-    wgmma_fence();
-    multiply_grad(dv, packed_p, smem.dout(ring.stage));
-    wgmma_commit();
+    if constexpr (kMakesDv) {
+      wgmma_fence();
+      multiply_grad(dv, packed_p, smem.dout(ring.stage));
+      wgmma_commit();
+    }
     float2 deltas[kEarlyDeltas + 1];
 #pragma unroll
     for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
-    wgmma_wait<1>();
+    wgmma_wait<kMakesDv>();
     keep_in_place(dp);
+    if (!kMakesDv && elect_one()) mbar_arrive(smem.do_empty(ring.stage));
     if constexpr (C::kIsGeneral)
       if (p.dropout.q_positions != nullptr) {
+        if constexpr (!kMakesDv) stay = staying();
 #pragma unroll
         for (int i = 0; i < C::kBlockM / 2; ++i) dp[i] = stay.has(i) ? dp[i] : 0.f;
       }
-    score_grads(s, dp, deltas, packed_ds);
-    const uint32_t ds = smem.ds(flags & kDsSlot);
+    if constexpr (kRoundsP)
+      score_grads(packed_p, dp, packed_ds);
+    else
+      score_grads(s, dp, deltas, packed_ds);
     if constexpr (kEarlyDk > 0) {
       wgmma_fence();
       multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
       wgmma_commit();
     }
-    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
+    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(C::kDqFragments - 1), flags & kDsSlot ^ 1);
+    if constexpr (C::kHasDsEmpty) mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
+    const uint32_t ds = smem.ds(flags & kDsSlot);
     store_ds(packed_ds, ds);
     fence_async_proxy();
+    if constexpr (kDkFirst) {
+      wgmma_wait<0>();
+      keep_in_place(dk);
+      if (elect_one()) mbar_arrive(smem.q_empty(ring.stage));
+      release_segment(what);
+    }
     named_barrier(kDsBarrier, 128 * C::kGroups);
     Dq dq;
     wgmma_fence();
     multiply_dq(dq, ds);
     wgmma_commit();
-    multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
-    wgmma_commit();
-    wgmma_wait<1>();
+    if constexpr (!kDkFirst) {
+      multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
+      wgmma_commit();
+    }
+    wgmma_wait<!kDkFirst>();
     keep_in_place(dq);
-    if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    if (kMakesDv && elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    if (C::kHasDsEmpty && elect_one()) mbar_arrive(smem.ds_empty());
     if constexpr (C::kDirectDq)
       add_now(dq, rest, rest_of);
     else
       hand_over_dq(dq, what);
-    if (what & kSegmentEnds && elect_one())
-      mbar_arrive(smem.segment_empty(what >> kSegmentStageBit & 1));
-    if constexpr (!kOverlapDk) {
+    if constexpr (!kDkFirst) release_segment(what);
+    if constexpr (!kOverlapDk && !kDkFirst) {
       wgmma_wait<0>();
       keep_in_place(dk);
-      keep_in_place(dv);
+      if constexpr (kMakesDv) keep_in_place(dv);
       if (elect_one()) mbar_arrive(smem.q_empty(ring.stage));
     }
     ring.advance();
-    flags = (flags | kUnfinished) ^ kDsSlot;
+    flags ^= kDsSlot;
+    if constexpr (kOverlapDk) flags |= kUnfinished;
+    return !(what & kWorkTileEnds);
+  }
+
+  // A step where dk and dv leave registers for one more product at a time: scores become P before
+  // dP is asked for, and dK is there before dq is. False after the last step of the work tile.
+  __device__ __forceinline__ bool step_tight(Grad<C::kD>& dk, Grad<C::kDv>& dv) {
+    Packed packed_p, packed_ds;
+    Scores s;
+    mbar_wait(smem.q_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
+    wgmma_commit();
+    const int what = words();
+    const uint32_t number = C::kDirectDq ? dq_block() : 0;
+    wgmma_wait<0>();
+    keep_in_place(s);
+    if (what & kMasked) mask(s, what);
+    exponentiate(s, packed_p, what);
+    Scores dp;
+    mbar_wait(smem.do_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
+    wgmma_commit();
+    multiply_grad(dv, packed_p, smem.dout(ring.stage));
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep_in_place(dp);
+    score_grads(packed_p, dp, packed_ds);
+    wgmma_fence();
+    multiply_grad(dk, packed_ds, smem.q(ring.stage));
+    wgmma_commit();
+    if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(C::kDqFragments - 1), flags & kDsSlot ^ 1);
+    const uint32_t ds = smem.ds(flags & kDsSlot);
+    store_ds(packed_ds, ds);
+    fence_async_proxy();
+    wgmma_wait<0>();
+    keep_in_place(dk);
+    keep_in_place(dv);
+    if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    if (elect_one()) mbar_arrive(smem.q_empty(ring.stage));
+    release_segment(what);
+    named_barrier(kDsBarrier, 128 * C::kGroups);
+    Dq dq;
+    wgmma_fence();
+    multiply_dq(dq, ds);
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep_in_place(dq);
+    if constexpr (C::kDirectDq) {
+      DqRest none;
+      add_now(dq, none, number);
+    } else {
+      hand_over_dq(dq, what);
+    }
+    ring.advance();
+    flags ^= kDsSlot;
+    return !(what & kWorkTileEnds);
+  }
+
+  // A step of the pass that makes dv alone, in the first columns of `grad`. Its product is left
+  // under way, behind the next scores.
+  template <int kValues>
+  __device__ __forceinline__ bool step_dv(float (&grad)[kValues], Packed& packed_p) {
+    auto& dv = reinterpret_cast<float (&)[C::kDv / 2]>(grad);
+    Scores s;
+    mbar_wait(smem.q_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
+    wgmma_commit();
+    const int what = words();
+    if (kOverlapDv && flags & kUnfinished) {
+      wgmma_wait<1>();
+      keep_in_place(dv);
+      release_before(smem.do_empty(stage_before()));
+    }
+    wgmma_wait<0>();
+    keep_in_place(s);
+    exponentiate(s, packed_p, what);
+    if constexpr (C::kIsGeneral)
+      if (p.dropout.q_positions != nullptr) {
+        const Staying<C::kBlockM> stay = staying();
+#pragma unroll
+        for (int i = 0; i < C::kBlockM / 4; ++i) packed_p[i] &= pair_mask(stay, 2 * i);
+      }
+    __syncwarp();
+    if (elect_one()) mbar_arrive(smem.q_empty(ring.stage));
+    release_segment(what);
+    if constexpr (C::kSemaphored) {
+      // The lane that adds dq counts this step, too.
+      const uint32_t full = smem.dq_full(fragment());
+      mbar_wait(smem.dq_empty(C::kDqFragments - 1), flags & kDsSlot ^ 1);
+      __syncwarp();
+      if (elect_one()) mbar_arrive(full);
+      flags ^= kDsSlot;
+    }
+    mbar_wait(smem.do_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_grad(dv, packed_p, smem.dout(ring.stage));
+    wgmma_commit();
+    if constexpr (kOverlapDv) {
+      flags |= kUnfinished;
+    } else {
+      wgmma_wait<0>();
+      keep_in_place(dv);
+      if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
+    }
+    ring.advance();
     return !(what & kWorkTileEnds);
   }
 
@@ -420,12 +635,12 @@ struct StepWorker {
   // needs to look up or to wait for is asked for while products are made: between them the tensor
   // cores would be idle. For the same reason a share of dq is announced in the next step, or in
   // `finish`: the fence ahead of that waits for the stores, some 270 clocks while dK is made.
-  __device__ __forceinline__ bool step_wide(Grad& dk, Grad& dv, uint32_t& keys) {
+  __device__ __forceinline__ bool step_wide(Grad<C::kD>& dk, Grad<C::kDv>& dv, uint32_t& keys) {
     Scores s, dp;
     Packed packed_p, packed_ds;
     Stats deltas;
     wgmma_fence();
-    multiply_rows<C::kColumns>(s, keys, smem.q(ring.stage));
+    multiply_rows<C::kD>(s, keys, smem.q(ring.stage));
     wgmma_commit();
     if (flags & kUnfinished) announce_dq();
     const int what = words();
@@ -435,7 +650,7 @@ struct StepWorker {
     scores_are_there(s);
     if (what & kMasked) mask(s, what);
     wgmma_fence();
-    multiply_rows<C::kColumnsV>(dp, values, smem.dout(ring.stage));
+    multiply_rows<C::kDv>(dp, values, smem.dout(ring.stage));
     wgmma_commit();
     exponentiate(s, packed_p, what);
 #pragma unroll
@@ -471,8 +686,7 @@ struct StepWorker {
     if (elect_one()) mbar_arrive(smem.ds_empty());
     leave_dq(dq, what);
     if (C::kDqFragments == 2 && elect_one()) sts_int(smem.dq_number(part), number);
-    if (what & kSegmentEnds && elect_one())
-      mbar_arrive(smem.segment_empty(what >> kSegmentStageBit & 1));
+    release_segment(what);
     const uint32_t slot = ring.stage;
     ring.advance();
     flags = (flags | kUnfinished) ^ kDsSlot;
@@ -486,12 +700,22 @@ struct StepWorker {
     return !(what & kWorkTileEnds);
   }
 
-  __device__ __forceinline__ void finish(Grad& dk, Grad& dv) {
+  template <typename Dk, typename Dv>
+  __device__ __forceinline__ void finish(Dk& dk, Dv& dv) {
     wgmma_wait<0>();
     keep_in_place(dk);
-    keep_in_place(dv);
+    if constexpr (C::kPasses == 1) keep_in_place(dv);
     if (C::kIsM80 && flags & kUnfinished) announce_dq();
     if (kOverlapDk && flags & kUnfinished) release_q_before();
+    flags &= ~kUnfinished;
+  }
+
+  // The same of the pass that makes dv alone.
+  template <int kValues>
+  __device__ __forceinline__ void finish_dv(float (&dv)[kValues]) {
+    wgmma_wait<0>();
+    keep_in_place(dv);
+    if (kOverlapDv && flags & kUnfinished) release_before(smem.do_empty(stage_before()));
     flags &= ~kUnfinished;
   }
 };

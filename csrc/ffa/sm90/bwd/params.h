@@ -28,7 +28,7 @@ struct BwdKernelParams {
   int32_t* workspace;   // [0] work tile counter, [1] CTAs that are done; kPlaceWord and on
   float* stats;         // (head, block of queries, stat_floats)
   float* dq_accum;      // (head, block of queries, block of 64 columns, dq_block_floats)
-  // Only where dq is summed in order: the semaphores, (head, block of queries, pass); the semaphore
+  // Only where dq is summed in order: the semaphores, (head, block of queries); the semaphore
   // target of each work tile, (block of queries, table, tile, kv heads of an L2 group, parts of a
   // work tile); and the flags of the plan.
   int32_t* dq_semaphore;
@@ -48,7 +48,7 @@ struct BwdKernelParams {
   int32_t num_tiles;
   int32_t heads_per_l2_group;  // kv heads whose queries are kept in L2 together
   int32_t splits_per_tile;  // into which the work for a tile and kv head is split: by query heads,
-                            // and by column passes
+                            // and into dk with dq, and dv
   int32_t is_by_split;      // of an L2 group first one part of all, then the next
   int32_t num_work_tiles, work_tiles_per_l2_group;
   int32_t group;  // query heads of a kv head
@@ -98,7 +98,7 @@ struct BwdRowParams {
   int2* contributions_of_block;  // how many there are, and a number that grows with the time at
                                  // which the last one is expected
   int32_t first_writer;  // as in BwdKernelParams: semaphore targets are counted and not given out
-  int32_t wave, heads_per_split, passes, num_tiles;
+  int32_t wave, heads_per_split, num_tiles;
   int32_t heads_per_l2_group;   // kv heads
   int32_t work_tiles_per_tile;  // in an L2 group; of a tile that is split, if some are
   int32_t target_tables;        // of the first L2 group, and of the others

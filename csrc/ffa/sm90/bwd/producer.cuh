@@ -23,11 +23,11 @@ __device__ __forceinline__ int needs_mask(uint32_t segment, int group, int block
 }
 
 // A tile of `rows` rows from the first on, in column tiles of 64.
-template <typename C>
+template <int kColumns>
 __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorMap* map,
                                           uint32_t bar, int first, int head, uint64_t policy) {
 #pragma unroll
-  for (int d = 0; d < C::kD / 64; ++d)
+  for (int d = 0; d < kColumns / 64; ++d)
     load_tile_3d(to + d * rows * 128, map, bar, d * 64, first, head, policy);
 }
 
@@ -48,11 +48,11 @@ __device__ __forceinline__ void copy_dout(const BwdKernelParams& p, const BwdSme
   mbar_wait(smem.do_empty(ring.stage), ring.phase ^ 1);
   const bool clears = has_unseen(p);
   const uint32_t bar = clears ? smem.q_raw(ring.stage) : smem.do_full(ring.stage);
-  if (!clears) mbar_expect(bar, C::kQueryBytes);
+  if (!clears) mbar_expect(bar, C::kDoBytes);
   const int4 step = lds_int4(smem.step(ring.stage));
   const int head =
       C::kDirectStore ? (step.w & kDirectStoreBit - 1) >> kStepHeadBit : step.w >> kStepHeadBit;
-  load_rows<C>(smem.dout(ring.stage), C::kBlockM, &p.do_map, bar, step.y, head, kEvictLast);
+  load_rows<C::kDv>(smem.dout(ring.stage), C::kBlockM, &p.do_map, bar, step.y, head, kEvictLast);
 }
 
 // Until the rows of a block are prepared, for the heads of the work tile; where work tiles are
@@ -175,29 +175,23 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
               sts_int(smem.step(ring.stage) + 12, word_of(1));
             }
             if constexpr (C::kSemaphored) {
-              const int pass =
-                  C::kPasses > 1
-                      ? BwdHeadSplit<C>::of_word(lds_int(smem.work_tile(state.work_stage()) + 12))
-                            .pass
-                      : 0;
               const uint32_t place = C::kStages == 2
                                          ? 2 * ring.phase + ring.stage
                                          : steps.place;  // without a register of its own
-              uint32_t dq_queue =
-                  (number * C::kPasses + pass) | static_cast<uint32_t>(what & kWorkTileEnds) << 29;
+              uint32_t dq_queue = number | static_cast<uint32_t>(what & kWorkTileEnds) << 29;
               if constexpr (C::kDirectStore)
                 dq_queue |= static_cast<uint32_t>(what & kDirectStoreBit) << 11;
               sts_int(smem.dq_queue(place), dq_queue);
               mbar_arrive(smem.step_full(place));
             }
             const uint32_t bar = has_unseen(p) ? smem.q_raw(ring.stage) : smem.q_full(ring.stage);
-            mbar_expect(bar, C::kQueryBytes + C::kStatBytes +
-                                 (bar == smem.q_raw(ring.stage) ? C::kQueryBytes : 0));
+            mbar_expect(bar, C::kQBytes + C::kStatBytes +
+                                 (bar == smem.q_raw(ring.stage) ? C::kDoBytes : 0));
             load_bytes(smem.stats(ring.stage),
                        p.stats + static_cast<uint64_t>(number) * stat_floats(C::kBlockM),
                        C::kStatBytes, bar);
-            load_rows<C>(smem.q(ring.stage), C::kBlockM, &p.q_map, bar, order.block * C::kBlockM,
-                         head, kEvictLast);
+            load_rows<C::kD>(smem.q(ring.stage), C::kBlockM, &p.q_map, bar,
+                             order.block * C::kBlockM, head, kEvictLast);
             copy_dout<C>(p, smem, ring);
             steps.advance();
           } while (!by_head() && ++i < heads());
@@ -221,20 +215,20 @@ template <typename C>
 __device__ __forceinline__ void load_keys(const BwdKernelParams& p, const BwdSmem<C>& smem,
                                           uint32_t work_tile_at) {
   const int2 work_tile = lds_int2(work_tile_at);  // its tile and its head
-  mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
+  mbar_expect(smem.kv_raw(), C::kKBytes + C::kVBytes);
   if (work_tile.x * C::kBlockN < p.remote.base) {
-    load_rows<C>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                 work_tile.y, kEvictFirst);
-    load_rows<C>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                 work_tile.y, kEvictFirst);
+    load_rows<C::kD>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                     work_tile.y, kEvictFirst);
+    load_rows<C::kDv>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                      work_tile.y, kEvictFirst);
   } else {
     wait_for_tile(p.remote, work_tile.x - p.remote.base / kRemoteTile);
     const int tile = lds_int(work_tile_at);
     const int head = lds_int(work_tile_at + 4);
-    load_rows<C>(smem.k(), C::kBlockN, &p.remote.k_map, smem.kv_raw(),
-                 tile * C::kBlockN - p.remote.base, head, kEvictFirst);
-    load_rows<C>(smem.v(), C::kBlockN, &p.remote.v_map, smem.kv_raw(),
-                 tile * C::kBlockN - p.remote.base, head, kEvictFirst);
+    load_rows<C::kD>(smem.k(), C::kBlockN, &p.remote.k_map, smem.kv_raw(),
+                     tile * C::kBlockN - p.remote.base, head, kEvictFirst);
+    load_rows<C::kDv>(smem.v(), C::kBlockN, &p.remote.v_map, smem.kv_raw(),
+                      tile * C::kBlockN - p.remote.base, head, kEvictFirst);
   }
 }
 

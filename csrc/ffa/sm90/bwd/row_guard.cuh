@@ -16,10 +16,10 @@
 namespace magi {
 
 // Zeroes a row of a tile of `rows` rows.
-template <typename C>
+template <int kColumns>
 __device__ __forceinline__ void zero_row(uint32_t tile, int rows, int row) {
 #pragma unroll 1
-  for (int chunk = 0; chunk < C::kD / 8; ++chunk)
+  for (int chunk = 0; chunk < kColumns / 8; ++chunk)
     zero_chunk(tile + chunk / 8 * rows * 128 + row * 128 + chunk % 8 * 16);
 }
 
@@ -69,7 +69,7 @@ template <typename C>
 __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& smem, int lane) {
   PipelineState state;
   Steps<C> steps;
-  if (lane == 0) sts_int(smem.through(), -1);
+  if (C::kWorkList && lane == 0) sts_int(smem.through(), -1);
   auto tell_before = [&] {
     if (!C::kWorkList || p.work_list == nullptr || lds_int(smem.through()) < 0) return;
     mbar_wait(smem.work_empty(state.work_stage() ^ 1), state.work_phase() ^ state.work_stage() ^ 1);
@@ -89,15 +89,15 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
 #pragma unroll 1
       for (int j = 0; j < C::kBlockN / 32; ++j) {
         if (seen >> j & 1) continue;
-        zero_row<C>(smem.k(), C::kBlockN, lane + 32 * j);
-        zero_row<C>(smem.v(), C::kBlockN, lane + 32 * j);
+        zero_row<C::kD>(smem.k(), C::kBlockN, lane + 32 * j);
+        zero_row<C::kDv>(smem.v(), C::kBlockN, lane + 32 * j);
       }
     }
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) mbar_arrive(smem.kv_full());
     tell_before();
-    if (lane == 0)
+    if (C::kWorkList && lane == 0)
       sts_int(smem.through(), splits_of_work_tile(p, work_tile.x, work_tile.y, work_tile.w));
     const bool clears = has_unseen(p);
     auto heads = [&] { return heads_of_work_tile<C>(p, work_tile.w); };
@@ -120,8 +120,8 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
         for (int row = is_clean ? C::kBlockM : lane; row < C::kBlockM; row += 32) {
           const int query = lds_int(smem.step(ring.stage) + 4) + row;
           if (is_seen<C>(smem.segment(state.segment_stage()), query)) continue;
-          zero_row<C>(smem.q(ring.stage), C::kBlockM, row);
-          zero_row<C>(smem.dout(ring.stage), C::kBlockM, row);
+          zero_row<C::kD>(smem.q(ring.stage), C::kBlockM, row);
+          zero_row<C::kDv>(smem.dout(ring.stage), C::kBlockM, row);
           sts_int(smem.stats(ring.stage) + 4 * row, __float_as_int(INFINITY));
           sts_int(smem.stats(ring.stage) + 4 * (C::kBlockM + row), 0);
         }

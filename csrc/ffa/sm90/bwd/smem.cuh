@@ -27,8 +27,8 @@ struct BwdSmem {
 
   __device__ uint32_t k() const { return base + C::kKAt; }
   __device__ uint32_t v() const { return base + C::kVAt; }
-  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQueryBytes; }
-  __device__ uint32_t dout(uint32_t slot) const { return base + C::kDoAt + slot * C::kQueryBytes; }
+  __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQBytes; }
+  __device__ uint32_t dout(uint32_t slot) const { return base + C::kDoAt + slot * C::kDoBytes; }
   __device__ uint32_t ds(uint32_t slot) const {
     return base + C::kDsAt + slot % C::kDsSlots * C::kDsBytes;
   }
@@ -89,17 +89,14 @@ struct BwdSmem {
   __device__ uint32_t dq() const { return base + C::kDqAt; }
   // For a share of dq, see kDqFragments; where two lanes add, each has its own that says dq is
   // there.
-  __device__ uint32_t dq_full(uint32_t fragment) const {
-    return bar(12 + 5 * C::kStages + C::kDqQueueStages + 2 * fragment);
+  __device__ uint32_t dq_full(uint32_t fragment) const { return dq_bar(2 * fragment); }
+  __device__ uint32_t dq_empty(uint32_t fragment) const { return dq_bar(1 + 2 * fragment); }
+  __device__ uint32_t dq_bar(uint32_t i) const {
+    return bar(12 + 5 * C::kStages + C::kDqQueueStages + i);
   }
-  __device__ uint32_t dq_empty(uint32_t fragment) const {
-    return bar(13 + 5 * C::kStages + C::kDqQueueStages + 2 * fragment);
-  }
-  // For wide steps: dS has been read by both warpgroups. And where there are two shares, which
-  // block of dq_accum one is for, and whether it is the last of the work tile.
-  __device__ uint32_t ds_empty() const {
-    return bar(12 + 5 * C::kStages + C::kDqQueueStages + 2 * C::kFullBarriers);
-  }
+  // With kHasDsEmpty: dS has been read by both warpgroups. And where wide steps have two shares,
+  // which block of dq_accum one is for, and whether it is the last of the work tile.
+  __device__ uint32_t ds_empty() const { return dq_bar(2 * C::kFullBarriers); }
   __device__ uint32_t dq_number(uint32_t fragment) const {
     return base + C::kDqQueueAt + 4 * fragment;
   }
@@ -122,7 +119,7 @@ struct BwdSmem {
         mbar_init(dq_empty(fragment), 1);
       }
     if constexpr (C::kDqStoreLanes == 2) mbar_init(dq_full(1), C::kConsumerWarps);
-    if constexpr (C::kIsM80) mbar_init(ds_empty(), C::kConsumerWarps);
+    if constexpr (C::kHasDsEmpty) mbar_init(ds_empty(), C::kConsumerWarps);
     for (uint32_t s = 0; s < C::kStages; ++s) {
       mbar_init(q_full(s), clears ? 32 : 1);
       mbar_init(q_empty(s), C::kConsumerWarps);
@@ -136,9 +133,9 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a work tile. From bit 0 on which part of the query heads it has, and of head dims
-// above 128 which columns; or in a partial, with kCutBit, which side of a cut. From kPartialBit on
-// the partial, counted from one; 0 for a whole tile. Between them how it walks its segments: as
+// Fourth word of a work tile. From bit 0 on which part of the query heads it has, and with two
+// passes which of dk and dv; or in a partial, with kCutBit, which side of a cut. From kPartialBit
+// on the partial, counted from one; 0 for a whole tile. Between them how it walks its segments: as
 // num_descending of magi_work_tile, or where dq is summed in order as a Traversal and kByHeadBit.
 template <typename C>
 struct BwdHeadSplit {
@@ -147,6 +144,11 @@ struct BwdHeadSplit {
     return {(word & 0xff) / C::kPasses, (word & 0xff) % C::kPasses};
   }
 };
+// Whether a work tile makes dk and dq, or with two passes dv alone.
+template <typename C>
+__device__ __forceinline__ bool makes_dq(int32_t word) {
+  return C::kPasses == 1 || BwdHeadSplit<C>::of_word(word).pass == 0;
+}
 constexpr int kCutBit = 7, kDescendingBit = 8, kPartialBit = 20;
 constexpr int kTraversalBit = 16, kByHeadBit = 18;
 constexpr int kShiftBit = 20;  // in order, in place of a partial: see ordered_shift

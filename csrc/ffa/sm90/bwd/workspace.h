@@ -241,7 +241,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
                              4 * split.parts * split.values(a.head_dim + a.head_dim_v));
   const bool takes_list = bwd_takes_work_list<C>(a, sms);
   w.dq_semaphore = whole_lines(w.completion + (takes_list ? bwd_completion_bytes<C>(a) : 0));
-  w.order = whole_lines(w.dq_semaphore + (a.dq_mode ? 4 * C::kPasses * blocks : 0));
+  w.order = whole_lines(w.dq_semaphore + (a.dq_mode ? 4 * blocks : 0));
   w.bytes = w.order + bwd_order_layout<C>(a, parts, sms).bytes;
   return w;
 }

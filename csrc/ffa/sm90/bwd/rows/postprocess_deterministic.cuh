@@ -62,10 +62,8 @@ __device__ __forceinline__ PostprocessJob postprocess_job(const BwdRowParams& p,
 
 __device__ __forceinline__ bool is_complete(const BwdRowParams& p, const PostprocessJob& x) {
   if (x.contributions == 0) return true;
-  const int pass = x.d / (p.dim_blocks / p.passes);
-  return load_acquire(p.dq_semaphore +
-                      (static_cast<int64_t>(x.head) * p.num_m_blocks + x.block) * p.passes +
-                      pass) >= x.contributions;
+  return load_acquire(p.dq_semaphore + static_cast<int64_t>(x.head) * p.num_m_blocks + x.block) >=
+         x.contributions;
 }
 
 // The warpgroups of a few CTAs take up items until there are no more. While one is on its way, the

@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kRowThreads, kContributions == Contributions::
   const int64_t number = static_cast<int64_t>(head) * p.num_m_blocks + block;
   if (number == 0)
     for (int i = threadIdx.x; i < kBwdCounters; i += kRowThreads) p.workspace[i] = 0;
-  if (kContributions != Contributions::kNotCounted && threadIdx.x < p.passes)
-    p.dq_semaphore[number * p.passes + threadIdx.x] = 0;
+  if (kContributions != Contributions::kNotCounted && threadIdx.x == 0) p.dq_semaphore[number] = 0;
   float4* sum =
       reinterpret_cast<float4*>(p.dq_accum + number * p.dim_blocks * dq_block_floats(kBlockM));
   if (kContributions == Contributions::kNotCounted)
