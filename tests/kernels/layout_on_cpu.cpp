@@ -23,7 +23,7 @@ extern "C" int tiles_at_once(const magi_ffa_bwd_params* a, int num_ctas, int wor
 
 // Whether a call with steps of 80 may split tiles as it says.
 extern "C" int may_split(const magi_ffa_bwd_params* a, int sms) {
-  using Wide = magi::BwdConfig<int, 128, false, true, magi::kBlockM80>;
+  using Wide = magi::BwdConfig<int, 128, 128, false, true, magi::kBlockM80>;
   return magi::bwd_is_split_run(*a) && magi::bwd_has_deterministic_split<Wide>(*a, sms);
 }
 
@@ -36,11 +36,11 @@ extern "C" int may_write_sole(const magi_ffa_bwd_params* a) {
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;
   if (dim <= 64)
-    write<magi::BwdConfig<int, 64, false>>(*a, sms, found);
+    write<magi::BwdConfig<int, 64, 64>>(*a, sms, found);
   else if (dim > 128)
-    write<magi::BwdConfig<int, 256, false>>(*a, sms, found);
+    write<magi::BwdConfig<int, 256, 256, false, false, magi::kBlockM64, 2>>(*a, sms, found);
   else if (a->block_m == magi::kBlockM80)
-    write<magi::BwdConfig<int, 128, false, false, magi::kBlockM80>>(*a, sms, found);
+    write<magi::BwdConfig<int, 128, 128, false, false, magi::kBlockM80>>(*a, sms, found);
   else
-    write<magi::BwdConfig<int, 128, false>>(*a, sms, found);
+    write<magi::BwdConfig<int, 128, 128>>(*a, sms, found);
 }

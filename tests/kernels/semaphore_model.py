@@ -105,11 +105,11 @@ def schedule_of(
     heads = group // parts
     shape = WorkTileShape(heads_kv, group, ctas, ctas)
     if may_be_twice:
-        at_once = heads_per_l2_group_deterministic(tiles, shape, parts, passes)
+        at_once = heads_per_l2_group_deterministic(tiles, shape, parts)
     else:
         at_once = heads_per_l2_group(tiles * parts, shape)
-    kinds, l2_groups = at_once * parts * passes, -(-heads_kv // at_once)
-    last = heads_kv * parts * passes - (l2_groups - 1) * kinds
+    kinds, l2_groups = at_once * parts, -(-heads_kv // at_once)
+    last = heads_kv * parts - (l2_groups - 1) * kinds
     traversed = 8 * dim * tokens * heads_kv * group / MOST_KEPT
     return Schedule(ctas, kinds, heads, l2_groups=l2_groups, last_kinds=last, traversed=traversed, **OF_DIM[dim])
 

@@ -58,7 +58,7 @@ __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) 
     for (int i = 0; kBoth && i < C::kDv / 2; ++i) dv[i] = 0.f;
     mbar_wait(smem.kv_full(), worker.state().kv_phase());
     const bool walks = uniform(work_tile.z) > 0;
-    if (makes_dq<C>(uniform(work_tile.w))) {
+    if (worker.makes_dq()) {
       if (walks) walk_steps<C>(worker, dk, dv);
       worker.finish(dk, dv);
     } else {

@@ -212,7 +212,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->head_dim_v = r->head_dim_v = a.head_dim_v;
   k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
   k->heads_per_l2_group = bwd_heads_per_l2_group<C>(a, k->num_head_splits, sms);
-  k->splits_per_tile = k->num_head_splits * C::kPasses;
+  k->splits_per_tile = k->num_head_splits;
   k->is_by_split = a.num_head_splits > 1 && !a.dq_mode;
   k->work_tiles_per_l2_group = k->num_tiles * k->heads_per_l2_group * k->splits_per_tile;
   set_semaphores<C>(a, w, sms, k, r);
@@ -252,7 +252,8 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms)
     return cudaFuncSetAttribute(ffa_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 C::kSmemBytes);
   }));
-  int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units * k.splits_per_tile;
+  int64_t work_tiles =
+      static_cast<int64_t>(k.num_tiles) * k.head_units * k.splits_per_tile * C::kPasses;
   if (C::kSplit && k.work_list == nullptr)
     work_tiles += k.num_partials * (static_cast<int64_t>(k.heads_per_split) / k.split_heads - 1);
   if (work_tiles >= (1ll << 31) - (1 << 16))

@@ -90,6 +90,12 @@ struct StepWorker {
 
   __device__ __forceinline__ PipelineState state() const { return PipelineState{flags >> 2 & 3}; }
   __device__ __forceinline__ void next_work() { flags += 4; }
+  // Whether this is the pass of dk and dq, not the one of dv.
+  __device__ __forceinline__ bool makes_dq() const {
+    return C::kPasses == 1 ||
+           magi::makes_dq<C>(uniform(lds_int(smem.work_tile(state().work_stage()) + 12)));
+  }
+
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s)
       : p(params), smem(s) {}
 
@@ -350,19 +356,30 @@ struct StepWorker {
         stage_columns<C::kDqValues / 4 - kFirstChunks>(dq, kFirstChunks, half_tile_column());
       return;
     }
-    // Each has a place of its own, but for those that have all of the room one after the other.
-    const uint32_t at = C::kDqOverDs ? smem.dq() + 16 * (thread_again() % 128)
-                                     : smem.dq() + 16 * (thread_again() - 128) +
-                                           (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
-    const int begins = C::kDqColumns * (thread_again() / 128 - 1);
-    const uint32_t first = 256 * (first_column() - begins),
-                   half_tile = 256 * (half_tile_column() - begins);
+    if constexpr (kHasHalfTile) {
+      // In the order of columns, as dq_accum is.
+      const int begins = C::kDqColumns * (thread_again() / 128 - 1);
+      store_chunks<0, kFirstChunks>(dq, staged_dq() + 256 * (first_column() - begins));
+      store_chunks<kFirstChunks, C::kDqValues / 4>(
+          dq, staged_dq() + 256 * (half_tile_column() - begins));
+    } else {
+      store_chunks<0, C::kDqValues / 4>(dq, staged_dq());
+    }
+  }
+
+  // Where this thread leaves its share of dq: each warpgroup has a place of its own, but over dS.
+  __device__ __forceinline__ uint32_t staged_dq() const {
+    if constexpr (C::kDqOverDs)
+      return smem.dq() + 16 * (thread_again() % 128);
+    else
+      return smem.dq() + 16 * (thread_again() - 128) +
+             (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
+  }
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ static void store_chunks(const Dq& dq, uint32_t at) {
 #pragma unroll
-    for (int i = 0; i < C::kDqValues / 4; ++i)
-      sts_float4(at + (!kHasHalfTile      ? 2048 * i
-                       : i < kFirstChunks ? first + 2048 * i
-                                          : half_tile + 2048 * (i - kFirstChunks)),
-                 dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = kFrom; i < kTo; ++i)
+      sts_float4(at + 2048 * (i - kFrom), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
   __device__ __forceinline__ uint32_t fragment() const {

@@ -143,6 +143,7 @@ struct BwdHeadSplit {
   __device__ static BwdHeadSplit of_word(int32_t word) {
     return {(word & 0xff) / C::kPasses, (word & 0xff) % C::kPasses};
   }
+  __device__ int32_t word() const { return heads * C::kPasses + pass; }
 };
 // Whether a work tile makes dk and dq, or with two passes dv alone.
 template <typename C>

@@ -34,6 +34,16 @@ __device__ __forceinline__ void stage_again(const BwdKernelParams& p, const BwdS
                    C::kSegmentBytes / 4);
 }
 
+// The pass of a work tile, and its number among those of the pass: what makes dk and dq comes
+// before all that makes dv. The second takes half as long, and with both at once CTAs would soon be
+// at different blocks of queries, which L2 would hold twice.
+template <typename C>
+__device__ __forceinline__ int2 pass_of_number(const BwdKernelParams& p, int number) {
+  const int of_pass = p.num_tiles * p.head_units * p.splits_per_tile,
+            pass = C::kPasses > 1 ? number >= of_pass : 0;
+  return make_int2(pass, number - pass * of_pass);
+}
+
 // The part of the query heads of a work tile, and its number if none were split. Parts of a tile
 // follow one another, or, where the host asks for parts, all tiles of an L2 group come for one part
 // and then for the next: so that what is in L2 is of few heads.
@@ -54,8 +64,11 @@ template <typename C>
 __device__ void schedule_in_order(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   PipelineState state;
 #pragma unroll 1
-  for (int work_tile = blockIdx.x; work_tile < p.num_tiles * p.head_units * p.splits_per_tile;
-       work_tile = atomicAdd(p.workspace, 1) + gridDim.x) {
+  for (int number = blockIdx.x;
+       number < p.num_tiles * p.head_units * p.splits_per_tile * C::kPasses;
+       number = atomicAdd(p.workspace, 1) + gridDim.x) {
+    const int2 of_pass = pass_of_number<C>(p, number);
+    const int work_tile = of_pass.y;
     mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
     int order_idx, head_unit;
@@ -66,8 +79,8 @@ __device__ void schedule_in_order(const BwdKernelParams& p, const BwdSmem<C>& sm
         work_tile % p.work_tiles_per_l2_group >= gridDim.x ? 0 : MAGI_TRAVERSAL_WRAP;
     if constexpr (C::kWorkList) sts_int(smem.m_range(state.work_stage()), kAllBlocks);
     publish_work_tile(p, smem, state, tile, head_unit, segments_of_tile(p.plan, tile),
-                      unit.x | descending << kDescendingBit, plan.words_records,
-                      C::kSegmentBytes / 4);
+                      BwdHeadSplit<C>{unit.x, of_pass.x}.word() | descending << kDescendingBit,
+                      plan.words_records, C::kSegmentBytes / 4);
     stage_again(p, smem, state);
     mbar_wait(smem.issued(),
               state.work_stage() ^ 1);  // a phase for each work tile, and this one has been counted
@@ -153,8 +166,10 @@ template <typename C>
 __device__ __forceinline__ void publish_deterministic(const BwdKernelParams& p,
                                                       const BwdSmem<C>& smem,
                                                       PipelineState staged) {
-  const int work_tile = atomicAdd(p.workspace, 1);
-  if (work_tile >= p.num_work_tiles) return publish_none(smem, staged);
+  const int number = atomicAdd(p.workspace, 1);
+  if (number >= p.num_work_tiles) return publish_none(smem, staged);
+  const int2 of_pass = pass_of_number<C>(p, number);
+  const int work_tile = of_pass.y;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   mbar_wait(smem.work_empty(staged.work_stage()), staged.work_phase() ^ 1);
   // Word by word, as there are few registers.
@@ -178,7 +193,7 @@ __device__ __forceinline__ void publish_deterministic(const BwdKernelParams& p,
                             : 0) +
                            in_l2_group * p.splits_per_tile + part);
     sts_int(at + 4, head);
-    sts_int(at + 12, traversal_word(p, order_idx) | part);
+    sts_int(at + 12, traversal_word(p, order_idx) | BwdHeadSplit<C>{part, of_pass.x}.word());
   }
   const int tile = p.plan[plan.words_order + order_idx];
   sts_int(at, tile);

@@ -137,7 +137,7 @@ int bwd_heads_per_l2_group(const magi_ffa_bwd_params& a, int num_head_splits, in
   const int heads_per_split = a.heads_q / a.heads_kv / num_head_splits;
   if (a.dq_mode == MAGI_DQ_DETERMINISTIC && heads_per_split <= kLargeL2Groups) {
     const int heads = bwd_heads_at_once<C>(a, num_head_splits, sms, 4ll * sms);
-    if (sms / (heads * num_head_splits * C::kPasses) >= kManyTiles * heads_per_split) return heads;
+    if (sms / (heads * num_head_splits) >= kManyTiles * heads_per_split) return heads;
   }
   return bwd_heads_at_once<C>(a, num_head_splits, sms, 2ll * sms);
 }
@@ -207,7 +207,7 @@ template <typename C>
 BwdOrder bwd_order_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   if (!a.dq_mode) return {};
   const int64_t kinds = static_cast<int64_t>(bwd_heads_per_l2_group<C>(a, parts, sms)) * parts *
-                        C::kPasses * bwd_deterministic_splits(a);
+                        bwd_deterministic_splits(a);
   const int64_t work_tiles = bwd_tiles(a) * kinds * bwd_target_tables<C>(a, parts, sms),
                 blocks = bwd_num_m_blocks<C>(a);
   BwdOrder o;

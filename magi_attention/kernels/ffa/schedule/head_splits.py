@@ -20,7 +20,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole, starts_of, tile_steps
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group
 
-_MOST_DIM = 128  # head dims above it take two passes over the same tiles
+_MOST_DIM = 128  # nothing was measured with head dims above it
 _BEGIN_AND_END = 3  # what it takes to begin and end a work tile, in steps
 _MOST_WORK_TILES = 3  # for each SM, from which on the last ones are short enough
 # Halves must take no more than this share of the time as it is; measured, as is that of the even share, on 48 masks

@@ -283,7 +283,7 @@ def _is_by_document_deterministic(case: _Case) -> bool:
     shape = _shape_of(case)
     if shape.group > LARGE_L2_GROUPS or case.dim == 64:
         return _gain_by_document(case) > _LEAST_BY_DOCUMENT
-    heads = heads_per_l2_group_deterministic(-(-case.keys // TILE), shape, 1, 2 if case.dim == 256 else 1)
+    heads = heads_per_l2_group_deterministic(-(-case.keys // TILE), shape, 1)
     return _gain_by_document(case, heads) > _least_of_few_heads(case, shape.group)
 
 

@@ -122,15 +122,14 @@ def heads_per_l2_group(tiles: int, shape: WorkTileShape) -> int:
     return min(max((at_once + tiles // 2) // tiles, 1), heads)
 
 
-def heads_per_l2_group_deterministic(tiles: int, shape: WorkTileShape, parts: int, passes: int) -> int:
-    """The same with deterministic dq, where the query heads of a tile are split into so many ``parts`` and each work
-    tile takes so many ``passes``. With one or two query heads in a work tile an L2 group is twice as large, if all
+def heads_per_l2_group_deterministic(tiles: int, shape: WorkTileShape, parts: int) -> int:
+    """The same with deterministic dq, where the query heads of a tile are split into so many ``parts``. With one or two query heads in a work tile an L2 group is twice as large, if all
     descend (``bwd_heads_per_l2_group`` in ``csrc/ffa/sm90/bwd/workspace.h``)."""
     heads = shape.group // parts
     once, twice = (
         heads_per_l2_group(tiles * parts, shape._replace(num_sms=n * shape.num_sms)) for n in (1, 2)
     )
-    all_descend = shape.num_sms // (twice * parts * passes) >= MANY_TILES * heads
+    all_descend = shape.num_sms // (twice * parts) >= MANY_TILES * heads
     return twice if heads <= LARGE_L2_GROUPS and all_descend else once
 
 
