@@ -32,7 +32,7 @@ const char* make_lists(const magi_ffa_index_bwd_keys_params* a, int64_t* at) {
   using namespace magi;
   constexpr int kD = 64;
   IndexKeysCall call{};
-  index_keys_params<BwdConfig<fp16, kD, false>>(*a, hopper::device.multiprocessors, &call);
+  index_keys_params<BwdConfig<fp16, kD, kD>>(*a, hopper::device.multiprocessors, &call);
   const IndexKeysWorkspace w = index_keys_layout(*a, hopper::device.multiprocessors, kD);
   at[0] = w.entries, at[1] = w.tiles, at[2] = w.work_tiles, at[3] = w.count;
   if (make_query_lists(call.lists, nullptr) != MAGI_OK) return error_buffer();

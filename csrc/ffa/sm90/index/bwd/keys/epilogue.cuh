@@ -16,7 +16,7 @@ struct PartSums {
 
   __device__ PartSums(const IndexKeysParams& p, int tile, int head, int group) {
     const int64_t number = 2 * (static_cast<int64_t>(head) * p.lists.num_tiles + tile) + group;
-    at = reinterpret_cast<float2*>(p.sums) + number * (C::kOut / 2 * 128) + thread_again() % 128;
+    at = reinterpret_cast<float2*>(p.sums) + number * (C::kD / 2 * 128) + thread_again() % 128;
     summed = p.lists.summed_heads + number;
   }
 
@@ -28,19 +28,19 @@ struct PartSums {
     named_barrier(kGroupBarrier + group, 128);
   }
 
-  __device__ __forceinline__ void add_to(float (&grad)[C::kOut / 2], int which) const {
+  __device__ __forceinline__ void add_to(float (&grad)[C::kD / 2], int which) const {
 #pragma unroll
-    for (int i = 0; i < C::kOut / 4; ++i) {
-      const float2 x = load_shared_by_all(at + (which * (C::kOut / 4) + i) * 128);
+    for (int i = 0; i < C::kD / 4; ++i) {
+      const float2 x = load_shared_by_all(at + (which * (C::kD / 4) + i) * 128);
       grad[2 * i] += x.x;
       grad[2 * i + 1] += x.y;
     }
   }
 
-  __device__ __forceinline__ void leave(const float (&grad)[C::kOut / 2], int which) const {
+  __device__ __forceinline__ void leave(const float (&grad)[C::kD / 2], int which) const {
 #pragma unroll
-    for (int i = 0; i < C::kOut / 4; ++i)
-      at[(which * (C::kOut / 4) + i) * 128] = make_float2(grad[2 * i], grad[2 * i + 1]);
+    for (int i = 0; i < C::kD / 4; ++i)
+      at[(which * (C::kD / 4) + i) * 128] = make_float2(grad[2 * i], grad[2 * i + 1]);
   }
 
   __device__ __forceinline__ void publish(int heads, int group) const {
@@ -53,8 +53,8 @@ struct PartSums {
 // The warpgroup's 64 rows, rounded and staged over the rows of K and V.
 template <typename C>
 __device__ __forceinline__ void store_grads(const IndexKeysParams& p, const BwdSmem<C>& smem,
-                                            const float (&dk)[C::kOut / 2],
-                                            const float (&dv)[C::kOut / 2], int tile, int head,
+                                            const float (&dk)[C::kD / 2],
+                                            const float (&dv)[C::kD / 2], int tile, int head,
                                             int group) {
   stage_grad<C>(smem.v(), dv, 1.f);
   stage_grad<C>(smem.k(), dk, p.grad_scale);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_grads(const IndexKeysParams& p, const BwdS
   const int key = tile * C::kBlockN + group * 64, rows = group * 64 * 128;
   if (key < p.total_k) {
 #pragma unroll
-    for (int d = 0; d < C::kOut / 64; ++d) {
+    for (int d = 0; d < C::kD / 64; ++d) {
       store_tile_3d(&p.dv_map, smem.v() + d * C::kBlockN * 128 + rows, d * 64, key, head);
       store_tile_3d(&p.dk_map, smem.k() + d * C::kBlockN * 128 + rows, d * 64, key, head);
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_grads(const IndexKeysParams& p, const BwdS
 // Both warpgroups are through with K and V. Of a tile without queries the last part alone writes.
 template <typename C>
 __device__ __forceinline__ void write_or_pass_on(const IndexKeysParams& p, const BwdSmem<C>& smem,
-                                                 float (&dk)[C::kOut / 2], float (&dv)[C::kOut / 2],
+                                                 float (&dk)[C::kD / 2], float (&dv)[C::kD / 2],
                                                  int4 work_tile) {
   const TilePart part{work_tile.w};
   const int group = uniform(thread_again() / 128 - 1);

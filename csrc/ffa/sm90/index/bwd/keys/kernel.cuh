@@ -14,14 +14,14 @@ namespace magi {
 template <typename C, bool kHasHalves>
 __device__ void compute_listed_grads(const IndexKeysParams& p, const BwdSmem<C>& smem) {
   using Worker = ListedStepWorker<C, kHasHalves>;
-  float dk[C::kOut / 2], dv[C::kOut / 2];
+  float dk[C::kD / 2], dv[C::kD / 2];
   Worker worker(p, smem);
   while (true) {
     mbar_wait(smem.work_full(worker.state().work_stage()), worker.state().work_phase());
     const int4 work_tile = lds_int4(smem.work_tile(worker.state().work_stage()));
     if (uniform(work_tile.x) < 0) break;
 #pragma unroll
-    for (int i = 0; i < C::kOut / 2; ++i) dk[i] = dv[i] = 0.f;
+    for (int i = 0; i < C::kD / 2; ++i) dk[i] = dv[i] = 0.f;
     mbar_wait(smem.kv_full(), worker.state().kv_phase());
     typename Worker::DqRest rest;
 #pragma unroll

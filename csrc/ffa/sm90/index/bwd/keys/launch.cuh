@@ -135,5 +135,5 @@ magi_status launch_index_bwd_keys(const magi_ffa_index_bwd_keys_params& a) {
 
 #define MAGI_FFA_INDEX_BWD_KEYS_INSTANCE(TYPE, D, DV, STEM)                              \
   extern "C" magi_status magi_ffa_##STEM(const magi_ffa_index_bwd_keys_params* params) { \
-    return magi::launch_index_bwd_keys<magi::BwdConfig<TYPE, D, false>>(*params);        \
+    return magi::launch_index_bwd_keys<magi::BwdConfig<TYPE, D, DV>>(*params);           \
   }

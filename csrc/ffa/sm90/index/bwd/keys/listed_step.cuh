@@ -39,7 +39,8 @@ struct ListedStepWorker : StepWorker<C, GranuleMask<C, kHasHalves>> {
   using Base::Base;
   using typename Base::Dq;
   using typename Base::DqRest;
-  using Grad = float[C::kOut / 2];
+  using Grad = float[C::kD / 2];
+  static_assert(C::kD == C::kDv, "dk and dv alike");
 
   // As `StepWorker::step`.
   __device__ __forceinline__ bool listed_step(Grad& dk, Grad& dv, DqRest& rest, uint32_t& rest_of) {

@@ -54,16 +54,16 @@ template <typename C>
 __device__ __forceinline__ void copy_step(const IndexKeysParams& p, const BwdSmem<C>& smem,
                                           const Ring<C::kStages>& ring, int head, int block) {
   const uint32_t number = head * p.num_m_blocks + block;
-  mbar_expect(smem.q_full(ring.stage), C::kQueryBytes + C::kStatBytes);
+  mbar_expect(smem.q_full(ring.stage), C::kQBytes + C::kStatBytes);
   load_bytes(smem.stats(ring.stage),
              p.stats + static_cast<uint64_t>(number) * stat_floats(C::kBlockM), C::kStatBytes,
              smem.q_full(ring.stage));
-  load_rows<C>(smem.q(ring.stage), C::kBlockM, &p.q_map, smem.q_full(ring.stage),
-               block * C::kBlockM, head, kEvictLast);
+  load_rows<C::kD>(smem.q(ring.stage), C::kBlockM, &p.q_map, smem.q_full(ring.stage),
+                   block * C::kBlockM, head, kEvictLast);
   mbar_wait(smem.do_empty(ring.stage), ring.phase ^ 1);
-  mbar_expect(smem.do_full(ring.stage), C::kQueryBytes);
-  load_rows<C>(smem.dout(ring.stage), C::kBlockM, &p.do_map, smem.do_full(ring.stage),
-               block * C::kBlockM, head, kEvictLast);
+  mbar_expect(smem.do_full(ring.stage), C::kDoBytes);
+  load_rows<C::kDv>(smem.dout(ring.stage), C::kBlockM, &p.do_map, smem.do_full(ring.stage),
+                    block * C::kBlockM, head, kEvictLast);
 }
 
 // The entry at a place of the list of the work tile at `at`.
@@ -133,11 +133,11 @@ __device__ void copy_keys(const IndexKeysParams& p, const BwdSmem<C>& smem) {
     if (work_tile.z == 0) {
       mbar_arrive(smem.kv_raw());  // nothing to load, but dk and dv are staged there
     } else {
-      mbar_expect(smem.kv_raw(), 2 * C::kKeyBytes);
-      load_rows<C>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                   work_tile.y, kEvictFirst);
-      load_rows<C>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                   work_tile.y, kEvictFirst);
+      mbar_expect(smem.kv_raw(), C::kKBytes + C::kVBytes);
+      load_rows<C::kD>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                       work_tile.y, kEvictFirst);
+      load_rows<C::kDv>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
+                        work_tile.y, kEvictFirst);
     }
     mbar_arrive(smem.work_empty(state.work_stage()));
     state.next_work();
@@ -157,8 +157,8 @@ __device__ void clear_unseen_keys(const BwdSmem<C>& smem, int lane) {
 #pragma unroll 1
     for (int row = work_tile.z > 0 ? lane : C::kBlockN; row < C::kBlockN; row += 32) {
       if (TilePart{work_tile.w}.granules() >> row / kGranule & 1) continue;
-      zero_row<C>(smem.k(), C::kBlockN, row);
-      zero_row<C>(smem.v(), C::kBlockN, row);
+      zero_row<C::kD>(smem.k(), C::kBlockN, row);
+      zero_row<C::kDv>(smem.v(), C::kBlockN, row);
     }
     fence_async_proxy();
     __syncwarp();
