@@ -123,8 +123,11 @@ def heads_per_l2_group(tiles: int, shape: WorkTileShape) -> int:
 
 
 def heads_per_l2_group_deterministic(tiles: int, shape: WorkTileShape, parts: int) -> int:
-    """The same with deterministic dq, where the query heads of a tile are split into so many ``parts``. With one or two query heads in a work tile an L2 group is twice as large, if all
-    descend (``bwd_heads_per_l2_group`` in ``csrc/ffa/sm90/bwd/workspace.h``)."""
+    """The same with deterministic dq, where the query heads of a tile are split into so many ``parts``.
+
+    With one or two query heads in a work tile an L2 group is twice as large, if all descend
+    (``bwd_heads_per_l2_group`` in ``csrc/ffa/sm90/bwd/workspace.h``).
+    """
     heads = shape.group // parts
     once, twice = (
         heads_per_l2_group(tiles * parts, shape._replace(num_sms=n * shape.num_sms)) for n in (1, 2)
