@@ -70,7 +70,7 @@ def test_semaphore_order_are_those_of_the_model(layout_of, seed):
         schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
         case = (tokens, heads, heads_kv, dim, sms)
         assert found.num_head_splits * schedule.heads * heads_kv == heads, case
-        assert found.heads_per_l2_group * found.num_head_splits * (2 if dim == 256 else 1) == schedule.kinds, case
+        assert found.heads_per_l2_group * found.num_head_splits == schedule.kinds, case
         is_compared = -(-tokens // TILE) <= schedule.most_timed
         assert found.target_tables == (2 if schedule.l2_groups > 1 and is_compared else 1), case
         tables.add(found.target_tables)
@@ -192,7 +192,7 @@ def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
         }
         turns = found[abi.DQ_DETERMINISTIC]
         tiles, blocks = -(-tokens // TILE), -(-tokens // NARROW)
-        kinds = turns.heads_per_l2_group * turns.num_head_splits * (2 if dim == 256 else 1) * turns.target_tables
+        kinds = turns.heads_per_l2_group * turns.num_head_splits * turns.target_tables
         wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
         case = (tokens, heads, heads_kv, dim, sms)
         if turns.order:

@@ -33,12 +33,12 @@ __device__ __forceinline__ void walk_steps(StepWorker<C>& worker, Dk& dk, Dv& dv
   } else {
     typename StepWorker<C>::DqRest rest;
 #pragma unroll
-    for (int i = 0; i < StepWorker<C>::kRest; ++i) rest[i] = 0.f;
+    for (int i = 0; i < DqColumns<C>::kRest; ++i) rest[i] = 0.f;
     uint32_t rest_of =
         C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
     while (worker.step(dk, dv, rest, rest_of)) {
     }
-    if constexpr (C::kDirectDq) worker.add_rest(rest, rest_of);
+    if constexpr (C::kDirectDq) worker.columns().add_rest(rest, rest_of);
   }
 }
 

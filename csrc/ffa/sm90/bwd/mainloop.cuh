@@ -18,7 +18,8 @@
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
-#include "ffa/sm90/bwd/rows/dq_layout.cuh"
+#include "ffa/sm90/bwd/dq_columns.cuh"
+#include "ffa/sm90/bwd/score_grads.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
 
@@ -44,16 +45,13 @@ struct IntervalMask {
 
 template <typename C, typename Mask = IntervalMask<C>>
 struct StepWorker {
-  using Scores = float[C::kBlockM / 2];
-  using Packed = uint32_t[C::kBlockM / 4];
+  using Scores = ScoresOf<C>;
+  using Packed = PackedOf<C>;
   template <int kColumns>
   using Grad = float[kColumns / 2];
-  using Dq = float[C::kDqValues];
-  // Chunks of four values of dq that leave as soon as they are there, and values that wait until
-  // the next scores are being multiplied: all at once would hold the warps for a third of a step.
-  static constexpr int kNow =
-      C::kIsGeneral || !C::kDirectDq || C::kDqColumns > 64 ? C::kDqValues / 4 : C::kDqValues / 8;
-  static constexpr int kRest = C::kDqValues - 4 * kNow;
+  using Columns = DqColumns<C>;
+  using Dq = typename Columns::Dq;
+  using DqRest = typename Columns::Rest;
   // dK is there before dq is begun, where registers hold one product at a time beside dk and dv.
   static constexpr bool kDkFirst = C::kD == 256;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
@@ -69,15 +67,11 @@ struct StepWorker {
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind
   // dP it would keep ptxas from spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kIsGeneral;
-  // Narrow steps in deterministic order do without the next two: with both most masks took longer
-  // (docs/log/ffa_backward_turns.md).
-  static constexpr bool kByWords = C::kSemaphored && !C::kIsM80;
-  static constexpr int kEarlyDeltas =
-      C::kSemaphored ? 0 : 2;  // pairs, loaded while dP is still being made, in narrow steps
+  // Pairs, loaded while dP is still being made, in narrow steps; not in deterministic order, where
+  // with this and operands by 64 bits most masks took longer (docs/log/ffa_backward_turns.md).
+  static constexpr int kEarlyDeltas = C::kSemaphored ? 0 : 2;
   // Products for dK ahead of the barrier, so that there is work behind it.
   static constexpr int kEarlyDk = kDkFirst ? C::kBlockM / 16 : C::kIsGeneral ? 0 : 1;
-  using DqRest = float[kRest > 0 ? kRest : 1];
-  using Stats = float2[C::kBlockM / 8];  // of the queries of a thread's columns
 
   const BwdKernelParams& p;
   const BwdSmem<C>& smem;
@@ -99,10 +93,6 @@ struct StepWorker {
   __device__ __forceinline__ StepWorker(const BwdKernelParams& params, const BwdSmem<C>& s)
       : p(params), smem(s) {}
 
-  __device__ __forceinline__ static uint64_t along(uint32_t low, int step) {
-    return kByWords ? operand_by_words(low, step) : operand(low, step);
-  }
-
   // This warpgroup's 64 rows of K or V as the first operand.
   __device__ __forceinline__ uint32_t rows_of(uint32_t keys) const {
     return uniform(operand_low(keys + (thread_again() / 128 - 1) * 64 * 128, 16));
@@ -116,8 +106,8 @@ struct StepWorker {
 #pragma unroll
     for (int step = 0; step < kColumns / 16; ++step) {
       const int in_atom = (step % 4) * 32, atom = step / 4;
-      Mma::ss(s, along(a, (atom * C::kBlockN * 128 + in_atom) / 16),
-              along(b, (atom * C::kBlockM * 128 + in_atom) / 16), step > 0);
+      Mma::ss(s, along<C>(a, (atom * C::kBlockN * 128 + in_atom) / 16),
+              along<C>(b, (atom * C::kBlockM * 128 + in_atom) / 16), step > 0);
     }
   }
 
@@ -129,51 +119,13 @@ struct StepWorker {
     const uint32_t b = uniform(operand_low(queries, C::kBlockM * 128));
 #pragma unroll
     for (int step = kFrom; step < kTo; ++step)
-      Mma::rs(grad, packed + 4 * step, along(b, step * 2048 / 16), 1);
+      Mma::rs(grad, packed + 4 * step, along<C>(b, step * 2048 / 16), 1);
   }
 
-  // This warpgroup's share of the columns of dq. For head dim 192 it is a column tile of 64, the
-  // first or the last, and half of the one between them; else all of it lies together.
-  static constexpr bool kHasHalfTile = C::kDqColumns == 96;
-  static constexpr int kFirstColumns = kHasHalfTile ? 64 : C::kDqColumns;
-  static constexpr int kFirstChunks = C::kBlockM * kFirstColumns / 512;  // of four values
-  __device__ __forceinline__ static int first_column() {
-    return (thread_again() / 128 - 1) * (kHasHalfTile ? 128 : C::kDqColumns);
-  }
-  __device__ __forceinline__ static int half_tile_column() {
-    return 64 + (thread_again() / 128 - 1) * 32;
-  }
-
-  // The queries by columns of dq, or transposed.
-  template <int kValues>
-  __device__ __forceinline__ void multiply_dq_columns(float (&dq)[kValues], uint32_t ds,
-                                                      int column) const {
-    constexpr int kColumns = 128 * kValues / C::kBlockM;
-    using Mma = Wgmma<typename C::T, C::kIsM80 ? C::kBlockM : kColumns, C::kIsM80 ? 0 : 1>;
-    const uint32_t grads = uniform(operand_low(ds, 16));
-    const uint32_t keys =
-        uniform(operand_low(smem.k() + column / 64 * C::kBlockN * 128 + column % 64 * 2,
-                            kColumns > 64 ? C::kBlockN * 128 : 16));
-#pragma unroll
-    for (int step = 0; step < C::kBlockN / 16; ++step) {
-      const uint64_t of_grads = along(grads, (step / 4 * C::kBlockM * 128 + step % 4 * 32) / 16);
-      const uint64_t of_keys = along(keys, step * 2048 / 16);
-      if constexpr (C::kIsM80)
-        Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
-      else
-        Mma::ss(dq, of_grads, of_keys, step > 0);
-    }
-  }
-
-  __device__ __forceinline__ void multiply_dq(Dq& dq, uint32_t ds) const {
-    if constexpr (kHasHalfTile) {
-      constexpr int kFirst = 4 * kFirstChunks;
-      multiply_dq_columns(reinterpret_cast<float (&)[kFirst]>(dq), ds, first_column());
-      multiply_dq_columns(reinterpret_cast<float (&)[C::kDqValues - kFirst]>(dq[kFirst]), ds,
-                          half_tile_column());
-    } else {
-      multiply_dq_columns(dq, ds, first_column());
-    }
+  __device__ __forceinline__ Columns columns() const { return {p, smem}; }
+  // The block of dq_accum where this warpgroup's share of the step begins.
+  __device__ __forceinline__ uint32_t dq_block() const {
+    return Columns::block(lds_int(smem.step(ring.stage)));
   }
 
   // What this warpgroup needs to know of the step.
@@ -236,152 +188,6 @@ struct StepWorker {
     return smem.stats(ring.stage) + 4 * C::kBlockM + thread_again() % 4 * 8;
   }
 
-  // dS^T, packed, from P^T and dP^T.
-  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp,
-                                              const Stats& deltas, Packed& packed) const {
-#pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
-        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - deltas[j].x),
-                                                     x.y * (dp[4 * j + 2 * r + 1] - deltas[j].y));
-      }
-    }
-  }
-
-  // The same, with deltas loaded when they are needed.
-  __device__ __forceinline__ void score_grads(const Packed& probabilities, const Scores& dp,
-                                              Packed& packed) const {
-    const uint32_t stats = deltas_at();
-#pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
-      const float2 delta = lds_float2(stats + j * 32);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
-        packed[2 * j + r] = pack_pair<typename C::T>(x.x * (dp[4 * j + 2 * r] - delta.x),
-                                                     x.y * (dp[4 * j + 2 * r + 1] - delta.y));
-      }
-    }
-  }
-
-  // The same from the factors in s; all but the first deltas are loaded here, for want of
-  // registers.
-  __device__ __forceinline__ void score_grads(const Scores& s, const Scores& dp,
-                                              const float2* first, Packed& packed) const {
-    const uint32_t stats = deltas_at();
-#pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
-      const float2 delta = j < kEarlyDeltas ? first[j] : lds_float2(stats + j * 32);
-      packed[2 * j] = pack_pair<typename C::T>(s[4 * j] * (dp[4 * j] - delta.x),
-                                               s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
-      packed[2 * j + 1] = pack_pair<typename C::T>(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
-                                                   s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
-    }
-  }
-
-  // dS as rows of queries; this warpgroup's keys are one column tile of 64.
-  __device__ __forceinline__ void store_ds(const Packed& packed, uint32_t ds) const {
-    const int thread = thread_again() - 128, group = thread / 128, warp = thread % 128 / 32,
-              lane = thread % 32;
-    // Lane 8i + l addresses row l of matrix i: (keys 0-7, keys 8-15) x (queries 0-7, queries 8-15).
-    const int query = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-    const uint32_t at =
-        ds + group * (C::kBlockM * 128) + query * 128 + ((chunk ^ (query & 7)) << 4);
-#pragma unroll
-    for (int j = 0; j < C::kBlockM / 16; ++j)
-      store_matrix_transposed_x4(at + j * 2048, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2],
-                                 packed[4 * j + 3]);
-  }
-
-  // Number of the block of dq_accum, of 64 columns, where this warpgroup's share begins; 32 bits
-  // do.
-  __device__ __forceinline__ uint32_t dq_block() const {
-    return lds_int(smem.step(ring.stage)) * (C::kD / 64) + first_column() / 64;
-  }
-
-  // Where this thread adds its share of it.
-  __device__ __forceinline__ float* dq_address(uint32_t number) const {
-    return p.dq_accum + static_cast<uint64_t>(number) * dq_block_floats(C::kBlockM) +
-           (first_column() % 64 * 64 + thread_again() % 128 * 4);
-  }
-  // And a chunk of it, from there on.
-  __device__ __forceinline__ static int chunk_at(int i) {
-    return i < kFirstChunks ? 512 * i
-                            : 512 * (i - kFirstChunks) + 64 * (half_tile_column() - first_column());
-  }
-
-  __device__ __forceinline__ void add_rest(const DqRest& rest, uint32_t number) const {
-    float* at = dq_address(number);
-#pragma unroll
-    for (int i = 0; i < kRest / 4; ++i)
-      add_to_global_x4(at + chunk_at(kNow + i), rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
-                       rest[4 * i + 3]);
-  }
-
-  // The first chunks of dq; the others into `rest`. These first: additions hold their registers
-  // until they are on their way, and nothing that takes one of them could go on.
-  __device__ __forceinline__ void add_now(const Dq& dq, DqRest& rest, uint32_t number) const {
-#pragma unroll
-    for (int i = 0; i < kRest; ++i) rest[i] = own_copy(dq[4 * kNow + i]);
-    float* at = dq_address(number);
-#pragma unroll
-    for (int i = 0; i < kNow; ++i)
-      add_to_global_x4(at + chunk_at(i), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-  }
-
-  // Rounded chunks of dq, from `first_chunk` on, to tiles of 64 columns.
-  template <int kChunks>
-  __device__ __forceinline__ void stage_columns(const Dq& dq, int first_chunk, int column) const {
-    const auto chunk = [&](int i) {
-      const int at = 4 * (first_chunk + i);
-      return make_float4(dq[at], dq[at + 1], dq[at + 2], dq[at + 3]);
-    };
-    stage_dq<typename C::T, C::kBlockM, kChunks>(smem.dq() + column / 64 * (C::kBlockM * 128),
-                                                 chunk, p.grad_scale, thread_again() % 128,
-                                                 column % 64 / 8);
-  }
-
-  // This warpgroup's share of dq to where the feeding side takes it up; rounded if this is the only
-  // contribution of the block, as tiles of 64 columns.
-  __device__ __forceinline__ void leave_dq(const Dq& dq, int what) const {
-    if (C::kDirectStore && what & kDirectStoreBit) {
-      static_assert(kFirstColumns <= 64 || C::kDqColumns == 128, "whole tiles");
-#pragma unroll
-      for (int column = 0; column < kFirstColumns; column += 64)
-        stage_columns<(kFirstColumns < 64 ? kFirstChunks : C::kBlockM / 8)>(
-            dq, column / 64 * (C::kBlockM / 8), first_column() + column);
-      if constexpr (kHasHalfTile)
-        stage_columns<C::kDqValues / 4 - kFirstChunks>(dq, kFirstChunks, half_tile_column());
-      return;
-    }
-    if constexpr (kHasHalfTile) {
-      // In the order of columns, as dq_accum is.
-      const int begins = C::kDqColumns * (thread_again() / 128 - 1);
-      store_chunks<0, kFirstChunks>(dq, staged_dq() + 256 * (first_column() - begins));
-      store_chunks<kFirstChunks, C::kDqValues / 4>(
-          dq, staged_dq() + 256 * (half_tile_column() - begins));
-    } else {
-      store_chunks<0, C::kDqValues / 4>(dq, staged_dq());
-    }
-  }
-
-  // Where this thread leaves its share of dq: each warpgroup has a place of its own, but over dS.
-  __device__ __forceinline__ uint32_t staged_dq() const {
-    if constexpr (C::kDqOverDs)
-      return smem.dq() + 16 * (thread_again() % 128);
-    else
-      return smem.dq() + 16 * (thread_again() - 128) +
-             (C::kDqBytes - 2048) * (thread_again() / 128 - 1);
-  }
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ static void store_chunks(const Dq& dq, uint32_t at) {
-#pragma unroll
-    for (int i = kFrom; i < kTo; ++i)
-      sts_float4(at + 2048 * (i - kFrom), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-  }
-
   __device__ __forceinline__ uint32_t fragment() const {
     return C::kDqFragments == 2 ? uniform(thread_again() / 128 - 1) : 0;
   }
@@ -406,7 +212,7 @@ struct StepWorker {
     } else {
       mbar_wait(smem.dq_empty(0), flags & kDsSlot ^ 1);
     }
-    leave_dq(dq, what);
+    columns().leave(dq, what);
     announce_dq();
   }
 
@@ -455,7 +261,7 @@ struct StepWorker {
     multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
     wgmma_commit();
     if constexpr (C::kDirectDq) {
-      add_rest(rest, rest_of);
+      columns().add_rest(rest, rest_of);
       rest_of = dq_block();
     }
     if constexpr (!kScoresFirst) {
@@ -488,9 +294,9 @@ struct StepWorker {
         for (int i = 0; i < C::kBlockM / 2; ++i) dp[i] = stay.has(i) ? dp[i] : 0.f;
       }
     if constexpr (kRoundsP)
-      score_grads(packed_p, dp, packed_ds);
+      score_grads<C>(packed_p, dp, deltas_at(), packed_ds);
     else
-      score_grads(s, dp, deltas, packed_ds);
+      score_grads_of_factors<C, kEarlyDeltas>(s, dp, deltas, deltas_at(), packed_ds);
     if constexpr (kEarlyDk > 0) {
       wgmma_fence();
       multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
@@ -499,7 +305,7 @@ struct StepWorker {
     if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(C::kDqFragments - 1), flags & kDsSlot ^ 1);
     if constexpr (C::kHasDsEmpty) mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
     const uint32_t ds = smem.ds(flags & kDsSlot);
-    store_ds(packed_ds, ds);
+    store_ds<C>(packed_ds, ds);
     fence_async_proxy();
     if constexpr (kDkFirst) {
       wgmma_wait<0>();
@@ -510,7 +316,7 @@ struct StepWorker {
     named_barrier(kDsBarrier, 128 * C::kGroups);
     Dq dq;
     wgmma_fence();
-    multiply_dq(dq, ds);
+    columns().multiply(dq, ds);
     wgmma_commit();
     if constexpr (!kDkFirst) {
       multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
@@ -521,7 +327,7 @@ struct StepWorker {
     if (kMakesDv && elect_one()) mbar_arrive(smem.do_empty(ring.stage));
     if (C::kHasDsEmpty && elect_one()) mbar_arrive(smem.ds_empty());
     if constexpr (C::kDirectDq)
-      add_now(dq, rest, rest_of);
+      columns().add_now(dq, rest, rest_of);
     else
       hand_over_dq(dq, what);
     if constexpr (!kDkFirst) release_segment(what);
@@ -563,13 +369,13 @@ struct StepWorker {
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dp);
-    score_grads(packed_p, dp, packed_ds);
+    score_grads<C>(packed_p, dp, deltas_at(), packed_ds);
     wgmma_fence();
     multiply_grad(dk, packed_ds, smem.q(ring.stage));
     wgmma_commit();
     if constexpr (C::kDqOverDs) mbar_wait(smem.dq_empty(C::kDqFragments - 1), flags & kDsSlot ^ 1);
     const uint32_t ds = smem.ds(flags & kDsSlot);
-    store_ds(packed_ds, ds);
+    store_ds<C>(packed_ds, ds);
     fence_async_proxy();
     wgmma_wait<0>();
     keep_in_place(dk);
@@ -580,13 +386,13 @@ struct StepWorker {
     named_barrier(kDsBarrier, 128 * C::kGroups);
     Dq dq;
     wgmma_fence();
-    multiply_dq(dq, ds);
+    columns().multiply(dq, ds);
     wgmma_commit();
     wgmma_wait<0>();
     keep_in_place(dq);
     if constexpr (C::kDirectDq) {
       DqRest none;
-      add_now(dq, none, number);
+      columns().add_now(dq, none, number);
     } else {
       hand_over_dq(dq, what);
     }
@@ -655,7 +461,7 @@ struct StepWorker {
   __device__ __forceinline__ bool step_wide(Grad<C::kD>& dk, Grad<C::kDv>& dv, uint32_t& keys) {
     Scores s, dp;
     Packed packed_p, packed_ds;
-    Stats deltas;
+    DeltasOf<C> deltas;
     wgmma_fence();
     multiply_rows<C::kD>(s, keys, smem.q(ring.stage));
     wgmma_commit();
@@ -677,17 +483,17 @@ struct StepWorker {
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dp);
-    score_grads(packed_p, dp, deltas, packed_ds);
+    score_grads<C>(packed_p, dp, deltas, packed_ds);
     wgmma_fence();
     multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
     wgmma_commit();
     mbar_wait(smem.ds_empty(), flags & kDsSlot ^ 1);
-    store_ds(packed_ds, smem.ds(0));
+    store_ds<C>(packed_ds, smem.ds(0));
     fence_async_proxy();
     named_barrier(kDsBarrier, 128 * C::kGroups);
     Dq dq;
     wgmma_fence();
-    multiply_dq(dq, smem.ds(0));
+    columns().multiply(dq, smem.ds(0));
     wgmma_commit();
     multiply_grad<kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
     wgmma_commit();
@@ -701,7 +507,7 @@ struct StepWorker {
     keep_in_place(dq);
     if (elect_one()) mbar_arrive(smem.do_empty(ring.stage));
     if (elect_one()) mbar_arrive(smem.ds_empty());
-    leave_dq(dq, what);
+    columns().leave(dq, what);
     if (C::kDqFragments == 2 && elect_one()) sts_int(smem.dq_number(part), number);
     release_segment(what);
     const uint32_t slot = ring.stage;

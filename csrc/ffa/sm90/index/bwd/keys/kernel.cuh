@@ -25,13 +25,13 @@ __device__ void compute_listed_grads(const IndexKeysParams& p, const BwdSmem<C>&
     mbar_wait(smem.kv_full(), worker.state().kv_phase());
     typename Worker::DqRest rest;
 #pragma unroll
-    for (int i = 0; i < Worker::kRest; ++i) rest[i] = 0.f;
+    for (int i = 0; i < DqColumns<C>::kRest; ++i) rest[i] = 0.f;
     if (uniform(work_tile.z) > 0) {
       mbar_wait(smem.q_full(worker.ring.stage), worker.ring.phase);  // the words of the step, too
       uint32_t rest_of = worker.dq_block();  // nothing yet, but an address is needed
       while (worker.listed_step(dk, dv, rest, rest_of)) {
       }
-      worker.add_rest(rest, rest_of);
+      worker.columns().add_rest(rest, rest_of);
     }
     worker.finish(dk, dv);
     // Read again rather than kept in registers.

@@ -69,7 +69,7 @@ struct ListedStepWorker : StepWorker<C, GranuleMask<C, kHasHalves>> {
   __device__ __forceinline__ bool other_half(DqRest& rest, uint32_t& rest_of, int what) {
     const BwdSmem<C>& smem = this->smem;
     const uint32_t stage = this->ring.stage, ds = smem.ds(this->flags & Base::kDsSlot);
-    this->add_rest(rest, rest_of);
+    this->columns().add_rest(rest, rest_of);
     rest_of = this->dq_block();
     const int thread = thread_again() - 128;
     const uint32_t mine = ds + thread / 128 * (C::kBlockM * 128) + thread % 128 * 16;
@@ -87,7 +87,7 @@ struct ListedStepWorker : StepWorker<C, GranuleMask<C, kHasHalves>> {
     if (elect_one()) mbar_arrive(smem.do_empty(stage));
     wgmma_wait<0>();
     keep_in_place(dq);
-    this->add_now(dq, rest, rest_of);
+    this->columns().add_now(dq, rest, rest_of);
     this->ring.advance();
     this->flags ^= Base::kDsSlot;
     return !(what & kWorkTileEnds);
