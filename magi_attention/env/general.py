@@ -73,6 +73,11 @@ def is_deterministic_mode_enable() -> bool:
     return registry.get("MAGI_ATTENTION_DETERMINISTIC_MODE")
 
 
+def index_forward() -> str:
+    """``auto``, ``gather`` or ``blocks``: how the forward of index attention brings the keys of a list."""
+    return registry.get("MAGI_ATTENTION_INDEX_FORWARD")
+
+
 def index_backward() -> str:
     """``auto``, ``queries`` or ``keys``: what a CTA of the backward of index attention keeps."""
     return registry.get("MAGI_ATTENTION_INDEX_BACKWARD")

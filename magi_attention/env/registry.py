@@ -84,13 +84,14 @@ _L = "launcher"
 _NODE_TRANSPORTS = ("auto", "nvshmem", "gin", "all_to_all")
 _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 
-_INDEX_BACKWARDS = ("auto", "queries", "keys")
+_INDEX_FORWARDS, _INDEX_BACKWARDS = ("auto", "gather", "blocks"), ("auto", "queries", "keys")
 _GENERAL = (
     Variable(PREFIX + "LOG_LEVEL", "level", "WARN", _G, "Level of the package logger; unknown is WARN.", _LEVELS),
     _flag("SANITY_CHECK", _G, "Expensive checks, among them that slices are disjoint."),
     _choice("KERNEL_BACKEND", _G, "Kernel backend.", "ffa", ("ffa", "sdpa", "sdpa_ol", "fa4", "cudnn_flex")),
     _flag("SDPA_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=sdpa."),
     _flag("FA4_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=fa4."),
+    _choice("INDEX_FORWARD", _G, "Forward of lists of blocks: how keys are brought.", "auto", _INDEX_FORWARDS),
     _choice("INDEX_BACKWARD", _G, "Backward of lists of blocks: what stays with a CTA.", "auto", _INDEX_BACKWARDS),
     _choice("PRECISION", _G, "Cast q, k, v to this and out back.", None, ("bf16", "fp16", "fp32", "fp64")),
     _flag("DETERMINISTIC_MODE", _G, "Bitwise repeatable kernels and reductions."),

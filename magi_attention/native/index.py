@@ -12,6 +12,7 @@ from magi_attention.native.index_abi import (
     FUNCTIONS,
     IndexBwdKeysParams,
     IndexBwdParams,
+    IndexFwdBlocksParams,
     IndexFwdParams,
     IndexPrepareParams,
     IndexSumParams,
@@ -50,6 +51,11 @@ class IndexLibrary:
         """``magi_ffa_index_fwd`` with the fields of ``IndexFwdParams``."""
         params = IndexFwdParams(version=abi.ABI_VERSION, **fields)
         self._check(self._library.magi_ffa_index_fwd(ctypes.byref(params)), "Index attention forward")
+
+    def forward_by_blocks(self, **fields: int | float) -> None:
+        """``magi_ffa_index_fwd_blocks`` with the fields of ``IndexFwdBlocksParams``."""
+        params = IndexFwdBlocksParams(version=abi.ABI_VERSION, **fields)
+        self._check(self._library.magi_ffa_index_fwd_blocks(ctypes.byref(params)), "Index attention forward")
 
     def backward(self, **fields: int | float | None) -> None:
         """``magi_ffa_index_bwd`` with the fields of ``IndexBwdParams``."""

@@ -28,6 +28,18 @@ class IndexFwdParams(ctypes.Structure):
     ]
 
 
+class IndexFwdBlocksParams(ctypes.Structure):
+    """``magi_ffa_index_fwd_blocks_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = [
+        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin")),
+        ("softmax_scale", c_float),
+        ("reserved", c_int32),
+        *_strides("q", "k", "v", "out"),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "lists", "counts", "workspace", "stream")),
+    ]
+
+
 class IndexBwdParams(ctypes.Structure):
     """``magi_ffa_index_bwd_params``. Strides in elements, addresses as integers."""
 
@@ -78,6 +90,7 @@ FUNCTIONS: abi.Functions = {
     "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
     "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
+    "magi_ffa_index_fwd_blocks": (c_int32, (ctypes.POINTER(IndexFwdBlocksParams),)),
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
     "magi_ffa_index_bwd_keys": (c_int32, (ctypes.POINTER(IndexBwdKeysParams),)),
     "magi_ffa_index_bwd_keys_workspace": (

@@ -25,6 +25,7 @@ STRUCTS = {
     "magi_ffa_bwd_params": abi.FfaBwdParams,
     "magi_ffa_remote": abi.FfaRemote,
     "magi_ffa_index_fwd_params": index_abi.IndexFwdParams,
+    "magi_ffa_index_fwd_blocks_params": index_abi.IndexFwdBlocksParams,
     "magi_ffa_index_bwd_params": index_abi.IndexBwdParams,
     "magi_ffa_index_bwd_keys_params": index_abi.IndexBwdKeysParams,
     "magi_ffa_index_sum_params": index_abi.IndexSumParams,

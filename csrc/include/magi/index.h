@@ -50,6 +50,32 @@ typedef struct {
 
 MAGI_EXPORT magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params);
 
+/* The same where keys come in blocks of a multiple of 16, the query heads of a kv head divide 64,
+ * and the rows of a list are a multiple of 128, without k_starts: whole blocks are copied. */
+typedef struct {
+  int32_t version;
+  int32_t dtype;
+  int32_t total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v; /* tokens and keys > 0 */
+  int32_t q_block, k_block;
+  int32_t max_entries;
+  int32_t sm_margin;
+  float softmax_scale;
+  int32_t reserved;
+  int64_t q_stride_token, q_stride_head;
+  int64_t k_stride_token, k_stride_head;
+  int64_t v_stride_token, v_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  const void *q, *k, *v;
+  void* out;
+  float* lse;
+  const int32_t* lists;
+  const int32_t* counts; /* device memory (lists, heads_kv): entries of each list */
+  int32_t* workspace;    /* device memory: 1 + lists * heads_kv words */
+  void* stream;
+} magi_ffa_index_fwd_blocks_params;
+
+MAGI_EXPORT magi_status magi_ffa_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params* params);
+
 /* Into how many tiles the rows of a list are cut; 0 if there is no kernel for such lists. */
 MAGI_EXPORT int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block);
 

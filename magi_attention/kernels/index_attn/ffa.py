@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index attention by the Hopper kernels of ``csrc/ffa/sm90/index``.
 
-Forward: one work tile for each list. Backward: dq stays with its list; what a list adds to dk and dv is added in memory
-in any order, or, with ``deterministic``, left there entry by entry and added key by key in the order of the lists.
+Forward: work tiles of queries that share a list; ``forward_choice`` says how its keys are brought. Backward: dq stays
+with its list; what a list adds to dk and dv is added in memory in any order, or, with ``deterministic``, left there
+entry by entry and added key by key in the order of the lists.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from magi_attention.env import build as env
 from magi_attention.kernels.ffa.operands import DTYPES, dense, stride_fields
 from magi_attention.kernels.index_attn.backward_choice import keeps_keys
+from magi_attention.kernels.index_attn.forward_choice import copies_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
 from magi_attention.native.index import IndexLibrary
@@ -70,11 +72,17 @@ class IndexFfa:
         self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = map(dense, (q, k, v))
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        held = _lists(lists)
+        out = _empty((*q.shape[:2], v.shape[2]), q.dtype, q.device)
+        lse = _empty(q.shape[:2], torch.float32, q.device)
+        by_blocks = copies_blocks(problem, lists)
+        if by_blocks:
+            work = _empty((1 + lists.counts.numel(),), torch.int32, q.device)
+            held = {"lists": lists.rows, "counts": lists.counts, "workspace": work}
+        else:
+            held = _lists(lists)
         with torch.cuda.device(q.device):
-            self._library().forward(
+            run = self._library().forward_by_blocks if by_blocks else self._library().forward
+            run(
                 **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out),
                 **_addresses(q=q, k=k, v=v, out=out, lse=lse, **held), stream=_stream(q),
             )  # fmt: skip

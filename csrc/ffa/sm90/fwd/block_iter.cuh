@@ -26,11 +26,11 @@ struct NBlockIter {
   uint32_t work = 0,
            plain = 0;  // this warpgroup's: the kind holds for low half < left <= high half
 
-  __device__ __forceinline__ NBlockIter(const FwdSmem<C>& s, int pack, bool softcap)
-      : smem(s), capped(softcap) {
+  __device__ __forceinline__ NBlockIter(const FwdKernelParams& p, const FwdSmem<C>& s)
+      : smem(s), capped(!C::kPlain && p.has_softcap) {
     const int row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
-    row_at = (C::kSegmentHeader + 8 * (row / pack)) | (C::kSegmentHeader + 8 * ((row + 8) / pack))
-                                                          << 16;
+    row_at = (C::kSegmentHeader + 8 * (row / p.pack)) |
+             (C::kSegmentHeader + 8 * ((row + 8) / p.pack)) << 16;
   }
 
   // The stage of the record at hand.

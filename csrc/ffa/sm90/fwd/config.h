@@ -34,6 +34,8 @@ struct FwdConfig {
   static constexpr int kQStages = kD <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
+  // Who reads a work tile: the consumer warps, the copying lane and the clearing warp.
+  static constexpr int kWorkReaders = kConsumerWarps + 2;
   // What the launch bound gives out is 168 each; a warpgroup can take only what another gave back.
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kProducerRegisters = 40;

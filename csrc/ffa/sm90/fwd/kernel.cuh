@@ -19,14 +19,14 @@ namespace magi {
 // exponentiated, the output of block n-1 is being accumulated. P is packed into two sets of
 // registers in turn, so that packing never waits for the multiplication that reads the
 // other; where there is one set, it does. The bookkeeping of the output stands behind the start of
-// the next scores, where the tensor cores hide it.
-template <typename C>
+// the next scores, where the tensor cores hide it. `Traversal` is its way through the key blocks.
+template <typename C, typename Traversal>
 struct Worker {
   using Packed = uint32_t[C::kBlockN / 4];
 
   const FwdKernelParams& p;
   const FwdSmem<C>& smem;
-  NBlockIter<C>& traversal;
+  Traversal& traversal;
   uint32_t blocks = 0;  // so far; tells the stage of K
   Ring<C::kVStages>
       vs;  // of the next block; the one before is packed, the one before that may be under way
@@ -38,7 +38,7 @@ struct Worker {
   uint32_t flags = 0;
 
   __device__ __forceinline__ Worker(const FwdKernelParams& params, const FwdSmem<C>& s,
-                                    NBlockIter<C>& w)
+                                    Traversal& w)
       : p(params), smem(s), traversal(w) {}
 
   __device__ __forceinline__ uint32_t v_stage(int ago) const {
@@ -184,12 +184,12 @@ struct Worker {
   }
 };
 
-template <typename C>
+template <typename C, typename Traversal>
 __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   float o[C::kDv / 2], s[C::kBlockN / 2];
-  typename Worker<C>::Packed even, odd;  // odd where there are two sets
-  NBlockIter<C> traversal(smem, p.pack, !C::kPlain && p.has_softcap);
-  Worker<C> worker(p, smem, traversal);
+  typename Worker<C, Traversal>::Packed even, odd;  // odd where there are two sets
+  Traversal traversal(p, smem);
+  Worker<C, Traversal> worker(p, smem, traversal);
   // The output of a work tile is staged over the warpgroup's rows of its Q. Those are free once the
   // store has read them, which is asked for in the next work tile, when it costs nothing. With one
   // Q stage it cannot wait that long.
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x / 32 == 2) zero_masked_rows<C>(p, smem, threadIdx.x % 32);
   } else {
     registers_grow<C::kConsumerRegisters>();
-    compute<C>(p, smem);
+    compute<C, NBlockIter<C>>(p, smem);
   }
 }
 

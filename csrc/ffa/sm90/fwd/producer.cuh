@@ -58,7 +58,7 @@ struct FwdSmem {
       mbar_init(k_full(s), 1);
       mbar_init(k_empty(s), C::kConsumerWarps);
       mbar_init(work_full(s), 1);
-      mbar_init(work_empty(s), C::kConsumerWarps + 2);
+      mbar_init(work_empty(s), C::kWorkReaders);
       mbar_init(segment_full(s), 1);
       mbar_init(segment_empty(s), C::kConsumerWarps + 2);
     }

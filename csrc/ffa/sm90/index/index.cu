@@ -7,6 +7,7 @@
 #include "ffa/sm90/index/bwd/delta.cuh"
 #include "ffa/sm90/index/bwd/keys/workspace.h"
 #include "ffa/sm90/index/bwd/sum_shares.cuh"
+#include "ffa/sm90/index/fwd/blocks/config.h"
 #include "ffa/sm90/index/work_tile.h"
 
 #define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) \
@@ -88,6 +89,23 @@ magi_status check_index(const Params& p) {
   return MAGI_OK;
 }
 
+magi_status check_index_blocks(const magi_ffa_index_fwd_blocks_params& p) {
+  MAGI_RETURN(check_index(p));
+  constexpr int kRows = FwdConfig<bf16, 128, 128, true>::kBlockM;
+  const int64_t group = p.heads_q / p.heads_kv;
+  if (64 % group || p.q_block * group % kRows || p.k_block % kLeastBoxRows)
+    return fail(MAGI_UNSUPPORTED,
+                "Blocks of %d queries, of %lld heads each, and %d keys: the forward that copies "
+                "blocks takes heads that divide 64, multiples of %d rows and of %d keys.",
+                p.q_block, static_cast<long long>(group), p.k_block, kRows, kLeastBoxRows);
+  if (static_cast<int64_t>(p.total_q) * p.heads_q >= 1ll << 31)
+    return fail(MAGI_UNSUPPORTED, "%d tokens of %d heads are too many rows; split the tokens.",
+                p.total_q, p.heads_q);
+  if (p.total_q == 0 || p.total_k == 0)
+    return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
+  return MAGI_OK;
+}
+
 magi_status check_index_keys(const magi_ffa_index_bwd_keys_params& p) {
   MAGI_RETURN(check_index(p));
   if (p.q_block % kBlockM64 || p.k_block % kGranule)
@@ -132,6 +150,11 @@ int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block)
 
 magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
   MAGI_RETURN(magi::check_index(*params));
+  return magi::launch(*params, "forward");
+}
+
+magi_status magi_ffa_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params* params) {
+  MAGI_RETURN(magi::check_index_blocks(*params));
   return magi::launch(*params, "forward");
 }
 

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward of block lists has the tiles and the memory map of the dense forward.
+#pragma once
+
+#include "ffa/sm90/fwd/config.h"
+
+namespace magi {
+
+template <typename T, int kD>
+struct IndexBlocksConfig : FwdConfig<T, kD, kD, true> {
+  using Base = FwdConfig<T, kD, kD, true>;
+  static constexpr int kWorkReaders = Base::kConsumerWarps + 1;  // no row has to be cleared
+  static constexpr int kCtas = 1;
+  static constexpr uint32_t kSmemBytes = Base::smem_bytes(0);
+};
+
+// Keys that one copy brings divide a block of keys and a step; a copy begins at a multiple of the
+// 8 rows that make a swizzled pattern.
+constexpr int kLeastBoxRows = 16;
+
+}  // namespace magi

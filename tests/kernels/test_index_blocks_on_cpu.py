@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of index attention that copies blocks, compiled for the CPU, against the reference in float64."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_library import aligned, at, hopper_library
+
+from magi_attention.kernels.index_attn import ffa
+from magi_attention.kernels.index_attn.forward_choice import copies_blocks, why_not_by_blocks
+from magi_attention.kernels.index_attn.prepare import lists_of_blocks
+from magi_attention.kernels.index_attn.reference import IndexReference
+from magi_attention.kernels.index_attn.types import IndexProblem
+from magi_attention.kernels.types import options_of
+from magi_attention.native import abi
+from magi_attention.native.index import IndexLibrary
+from magi_attention.native.index_abi import FUNCTIONS, IndexFwdBlocksParams
+
+SCALE, SOURCE = 0.2, Path(__file__).with_name("index_blocks_on_cpu.cpp")
+BF16, FP16 = torch.bfloat16, torch.float16
+# dtype, tokens, keys, query heads, kv heads, head dims, block sizes, share of blocks, CTAs
+CASES = {
+    "blocks of 128, 8 heads on 2": (BF16, 200, 300, 8, 2, 128, 128, 128, 128, 0.6, 2),
+    "blocks of 64, an odd number": (FP16, 130, 444, 4, 2, 64, 48, 64, 64, 0.5, 3),
+    "one head": (FP16, 300, 500, 2, 2, 64, 64, 128, 64, 0.4, 2),
+    "64 heads, key blocks of 192": (FP16, 5, 500, 64, 1, 56, 64, 2, 192, 0.6, 3),
+    "key blocks of 16, tails": (FP16, 100, 333, 8, 1, 64, 64, 16, 16, 0.4, 2),
+    "key blocks of 48": (BF16, 130, 400, 16, 2, 72, 120, 64, 48, 0.5, 1),
+    "fewer keys than a block": (FP16, 128, 40, 4, 2, 64, 64, 64, 128, 0.5, 2),
+}
+
+
+class Library(IndexLibrary):
+    """Each call runs its kernel on the CPU and says what it did wrong."""
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._library = kernels
+        entry = kernels.magi_ffa_index_fwd_blocks
+        entry.restype, entry.argtypes = FUNCTIONS["magi_ffa_index_fwd_blocks"]
+        for name in ("synchronize", "last_error", "order_lists"):
+            getattr(kernels, name).restype = ctypes.c_char_p
+
+    def order(self, counts: torch.Tensor) -> torch.Tensor:
+        """Of the lists of each kv head (Hk, L)."""
+        work = torch.full((1 + counts.numel(),), 9, dtype=torch.int32)
+        error = self._library.order_lists(at(counts), *counts.shape, at(work))
+        assert error is None, error.decode()
+        assert work[0] == 0
+        return work[1:].view(counts.shape[1], counts.shape[0])
+
+    def use(self, multiprocessors: int, seed: int) -> None:
+        self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
+
+    def _check(self, status: int, what: str) -> None:
+        assert status == abi.OK, self._library.last_error().decode()
+        error = self._library.synchronize()
+        assert error is None, error.decode()
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder) -> Library:
+    return Library(hopper_library(compile_folder / "index_blocks", SOURCE))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(ffa, "_stream", lambda x: 0)
+    monkeypatch.setattr(ffa, "_empty", lambda shape, dtype, device: aligned(torch.full(shape, 127, dtype=dtype)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", "blocks")
+
+
+class Call:
+    """A problem with NaN in all rows that take part in nothing, one list without keys and some with the last block."""
+
+    def __init__(self, case: tuple, seed: int) -> None:
+        dtype, tokens, keys, heads_q, heads_kv, dim, dim_v, q_block, k_block, share, _ = case
+        gen = torch.Generator().manual_seed(seed)
+        self.blocks = torch.rand((heads_kv, -(-tokens // q_block), -(-keys // k_block)), generator=gen) < share
+        self.blocks[-1, -1] = True
+        self.blocks[0, 1] = False
+        self.blocks[:, 0, -1] = True
+        shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v))
+        q, k, v = (torch.randn(s, generator=gen).to(dtype) for s in shapes)
+        sees = self.blocks.any(2).repeat_interleave(q_block, 1)[:, :tokens].t()
+        is_seen = self.blocks.any(1).repeat_interleave(k_block, 1)[:, :keys].t()
+        q[~sees.repeat_interleave(heads_q // heads_kv, 1)] = float("nan")
+        for x in (k, v):
+            x[~is_seen] = float("nan")
+        self.q, self.k, self.v = map(aligned, (q, k, v))
+        self.lists = lists_of_blocks(self.blocks, q_block, k_block, keys)
+        self.options = options_of(SCALE, 0.0, "sh", False, 0)
+        self.problem = IndexProblem.of_lists(self.q, self.k, self.v, self.options, self.lists)
+
+    def truth(self) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = [x.double() for x in (self.q, self.k, self.v)]
+        problem = IndexProblem.of_lists(*exact, self.options, self.lists)
+        return IndexReference().forward(problem, *exact, self.lists)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert copies_blocks(self.problem, self.lists)
+        return ffa.IndexFfa().forward(self.problem, self.q, self.k, self.v, self.lists)
+
+
+def assert_near(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Within what 16-bit weights and results explain, and infinite in the same places."""
+    assert torch.equal(got.isneginf(), want.isneginf()) and torch.equal(got.isnan(), want.isnan()), name
+    got, want = (torch.nan_to_num(x.double(), neginf=0.0) for x in (got, want))
+    off, allowed = (got - want).abs().max(), 6e-3 * (1 + want.abs().max())
+    assert off <= allowed, f"{name} is off by {off}, allowed {allowed}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(library, name, monkeypatch):
+    """Queries that see nothing get zeros and -inf; keys that nobody sees may hold NaN."""
+    monkeypatch.setattr(ffa.IndexFfa, "_library", staticmethod(lambda: library))
+    case = CASES[name]
+    seed = sum(case[1:9])
+    print(f"seed {seed}")
+    call = Call(case, seed)
+    want_out, want_lse = call.truth()
+    assert want_lse.isneginf().any()
+    for order in range(2):
+        library.use(case[10], seed + order)
+        out, lse = call.forward()
+        assert_near("out", out, want_out)
+        assert_near("lse", lse, want_lse)
+
+
+def test_keys_of_another_list_stay_out(library, monkeypatch):
+    """A CTA has held NaN in its stages when a list comes that does not fill a step, and behind its end others stand."""
+    monkeypatch.setattr(ffa.IndexFfa, "_library", staticmethod(lambda: library))
+    seed = 11
+    print(f"seed {seed}")
+    call = Call((FP16, 96, 320, 4, 1, 64, 64, 32, 64, 0.0, 1), seed)
+    blocks = torch.tensor([[[1, 0, 0, 0, 0], [0, 1, 0, 1, 1], [1, 1, 1, 1, 1]]], dtype=torch.bool)
+    call.lists = lists_of_blocks(blocks, 32, 64, 320)
+    for x in (call.q, call.k, call.v):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+    call.k[128:192], call.v[128:192] = float("nan"), float("nan")  # the last list alone sees them, and comes first
+    want_out, want_lse = call.truth()
+    call.lists.rows[call.lists.rows < 0] = 2
+    library.use(1, seed)
+    out, lse = call.forward()
+    assert out[64:].isnan().all() and not out[:64].isnan().any()
+    assert_near("out", out[:64], want_out[:64])
+    assert_near("lse", lse[:64], want_lse[:64])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order(library, seed):
+    """The longest lists of each kv head first; of equal ones those of later queries."""
+    print(f"seed {seed}")
+    gen = torch.Generator().manual_seed(seed)
+    heads, num_lists = 1 + seed, int(torch.randint(1, 600, (1,), generator=gen))
+    counts = torch.randint(0, 1 + 20 * seed, (num_lists, heads), generator=gen, dtype=torch.int32)
+    library.use(2, seed)
+    for order, of_head in zip(library.order(counts).tolist(), counts.t().tolist()):
+        assert order == sorted(range(num_lists), key=lambda i: (-of_head[i], -i))
+
+
+def test_which_forward_runs(monkeypatch):
+    """Where it can, as the environment says; of itself where key blocks are 64 or more."""
+
+    def choice(q_block: int, k_block: int, heads_q: int = 8, keys: int = 256) -> bool:
+        q, k = torch.zeros(256, heads_q, 64, dtype=FP16), torch.zeros(keys, 1, 64, dtype=FP16)
+        blocks = torch.ones((1, -(-256 // q_block), -(-keys // k_block)), dtype=torch.bool)
+        lists = lists_of_blocks(blocks, q_block, k_block, keys)
+        problem = IndexProblem.of_lists(q, k, k, options_of(SCALE, 0.0, "sh", False, 0), lists)
+        bounded = lists._replace(k_start=torch.zeros(len(lists.rows), dtype=torch.int64))
+        assert why_not_by_blocks(problem, bounded) is not None and not copies_blocks(problem, bounded)
+        return copies_blocks(problem, lists)
+
+    for asked, large, small in (("auto", True, False), ("blocks", True, True), ("gather", False, False)):
+        monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", asked)
+        assert choice(128, 128) is choice(64, 64) is choice(16, 64) is choice(128, 128, 1) is large
+        assert choice(128, 16) is choice(128, 48) is small
+        assert not choice(64, 64, 1) and not choice(8, 64) and not choice(128, 100) and not choice(128, 128, 8, 0)
+
+
+@pytest.mark.parametrize("changed", [{"q_block": 8}, {"k_block": 24}, {"heads_q": 24}, {"total_k": 0}], ids=str)
+def test_refusals(library, changed):
+    fields = {
+        "dtype": abi.FP16, "total_q": 64, "total_k": 64, "heads_q": 8, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64,
+        "q_block": 16, "k_block": 64, "softmax_scale": 1.0,
+    }  # fmt: skip
+    params = IndexFwdBlocksParams(version=abi.ABI_VERSION, **{**fields, **changed})
+    assert library._library.magi_ffa_index_fwd_blocks(ctypes.byref(params)) in (abi.UNSUPPORTED, abi.INVALID_ARGUMENT)
+    assert library._library.last_error()
