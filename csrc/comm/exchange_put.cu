@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kCommPutThreads)
   for (int i = blockIdx.x; i < p.num_puts; i += gridDim.x) {
     const int64_t* put = p.puts + static_cast<int64_t>(i) * MAGI_COMM_PUT_WORDS;
     if (put[5] >= 0 && !wait_for_all<false>(network, p.epoch, put + 5, 1)) break;
-    network.put(put[1], put[0], put[2], signal_at(p.epoch, put[4]), static_cast<int>(put[3]));
+    put_rows(network, p.epoch, put[1], put[0], put[2], put[4], static_cast<int>(put[3]));
   }
   network.drain();
 }

@@ -9,24 +9,39 @@ namespace comm {
 
 constexpr int kCommSumThreads = 512;
 
+// By a CTA: the sums of a block to `to`. A thread has a few columns of a row, so that several loads
+// of each term are on their way; the columns of neighbours are neighbours.
 template <bool kIsFloat>
-__device__ __forceinline__ void sum_block(const magi_comm_sum_params& p, const int64_t* block) {
-  const int per_row = p.row_values / 8;
-  char* to = place(p.epoch, block[2]);
+__device__ __forceinline__ void sum_block(const magi_comm_sum_params& p, const int64_t* block,
+                                          char* to) {
+  constexpr int kColumns = kIsFloat ? 2 : 4;  // of eight values
+  const int per_row = p.row_values / 8, step = (per_row + kColumns - 1) / kColumns;
+  const int count = static_cast<int>(block[1]) * step;
 #pragma unroll 1
-  for (int64_t i = threadIdx.x; i < block[1] * per_row; i += blockDim.x) {
-    const int64_t row = i / per_row, column = i % per_row;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int row = i / step, column = i % step;
     const int64_t* begins = p.begins + block[0] + row;
     const int64_t end = begins[1];
-    float sum[8];
-    load_sum(sum, nullptr, 0, MAGI_FP32);
-#pragma unroll 2
+    float sum[kColumns][8];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) load_sum(sum[c], nullptr, 0, MAGI_FP32);
+#pragma unroll 1
     for (int64_t t = begins[0]; t < end; ++t) {
-      Eight<kIsFloat> x;
-      x.load(place(p.epoch, p.terms[t]) + column * (kIsFloat ? 32 : 16));
-      x.add_to(sum, p.wire_dtype);
+      const char* from = place(p.epoch, p.terms[t]);
+      Eight<kIsFloat> x[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (column + c * step < per_row)
+          x[c].load(from + (column + c * step) * (kIsFloat ? 32 : 16));
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (column + c * step < per_row) x[c].add_to(sum[c], p.wire_dtype);
     }
-    store_sum(sum, to, row * p.row_values + 8 * column, p.wire_dtype);
+    const int64_t at = static_cast<int64_t>(row) * p.row_values;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      if (column + c * step < per_row)
+        store_sum(sum[c], to, at + 8 * (column + c * step), p.wire_dtype);
   }
 }
 
@@ -38,14 +53,20 @@ __global__ void __launch_bounds__(kCommSumThreads)
     const int64_t* block = p.blocks + static_cast<int64_t>(i) * MAGI_COMM_BLOCK_WORDS;
     const int64_t* waits = p.waits + block[7] * MAGI_COMM_WAIT_WORDS;
     if (!wait_for_all<false>(network, p.epoch, waits, block[8] - block[7])) break;
+    const int owner = static_cast<int>(block[5]);
+    char* there = network.near(block[3], owner);
+    char* to = there == nullptr ? place(p.epoch, block[2]) : there;
     if (p.wire_dtype == MAGI_FP32)
-      sum_block<true>(p, block);
+      sum_block<true>(p, block, to);
     else
-      sum_block<false>(p, block);
+      sum_block<false>(p, block, to);
+    if (there != nullptr) {
+      signal_stores(network, p.epoch, block[6], owner);
+      continue;
+    }
     __threadfence_system();  // a network card may read the sums
     __syncthreads();
-    network.put(block[3], block[2], block[4], signal_at(p.epoch, block[6]),
-                static_cast<int>(block[5]));
+    network.put(block[3], block[2], block[4], signal_at(p.epoch, block[6]), owner);
   }
   network.drain();
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waiting for signals with an end, on top of the verbs of a network, and what launchers check
-// alike.
+// Waiting for signals with an end, and rows to memory that loads and stores reach, on top of the
+// verbs of a network; and what launchers check alike.
 #pragma once
 
 #include "comm/symm/signal.cuh"
@@ -75,6 +75,45 @@ __device__ __forceinline__ bool wait_for_all(const Network& network, const magi_
   }
   __threadfence_system();
   return __syncthreads_and(is_fine);
+}
+
+// Loads of a thread that are on their way at a time. With one, as NVSHMEM copies, a CTA of 512
+// threads moves 13 GB/s: memory answers in about 600 ns, and has 8 KiB to bring then.
+constexpr int kLoadsAtOnce = 8;
+
+// By a CTA: a multiple of 16 bytes. Past the first cache, as other GPUs may have written them.
+__device__ __forceinline__ void copy_bytes(char* to, const char* from, int64_t bytes) {
+  const auto* source = reinterpret_cast<const uint4*>(from);
+  auto* target = reinterpret_cast<uint4*>(to);
+  const int64_t count = bytes / 16, step = blockDim.x;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < count; i += kLoadsAtOnce * step) {
+    uint4 words[kLoadsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kLoadsAtOnce; ++k)
+      if (i + k * step < count) words[k] = __ldcs(source + i + k * step);
+#pragma unroll
+    for (int k = 0; k < kLoadsAtOnce; ++k)
+      if (i + k * step < count) target[i + k * step] = words[k];
+  }
+}
+
+// By a CTA: 1 to a signal of a rank that is near, behind what the CTA has stored there. The other
+// warps go on while the first one waits for that to arrive.
+__device__ __forceinline__ void signal_stores(const Network& network, const magi_comm_epoch& e,
+                                              int64_t signal, int peer) {
+  __syncthreads();
+  if (threadIdx.x == 0) network.add(signal_at(e, signal), peer);
+}
+
+// By a CTA: rows to another rank, then 1 to a signal there.
+__device__ __forceinline__ void put_rows(const Network& network, const magi_comm_epoch& e,
+                                         int64_t target, int64_t source, int64_t bytes,
+                                         int64_t signal, int peer) {
+  char* there = network.near(target, peer);
+  if (there == nullptr) return network.put(target, source, bytes, signal_at(e, signal), peer);
+  copy_bytes(there, place(e, source), bytes);
+  signal_stores(network, e, signal, peer);
 }
 
 }  // namespace comm

@@ -6,6 +6,7 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
+#include "comm/symm/system_words.cuh"
 #include "magi/comm.h"
 
 namespace magi {
@@ -23,25 +24,22 @@ class Network {
       : network_(*static_cast<const GinNetwork*>(e.network)),
         gin_(network_.comm, static_cast<int>(blockIdx.x % network_.comm.ginContextCount)) {}
 
+  __device__ __forceinline__ char* near(int64_t target, int peer) const {
+    if (!is_near(peer)) return nullptr;
+    return static_cast<char*>(
+        ncclGetPeerPointer(network_.arena, static_cast<size_t>(target), peer));
+  }
+
   __device__ __forceinline__ void put(int64_t target, int64_t source, int64_t bytes, int64_t word,
                                       int peer) const {
-    const auto to = static_cast<size_t>(target), from = static_cast<size_t>(source);
-    if (!is_near(peer)) {
-      gin_.put(world(), peer, network_.arena, to, network_.arena, from, static_cast<size_t>(bytes),
-               one(word), ncclGin_None{}, ncclCoopCta{});
-      return;
-    }
-    const auto* rows = static_cast<const uint4*>(ncclGetLocalPointer(network_.arena, from));
-    auto* there = static_cast<uint4*>(ncclGetPeerPointer(network_.arena, to, peer));
-    for (int64_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) there[i] = rows[i];
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) add_near(word, peer);
+    gin_.put(world(), peer, network_.arena, static_cast<size_t>(target), network_.arena,
+             static_cast<size_t>(source), static_cast<size_t>(bytes), one(word), ncclGin_None{},
+             ncclCoopCta{});
   }
 
   __device__ __forceinline__ void add(int64_t word, int peer) const {
-    if (is_near(peer))
-      add_near(word, peer);
+    if (char* there = near(word, peer))
+      add_release_system(there, 1);
     else
       gin_.signal(world(), peer, one(word));
   }
@@ -65,10 +63,6 @@ class Network {
   __device__ __forceinline__ ncclTeam world() const { return ncclTeamWorld(network_.comm); }
   __device__ __forceinline__ bool is_near(int peer) const {
     return ncclTeamRankIsMember(ncclTeamLsa(network_.comm), world(), peer);
-  }
-  __device__ __forceinline__ void add_near(int64_t word, int peer) const {
-    void* there = ncclGetPeerPointer(network_.arena, static_cast<size_t>(word), peer);
-    asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(there) : "memory");
   }
 
   const GinNetwork& network_;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of csrc/comm over a network of threads: every CTA is one thread, and every put a job
 // that one of the network's threads picks at random. It reads its source when it is picked, so
-// puts overtake one another. test_nvshmem_on_cpu.py makes the sources that are included here.
+// puts overtake one another. Of half of the pairs of ranks one reaches the memory of the other
+// itself, so that its kernels store there. test_nvshmem_on_cpu.py makes the sources that are
+// included here.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -34,7 +36,7 @@ struct Job {
 class Network {
  public:
   Network(int world, char** arenas, uint32_t seed, uint32_t slow_us)
-      : slow_us_(slow_us), arenas_(arenas, arenas + world) {
+      : seed_(seed), slow_us_(slow_us), arenas_(arenas, arenas + world) {
     pending_ = std::vector<std::atomic<int>>(world);
     for (int i = 0; i < 8; ++i) workers_.emplace_back([=, this] { work(seed + i); });
   }
@@ -55,6 +57,14 @@ class Network {
                        reinterpret_cast<uint64_t*>(at(rank, peer, signal)), add, &pending_[rank]});
     }
     changed_.notify_one();
+  }
+  // Null where loads and stores do not reach it.
+  void* near(int rank, int peer, const void* mine) {
+    std::seed_seq pair{seed_, static_cast<uint32_t>(rank), static_cast<uint32_t>(peer)};
+    if (std::mt19937(pair)() % 2) return nullptr;
+    if (look_++ % 16 == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(look_ * 7919 % slow_us_));
+    return at(rank, peer, const_cast<void*>(mine));
   }
   void drain(int rank) {
     while (pending_[rank] != 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -84,7 +94,8 @@ class Network {
       --*job.pending;
     }
   }
-  uint32_t slow_us_;
+  uint32_t seed_, slow_us_;
+  std::atomic<uint32_t> look_ = 0;
   std::vector<char*> arenas_;
   std::vector<std::atomic<int>> pending_;
   std::vector<std::thread> workers_;
@@ -138,10 +149,16 @@ inline void nvshmemx_putmem_signal_nbi_block(void* target, const void* source, s
 inline void nvshmemx_signal_op(uint64_t* signal, uint64_t add, int, int peer) {
   wired::network->put(wired::rank, signal, signal, 0, signal, add, peer);
 }
+inline void* nvshmem_ptr(const void* mine, int peer) {
+  return wired::network->near(wired::rank, peer, mine);
+}
 inline void nvshmem_quiet() { wired::network->drain(wired::rank); }
 
 namespace magi {
 constexpr int kLookEveryNs = 1;
+inline void add_release_system(void* at, uint64_t value) {
+  __atomic_fetch_add(static_cast<uint64_t*>(at), value, __ATOMIC_RELEASE);
+}
 inline uint32_t milliseconds() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

@@ -16,6 +16,10 @@ __device__ __forceinline__ void store_release_system(uint32_t* at, uint32_t valu
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void add_release_system(void* at, uint64_t value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 // Milliseconds, nearly (2^20 ns), modulo 2^32: few registers, for waits that share a thread with
 // other work.
 __device__ __forceinline__ uint32_t milliseconds() {

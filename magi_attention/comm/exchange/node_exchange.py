@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from magi_attention.comm.collectives.layout import A2AVLayout, Rows
+from magi_attention.comm.collectives.layout import A2AVLayout, Rows, copy_rows
 from magi_attention.comm.collectives.reduce import Contribution, accumulation_dtype, reduce_rows_lse
 from magi_attention.comm.collectives.wire import Arrived, RowPack
 from magi_attention.comm.exchange.arena import Regions, room_for
@@ -22,7 +22,7 @@ from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.tables import CastTables, ReduceTables, SumTable, Table, cast_tables, reduce_tables
 from magi_attention.comm.transport.base import Work
 from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.common.two_level.transfers import Region, Sum, TransferPlan
+from magi_attention.common.two_level.transfers import RankTransfers, Region, Sum, TransferPlan
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
 from magi_attention.native.comm import abi as comm_abi
@@ -67,13 +67,16 @@ class _Under:
 
 class NodeExchange:
     """The cast and the reduce of ``plan``, which is of all ranks; the counterpart of ``start_fetch`` and
-    ``start_reduce``. Calls of all ranks come in the same order."""
+    ``start_reduce``. Calls of all ranks come in the same order. A launch has ``num_ctas`` at most."""
 
-    def __init__(self, group: ExchangeGroup, plan: TransferPlan) -> None:
-        self.group, self.plan = group, plan
+    def __init__(self, group: ExchangeGroup, plan: TransferPlan, num_ctas: int = NUM_CTAS) -> None:
+        self.group, self.plan, self.num_ctas = group, plan, num_ctas
         self.cache = PlanCache()
         self.owner = _owner_layout(plan, group.rank)
         self.cache.include(self.owner.cache)
+        part = plan.ranks[group.rank]
+        self._sent = Rows(_rows_sent(part), self.cache, "rows sent")
+        self._out = Rows(np.arange(part.region_rows[Region.OUT]), self.cache, "rows of the output")
 
     def start_cast(
         self, inputs: Sequence[torch.Tensor], is_beside: bool = True
@@ -87,7 +90,7 @@ class NodeExchange:
         pack = RowPack.of(inputs, [x.dtype for x in inputs])
         launches = self._prepared(_CASTS, pack, _Cast)
         with self.group.ordered(is_beside) as turn:
-            outputs = launches.run(inputs, turn.stream)
+            outputs = launches.run(inputs, self._sent, self._out, turn.stream)
         self.group.check_if_done(_CAST)
         return _Under(turn.work, inputs), lambda: outputs
 
@@ -109,19 +112,27 @@ class NodeExchange:
             launches = self._prepared(_REDUCES, pack, _Reduce)
         local = [self.owner.self_out.take(x) for x in inputs] if self.owner.has_local_rows else []
         with self.group.ordered(is_beside) as turn:
-            arrived = launches.run(inputs, turn.stream)
+            arrived = launches.run(inputs, self._out, turn.stream)
         self.group.check_if_done(_REDUCE)
         return _Under(turn.work, inputs), lambda: Arrived(self.owner, arrived, pack, local)
 
     def _prepared(
-        self, kind: Kind[RowPack, L], pack: RowPack, make: Callable[[ExchangeGroup, TransferPlan, RowPack], L]
+        self, kind: Kind[RowPack, L], pack: RowPack, make: Callable[[ExchangeGroup, TransferPlan, RowPack, int], L]
     ) -> L:
         self.group.check(_CAST if kind is _CASTS else _REDUCE)
         found = self.cache.find(kind, pack)
         if found is None or not found.is_current():
             self.cache.pop(kind, pack)
-            found = self.cache.get(kind, pack, lambda: make(self.group, self.plan, pack))
+            found = self.cache.get(kind, pack, lambda: make(self.group, self.plan, pack, self.num_ctas))
         return found
+
+
+def _rows_sent(part: RankTransfers) -> np.ndarray:
+    """Rows of the cast's input that go anywhere, ascending."""
+    is_sent = np.zeros(part.input_rows, bool)
+    for put in part.send:
+        is_sent[put.source_row : put.source_row + put.rows] = True
+    return np.flatnonzero(is_sent)
 
 
 def _owner_layout(plan: TransferPlan, rank: int) -> A2AVLayout:
@@ -136,8 +147,9 @@ def _owner_layout(plan: TransferPlan, rank: int) -> A2AVLayout:
 class _Launches:
     """Parameters of launches, prepared for the arena as it is now."""
 
-    def __init__(self, group: ExchangeGroup, of_reduce: bool, pack: RowPack) -> None:
+    def __init__(self, group: ExchangeGroup, of_reduce: bool, pack: RowPack, num_ctas: int) -> None:
         self.group, self.arena, self.memory, self.pack = group, group.arena, group.memory, pack
+        self.num_ctas = num_ctas
         self.epoch, self.credit = group.epoch(of_reduce), self.arena.credit(of_reduce, group.rank)
         self.held: list[torch.Tensor] = []  # tables that launches point to
 
@@ -145,7 +157,7 @@ class _Launches:
         return self.group.arena is self.arena
 
     def put(self, puts: Table, credits: Table) -> comm_abi.CommPutParams:
-        counts = len(puts), len(credits), NUM_CTAS
+        counts = len(puts), len(credits), self._ctas_for(puts)
         lists = self._upload(puts), self._upload(credits)
         return comm_abi.CommPutParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, None)
 
@@ -158,9 +170,13 @@ class _Launches:
         return comm_abi.CommEndParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, self.credit, None)
 
     def sum(self, table: SumTable) -> comm_abi.CommSumParams:
-        fields = len(table.blocks), NUM_CTAS, self.pack.width, _CODES[self.pack.dtype]
+        fields = len(table.blocks), self._ctas_for(table.blocks), self.pack.width, _CODES[self.pack.dtype]
         lists = [self._upload(rows) for rows in table]
         return comm_abi.CommSumParams(comm_abi.COMM_VERSION, *fields, self.epoch, *lists, None)
+
+    def _ctas_for(self, table: Table) -> int:
+        """One for each row at most: others would only take multiprocessors from kernels beside them."""
+        return min(self.num_ctas, max(len(table), 1))
 
     def _upload(self, table: np.ndarray) -> int:
         self.held.append(torch.from_numpy(np.ascontiguousarray(table)).to(self.memory.device))
@@ -181,23 +197,23 @@ class _Launches:
 
 
 class _Cast(_Launches):
-    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
+    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
         row_bytes = pack.width * pack.dtype.itemsize
         group.reserve(room_for(plan, cast_bytes=Regions.of_cast(plan, row_bytes).num_bytes))
-        super().__init__(group, False, pack)
+        super().__init__(group, False, pack, num_ctas)
         tables = cast_tables(plan, group.rank, self.arena, row_bytes)
         self._input = self.columns(tables.places["input"], tables.input_rows)
         self._output = self.columns(tables.places[Region.OUT.name], tables.output_rows)
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
-    def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], sent: Rows, out: Rows, stream: int) -> list[torch.Tensor]:
         verbs = self.group.verbs
-        for column, x in zip(self._input, inputs, strict=True):
-            column.copy_(x)
+        copy_rows(self._input, inputs, sent, sent)
         self.launch(verbs.put, self._put, stream)
         self.launch(verbs.wait, self._wait, stream)
-        outputs = [column.clone(memory_format=torch.contiguous_format) for column in self._output]
+        outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._output]
+        copy_rows(outputs, self._output, out, out)
         self.launch(verbs.end, self._end, stream)
         return outputs
 
@@ -205,20 +221,19 @@ class _Cast(_Launches):
 class _ReduceLaunches(_Launches):
     """What both kinds of reduces begin and end with."""
 
-    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
+    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
         row_bytes = pack.width * pack.dtype.itemsize
         group.reserve(room_for(plan, reduce_bytes=Regions.of_reduce(plan, row_bytes).num_bytes))
-        super().__init__(group, True, pack)
+        super().__init__(group, True, pack, num_ctas)
         self.tables = tables = reduce_tables(plan, group.rank, self.arena, row_bytes)
         self._partials = self.columns(tables.places["partials"], tables.output_rows)
         self._grads = self.rows(tables.places[Region.GRADS.name], plan.ranks[group.rank].region_rows[Region.GRADS])
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
-    def send(self, partials: Sequence[torch.Tensor], stream: int) -> None:
+    def send(self, partials: Sequence[torch.Tensor], out: Rows, stream: int) -> None:
         """To carriers and to owners in the own node."""
-        for column, x in zip(self._partials, partials, strict=True):
-            column.copy_(x)
+        copy_rows(self._partials, partials, out, out)
         self.launch(self.group.verbs.put, self._put, stream)
 
     def receive(self, stream: int) -> torch.Tensor:
@@ -232,14 +247,14 @@ class _ReduceLaunches(_Launches):
 class _Reduce(_ReduceLaunches):
     """Sums of the node by a kernel: it sends on one block while the next is on its way."""
 
-    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
+    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
         if pack.dtype not in _CODES or pack.width % 8:
             raise ContractError(why_rows_stay(pack, pack) or f"Rows of {pack.dtype} cannot be added.")
-        super().__init__(group, plan, pack)
+        super().__init__(group, plan, pack, num_ctas)
         self._node_sum = self.sum(self.tables.node_sums)
 
-    def run(self, partials: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
-        self.send(partials, stream)
+    def run(self, partials: Sequence[torch.Tensor], out: Rows, stream: int) -> torch.Tensor:
+        self.send(partials, out, stream)
         self.launch(self.group.verbs.sum, self._node_sum, stream)
         return self.receive(stream)
 
@@ -247,8 +262,8 @@ class _Reduce(_ReduceLaunches):
 class _LseReduce(_ReduceLaunches):
     """Sums of the node with weights, by torch: it sends on when all terms are there."""
 
-    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack) -> None:
-        super().__init__(group, plan, pack)
+    def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
+        super().__init__(group, plan, pack, num_ctas)
         part, tables = plan.ranks[group.rank], self.tables
         self._node_wait = self.wait(tables.node_waits)
         self._back = self.put(tables.backs, np.zeros((0, comm_abi.COMM_WAIT_WORDS), np.int64))
@@ -257,8 +272,8 @@ class _LseReduce(_ReduceLaunches):
         self.cache = PlanCache()
         self._slots = _slots(_joined([block.add for block in part.blocks]), self.cache)
 
-    def run(self, partials: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
-        self.send(partials, stream)
+    def run(self, partials: Sequence[torch.Tensor], out: Rows, stream: int) -> torch.Tensor:
+        self.send(partials, out, stream)
         self.launch(self.group.verbs.wait, self._node_wait, stream)
         sums = [torch.empty(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in self._held]
         *data, lse = sums
