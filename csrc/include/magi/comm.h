@@ -71,9 +71,10 @@ typedef struct {
 #define MAGI_COMM_PUT_WORDS \
   8 /* source, target, bytes, rank, signal there, then a wait or -1, 0, 0 */
 #define MAGI_COMM_WAIT_WORDS 3 /* signal here, what an epoch adds to it, rank that does */
-#define MAGI_COMM_BLOCK_WORDS                                                \
-  9 /* first of begins, rows, place of the result; then a put of it: target, \
-       bytes, rank, signal there; first wait, end of waits */
+#define MAGI_COMM_BLOCK_WORDS                                               \
+  9 /* first of begins, rows, place of the result if the network takes it;  \
+       then a put of it: target, bytes, rank, signal there; first wait, end \
+       of waits */
 
 /* Puts in this order, each after its wait, all of them when `credits` say that the epoch before is
  * over on the ranks that they go to. When the kernel is over, their sources may be written again.
