@@ -213,7 +213,6 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->num_tiles = r->num_tiles = static_cast<int32_t>(bwd_tiles(a));
   k->heads_per_l2_group = bwd_heads_per_l2_group<C>(a, k->num_head_splits, sms);
   k->splits_per_tile = k->num_head_splits;
-  k->is_by_split = a.num_head_splits > 1 && !a.dq_mode;
   k->work_tiles_per_l2_group = k->num_tiles * k->heads_per_l2_group * k->splits_per_tile;
   set_semaphores<C>(a, w, sms, k, r);
   k->group = a.heads_q / a.heads_kv;

@@ -48,7 +48,6 @@ struct BwdKernelParams {
   int32_t num_tiles;
   int32_t heads_per_l2_group;  // kv heads whose queries are kept in L2 together
   int32_t splits_per_tile;  // into which the work for a tile and kv head is split, by query heads
-  int32_t is_by_split;      // of an L2 group first one part of all, then the next
   int32_t num_work_tiles, work_tiles_per_l2_group;
   int32_t group;  // query heads of a kv head
   int32_t num_head_splits, heads_per_split;

@@ -44,19 +44,6 @@ __device__ __forceinline__ int2 pass_of_number(const BwdKernelParams& p, int num
   return make_int2(pass, number - pass * of_pass);
 }
 
-// The part of the query heads of a work tile, and its number if none were split. Parts of a tile
-// follow one another, or, where the host asks for parts, all tiles of an L2 group come for one part
-// and then for the next: so that what is in L2 is of few heads.
-__device__ __forceinline__ int2 split_of_number(const BwdKernelParams& p, int work_tile) {
-  if (!p.is_by_split)
-    return make_int2(work_tile % p.splits_per_tile, work_tile / p.splits_per_tile);
-  const int l2_group = work_tile / p.work_tiles_per_l2_group,
-            first_head = l2_group * p.heads_per_l2_group;
-  const int tiles = p.num_tiles * min(p.heads_per_l2_group, p.head_units - first_head);
-  const int in_group = work_tile - l2_group * p.work_tiles_per_l2_group;
-  return make_int2(in_group / tiles, first_head * p.num_tiles + in_group % tiles);
-}
-
 // One lane, without a schedule of the host: tiles in the order of the plan. There are few work
 // tiles and they are long, so the next one is taken as late as possible, when all copies of the one
 // before have been issued: the look-ups then travel behind its last steps.
@@ -72,14 +59,14 @@ __device__ void schedule_in_order(const BwdKernelParams& p, const BwdSmem<C>& sm
     mbar_wait(smem.work_empty(state.work_stage()), state.work_phase() ^ 1);
     const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
     int order_idx, head_unit;
-    const int2 unit = split_of_number(p, work_tile);
-    work_tile_coords(p, unit.y, &order_idx, &head_unit);
-    const int tile = tile_of(p, plan.words_order, plan.words_first_order, unit.y, order_idx);
+    const int split = work_tile % p.splits_per_tile, unsplit = work_tile / p.splits_per_tile;
+    work_tile_coords(p, unsplit, &order_idx, &head_unit);
+    const int tile = tile_of(p, plan.words_order, plan.words_first_order, unsplit, order_idx);
     const int descending =
         work_tile % p.work_tiles_per_l2_group >= gridDim.x ? 0 : MAGI_TRAVERSAL_WRAP;
     if constexpr (C::kWorkList) sts_int(smem.m_range(state.work_stage()), kAllBlocks);
     publish_work_tile(p, smem, state, tile, head_unit, segments_of_tile(p.plan, tile),
-                      BwdHeadSplit<C>{unit.x, of_pass.x}.word() | descending << kDescendingBit,
+                      BwdHeadSplit<C>{split, of_pass.x}.word() | descending << kDescendingBit,
                       plan.words_records, C::kSegmentBytes / 4);
     stage_again(p, smem, state);
     mbar_wait(smem.issued(),
