@@ -50,7 +50,7 @@ def add_case_options(parser: argparse.ArgumentParser, masks: Sequence[str], seql
 
 
 def head_dims_of(options: argparse.Namespace) -> tuple[int, int]:
-    """Of q and k, and of v."""
+    """The head dim of q and k, and that of v."""
     return options.head_dim, options.head_dim_v or options.head_dim
 
 

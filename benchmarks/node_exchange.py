@@ -109,7 +109,7 @@ def kernel_events(group: ExchangeGroup) -> Iterator[dict[str, list]]:
 
 
 def kernels_us(group: ExchangeGroup, call: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Of each kernel that a call launches, in calls that begin together on all ranks."""
+    """Times each kernel that a call launches, in calls that begin together on all ranks."""
     with kernel_events(group) as found:
         times_us({"call": call}, repeats)
         torch.cuda.synchronize()

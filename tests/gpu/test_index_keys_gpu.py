@@ -5,22 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows
 
 from magi_attention.api import block_sparse_attn_func
 from magi_attention.kernels.index_attn import ffa
-from magi_attention.native.families import SM90
 from magi_attention.native.index import IndexLibrary
+from magi_attention.testing.block_lists import poison_unseen
 
-DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() not in SM90.capabilities,
-        reason="The kernels of index attention run on GPUs of compute capability 9.0.",
-    ),
-]
-BF16, FP16 = torch.bfloat16, torch.float16
-# tokens, keys, query heads, kv heads, head dims, block sizes, share of blocks
+pytestmark = NEEDS_HOPPER
 CASES = [
     (900, 1100, 16, 2, 128, 128, 128, 128, 0.3),
     (900, 1100, 16, 2, 64, 64, 64, 64, 0.3),
@@ -35,18 +27,13 @@ CASES = [
 
 def draw(case: tuple, dtype: torch.dtype, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """q, k, v, dout with NaN in rows that take part in nothing; blocks with a row and a column of none, one of all."""
-    tokens, keys, heads_q, heads_kv, dim, dim_v, q_block, k_block, share = case
     gen = torch.Generator(DEVICE).manual_seed(seed)
-    shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (tokens, heads_q, dim_v))
-    tensors = [torch.randn(s, generator=gen, device=DEVICE).to(dtype) for s in shapes]
-    blocks = torch.rand((heads_kv, -(-tokens // q_block), -(-keys // k_block)), generator=gen, device=DEVICE) < share
+    q, k, v, dout = draw_rows(case, dtype, gen)
+    blocks = draw_blocks(case, gen)
     blocks[-1, :, 0] = True
     blocks[0, -1], blocks[0, :, -1] = False, False
-    sees = blocks.any(2).repeat_interleave(q_block, 1)[:, :tokens].t().repeat_interleave(heads_q // heads_kv, 1)
-    is_seen = blocks.any(1).repeat_interleave(k_block, 1)[:, :keys].t()
-    for x, takes_part in zip(tensors, (sees, is_seen, is_seen, sees)):
-        x[~takes_part] = float("nan")
-    return tensors, blocks
+    poison_unseen(blocks, case[6], case[7], (q, dout), (k, v))
+    return [q, k, v, dout], blocks
 
 
 def gradients(tensors: list[torch.Tensor], blocks: torch.Tensor, case: tuple, **options) -> list[torch.Tensor]:

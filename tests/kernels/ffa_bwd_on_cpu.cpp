@@ -7,6 +7,7 @@
   MAGI_VARIANT(bwd, bf16, 256, 256, magi_ffa_bwd_bf16_d256_dv256) \
   MAGI_VARIANT(bwd, fp16, 128, 128, magi_ffa_bwd_fp16_d128_dv128)
 
+#include "device_calls.h"
 #include "ffa/common/dispatch.cu"
 #include "ffa/common/host.cu"
 #include "ffa/sm90/bwd/launch.cuh"
@@ -17,11 +18,3 @@ MAGI_FFA_BWD_INSTANCE(magi::bf16, 192, 128, bwd_bf16_d192_dv128)
 MAGI_FFA_BWD_INSTANCE(magi::bf16, 192, 192, bwd_bf16_d192_dv192)
 MAGI_FFA_BWD_INSTANCE(magi::bf16, 256, 256, bwd_bf16_d256_dv256)
 MAGI_FFA_BWD_INSTANCE(magi::fp16, 128, 128, bwd_fp16_d128_dv128)
-
-extern "C" void use_device(int multiprocessors, uint64_t seed) {
-  hopper::device.multiprocessors = multiprocessors;
-  hopper::device.seed = seed;
-}
-extern "C" const char* synchronize() {
-  return hopper::error_of([] { hopper::device.stream.synchronize(); });
-}

@@ -7,6 +7,7 @@
   MAGI_VARIANT(fwd, fp16, 192, 192, magi_ffa_fwd_fp16_d192_dv192) \
   MAGI_VARIANT(fwd, bf16, 256, 256, magi_ffa_fwd_bf16_d256_dv256)
 
+#include "device_calls.h"
 #include "ffa/common/dispatch.cu"
 #include "ffa/common/host.cu"
 #include "ffa/sm90/fwd/launch.cuh"
@@ -16,11 +17,3 @@ MAGI_FFA_FWD_INSTANCE(magi::bf16, 64, 64, fwd_bf16_d64_dv64)
 MAGI_FFA_FWD_INSTANCE(magi::fp16, 128, 128, fwd_fp16_d128_dv128)
 MAGI_FFA_FWD_INSTANCE(magi::fp16, 192, 192, fwd_fp16_d192_dv192)
 MAGI_FFA_FWD_INSTANCE(magi::bf16, 256, 256, fwd_bf16_d256_dv256)
-
-extern "C" void use_device(int multiprocessors, uint64_t seed) {
-  hopper::device.multiprocessors = multiprocessors;
-  hopper::device.seed = seed;
-}
-extern "C" const char* synchronize() {
-  return hopper::error_of([] { hopper::device.stream.synchronize(); });
-}

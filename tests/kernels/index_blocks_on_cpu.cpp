@@ -4,6 +4,7 @@
   MAGI_INDEX_VARIANT(index_fwd_blocks, bf16, 128, magi_ffa_index_fwd_blocks_bf16_128) \
   MAGI_INDEX_VARIANT(index_fwd_blocks, fp16, 64, magi_ffa_index_fwd_blocks_fp16_64)
 
+#include "device_calls.h"
 #include "ffa/common/host.cu"
 #include "ffa/sm90/index/fwd/blocks/launch.cuh"
 #include "ffa/sm90/index/index.cu"
@@ -13,15 +14,6 @@ MAGI_FFA_INDEX_FWD_BLOCKS_INSTANCE(magi::bf16, 128, 128, index_fwd_blocks_bf16_1
 MAGI_FFA_INDEX_FWD_BLOCKS_INSTANCE(magi::fp16, 64, 64, index_fwd_blocks_fp16_64)
 
 extern "C" {
-
-void use_device(int multiprocessors, uint64_t seed) {
-  hopper::device.multiprocessors = multiprocessors;
-  hopper::device.seed = seed;
-}
-
-const char* synchronize() {
-  return hopper::error_of([] { hopper::device.stream.synchronize(); });
-}
 
 const char* order_lists(const int32_t* counts, int num_lists, int heads_kv, int32_t* workspace) {
   using namespace magi;

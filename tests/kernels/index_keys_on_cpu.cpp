@@ -5,6 +5,7 @@
   MAGI_INDEX_VARIANT(index_bwd_keys, bf16, 128, magi_ffa_index_bwd_keys_bf16_128) \
   MAGI_INDEX_VARIANT(index_bwd_keys, fp16, 64, magi_ffa_index_bwd_keys_fp16_64)
 
+#include "device_calls.h"
 #include "ffa/common/host.cu"
 #include "ffa/sm90/index/bwd/keys/launch.cuh"
 #include "ffa/sm90/index/index.cu"
@@ -14,15 +15,6 @@ MAGI_FFA_INDEX_BWD_KEYS_INSTANCE(magi::bf16, 128, 128, index_bwd_keys_bf16_128)
 MAGI_FFA_INDEX_BWD_KEYS_INSTANCE(magi::fp16, 64, 64, index_bwd_keys_fp16_64)
 
 extern "C" {
-
-void use_device(int multiprocessors, uint64_t seed) {
-  hopper::device.multiprocessors = multiprocessors;
-  hopper::device.seed = seed;
-}
-
-const char* synchronize() {
-  return hopper::error_of([] { hopper::device.stream.synchronize(); });
-}
 
 const char* last_error() { return magi::error_buffer(); }
 

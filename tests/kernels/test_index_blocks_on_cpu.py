@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hopper_library import aligned, at, hopper_library
+from index_library_on_cpu import IndexLibraryOnCpu, run_on_the_cpu
 
 from magi_attention.kernels.index_attn import ffa
 from magi_attention.kernels.index_attn.forward_choice import copies_blocks, why_not_by_blocks
@@ -18,8 +18,8 @@ from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
-from magi_attention.native.index import IndexLibrary
-from magi_attention.native.index_abi import FUNCTIONS, IndexFwdBlocksParams
+from magi_attention.native.index_abi import IndexFwdBlocksParams
+from magi_attention.testing.block_lists import poison_unseen
 
 SCALE, SOURCE = 0.2, Path(__file__).with_name("index_blocks_on_cpu.cpp")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -35,31 +35,16 @@ CASES = {
 }
 
 
-class Library(IndexLibrary):
-    """Each call runs its kernel on the CPU and says what it did wrong."""
-
+class Library(IndexLibraryOnCpu):
     def __init__(self, kernels: ctypes.CDLL) -> None:
-        self._library = kernels
-        entry = kernels.magi_ffa_index_fwd_blocks
-        entry.restype, entry.argtypes = FUNCTIONS["magi_ffa_index_fwd_blocks"]
-        for name in ("synchronize", "last_error", "order_lists"):
-            getattr(kernels, name).restype = ctypes.c_char_p
+        super().__init__(kernels, ("magi_ffa_index_fwd_blocks",), ("order_lists",))
 
     def order(self, counts: torch.Tensor) -> torch.Tensor:
-        """Of the lists of each kv head (Hk, L)."""
+        """The lists of each kv head in the order in which they are taken (L, Hk), by their counts (L, Hk)."""
         work = torch.full((1 + counts.numel(),), 9, dtype=torch.int32)
-        error = self._library.order_lists(at(counts), *counts.shape, at(work))
-        assert error is None, error.decode()
+        self.ask("order_lists", at(counts), *counts.shape, at(work))
         assert work[0] == 0
         return work[1:].view(counts.shape[1], counts.shape[0])
-
-    def use(self, multiprocessors: int, seed: int) -> None:
-        self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
-
-    def _check(self, status: int, what: str) -> None:
-        assert status == abi.OK, self._library.last_error().decode()
-        error = self._library.synchronize()
-        assert error is None, error.decode()
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +54,7 @@ def library(compile_folder) -> Library:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(ffa, "_stream", lambda x: 0)
-    monkeypatch.setattr(ffa, "_empty", lambda shape, dtype, device: aligned(torch.full(shape, 127, dtype=dtype)))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    run_on_the_cpu(monkeypatch)
     monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", "blocks")
 
 
@@ -87,11 +70,7 @@ class Call:
         self.blocks[:, 0, -1] = True
         shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v))
         q, k, v = (torch.randn(s, generator=gen).to(dtype) for s in shapes)
-        sees = self.blocks.any(2).repeat_interleave(q_block, 1)[:, :tokens].t()
-        is_seen = self.blocks.any(1).repeat_interleave(k_block, 1)[:, :keys].t()
-        q[~sees.repeat_interleave(heads_q // heads_kv, 1)] = float("nan")
-        for x in (k, v):
-            x[~is_seen] = float("nan")
+        poison_unseen(self.blocks, q_block, k_block, (q,), (k, v))
         self.q, self.k, self.v = map(aligned, (q, k, v))
         self.lists = lists_of_blocks(self.blocks, q_block, k_block, keys)
         self.options = options_of(SCALE, 0.0, "sh", False, 0)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hopper_library import aligned, hopper_library
+from index_library_on_cpu import IndexLibraryOnCpu, run_on_the_cpu
 
 from magi_attention.kernels.index_attn import ffa
 from magi_attention.kernels.index_attn.backward_choice import keeps_keys
@@ -18,8 +18,8 @@ from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
-from magi_attention.native.index import IndexLibrary
-from magi_attention.native.index_abi import FUNCTIONS, IndexBwdKeysParams
+from magi_attention.native.index_abi import IndexBwdKeysParams
+from magi_attention.testing.block_lists import poison_unseen
 
 SCALE, SOURCE = 0.2, Path(__file__).with_name("index_keys_on_cpu.cpp")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -34,29 +34,14 @@ CASES = {
 }
 
 
-class Library(IndexLibrary):
-    """Each call runs its kernels on the CPU and says what they did wrong."""
-
+class Library(IndexLibraryOnCpu):
     def __init__(self, kernels: ctypes.CDLL) -> None:
-        self._library = kernels
-        for name in ("magi_ffa_index_bwd_keys", "magi_ffa_index_bwd_keys_workspace"):
-            entry = getattr(kernels, name)
-            entry.restype, entry.argtypes = FUNCTIONS[name]
-        for name in ("synchronize", "last_error", "make_lists"):
-            getattr(kernels, name).restype = ctypes.c_char_p
-
-    def use(self, multiprocessors: int, seed: int) -> None:
-        self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
-
-    def _check(self, status: int, what: str) -> None:
-        assert status == abi.OK, self._library.last_error().decode()
-        error = self._library.synchronize()
-        assert error is None, error.decode()
+        entries = ("magi_ffa_index_bwd_keys", "magi_ffa_index_bwd_keys_workspace")
+        super().__init__(kernels, entries, ("make_lists",))
 
     def lists(self, params: IndexBwdKeysParams) -> list[int]:
         at = (ctypes.c_int64 * 4)()
-        error = self._library.make_lists(ctypes.byref(params), at)
-        assert error is None, error.decode()
+        self.ask("make_lists", ctypes.byref(params), at)
         return list(at)
 
 
@@ -67,9 +52,7 @@ def library(compile_folder) -> Library:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(ffa, "_stream", lambda x: 0)
-    monkeypatch.setattr(ffa, "_empty", lambda shape, dtype, device: aligned(torch.full(shape, 127, dtype=dtype)))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    run_on_the_cpu(monkeypatch)
 
 
 def draw_blocks(case: tuple, gen: torch.Generator) -> torch.Tensor:
@@ -90,12 +73,7 @@ class Call:
         self.blocks = draw_blocks(case, gen)
         shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (tokens, heads_q, dim_v))
         q, k, v, dout = (torch.randn(s, generator=gen).to(dtype) for s in shapes)
-        sees = self.blocks.any(2).repeat_interleave(q_block, 1)[:, :tokens].t()
-        is_seen = self.blocks.any(1).repeat_interleave(k_block, 1)[:, :keys].t()
-        for x in (q, dout):
-            x[~sees.repeat_interleave(heads_q // heads_kv, 1)] = float("nan")
-        for x in (k, v):
-            x[~is_seen] = float("nan")
+        poison_unseen(self.blocks, q_block, k_block, (q, dout), (k, v))
         self.q, self.k, self.v, self.dout = map(aligned, (q, k, v, dout))
         self.lists = lists_of_blocks(self.blocks, q_block, k_block, keys)
         self.options = options_of(SCALE, 0.0, "sh", False, 0)

@@ -83,7 +83,7 @@ __device__ __forceinline__ int64_t target_of(const BwdKernelParams& p, const int
          static_cast<int64_t>(p.remote.target_rows[remote]) * p.heads_kv * head_dim * bytes;
 }
 
-// Of which tile and kv head gradients are, and the fourth word of the work tile.
+// The tile and kv head that gradients belong to, and the fourth word of the work tile.
 struct GradPlace {
   int tile, head, word;
 };

@@ -6,6 +6,7 @@
 
 #include "ffa/common/host.h"
 #include "ffa/sm90/bwd/kernel.cuh"
+#include "ffa/sm90/bwd/maps.h"
 #include "ffa/sm90/bwd/schedule/plan_semaphores.cuh"
 #include "ffa/sm90/bwd/rows/postprocess_work_list.cuh"
 #include "ffa/sm90/bwd/rows/postprocess_deterministic.cuh"
@@ -33,22 +34,11 @@ magi_status bwd_workspace(const magi_ffa_bwd_params& a, int64_t* needs) {
 template <typename C>
 magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote,
                      BwdKernelParams* k) {
-  const CUtensorMapDataType type =
-      a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q,
-                 tk = remote != nullptr ? remote->local_keys : a.total_k, hq = a.heads_q,
-                 hk = a.heads_kv;
-  const int64_t row_k = 2ll * a.head_dim, row_v = 2ll * a.head_dim_v;
-  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {d, tq, hq},
-                         {2 * a.q_stride_token, 2 * a.q_stride_head}, {64, C::kBlockM, 1}, "q"));
-  MAGI_RETURN(encode_map(&k->do_map, type, a.dout, {dv, tq, hq},
-                         {2 * a.dout_stride_token, 2 * a.dout_stride_head}, {64, C::kBlockM, 1},
-                         "dout"));
-  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {d, tk, hk},
-                         {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, C::kBlockN, 1}, "k"));
-  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk},
-                         {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, C::kBlockN, 1}, "v"));
-  MAGI_RETURN(remote_keys(remote, a.total_k, type, d, dv, hk, C::kBlockN, &k->remote));
+  const uint64_t keys = remote != nullptr ? remote->local_keys : a.total_k;
+  MAGI_RETURN(operand_maps<C>(a, keys, k));
+  const CUtensorMapDataType type = map_type(a.dtype);
+  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q, hq = a.heads_q;
+  MAGI_RETURN(remote_keys(remote, a.total_k, type, d, dv, a.heads_kv, C::kBlockN, &k->remote));
   k->dq_map = k->q_map;
   if (a.direct_dq_store)
     MAGI_RETURN(encode_map(&k->dq_map, type, a.dq, {d, tq, hq},
@@ -58,10 +48,7 @@ magi_status bwd_maps(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote
     k->dk_map = k->dv_map = k->k_map;  // never used
     return MAGI_OK;
   }
-  MAGI_RETURN(encode_map(&k->dk_map, type, a.dk, {d, tk, hk}, {row_k * a.heads_kv, row_k},
-                         {64, 64, 1}, "dk"));
-  return encode_map(&k->dv_map, type, a.dv, {dv, tk, hk}, {row_v * a.heads_kv, row_v}, {64, 64, 1},
-                    "dv");
+  return grad_maps(a, keys, k);
 }
 
 // Multiprocessors that a call may use.

@@ -111,6 +111,22 @@ struct StepWorker {
     }
   }
 
+  // The scores of a step, when its Q is there; and its dP, when dO is.
+  __device__ __forceinline__ void start_scores(Scores& s) const {
+    mbar_wait(smem.q_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void start_dp(Scores& dp) const {
+    mbar_wait(smem.do_full(ring.stage), ring.phase);
+    __syncwarp();
+    wgmma_fence();
+    multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
+    wgmma_commit();
+  }
+
   // dV += P^T dO, or dK += dS^T Q, over groups of 16 queries.
   template <int kFrom = 0, int kTo = C::kBlockM / 16, int kValues>
   __device__ __forceinline__ void multiply_grad(float (&grad)[kValues], const Packed& packed,
@@ -244,22 +260,14 @@ struct StepWorker {
     constexpr bool kMakesDv = C::kPasses == 1;
     Scores s, dp;
     Packed packed_p, packed_ds;
-    mbar_wait(smem.q_full(ring.stage), ring.phase);
-    __syncwarp();
-    wgmma_fence();
-    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
-    wgmma_commit();
+    start_scores(s);
     int what = 0;
     if constexpr (kScoresFirst) {
       what = words();
       scores_are_there(s);
     }
     if (kMaskFirst && what & kMasked) mask(s, what);
-    mbar_wait(smem.do_full(ring.stage), ring.phase);
-    __syncwarp();
-    wgmma_fence();
-    multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
-    wgmma_commit();
+    start_dp(dp);
     if constexpr (C::kDirectDq) {
       columns().add_rest(rest, rest_of);
       rest_of = dq_block();
@@ -348,11 +356,7 @@ struct StepWorker {
   __device__ __forceinline__ bool step_tight(Grad<C::kD>& dk, Grad<C::kDv>& dv) {
     Packed packed_p, packed_ds;
     Scores s;
-    mbar_wait(smem.q_full(ring.stage), ring.phase);
-    __syncwarp();
-    wgmma_fence();
-    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
-    wgmma_commit();
+    start_scores(s);
     const int what = words();
     const uint32_t number = C::kDirectDq ? dq_block() : 0;
     wgmma_wait<0>();
@@ -360,11 +364,7 @@ struct StepWorker {
     if (what & kMasked) mask(s, what);
     exponentiate(s, packed_p, what);
     Scores dp;
-    mbar_wait(smem.do_full(ring.stage), ring.phase);
-    __syncwarp();
-    wgmma_fence();
-    multiply_rows<C::kDv>(dp, rows_of(smem.v()), smem.dout(ring.stage));
-    wgmma_commit();
+    start_dp(dp);
     multiply_grad(dv, packed_p, smem.dout(ring.stage));
     wgmma_commit();
     wgmma_wait<1>();
@@ -407,11 +407,7 @@ struct StepWorker {
   __device__ __forceinline__ bool step_dv(float (&grad)[kValues], Packed& packed_p) {
     auto& dv = reinterpret_cast<float (&)[C::kDv / 2]>(grad);
     Scores s;
-    mbar_wait(smem.q_full(ring.stage), ring.phase);
-    __syncwarp();
-    wgmma_fence();
-    multiply_rows<C::kD>(s, rows_of(smem.k()), smem.q(ring.stage));
-    wgmma_commit();
+    start_scores(s);
     const int what = words();
     if (kOverlapDv && flags & kUnfinished) {
       wgmma_wait<1>();

@@ -210,6 +210,14 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
   }
 }
 
+// Rows of K and V, from row `first` of these maps on.
+template <typename C>
+__device__ __forceinline__ void load_key_rows(const BwdSmem<C>& smem, const CUtensorMap* k_map,
+                                              const CUtensorMap* v_map, int first, int head) {
+  load_rows<C::kD>(smem.k(), C::kBlockN, k_map, smem.kv_raw(), first, head, kEvictFirst);
+  load_rows<C::kDv>(smem.v(), C::kBlockN, v_map, smem.kv_raw(), first, head, kEvictFirst);
+}
+
 // K and V of a work tile, which has keys to look at.
 template <typename C>
 __device__ __forceinline__ void load_keys(const BwdKernelParams& p, const BwdSmem<C>& smem,
@@ -217,18 +225,12 @@ __device__ __forceinline__ void load_keys(const BwdKernelParams& p, const BwdSme
   const int2 work_tile = lds_int2(work_tile_at);  // its tile and its head
   mbar_expect(smem.kv_raw(), C::kKBytes + C::kVBytes);
   if (work_tile.x * C::kBlockN < p.remote.base) {
-    load_rows<C::kD>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                     work_tile.y, kEvictFirst);
-    load_rows<C::kDv>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                      work_tile.y, kEvictFirst);
+    load_key_rows(smem, &p.k_map, &p.v_map, work_tile.x * C::kBlockN, work_tile.y);
   } else {
     wait_for_tile(p.remote, work_tile.x - p.remote.base / kRemoteTile);
     const int tile = lds_int(work_tile_at);
     const int head = lds_int(work_tile_at + 4);
-    load_rows<C::kD>(smem.k(), C::kBlockN, &p.remote.k_map, smem.kv_raw(),
-                     tile * C::kBlockN - p.remote.base, head, kEvictFirst);
-    load_rows<C::kDv>(smem.v(), C::kBlockN, &p.remote.v_map, smem.kv_raw(),
-                      tile * C::kBlockN - p.remote.base, head, kEvictFirst);
+    load_key_rows(smem, &p.remote.k_map, &p.remote.v_map, tile * C::kBlockN - p.remote.base, head);
   }
 }
 

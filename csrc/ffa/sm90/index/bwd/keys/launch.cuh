@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffa/common/host.h"
+#include "ffa/sm90/bwd/maps.h"
 #include "ffa/sm90/bwd/rows/preprocess.cuh"
 #include "ffa/sm90/index/bwd/keys/kernel.cuh"
 #include "ffa/sm90/index/bwd/keys/postprocess.cuh"
@@ -11,28 +12,6 @@
 namespace magi {
 
 magi_status make_query_lists(const QueryListParams& p, void* stream);  // index/query_lists.cu
-
-template <typename C>
-magi_status index_keys_maps(const magi_ffa_index_bwd_keys_params& a, BwdKernelParams* k) {
-  const CUtensorMapDataType type =
-      a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t d = a.head_dim, dv = a.head_dim_v, tq = a.total_q, tk = a.total_k, hq = a.heads_q,
-                 hk = a.heads_kv;
-  const int64_t row_k = 2ll * a.head_dim, row_v = 2ll * a.head_dim_v;
-  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {d, tq, hq},
-                         {2 * a.q_stride_token, 2 * a.q_stride_head}, {64, C::kBlockM, 1}, "q"));
-  MAGI_RETURN(encode_map(&k->do_map, type, a.dout, {dv, tq, hq},
-                         {2 * a.dout_stride_token, 2 * a.dout_stride_head}, {64, C::kBlockM, 1},
-                         "dout"));
-  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {d, tk, hk},
-                         {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, C::kBlockN, 1}, "k"));
-  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk},
-                         {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, C::kBlockN, 1}, "v"));
-  MAGI_RETURN(encode_map(&k->dk_map, type, a.dk, {d, tk, hk}, {row_k * a.heads_kv, row_k},
-                         {64, 64, 1}, "dk"));
-  return encode_map(&k->dv_map, type, a.dv, {dv, tk, hk}, {row_v * a.heads_kv, row_v}, {64, 64, 1},
-                    "dv");
-}
 
 struct IndexKeysCall {
   QueryListParams lists;
@@ -117,7 +96,8 @@ magi_status launch_index_bwd_keys(const magi_ffa_index_bwd_keys_params& a) {
                               "magi_ffa_index_bwd_keys_workspace"));
   IndexKeysCall call{};
   index_keys_params<C>(a, sms, &call);
-  MAGI_RETURN(index_keys_maps<C>(a, &call.main));
+  MAGI_RETURN(operand_maps<C>(a, a.total_k, &call.main));
+  MAGI_RETURN(grad_maps(a, a.total_k, &call.main));
   const int blocks = call.main.num_m_blocks, ctas = sms - a.sm_margin > 1 ? sms - a.sm_margin : 1;
   MAGI_RETURN(make_query_lists(call.lists, a.stream));
   MAGI_RETURN(launch_kernel(bwd_preprocess<T, C::kBlockM, Contributions::kNotCounted>,

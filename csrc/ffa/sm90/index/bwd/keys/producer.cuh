@@ -134,10 +134,7 @@ __device__ void copy_keys(const IndexKeysParams& p, const BwdSmem<C>& smem) {
       mbar_arrive(smem.kv_raw());  // nothing to load, but dk and dv are staged there
     } else {
       mbar_expect(smem.kv_raw(), C::kKBytes + C::kVBytes);
-      load_rows<C::kD>(smem.k(), C::kBlockN, &p.k_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                       work_tile.y, kEvictFirst);
-      load_rows<C::kDv>(smem.v(), C::kBlockN, &p.v_map, smem.kv_raw(), work_tile.x * C::kBlockN,
-                        work_tile.y, kEvictFirst);
+      load_key_rows(smem, &p.k_map, &p.v_map, work_tile.x * C::kBlockN, work_tile.y);
     }
     mbar_arrive(smem.work_empty(state.work_stage()));
     state.next_work();
