@@ -19,7 +19,8 @@
 #include "ffa/sm90/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/bwd/dq_columns.cuh"
-#include "ffa/sm90/bwd/score_grads.cuh"
+#include "ffa/sm90/bwd/interval_mask.cuh"
+#include "ffa/sm90/bwd/softmax_grads.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
 
@@ -27,21 +28,6 @@ namespace magi {
 
 constexpr int kDsBarrier = 1;     // of both warpgroups
 constexpr int kGroupBarrier = 2;  // + warpgroup
-
-// Which keys see which queries of a step by the intervals of its segment.
-template <typename C>
-struct IntervalMask {
-  static constexpr bool kLetsDkOverlap = true;  // see StepWorker
-  static __device__ __forceinline__ void apply(const BwdSmem<C>& smem, uint32_t stage, int what,
-                                               float (&s)[C::kBlockM / 2]) {
-    const int thread = thread_again() - 128;
-    const int first_query = lds_int(smem.step(stage) + 4);
-    const uint32_t at = smem.segment(what >> kSegmentStageBit & 1) + C::kSegmentHeader +
-                        8 * (thread / 32 * 16 + thread % 32 / 4);
-    const int2 queries[2] = {lds_int2(at), lds_int2(at + 64)};
-    mask_scores<C::kBlockM>(s, first_query, queries, thread % 32);
-  }
-};
 
 template <typename C, typename Mask = IntervalMask<C>>
 struct StepWorker {
@@ -154,38 +140,13 @@ struct StepWorker {
     Mask::apply(smem, ring.stage, what, s);
   }
 
-  // Scores to P, which is packed; in s stays the factor of dP - delta, but with kRoundsP. With
-  // `kPacksFactor` that is packed in place of P. Columns have their own offsets.
+  // Scores to P, or its factor: see `scores_to_p`.
   template <bool kPacksFactor = false>
   __device__ __forceinline__ void exponentiate(Scores& s, Packed& packed, int what) const {
-    if (C::kIsGeneral && p.has_softcap) {
-#pragma unroll
-      for (int i = 0; i < C::kBlockM / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
-    }
-    if (!kMaskFirst && what & kMasked) mask(s, what);
-    const uint32_t stats = smem.stats(ring.stage) + thread_again() % 4 * 8;
-    auto pack = [&](int j, const float (&x)[4]) {
-      packed[2 * j] = pack_pair<typename C::T>(x[0], x[1]);
-      packed[2 * j + 1] = pack_pair<typename C::T>(x[2], x[3]);
+    const auto mask_now = [&] {
+      if (!kMaskFirst && what & kMasked) mask(s, what);
     };
-#pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
-      const float2 offset = lds_float2(stats + j * 32);
-      float e[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        e[i] = exp2_fast(s[4 * j + i] * p.scale_log2 - (i % 2 ? offset.y : offset.x));
-      if constexpr (!kPacksFactor) pack(j, e);
-      if constexpr (kRoundsP && !kPacksFactor) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // A masked score is -inf and its P zero; so must be the product.
-        if (C::kIsGeneral && p.has_softcap)
-          e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
-        if constexpr (!kPacksFactor) s[4 * j + i] = e[i];
-      }
-      if constexpr (kPacksFactor) pack(j, e);
-    }
+    scores_to_p<C, kRoundsP, kPacksFactor>(p, smem.stats(ring.stage), s, packed, mask_now);
   }
 
   // Which values of the step stay under dropout.

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// dS of a step: from P, or its factor, and dP, and to shared memory.
+// P of a step from its scores, and dS from P, or its factor, and dP; dS to shared memory.
 #pragma once
 
+#include "ffa/common/ptx/arithmetic.cuh"
 #include "ffa/common/ptx/shared.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/bwd/config.h"
+#include "ffa/sm90/bwd/params.h"
 
 namespace magi {
 
@@ -14,6 +16,43 @@ template <typename C>
 using PackedOf = uint32_t[C::kBlockM / 4];
 template <typename C>
 using DeltasOf = float2[C::kBlockM / 8];  // of the queries of a thread's columns
+
+// Scores to P, which is packed, after `mask`; in s stays the factor of dP - delta, but with
+// kRoundsP. With `kPacksFactor` that is packed in place of P. Columns have their own offsets, from
+// `stats_at` on.
+template <typename C, bool kRoundsP, bool kPacksFactor, typename Mask>
+__device__ __forceinline__ void scores_to_p(const BwdKernelParams& p, uint32_t stats_at,
+                                            ScoresOf<C>& s, PackedOf<C>& packed, Mask mask) {
+  if (C::kIsGeneral && p.has_softcap) {
+#pragma unroll
+    for (int i = 0; i < C::kBlockM / 2; ++i) s[i] = tanh_fast(s[i] * p.scale);
+  }
+  mask();
+  const uint32_t stats = stats_at + thread_again() % 4 * 8;
+  auto pack = [&](int j, const float (&x)[4]) {
+    packed[2 * j] = pack_pair<typename C::T>(x[0], x[1]);
+    packed[2 * j + 1] = pack_pair<typename C::T>(x[2], x[3]);
+  };
+#pragma unroll
+  for (int j = 0; j < C::kBlockM / 8; ++j) {
+    const float2 offset = lds_float2(stats + j * 32);
+    float e[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      e[i] = exp2_fast(s[4 * j + i] * p.scale_log2 - (i % 2 ? offset.y : offset.x));
+    if constexpr (!kPacksFactor) pack(j, e);
+    if constexpr (kPacksFactor || !kRoundsP) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A masked score is -inf and its P zero; so must be the product.
+        if (C::kIsGeneral && p.has_softcap)
+          e[i] = e[i] > 0.f ? e[i] * (1.f - s[4 * j + i] * s[4 * j + i]) : 0.f;
+        if constexpr (!kPacksFactor) s[4 * j + i] = e[i];
+      }
+    }
+    if constexpr (kPacksFactor) pack(j, e);
+  }
+}
 
 // dS^T, packed, from P^T and dP^T.
 template <typename C>
