@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -331,7 +331,7 @@ PLANNER_FUNCTIONS: Functions = {
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
-    "magi_ffa_fwd_tile": (c_int32, (c_int32, c_int32, c_int32, c_int32, I32_PTR, I32_PTR, I32_PTR)),
+    "magi_ffa_fwd_tile": (c_int32, (*(c_int32,) * 5, I32_PTR, I32_PTR, I32_PTR)),
     "magi_ffa_fwd_workspace": (c_int32, (ctypes.c_char_p, I64_PTR)),
     "magi_ffa_fwd": (c_int32, (ctypes.c_char_p,)),
     "magi_ffa_bwd_tile": (c_int32, (c_int32, c_int32, I32_PTR, I32_PTR)),

@@ -62,10 +62,11 @@ class FfaLibrary:
         number = abi.FWD if kind == "fwd" else abi.BWD
         return bool(self._library.magi_ffa_has_variant(number, dtype, head_dim, head_dim_v))
 
-    def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
-        """The tile that the kernel wants for these shapes."""
+    def tile(self, dtype: int, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
+        """The tile that the forward kernel for these shapes wants; ``UnsupportedError`` if there is none."""
         got = [ctypes.c_int32() for _ in range(3)]
-        status = self._library.magi_ffa_fwd_tile(heads_q, heads_kv, head_dim, head_dim_v, *map(ctypes.byref, got))
+        shape = dtype, heads_q, heads_kv, head_dim, head_dim_v
+        status = self._library.magi_ffa_fwd_tile(*shape, *map(ctypes.byref, got))
         self.check(status, "Attention forward")
         return FfaTile(*(x.value for x in got))
 

@@ -187,4 +187,4 @@ def test_libraries_of_two_builds_are_loaded_apart(tmp_path):
     (tmp_path / "to").mkdir()
     first, second = (builds.backend_of(f, tmp_path / "to" / n) for f, n in ((library, "a"), (packed, "b")))
     assert first.library.forward_address != second.library.forward_address
-    assert first.library.tile(64, 8, 128, 128) == second.library.tile(64, 8, 128, 128)
+    assert first.library.tile(abi.BF16, 64, 8, 128, 128) == second.library.tile(abi.BF16, 64, 8, 128, 128)

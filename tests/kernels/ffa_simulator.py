@@ -153,7 +153,7 @@ class Simulator:
     def has(self, kind: str, dtype: int, head_dim: int, head_dim_v: int) -> bool:
         return (kind, head_dim, head_dim_v) not in self.lacking
 
-    def tile(self, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
+    def tile(self, dtype: int, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
         pack = heads_q // heads_kv
         return FfaTile(self.tile_rows // pack if self.tile_rows % pack == 0 else self.tile_rows, 2, pack)
 

@@ -46,7 +46,7 @@ extern "C" int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t d, 
   return 0; }
 #undef MAGI_VARIANT
 extern "C" {
-magi_status magi_ffa_fwd_tile(int32_t, int32_t, int32_t, int32_t, int32_t* t, int32_t* g, int32_t* p) {
+magi_status magi_ffa_fwd_tile(int32_t, int32_t, int32_t, int32_t, int32_t, int32_t* t, int32_t* g, int32_t* p) {
   *t = *g = *p = 2; return MAGI_OK; }
 magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params*, int64_t* bytes) { *bytes = 16; return MAGI_OK; }
 magi_status magi_ffa_bwd_tile(int32_t, int32_t, int32_t* t, int32_t* g) { *t = *g = 2; return MAGI_OK; }

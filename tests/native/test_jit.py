@@ -180,7 +180,7 @@ def test_without_a_build_cache_edited_sources_count_at_once(tree, monkeypatch):
     tile = [ctypes.c_int32() for _ in range(3)]
 
     def tokens() -> int:
-        jit.load_variant("bf16", 64, 64).magi_ffa_fwd_tile(1, 1, 64, 64, *map(ctypes.byref, tile))
+        jit.load_variant("bf16", 64, 64).magi_ffa_fwd_tile(abi.BF16, 1, 1, 64, 64, *map(ctypes.byref, tile))
         return tile[0].value
 
     assert tokens() == 2 and jit.load_variant("bf16", 64, 64) is jit.load_variant("bf16", 64, 64)

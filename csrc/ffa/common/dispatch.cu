@@ -71,14 +71,20 @@ int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int3
   return 0;
 }
 
-magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim,
+magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv, int32_t head_dim,
                               int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups,
                               int32_t* pack) {
   if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d query heads do not divide over %d key heads.",
                       heads_q, heads_kv);
+  magi::FwdVariant kernel;
+  magi_ffa_fwd_params p{};
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  p.dtype = dtype;
+  MAGI_RETURN(magi::narrowest(p, "forward", &kernel));
   const int32_t fragment = heads_q / heads_kv;
-  *num_groups = 2;
+  *num_groups = magi::fwd_tile_groups(kernel.head_dim_v);
   *pack = 64 % fragment == 0 ? fragment : 1;
   *tile_tokens = 64 * *num_groups / *pack;
   return MAGI_OK;

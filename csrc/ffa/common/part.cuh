@@ -29,9 +29,9 @@ struct Part {
   template <typename C>
   __device__ __forceinline__ int2 piece(int2 visit) const {
     if constexpr (C::kPlain) return visit;
-    const int blocks = (visit.y - visit.x + C::kBlockN - 1) / C::kBlockN;
-    const int first = static_cast<int64_t>(blocks) * index / count;
-    const int last = static_cast<int64_t>(blocks) * (index + 1) / count;
+    // 16 bits count the blocks of a segment, so the products fit 32.
+    const uint32_t blocks = (visit.y - visit.x + C::kBlockN - 1) / C::kBlockN;
+    const int first = blocks * index / count, last = blocks * (index + 1) / count;
     return make_int2(max(visit.x, visit.y - last * C::kBlockN), visit.y - first * C::kBlockN);
   }
 };

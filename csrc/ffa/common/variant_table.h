@@ -32,6 +32,9 @@ struct Finder {
   void offer(const Variant<Other>&) {}
 };
 
+// Groups of 64 rows in a tile of the forward variants of this head dim of v.
+int32_t fwd_tile_groups(int32_t head_dim_v);
+
 // The kernel for a call, after the checks of its parameters.
 magi_status choose(const magi_ffa_fwd_params& p, FwdVariant* found);
 magi_status choose(const magi_ffa_bwd_params& p, BwdVariant* found);

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile of the backward, for planners.
+// The tiles of forward and backward, for planners.
+#include "ffa/common/variant_table.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/bwd/config.h"
+
+namespace magi {
+
+int32_t fwd_tile_groups(int32_t) { return 2; }
+
+}  // namespace magi
 
 extern "C" {
 

@@ -106,15 +106,17 @@ __device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const S
   PipelineState state;
   int work_tile = blockIdx.x;
   int next = work_tile < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-  int order_idx = 0, head_unit = 0, part = 0, tile = 0;
+  int head_unit = 0, tile = 0, word = 0;
   int2 desc = make_int2(0, 0);
   // A work tile is of the first L2 group if its head is.
   auto tile_at = [&](int of_head, int at) {
     return tile_of(p, order_at, first_order_at, of_head * p.num_tiles, at);
   };
   if (work_tile < total) {
+    int order_idx = 0, part = 0;
     coords(work_tile, &order_idx, &head_unit, &part);
     tile = tile_at(head_unit, order_idx);
+    word = part_of(tiles_at + 8 * tile, order_idx, part);
     desc = segments_of(tile);
   }
   while (work_tile < total) {
@@ -125,16 +127,16 @@ __device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const S
       coords(next, &next_order_idx, &next_head, &next_part);
       next_tile = tile_at(next_head, next_order_idx);
     }
-    const int word = part_of(tiles_at + 8 * tile, order_idx, part);
     if (word != kNoPart)
       publish_work_tile(p, smem, state, tile, head_unit, desc, word, records_at, segment_words);
     work_tile = next;
     next = after;
     tile = next_tile;
-    order_idx = next_order_idx;
     head_unit = next_head;
-    part = next_part;
-    if (work_tile < total) desc = segments_of(tile);
+    if (work_tile < total) {
+      word = part_of(tiles_at + 8 * tile, next_order_idx, next_part);
+      desc = segments_of(tile);
+    }
   }
   publish_end(p, smem, state);
   return state;

@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile of the backward, for planners.
+// The tiles of forward and backward, for planners.
 #include "ffa/common/host.h"
+#include "ffa/common/variant_table.h"
+#include "ffa/sm90/fwd/config.h"
+
+namespace magi {
+
+int32_t fwd_tile_groups(int32_t head_dim_v) { return fwd_groups(head_dim_v); }
+
+}  // namespace magi
 
 extern "C" {
 

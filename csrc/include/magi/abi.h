@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 21
+#define MAGI_ABI_VERSION 22
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -243,9 +243,9 @@ typedef struct {
 
 /* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and
  * the params. */
-MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t heads_q, int32_t heads_kv, int32_t head_dim,
-                                          int32_t head_dim_v, int32_t* tile_tokens,
-                                          int32_t* num_groups, int32_t* pack);
+MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv,
+                                          int32_t head_dim, int32_t head_dim_v,
+                                          int32_t* tile_tokens, int32_t* num_groups, int32_t* pack);
 /* Bytes of workspace that a call with these shapes needs on the current device; pointers are not
  * looked at. Where there are fewer tiles than multiprocessors, long tiles are cut along the keys,
  * and the parts wait there to be combined. */

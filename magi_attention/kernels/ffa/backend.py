@@ -102,7 +102,7 @@ class FfaBackend:
         May compile the kernels, as the first call would.
         """
         libraries = (self._of_device.get(index) or self._find(index)).libraries
-        forward = libraries.get("fwd", dtype, *head_dims).tile(*heads, *head_dims)
+        forward = libraries.get("fwd", dtype, *head_dims).tile(DTYPES[dtype], *heads, *head_dims)
         backward = libraries.get("bwd", dtype, *head_dims).backward_tile(*head_dims)
         num_sms, is_portable = self.runtime.num_sms(index), libraries.family.is_portable
         return KernelTiles(forward, backward, heads, head_dims, num_sms, options, is_portable)

@@ -214,7 +214,7 @@ class ForwardCalls:
         check_shapes(q, k, v)
         tokens, heads, dim = q.shape
         library = self._libraries.get("fwd", q.dtype, dim, v.shape[2])
-        tile = library.tile(heads, k.shape[1], dim, v.shape[2])
+        tile = library.tile(DTYPES[q.dtype], heads, k.shape[1], dim, v.shape[2])
         out_dtype = q.dtype if out_dtype is None else out_dtype
         out_shape, lse_shape = (tokens, heads, v.shape[2]), (tokens, heads)
         sink_count = 0 if sink is None else sink.shape[0 if options.sink_layout == "sh" else 1]
@@ -259,8 +259,13 @@ class ForwardCalls:
 
 
 def _key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-    into: Partial | None, out_dtype: torch.dtype | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttnOptions,
+    sink: torch.Tensor | None,
+    into: Partial | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[object, ...]:
     return (
         q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(), v.shape,

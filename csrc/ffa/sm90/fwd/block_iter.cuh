@@ -15,12 +15,12 @@ namespace magi {
 template <typename C>
 struct NBlockIter {
   const FwdSmem<C>& smem;
+  static constexpr uint32_t kOneSegment = 16;  // in `state`
   const bool capped;  // scores have a softcap: all blocks take the way of the masked ones
   uint32_t
       row_at;  // where the intervals of this thread's two rows are in a record: two 16-bit offsets
-  uint32_t state = 0;  // work tiles so far in the low two bits, records so far above: they tell
-                       // stages and phases
-  int segments_left = 0;
+  uint32_t state = 0;  // work tiles so far in the low two bits, records so far in the next two:
+                       // they tell stages and phases; above, segments that are left
   int k0 = 0;    // first key of this block
   int left = 0;  // blocks of the segment from this one on; 0 at the end of the work tile
   uint32_t work = 0,
@@ -29,8 +29,8 @@ struct NBlockIter {
   __device__ __forceinline__ NBlockIter(const FwdKernelParams& p, const FwdSmem<C>& s)
       : smem(s), capped(!C::kPlain && p.has_softcap) {
     const int row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
-    row_at = (C::kSegmentHeader + 8 * (row / p.pack)) |
-             (C::kSegmentHeader + 8 * ((row + 8) / p.pack)) << 16;
+    row_at = (kSegmentHeader + 8 * (row / p.pack)) | (kSegmentHeader + 8 * ((row + 8) / p.pack))
+                                                         << 16;
   }
 
   // The stage of the record at hand.
@@ -57,14 +57,14 @@ struct NBlockIter {
   __device__ __forceinline__ void next_segment() {
     do {
       if (elect_one()) mbar_arrive(smem.segment_empty(segment_stage()));
-      if (segments_left == 0) return;
+      if (state < kOneSegment) return;
       enter_segment();
     } while (!C::kPlain && left == 0);
   }
 
   // The first block of a work tile.
   __device__ __forceinline__ void start(int num_segments) {
-    segments_left = num_segments;
+    state = (state & (kOneSegment - 1)) + num_segments * kOneSegment;
     if (num_segments == 0) return;
     enter_segment();
     if (!C::kPlain && left == 0) next_segment();
@@ -73,8 +73,7 @@ struct NBlockIter {
   __device__ __forceinline__ void enter_segment() {
     mbar_wait(smem.segment_full(state >> 2 & 1), state >> 3 & 1);
     const uint32_t at = smem.segment(state >> 2 & 1);
-    state += 4;
-    --segments_left;
+    state = ((state & ~12u) | ((state + 4) & 12)) - kOneSegment;
     int2 visit = lds_int2(at);
     int4 mine = lds_int4(at + 32 +
                          16 * (thread_again() / 128 - 1));  // visit_lo, visit_hi, full_lo, full_hi

@@ -90,7 +90,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
     const int token = tile * p.tile_tokens + group * (64 / p.pack);
     if (token < p.total_q) {
 #pragma unroll
-      for (int d = 0; d < C::kDv / 64; ++d)
+      for (int d = 0; d < C::kAtomsV; ++d)
         store_tile_4d(&p.out_map, smem_out + d * (C::kBlockM * 128), d * 64, 0, token, head_unit);
     }
     store_commit();

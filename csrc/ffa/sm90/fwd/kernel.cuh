@@ -16,10 +16,10 @@
 namespace magi {
 
 // One consumer warpgroup at work on one work tile. While the scores of block n are multiplied and
-// exponentiated, the output of block n-1 is being accumulated. P is packed into two sets of
-// registers in turn, so that packing never waits for the multiplication that reads the
-// other; where there is one set, it does. The bookkeeping of the output stands behind the start of
-// the next scores, where the tensor cores hide it. `Traversal` is its way through the key blocks.
+// exponentiated, the output of block n-1 is being accumulated. There is one set of registers for P,
+// so packing waits for the multiplication that reads them; the other warpgroups keep the tensor
+// cores busy meanwhile, and the stage of V is released before the next block, not in it.
+// `Traversal` is the warpgroup's way through the key blocks.
 template <typename C, typename Traversal>
 struct Worker {
   using Packed = uint32_t[C::kBlockN / 4];
@@ -27,54 +27,59 @@ struct Worker {
   const FwdKernelParams& p;
   const FwdSmem<C>& smem;
   Traversal& traversal;
-  uint32_t blocks = 0;  // so far; tells the stage of K
-  Ring<C::kVStages>
-      vs;  // of the next block; the one before is packed, the one before that may be under way
+  KvRing kv;  // of the next block; the one before is packed
   // Flags in one register.
   static constexpr uint32_t kKReady = 1,
                             kVReady = 2;  // what the next block needs has been seen to have arrived
-  static constexpr uint32_t kOverlapDk = 4;  // an output multiplication is under way,
-  static constexpr uint32_t kRescale = 8;    // and the output has to be rescaled after it
+  static constexpr uint32_t kRescale =
+      4;  // the output has to be rescaled before the next one is added
   uint32_t flags = 0;
 
   __device__ __forceinline__ Worker(const FwdKernelParams& params, const FwdSmem<C>& s,
                                     Traversal& w)
       : p(params), smem(s), traversal(w) {}
 
-  __device__ __forceinline__ uint32_t v_stage(int ago) const {
-    return vs.stage >= ago ? vs.stage - ago : vs.stage + C::kVStages - ago;
-  }
+  // Of the block that was packed last.
+  __device__ __forceinline__ uint32_t packed_stage() const { return kv.stage() ^ 1; }
+  __device__ __forceinline__ uint32_t packed_phase() const { return KvRing{kv.blocks - 1}.phase(); }
 
   // Scores of the block on which the walk stands.
   __device__ __forceinline__ void start_qk(float (&s)[C::kBlockN / 2], uint32_t q) {
-    if (!(flags & kKReady)) mbar_wait(smem.k_full(blocks & 1), (blocks >> 1) & 1);
+    if (!(flags & kKReady)) mbar_wait(smem.k_full(kv.stage()), kv.phase());
     __syncwarp();
     wgmma_fence();
-    multiply_qk<C>(s, uniform(q), uniform(operand_low(smem.k(blocks & 1), 16)));
+    multiply_qk<C>(s, uniform(q), uniform(operand_low(smem.k(kv.stage()), 16)));
     wgmma_commit();
   }
 
   // The output of the block that was packed last.
-  __device__ __forceinline__ void start_pv(float (&o)[C::kDv / 2], const Packed& packed) {
-    if (!(flags & kVReady)) mbar_wait(smem.v_full(v_stage(1)), vs.phase ^ (vs.stage == 0));
+  __device__ __forceinline__ void start_pv(float (&o)[C::kDv / 2], const Packed& packed,
+                                           const SoftmaxState<C>& state) {
+    if (flags & kRescale) state.rescale(o);
+    if (!(flags & kVReady)) mbar_wait(smem.v_full(packed_stage()), packed_phase());
     __syncwarp();
     wgmma_fence();
-    multiply_pv<C>(o, packed, uniform(operand_low(smem.v(v_stage(1)), C::kBlockN * 128)));
+    multiply_pv<C>(o, packed, uniform(operand_low(smem.v(packed_stage()), C::kBlockN * 128)));
     wgmma_commit();
   }
 
   __device__ __forceinline__ void release_k() const {
-    if (elect_one()) mbar_arrive(smem.k_empty(blocks & 1));
+    if (elect_one()) mbar_arrive(smem.k_empty(kv.stage()));
   }
 
-  __device__ __forceinline__ void release_v(int ago) const {
-    if (elect_one()) mbar_arrive(smem.v_empty(v_stage(ago)));
+  __device__ __forceinline__ void release_v(uint32_t stage) const {
+    if (elect_one()) mbar_arrive(smem.v_empty(stage));
+  }
+
+  __device__ __forceinline__ void finish_pv(float (&o)[C::kDv / 2]) const {
+    wgmma_wait<0>();
+    keep_in_place(o);
+    release_v(packed_stage());
   }
 
   // After the walk's step.
   __device__ __forceinline__ void count_block() {
-    ++blocks;
-    vs.advance();
+    kv.advance();
     if (traversal.left == 0) traversal.next_segment();
   }
 
@@ -104,22 +109,14 @@ struct Worker {
     }
     flags = state.refer(s, p.scale_log2, p.unscale, p.slack) ? kRescale : 0;
     traversal.step();
-    flags |= mbar_test(smem.v_full(vs.stage), vs.phase) ? kVReady : 0;
-    flags |= mbar_test(smem.k_full((blocks + 1) & 1), ((blocks + 1) >> 1) & 1) ? kKReady : 0;
+    const KvRing after{kv.blocks + 1};
+    flags |= mbar_test(smem.v_full(kv.stage()), kv.phase()) ? kVReady : 0;
+    flags |= mbar_test(smem.k_full(after.stage()), after.phase()) ? kKReady : 0;
     state.exponentiate(s, p.scale_log2);
     if constexpr (C::kDropout) drop(s);
     before_packing();
     pack_scores<C>(packed, s);
     count_block();
-  }
-
-  // Ends the output multiplication, while the last `kPending` multiplications may go on.
-  template <int kPending>
-  __device__ __forceinline__ void finish_pv(float (&o)[C::kDv / 2], const SoftmaxState<C>& state) {
-    wgmma_wait<kPending>();
-    keep_in_place(o);
-    if (flags & kOverlapDk) release_v(2);
-    if (flags & kRescale) state.rescale(o);
   }
 
   // The first block, or the first after a drain.
@@ -133,51 +130,29 @@ struct Worker {
   }
 
   __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
-                                             const Packed& before, Packed& after,
-                                             SoftmaxState<C>& state, uint32_t q) {
+                                             Packed& packed, SoftmaxState<C>& state, uint32_t q) {
     start_qk(s, q);
-    finish_pv<1>(o, state);
-    start_pv(o, before);
+    start_pv(o, packed, state);
     wgmma_wait<1>();  // leaves this output multiplication under way
     keep_in_place(s);
     release_k();
-    softmax(s, state, after, [] {});
-    flags |= kOverlapDk;
+    softmax(s, state, packed, [&] { finish_pv(o); });
   }
 
-  // The same with one set of registers for P.
-  __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
-                                             Packed& packed, SoftmaxState<C>& state, uint32_t q) {
-    start_qk(s, q);
-    if (flags & kRescale) state.rescale(o);
-    start_pv(o, packed);
-    wgmma_wait<1>();
-    keep_in_place(s);
-    release_k();
-    softmax(s, state, packed, [&] {
-      wgmma_wait<0>();
-      keep_in_place(o);
-      release_v(1);
-    });
-  }
-
-  // Finishes all multiplications and releases their stages.
+  // The output of the last block; all stages are released then.
   __device__ __forceinline__ void drain(float (&o)[C::kDv / 2], const Packed& packed,
                                         const SoftmaxState<C>& state) {
-    finish_pv<0>(o, state);
-    start_pv(o, packed);
-    wgmma_wait<0>();
-    keep_in_place(o);
-    release_v(1);
+    start_pv(o, packed, state);
+    finish_pv(o);
   }
 
   // A block without work for this warpgroup; nothing may be under way, or the rings could not move
   // on.
   __device__ __forceinline__ void skip_block() {
-    mbar_wait(smem.k_full(blocks & 1), (blocks >> 1) & 1);
-    mbar_wait(smem.v_full(vs.stage), vs.phase);
+    mbar_wait(smem.k_full(kv.stage()), kv.phase());
+    mbar_wait(smem.v_full(kv.stage()), kv.phase());
     release_k();
-    release_v(0);
+    release_v(kv.stage());
     traversal.step();
     count_block();
     flags = 0;
@@ -187,7 +162,7 @@ struct Worker {
 template <typename C, typename Traversal>
 __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   float o[C::kDv / 2], s[C::kBlockN / 2];
-  typename Worker<C, Traversal>::Packed even, odd;  // odd where there are two sets
+  typename Worker<C, Traversal>::Packed packed;
   Traversal traversal(p, smem);
   Worker<C, Traversal> worker(p, smem, traversal);
   // The output of a work tile is staged over the warpgroup's rows of its Q. Those are free once the
@@ -223,25 +198,10 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
         worker.skip_block();
         continue;
       }
-      worker.first_block(s, even, state, q);
+      worker.first_block(s, packed, state, q);
       if (C::kQStages > 1) release_stored();
-      if constexpr (C::kPackedSets == 1) {
-        while (traversal.has_work()) worker.next_block(s, o, even, state, q);
-        worker.drain(o, even, state);
-        continue;
-      }
-      while (true) {
-        if (!traversal.has_work()) {
-          worker.drain(o, even, state);
-          break;
-        }
-        worker.next_block(s, o, even, odd, state, q);
-        if (!traversal.has_work()) {
-          worker.drain(o, odd, state);
-          break;
-        }
-        worker.next_block(s, o, odd, even, state, q);
-      }
+      while (traversal.has_work()) worker.next_block(s, o, packed, state, q);
+      worker.drain(o, packed, state);
     }
     if (C::kQStages > 1) release_stored();
     const int group = uniform(thread_again() / 128 - 1);

@@ -22,7 +22,7 @@ struct FwdSmem {
   uint32_t segment_bytes;
 
   __device__ FwdSmem(uint32_t start, int tile_tokens) : base(start) {
-    segment_bytes = C::segment_bytes(tile_tokens);
+    segment_bytes = fwd_segment_bytes(tile_tokens);
   }
   __device__ uint32_t q(uint32_t slot) const { return base + C::kQAt + slot * C::kQBytes; }
   __device__ uint32_t k(uint32_t slot) const { return base + C::kKAt + slot * C::kKBytes; }
@@ -71,6 +71,15 @@ struct FwdSmem {
   }
 };
 
+// Where a role is in the rings of K and V, which have two stages each, in one register.
+struct KvRing {
+  uint32_t blocks = 0;  // so far
+
+  __device__ __forceinline__ uint32_t stage() const { return blocks & 1; }
+  __device__ __forceinline__ uint32_t phase() const { return blocks >> 1 & 1; }
+  __device__ __forceinline__ void advance() { ++blocks; }
+};
+
 // One lane, see tile_scheduler.cuh. With keys of other ranks it also says when this CTA needs no
 // more of them.
 template <typename C>
@@ -102,17 +111,16 @@ __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
 // One lane. Copies Q, K and V tiles.
 template <typename C>
 __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
-  Ring<2> work_tiles, segments;
-  Ring<C::kKStages> ks;
-  Ring<C::kVStages> vs;
+  PipelineState state;
+  KvRing kv;
   int arrived = 0;  // stages of remote keys
   while (true) {
-    mbar_wait(smem.work_full(work_tiles.stage), work_tiles.phase);
-    const int4 work_tile = lds_int4(smem.work_tile(work_tiles.stage));
+    mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
     if (work_tile.x < 0) break;
     // Two Q stages alternate with the work tiles; a single one changes its phase with each.
-    const uint32_t q_stage = C::kQStages == 1 ? 0 : work_tiles.stage,
-                   q_phase = C::kQStages == 1 ? work_tiles.stage : work_tiles.phase;
+    const uint32_t q_stage = C::kQStages == 1 ? 0 : state.work_stage(),
+                   q_phase = C::kQStages == 1 ? state.kv_phase() : state.work_phase();
     const int kv_head = work_tile.y / p.kv_head_of_head_unit;
     mbar_wait(smem.q_empty(q_stage), q_phase ^ 1);
     if (work_tile.z == 0) {  // nothing to load, but the output is staged in this stage
@@ -120,18 +128,18 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
     } else {
       mbar_expect(smem.q_full(q_stage), C::kQBytes);
 #pragma unroll
-      for (int d = 0; d < C::kD / 64; ++d)
+      for (int d = 0; d < C::kAtoms; ++d)
         load_tile_4d(smem.q(q_stage) + d * C::kBlockM * 128, &p.q_map, smem.q_full(q_stage), d * 64,
                      0, work_tile.x * p.tile_tokens, work_tile.y, kEvictFirst);
     }
     for (int left = work_tile.z; left > 0; --left) {
-      mbar_wait(smem.segment_full(segments.stage), segments.phase);
+      mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
       const Part part = Part::of_placed_word(
-          lds_int(smem.work_tile(work_tiles.stage) + 12));  // not kept in registers
-      const int2 visit = part.template piece<C>(lds_int2(smem.segment(segments.stage)));
-      const bool clears = lds_int(smem.segment(segments.stage) + 16) != 0;
-      mbar_arrive(smem.segment_empty(segments.stage));
-      segments.advance();
+          lds_int(smem.work_tile(state.work_stage()) + 12));  // not kept in registers
+      const int2 visit = part.template piece<C>(lds_int2(smem.segment(state.segment_stage())));
+      const bool clears = lds_int(smem.segment(state.segment_stage()) + 16) != 0;
+      mbar_arrive(smem.segment_empty(state.segment_stage()));
+      state.next_segment();
       // Blocks are laid from the right end: a causal diagonal then lies in the first one.
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
         // A block has local or remote keys: between them are 128 that nobody sees. Rows outside a
@@ -142,27 +150,26 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
           if (k0 >= 0) wait_for_tile(p.remote, k0 / kRemoteTile, arrived);
           wait_for_tile(p.remote, (k0 + C::kBlockN - 1) / kRemoteTile, arrived);
         }
-        mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
-        mbar_expect(smem.k_full(ks.stage), C::kKBytes);
+        mbar_wait(smem.k_empty(kv.stage()), kv.phase() ^ 1);
+        mbar_expect(smem.k_full(kv.stage()), C::kKBytes);
 #pragma unroll
-        for (int d = 0; d < C::kD / 64; ++d)
-          load_tile_3d(smem.k(ks.stage) + d * C::kBlockN * 128,
-                       is_remote ? &p.remote.k_map : &p.k_map, smem.k_full(ks.stage), d * 64, k0,
+        for (int d = 0; d < C::kAtoms; ++d)
+          load_tile_3d(smem.k(kv.stage()) + d * C::kBlockN * 128,
+                       is_remote ? &p.remote.k_map : &p.k_map, smem.k_full(kv.stage()), d * 64, k0,
                        kv_head, kEvictLast);
-        ks.advance();
-        mbar_wait(smem.v_empty(vs.stage), vs.phase ^ 1);
-        const uint32_t arrival = clears ? smem.v_raw(vs.stage) : smem.v_full(vs.stage);
+        mbar_wait(smem.v_empty(kv.stage()), kv.phase() ^ 1);
+        const uint32_t arrival = clears ? smem.v_raw(kv.stage()) : smem.v_full(kv.stage());
         mbar_expect(arrival, C::kVBytes);
 #pragma unroll
-        for (int d = 0; d < C::kDv / 64; ++d)
-          load_tile_3d(smem.v(vs.stage) + d * C::kBlockN * 128,
+        for (int d = 0; d < C::kAtomsV; ++d)
+          load_tile_3d(smem.v(kv.stage()) + d * C::kBlockN * 128,
                        is_remote ? &p.remote.v_map : &p.v_map, arrival, d * 64, k0, kv_head,
                        kEvictLast);
-        vs.advance();
+        kv.advance();
       }
     }
-    mbar_arrive(smem.work_empty(work_tiles.stage));
-    work_tiles.advance();
+    mbar_arrive(smem.work_empty(state.work_stage()));
+    state.next_work();
   }
 }
 
@@ -171,50 +178,50 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
 // may hold is not.
 template <typename C>
 __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& smem, int lane) {
-  Ring<2> work_tiles, segments;
-  Ring<C::kVStages> vs;
+  PipelineState state;
+  KvRing kv;
   uint32_t raw_phases = 0;  // v_raw moves only where it is used, so each stage keeps its own phase
   while (true) {
-    mbar_wait(smem.work_full(work_tiles.stage), work_tiles.phase);
-    const int4 work_tile = lds_int4(smem.work_tile(work_tiles.stage));
+    mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
+    const int4 work_tile = lds_int4(smem.work_tile(state.work_stage()));
     if (work_tile.x < 0) break;
     for (int left = work_tile.z; left > 0; --left) {
-      mbar_wait(smem.segment_full(segments.stage), segments.phase);
-      const uint32_t at = smem.segment(segments.stage);
-      const Part part = Part::of_placed_word(lds_int(smem.work_tile(work_tiles.stage) + 12));
+      mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
+      const uint32_t at = smem.segment(state.segment_stage());
+      const Part part = Part::of_placed_word(lds_int(smem.work_tile(state.work_stage()) + 12));
       const int2 visit = part.template piece<C>(lds_int2(at));
       const bool clears = lds_int(at + 16) != 0;
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
         if (clears) {
-          mbar_wait(smem.v_raw(vs.stage), raw_phases >> vs.stage & 1);
-          raw_phases ^= 1u << vs.stage;
+          mbar_wait(smem.v_raw(kv.stage()), raw_phases >> kv.stage() & 1);
+          raw_phases ^= 1u << kv.stage();
 #pragma unroll 1
           for (int row = lane; row < C::kBlockN; row += 32) {
             const int key = k1 - C::kBlockN + row;
             bool seen = false;
 #pragma unroll 1
             for (int t = 0; t < p.tile_tokens && !seen; ++t) {
-              const int2 keys = lds_int2(at + C::kSegmentHeader + 8 * t);
+              const int2 keys = lds_int2(at + kSegmentHeader + 8 * t);
               seen = key >= keys.x && key < keys.y;
             }
 #pragma unroll 1
             for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
-              zero_chunk(smem.v(vs.stage) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
+              zero_chunk(smem.v(kv.stage()) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
                          chunk % 8 * 16);
           }
           fence_async_proxy();
           __syncwarp();
-          if (lane == 0) mbar_arrive(smem.v_full(vs.stage));
+          if (lane == 0) mbar_arrive(smem.v_full(kv.stage()));
         }
-        vs.advance();
+        kv.advance();
       }
       __syncwarp();
-      if (lane == 0) mbar_arrive(smem.segment_empty(segments.stage));
-      segments.advance();
+      if (lane == 0) mbar_arrive(smem.segment_empty(state.segment_stage()));
+      state.next_segment();
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(smem.work_empty(work_tiles.stage));
-    work_tiles.advance();
+    if (lane == 0) mbar_arrive(smem.work_empty(state.work_stage()));
+    state.next_work();
   }
 }
 

@@ -91,7 +91,7 @@ magi_status check_index(const Params& p) {
 
 magi_status check_index_blocks(const magi_ffa_index_fwd_blocks_params& p) {
   MAGI_RETURN(check_index(p));
-  constexpr int kRows = FwdConfig<bf16, 128, 128, true>::kBlockM;
+  constexpr int kRows = 64 * kIndexBlocksGroups;
   const int64_t group = p.heads_q / p.heads_kv;
   if (64 % group || p.q_block * group % kRows || p.k_block % kLeastBoxRows)
     return fail(MAGI_UNSUPPORTED,
