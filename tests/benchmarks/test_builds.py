@@ -19,6 +19,7 @@ from masks import make_case  # noqa: E402
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
+from magi_attention.native import abi  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 

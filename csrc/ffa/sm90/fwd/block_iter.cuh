@@ -21,8 +21,8 @@ struct NBlockIter {
       row_at;  // where the intervals of this thread's two rows are in a record: two 16-bit offsets
   uint32_t state = 0;  // work tiles so far in the low two bits, records so far in the next two:
                        // they tell stages and phases; above, segments that are left
-  int k0 = 0;    // first key of this block
-  int left = 0;  // blocks of the segment from this one on; 0 at the end of the work tile
+  int k0 = 0;          // first key of this block
+  int left = 0;        // blocks of the segment from this one on; 0 at the end of the work tile
   uint32_t work = 0,
            plain = 0;  // this warpgroup's: the kind holds for low half < left <= high half
 
