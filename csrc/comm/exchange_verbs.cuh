@@ -116,6 +116,21 @@ __device__ __forceinline__ void put_rows(const Network& network, const magi_comm
   signal_stores(network, e, signal, peer);
 }
 
+constexpr int kCommPutThreads = 512;
+
+// By num_ctas CTAs: all puts of a table. A CTA takes every num_ctas-th, so those that wait for
+// nothing, which come first, are on their way before any CTA waits.
+__device__ __forceinline__ void put_all(const Network& network, const magi_comm_put_params& p) {
+  if (!wait_for_all<true>(network, p.epoch, p.credits, p.num_credits)) return;
+#pragma unroll 1
+  for (int i = blockIdx.x; i < p.num_puts; i += p.num_ctas) {
+    const int64_t* put = p.puts + static_cast<int64_t>(i) * MAGI_COMM_PUT_WORDS;
+    if (put[5] >= 0 && !wait_for_all<false>(network, p.epoch, put + 5, 1)) break;
+    put_rows(network, p.epoch, put[1], put[0], put[2], put[4], static_cast<int>(put[3]));
+  }
+  network.drain();
+}
+
 }  // namespace comm
 }  // namespace magi
 

@@ -37,40 +37,27 @@ _MAX_TRANSFER_ROWS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class RankFusedLayout:
-    """All arrays are int32 but ``signal_rows``; W ranks, T tiles and R signals in this rank's buffer.
+class RankLayout:
+    """What the attention kernel of a rank sees, whatever link its remote keys come by. All arrays are int32 but
+    ``signal_rows``; T tiles and R signals of remote keys, S ranks that may add gradients.
 
     ``slices``: local query rows, keys in the kernel's coordinates. ``arrivals`` (T,): signal of each tile, ``owners``
-    (T,) its rank. ``transfers`` (N, 4): rows that this rank puts, in the order of sending: (own signal, first local row
-    or -1 for zeros, first row in the buffer there, rows); ``signals`` (S, 4): (rank, signal in its buffer, transfers,
-    0) of each own signal. ``target_rows`` (T,): first row of each tile in its owner's buffer of gradients. ``src_rows``
-    (W, local rows): row in this rank's buffer of gradients of what a rank adds to a local row, -1 if nothing;
-    ``senders`` (W,) 1 for ranks that add anything. ``buffer_rows`` and ``grad_rows``: rows that the buffers of all
-    ranks need. ``signal_rows`` (R,): rows that its sender has sent to all, or this rank has received, when a signal of
-    the buffer is complete, whichever is more: how late it is.
+    (T,) to whose memory its gradients go, of the ``senders``, 1 for those that add anything to this rank's.
+    ``target_rows`` (T,): first row of each tile in that memory. ``src_rows`` (S, local rows): row of what a rank adds
+    to a local row, in the memory where it arrives, -1 if nothing. ``signal_rows`` (R,): rows that have been sent or
+    received when a signal is complete: how late it is.
     """
 
-    rank: int
-    world: int
     local_rows: int
     base: int
     rows: int
     slices: SliceTable
     arrivals: NDArray[np.int32]
     owners: NDArray[np.int32]
-    transfers: NDArray[np.int32]
-    signals: NDArray[np.int32]
     target_rows: NDArray[np.int32]
     src_rows: NDArray[np.int32]
     senders: NDArray[np.int32]
-    buffer_rows: int
-    grad_rows: int
     signal_rows: NDArray[np.int64]
-
-    @property
-    def rank_of_signal(self) -> dict[int, int]:
-        """Whose rows each signal of this rank's buffer brings."""
-        return dict(zip(self.arrivals.tolist(), self.owners.tolist()))
 
     @cached_property
     def summed_tiles(self) -> NDArray[np.int32]:
@@ -89,9 +76,10 @@ class RankFusedLayout:
 
     @cached_property
     def summed_src_rows(self) -> NDArray[np.int32]:
-        """(W, 128 S) int32: ``src_rows`` of the rows of ``summed_tiles``; behind the last row -1."""
+        """(ranks, 128 S) int32: ``src_rows`` of the rows of ``summed_tiles``; behind the last row -1."""
         src_rows = np.pad(self.src_rows, ((0, 0), (0, padded(self.local_rows) - self.local_rows)), constant_values=-1)
-        return src_rows.reshape(self.world, -1, TILE)[:, self.summed_tiles].reshape(self.world, -1)
+        ranks = len(src_rows)
+        return src_rows.reshape(ranks, -1, TILE)[:, self.summed_tiles].reshape(ranks, -1)
 
     @property
     def arrays(self) -> list[NDArray[Any]]:
@@ -104,6 +92,28 @@ class RankFusedLayout:
     def total_keys(self) -> int:
         """Keys in the kernel's coordinates, gap included."""
         return self.base + self.rows
+
+
+@dataclass(frozen=True, eq=False)
+class RankFusedLayout(RankLayout):
+    """Ranks that address each other's memory.
+
+    ``transfers`` (N, 4): rows that this rank puts, in the order of sending: (own signal, first local row or -1 for
+    zeros, first row in the buffer there, rows); ``signals`` (S, 4): (rank, signal in its buffer, transfers, 0) of each
+    own signal. ``buffer_rows`` and ``grad_rows``: rows that the buffers of all ranks need.
+    """
+
+    rank: int
+    world: int
+    transfers: NDArray[np.int32]
+    signals: NDArray[np.int32]
+    buffer_rows: int
+    grad_rows: int
+
+    @property
+    def rank_of_signal(self) -> dict[int, int]:
+        """Whose rows each signal of this rank's buffer brings."""
+        return dict(zip(self.arrivals.tolist(), self.owners.tolist()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,22 +156,21 @@ class FusedLayout:
     def part(self, rank: int) -> RankFusedLayout:
         """The part of ``rank``."""
         host, buffer = Packing(self.plan.host_ranges(rank)), self.buffers[rank]
-        base = padded(host.length) + TILE
+        base = base_of(host.length)
         sent = [self._sent_to(reader, rank, host) for reader in range(self.world)]
         transfers, signals = self._transfers(rank, sent)
         src_rows = self._src_rows(rank, sent, host.length)
         return RankFusedLayout(
-            rank, self.world, host.length, base, TILE * len(buffer.owners), self._slices(rank, host, base),
-            buffer.arrivals, buffer.owners, transfers, signals, self._target_rows(rank), src_rows,
-            np.logical_or.reduce(src_rows >= 0, axis=1).astype(np.int32),
-            TILE * max(len(b.owners) for b in self.buffers), int(self.grad_starts[:, -1].max()),
-            self._signal_rows(rank),
+            host.length, base, TILE * len(buffer.owners), kernel_slices(self.plan, rank, base, buffer.stretches),
+            buffer.arrivals, buffer.owners, self._target_rows(rank), src_rows,
+            np.logical_or.reduce(src_rows >= 0, axis=1).astype(np.int32), self._signal_rows(rank),
+            rank, self.world, transfers, signals, TILE * max(len(b.owners) for b in self.buffers),
+            int(self.grad_starts[:, -1].max()),
         )  # fmt: skip
 
     def _buffer(self, rank: int) -> _RankBuffer:
         plan = self.plan
-        wanted = merge_intervals(np.concatenate([np.zeros((0, 2), dtype=np.int64), *plan.stage_ranges[rank]]))
-        cut = _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
+        cut = remote_keys(plan, rank)
         if not len(cut):
             nothing = np.zeros(0, dtype=np.int64)
             return self._with_signals(rank, Stretches(nothing, nothing, nothing, nothing), nothing)
@@ -189,19 +198,6 @@ class FusedLayout:
         signals[group, owner] = np.arange(len(used))
         rows[group, owner] = TILE * np.bincount(arrivals, minlength=len(used))
         return _RankBuffer(stretches, owners.astype(np.int32), arrivals.astype(np.int32), signals, rows)
-
-    def _slices(self, rank: int, host: Packing, base: int) -> SliceTable:
-        """The rank's slices in the kernel's coordinates; neighbours in the buffer become one."""
-        local, keys = self.plan.rank(rank).host.array, self.buffers[rank].stretches
-        keys = keys.of(np.flatnonzero(keys.source >= 0)).joined()
-        if not len(keys.at):
-            return SliceTable(local)
-        keys = keys.of(np.argsort(keys.source))
-        windows = np.stack([keys.source, keys.source + keys.rows], axis=1)
-        transfers, _, window = cut_by_windows(self.plan.slices_of(rank), windows)
-        transfers[:, [Q0, Q1]] = host.localize(transfers[:, [Q0, Q1]])
-        transfers[:, [K0, K1]] += (base + keys.at - keys.source)[window, None]
-        return SliceTable(np.concatenate([local, merge(transfers)]))
 
     def _sent_to(self, reader: int, rank: int, host: Packing) -> Stretches:
         """What ``rank`` sends to the buffer of ``reader``; sources are local rows."""
@@ -274,6 +270,33 @@ class FusedLayout:
         return late
 
 
+def base_of(local_rows: int) -> int:
+    """Where remote keys begin in the kernel's coordinates."""
+    return padded(local_rows) + TILE
+
+
+def remote_keys(plan: Plan, rank: int) -> NDArray[np.int64]:
+    """(N, 2) ranges of the sequence that ``rank`` reads of others, cut at chunks, in the order in which they lie behind
+    its own."""
+    wanted = merge_intervals(np.concatenate([np.zeros((0, 2), dtype=np.int64), *plan.stage_ranges[rank]]))
+    return _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
+
+
+def kernel_slices(plan: Plan, rank: int, base: int, stretches: Stretches) -> SliceTable:
+    """The slices of ``rank`` in the kernel's coordinates, with remote keys where ``stretches`` puts those of the
+    sequence; neighbours become one."""
+    host, local = Packing(plan.host_ranges(rank)), plan.rank(rank).host.array
+    keys = stretches.of(np.flatnonzero(stretches.source >= 0)).joined()
+    if not len(keys.at):
+        return SliceTable(local)
+    keys = keys.of(np.argsort(keys.source))
+    windows = np.stack([keys.source, keys.source + keys.rows], axis=1)
+    transfers, _, window = cut_by_windows(plan.slices_of(rank), windows)
+    transfers[:, [Q0, Q1]] = host.localize(transfers[:, [Q0, Q1]])
+    transfers[:, [K0, K1]] += (base + keys.at - keys.source)[window, None]
+    return SliceTable(np.concatenate([local, merge(transfers)]))
+
+
 def group_of_tile(num_tiles: int) -> NDArray[np.int64]:
     """(num_tiles,): the last tiles are in group 0, which is sent first."""
     groups = int(np.clip(num_tiles // _GROUP_TILES, 1, MAX_GROUPS))
@@ -293,4 +316,4 @@ def padded(rows: _Rows) -> _Rows:
     return -(-rows // TILE) * TILE
 
 
-__all__ = ["RankFusedLayout", "FusedLayout"]
+__all__ = ["FusedLayout", "RankFusedLayout", "RankLayout"]

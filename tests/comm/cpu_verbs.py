@@ -20,9 +20,12 @@ from magi_attention.comm.exchange.verbs import FACTORY
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 SOURCE = Path(__file__).with_name("nvshmem_on_cpu.cpp")
-HERE = ("comm/exchange_verbs.cuh", "comm/nvshmem_verbs.cuh", "comm/symm/accumulate.cuh")
+HERE = (
+    *("comm/exchange_verbs.cuh", "comm/nvshmem_verbs.cuh"),
+    *("comm/symm/accumulate.cuh", "comm/symm/signal.cuh"),
+)
 KERNELS = (
-    *("exchange_put.cu", "exchange_wait.cu", "exchange_sum.cu", "exchange_end.cu"),
+    *("exchange_put.cu", "exchange_relay.cu", "exchange_wait.cu", "exchange_sum.cu", "exchange_end.cu"),
     *("exchange_verbs.cuh", "nvshmem_verbs.cuh"),
 )
 NETWORKS = itertools.count()  # the library knows them by number
@@ -42,7 +45,7 @@ def compiled(folder: Path) -> str:
 
     def write_sources() -> None:
         (folder / "comm" / "symm").mkdir(parents=True)
-        for name in (*KERNELS, "symm/accumulate.cuh"):
+        for name in (*KERNELS, "symm/accumulate.cuh", "symm/signal.cuh"):
             (folder / "comm" / name).write_text(for_the_cpu((csrc / "comm" / name).read_text()))
 
     flags = ("-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
@@ -112,6 +115,9 @@ class CpuVerbs:
 
     def put(self, params) -> None:
         self._launch("put", params)
+
+    def relay(self, params) -> None:
+        self._launch("relay", params)
 
     def wait(self, params) -> None:
         self._launch("wait", params)

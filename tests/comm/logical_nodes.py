@@ -158,10 +158,10 @@ def regions(exchange: NodeExchange) -> tuple[torch.Tensor, torch.Tensor]:
     """HELD of the cast and GRADS of the reduce, (rows, bytes), as long as those of the rank that has most."""
     group, plan, found = exchange.group, exchange.plan, []
     for region, at, made in (
-        (Region.HELD, group.arena.cast_at, Regions.of_cast(plan, ROW_BYTES)),
-        (Region.GRADS, group.arena.reduce_at, Regions.of_reduce(plan, ROW_BYTES)),
+        (Region.HELD, group.arena.cast_at, Regions.of_cast(plan, [ROW_BYTES])),
+        (Region.GRADS, group.arena.reduce_at, Regions.of_reduce(plan, [ROW_BYTES])),
     ):
-        rows, at = max(part.region_rows[region] for part in plan.ranks), at + made.places[region.name]
+        rows, at = max(part.region_rows[region] for part in plan.ranks), at + made.places[0][region.name]
         found.append(group.memory[at : at + rows * ROW_BYTES].view(rows, ROW_BYTES))
     return found[0], found[1]
 
@@ -182,9 +182,7 @@ def fill(ranks: Ranks, exchange: NodeExchange) -> torch.Tensor:
     return words
 
 
-def count_rows(
-    exchange: NodeExchange, specs: list[GroupSpec], before: torch.Tensor, counted: Counted
-) -> Iterator[str]:
+def count_rows(exchange: NodeExchange, specs: list[GroupSpec], before: torch.Tensor, counted: Counted) -> Iterator[str]:
     """Rows of other nodes that have come since ``fill``, from what lies in the memory of the device. Gives faults."""
     group = exchange.group
     part, nodes, rank = exchange.plan.ranks[group.rank], group.nodes, group.rank

@@ -154,8 +154,18 @@ inline void* nvshmem_ptr(const void* mine, int peer) {
 }
 inline void nvshmem_quiet() { wired::network->drain(wired::rank); }
 
+inline void __threadfence() { __threadfence_system(); }
+inline unsigned atomicAdd(uint32_t* at, unsigned value) {
+  return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
+}
+
 namespace magi {
-constexpr int kLookEveryNs = 1;
+inline uint32_t load_acquire_system(const uint32_t* at) {
+  return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+inline void store_release_system(uint32_t* at, uint32_t value) {
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
 inline void add_release_system(void* at, uint64_t value) {
   __atomic_fetch_add(static_cast<uint64_t*>(at), value, __ATOMIC_RELEASE);
 }
@@ -164,15 +174,11 @@ inline uint32_t milliseconds() {
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
-inline bool has_failed(uint32_t timeout_ms, int32_t* failed_peer, int awaited, uint32_t waited_ms) {
-  if (__atomic_load_n(failed_peer, __ATOMIC_SEQ_CST) != 0) return true;
-  if (waited_ms < timeout_ms) return false;
-  __atomic_store_n(failed_peer, awaited + 1, __ATOMIC_SEQ_CST);
-  return true;
-}
+inline void start_next_kernel() {}
 }  // namespace magi
 
 #include "comm/exchange_put.cu"
+#include "comm/exchange_relay.cu"
 #include "comm/exchange_wait.cu"
 #include "comm/exchange_sum.cu"
 #include "comm/exchange_end.cu"
@@ -188,6 +194,9 @@ void network_ends(int id) {
 }
 void put(const magi_comm_put_params* p, int network, int rank) {
   wired::launch(magi::comm::comm_put, *p, p->num_ctas, network, rank);
+}
+void relay(const magi_comm_relay_params* p, int network, int rank) {
+  wired::launch(magi::comm::comm_relay, *p, p->put.num_ctas + 1, network, rank);
 }
 void wait(const magi_comm_wait_params* p, int network, int rank) {
   wired::launch(magi::comm::comm_wait, *p, 1, network, rank);

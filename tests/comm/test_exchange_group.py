@@ -113,7 +113,7 @@ class FakeNvshmem:
     joined = 0
 
     def __init__(self) -> None:
-        self.alloc = self.put = self.wait = self.sum = self.end = lambda *args: 0
+        self.alloc = self.put = self.relay = self.wait = self.sum = self.end = lambda *args: 0
 
     @property
     def has_joined(self) -> bool:

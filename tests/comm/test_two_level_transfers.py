@@ -15,12 +15,21 @@ SHAPES = [(2, 2), (3, 2), (4, 4), (2, 2, 2, 2), (1, 3, 2), (5, 1, 2)]
 
 
 def draw(seed, sizes, count=1, max_splits=4):
-    """``count`` casts over nodes of these sizes, whose ranks follow one another or not, and their transfer plans."""
+    """``count`` casts over nodes of these sizes, whose ranks follow one another or not, and their transfer plans, of
+    which half have groups."""
     rng = np.random.default_rng(seed)
     labels = np.repeat(np.arange(len(sizes)), sizes)
     nodes = Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
     casts = [random_plan(seed * 8 + i, nodes.world, max_splits) for i in range(count)]
-    return nodes, casts, [plan_transfers(c.specs, nodes, int(rng.integers(1, 5))) for c in casts]
+    ends = [draw_group_ends(rng, cast) if rng.random() < 0.5 else None for cast in casts]
+    return nodes, casts, [plan_transfers(c.specs, nodes, int(rng.integers(1, 5)), e) for c, e in zip(casts, ends)]
+
+
+def draw_group_ends(rng, cast):
+    """For each rank some rows of its output, ascending, and the last one."""
+    sizes = [spec.output_rows for spec in cast.specs]
+    drawn = [np.sort(rng.choice(n, min(n, rng.integers(0, 4)), replace=False)) for n in sizes]
+    return [np.unique(np.append(rows[rows > 0], n)) for rows, n in zip(drawn, sizes)]
 
 
 def far_rows(cast, nodes):
@@ -38,13 +47,39 @@ def test_each_row_crosses_once(seed):
     for part in plan.ranks:
         give = [p for p in part.give if nodes.node_of[p.peer] != nodes.node_of[part.rank]]
         assert not give, "what ranks add to far rows is summed in the node first"
-        far = [p.target is Region.HELD for p in part.send]
-        assert far == sorted(far, reverse=True), "the slower network first"
+        order = [(p.group, p.target is not Region.HELD) for p in part.send]
+        assert order == sorted(order), "group by group, and the slower network first"
     written = [np.zeros(n, int) for part in plan.ranks for n in part.region_rows]
     for part in plan.ranks:
         for put in (*part.send, *part.give, *(p for b in part.blocks for p in (*b.forward, b.back))):
             written[4 * put.peer + put.target][put.target_row : put.target_row + put.rows] += 1
     assert all((counts == 1).all() for counts in written), "each row of each region is written once"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_signal_of_the_output_is_of_one_group(seed):
+    nodes, (cast,), _ = draw(seed, SHAPES[seed % len(SHAPES)])
+    group_ends = draw_group_ends(np.random.default_rng(seed), cast)
+    plan = plan_transfers(cast.specs, nodes, 3, group_ends)
+    into = [[] for _ in plan.ranks]
+    for part in plan.ranks:
+        for put in (*part.send, *(p for b in part.blocks for p in b.forward)):
+            if put.target is Region.OUT:
+                into[put.peer].append(put)
+    for reader, (part, ends) in enumerate(zip(plan.ranks, group_ends)):
+        for group, (first, end) in enumerate(reversed(list(zip([0, *ends], ends)))):
+            signals = {i for i in part.arrivals if part.cast_signals[i].group == group}
+            here = [p for p in into[reader] if first <= p.target_row < end]
+            assert sum(p.rows for p in here) == end - first
+            assert {p.signal for p in here} == signals and all(p.target_row + p.rows <= end for p in here)
+            assert sum(part.cast_signals[i].expected for i in signals) == len(here)
+    for part in plan.ranks:  # what is held goes out no later than the first reader wants it
+        sent = {b.held: b for b in part.blocks}
+        for owner in plan.ranks:
+            for p in owner.send:
+                if p.peer == part.rank and p.target is Region.HELD:
+                    block = sent[p.signal]
+                    assert p.group == block.group == min(f.group for f in block.forward)
 
 
 def test_no_put_is_longer_than_a_block():

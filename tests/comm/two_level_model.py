@@ -125,7 +125,7 @@ class Rank:
             yield from self.wait((name, peer), 1, peer)
 
     def arrived(self, kind, signals, index, omission):
-        signal, (sender, expected) = (kind, index), signals[index]
+        signal, (sender, expected, _) = (kind, index), signals[index]
         self.totals[signal] += expected
         missing = expected - 1 if self.world.omit == omission else 0  # goes on when the first put is here
         yield from self.wait(signal, self.totals[signal] - missing, sender)

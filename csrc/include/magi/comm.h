@@ -42,7 +42,7 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
 /* The layout of the structs below, their `version`. They change more often than those of abi.h. */
-#define MAGI_COMM_VERSION 4
+#define MAGI_COMM_VERSION 5
 
 /* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of all exchanges of
  * a group is one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places
@@ -88,6 +88,24 @@ typedef struct {
   void* stream;
 } magi_comm_put_params;
 MAGI_EXPORT magi_status magi_comm_put(const magi_comm_put_params* params);
+
+/* The same puts, beside the next kernel of the stream: one of attention, which reads rows of the
+ * arena while they arrive. To that kernel the arena is a magi_symm_buffer of one rank, whose control
+ * words lie at control_at: signal g says that the rows of group g are here, as the waits begins[g]
+ * to begins[g + 1] have counted this epoch. Groups are passed on in order. When all have been, and
+ * this rank's puts have read their sources, the buffer's MAGI_SYMM_PUT_DONE says so. Who ends the
+ * buffer's epochs is not this kernel. The memory to be cleared, in multiples of 16 bytes, is zero
+ * before any signal. */
+#define MAGI_COMM_CONTROL_BYTES 4096 /* of the control words */
+typedef struct {
+  magi_comm_put_params put;
+  int32_t num_groups, reserved;
+  int64_t control_at;
+  int64_t clear_at[2], clear_bytes[2];
+  const int64_t* begins; /* device: (num_groups + 1,) */
+  const int64_t* waits;  /* device: (.., MAGI_COMM_WAIT_WORDS) */
+} magi_comm_relay_params;
+MAGI_EXPORT magi_status magi_comm_relay(const magi_comm_relay_params* params);
 
 /* The stream goes on when all these signals have counted this epoch. */
 typedef struct {

@@ -7,10 +7,12 @@ another one only when that has said that its last cast (or reduce) is over, what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magi_attention.common.two_level.transfers import Region, TransferPlan
 from magi_attention.errors import ContractError
+from magi_attention.native.comm import abi as comm_abi
 
 _ALIGN = 256
 _WORD = 8
@@ -22,30 +24,34 @@ def _rounded(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Places of a cast or a reduce, in bytes from the begin of its memory, and the bytes of all."""
+    """Places of a cast or a reduce, in bytes from the begin of its memory, and the bytes of all. Rows may be of several
+    tensors, each with places of its own: ``places[t]``."""
 
-    places: dict[str, int]
+    places: tuple[dict[str, int], ...]
     num_bytes: int
 
     @classmethod
-    def _of(cls, sizes: dict[str, int], row_bytes: int) -> Regions:
-        if row_bytes < 16 or row_bytes % 16:
-            raise ContractError(f"Rows of {row_bytes} bytes cannot travel by puts; they must be multiples of 16 bytes.")
-        places, at = {}, 0
-        for name, rows in sizes.items():
-            places[name] = at
-            at += _rounded(rows * row_bytes)
-        return cls(places, at)
+    def _of(cls, sizes: dict[str, int], row_bytes: Sequence[int]) -> Regions:
+        places: list[dict[str, int]] = []
+        at = 0
+        for size in row_bytes:
+            if size < 16 or size % 16:
+                raise ContractError(f"Rows of {size} bytes cannot travel by puts; they must be multiples of 16 bytes.")
+            places.append({})
+            for name, rows in sizes.items():
+                places[-1][name] = at
+                at += _rounded(rows * size)
+        return cls(tuple(places), at)
 
     @classmethod
-    def of_cast(cls, plan: TransferPlan, row_bytes: int) -> Regions:
+    def of_cast(cls, plan: TransferPlan, row_bytes: Sequence[int]) -> Regions:
         """``input``, HELD and OUT. ``ContractError`` unless rows are multiples of 16 bytes."""
         inputs = max(part.input_rows for part in plan.ranks)
         rows = {"input": inputs, **_most(plan, Region.HELD, Region.OUT)}
         return cls._of(rows, row_bytes)
 
     @classmethod
-    def of_reduce(cls, plan: TransferPlan, row_bytes: int) -> Regions:
+    def of_reduce(cls, plan: TransferPlan, row_bytes: Sequence[int]) -> Regions:
         """``partials``, TERMS, ``sums`` and GRADS. ``ContractError`` unless rows are multiples of 16 bytes."""
         most = _most(plan, *Region)
         rows = {"partials": most["OUT"], "TERMS": most["TERMS"], "sums": most["HELD"], "GRADS": most["GRADS"]}
@@ -82,7 +88,7 @@ class Arena:
             max(self.reduce_bytes, other.reduce_bytes),
         )
 
-    # Words: whether a wait was in vain, epochs, signals, totals.
+    # Words: whether a wait was in vain, epochs, those of buffers of one rank, signals, totals.
     @property
     def failed_at(self) -> int:
         return 0
@@ -90,9 +96,13 @@ class Arena:
     def epoch_at(self, of_reduce: bool) -> int:
         return _WORD * (1 + of_reduce)
 
+    def control_at(self, of_reduce: bool) -> int:
+        """Where the control words of a ``magi_symm_buffer`` of this rank alone begin, for attention beside a cast."""
+        return _ALIGN + comm_abi.COMM_CONTROL_BYTES * of_reduce
+
     @property
     def signals_at(self) -> int:
-        return _ALIGN
+        return _ALIGN + 2 * comm_abi.COMM_CONTROL_BYTES
 
     @property
     def totals_at(self) -> int:

@@ -19,20 +19,17 @@ from magi_attention.comm.collectives.reduce import Contribution, accumulation_dt
 from magi_attention.comm.collectives.wire import Arrived, RowPack
 from magi_attention.comm.exchange.arena import Regions, room_for
 from magi_attention.comm.exchange.group import ExchangeGroup
-from magi_attention.comm.exchange.tables import CastTables, ReduceTables, SumTable, Table, cast_tables, reduce_tables
+from magi_attention.comm.exchange.launches import CODES, NUM_CTAS, Launches, rows_sent
+from magi_attention.comm.exchange.tables import cast_tables, reduce_tables
 from magi_attention.comm.transport.base import Work
 from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.common.two_level.transfers import RankTransfers, Region, Sum, TransferPlan
+from magi_attention.common.two_level.transfers import Region, Sum, TransferPlan
 from magi_attention.errors import ContractError
-from magi_attention.native import abi
 from magi_attention.native.comm import abi as comm_abi
 
-NUM_CTAS = 16
 _CAST, _REDUCE = "a group cast over nodes", "a group reduce over nodes"
-L = TypeVar("L", bound="_Launches")
-P = TypeVar("P")
+L = TypeVar("L", bound=Launches)
 BLOCK_ROWS = 128  # one CTA puts a block, so these are smaller than the network alone would want
-_CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
 
 
 def why_rows_stay(cast: RowPack, reduce: RowPack) -> str | None:
@@ -41,7 +38,7 @@ def why_rows_stay(cast: RowPack, reduce: RowPack) -> str | None:
         size = pack.width * pack.dtype.itemsize
         if size < 16 or size % 16:
             return f"Rows of {size} bytes cannot travel by puts; they must be multiples of 16 bytes."
-    if reduce.dtype not in _CODES or reduce.width % 8:
+    if reduce.dtype not in CODES or reduce.width % 8:
         return (
             f"Rows of {reduce.width} values of {reduce.dtype} cannot be added; they need a multiple of 8 values, all "
             "of bf16, fp16 or float32."
@@ -75,7 +72,7 @@ class NodeExchange:
         self.owner = _owner_layout(plan, group.rank)
         self.cache.include(self.owner.cache)
         part = plan.ranks[group.rank]
-        self._sent = Rows(_rows_sent(part), self.cache, "rows sent")
+        self._sent = Rows(rows_sent(part), self.cache, "rows sent")
         self._out = Rows(np.arange(part.region_rows[Region.OUT]), self.cache, "rows of the output")
 
     def start_cast(
@@ -127,83 +124,23 @@ class NodeExchange:
         return found
 
 
-def _rows_sent(part: RankTransfers) -> np.ndarray:
-    """Rows of the cast's input that go anywhere, ascending."""
-    is_sent = np.zeros(part.input_rows, bool)
-    for put in part.send:
-        is_sent[put.source_row : put.source_row + put.rows] = True
-    return np.flatnonzero(is_sent)
-
-
 def _owner_layout(plan: TransferPlan, rank: int) -> A2AVLayout:
     """Rows of GRADS as rows that all-to-all-v brings."""
     part, none = plan.ranks[rank], np.zeros(0, np.int64)
     recvs = [part.own_rows if sender == rank else none for sender in range(len(part.returns))]
-    return A2AVLayout(
-        rank, len(part.returns), part.input_rows, part.region_rows[Region.OUT], part.returns, recvs
-    )
+    return A2AVLayout(rank, len(part.returns), part.input_rows, part.region_rows[Region.OUT], part.returns, recvs)
 
 
-class _Launches:
-    """Parameters of launches, prepared for the arena as it is now."""
-
-    def __init__(self, group: ExchangeGroup, of_reduce: bool, pack: RowPack, num_ctas: int) -> None:
-        self.group, self.arena, self.memory, self.pack = group, group.arena, group.memory, pack
-        self.num_ctas = num_ctas
-        self.epoch, self.credit = group.epoch(of_reduce), self.arena.credit(of_reduce, group.rank)
-        self.held: list[torch.Tensor] = []  # tables that launches point to
-
-    def is_current(self) -> bool:
-        return self.group.arena is self.arena
-
-    def put(self, puts: Table, credits: Table) -> comm_abi.CommPutParams:
-        counts = len(puts), len(credits), self._ctas_for(puts)
-        lists = self._upload(puts), self._upload(credits)
-        return comm_abi.CommPutParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, None)
-
-    def wait(self, waits: Table) -> comm_abi.CommWaitParams:
-        return comm_abi.CommWaitParams(comm_abi.COMM_VERSION, len(waits), self.epoch, self._upload(waits), None)
-
-    def end(self, tables: CastTables | ReduceTables) -> comm_abi.CommEndParams:
-        counts = len(tables.free_for), len(tables.counted)
-        lists = self._upload(tables.free_for), self._upload(tables.counted)
-        return comm_abi.CommEndParams(comm_abi.COMM_VERSION, *counts, self.epoch, *lists, self.credit, None)
-
-    def sum(self, table: SumTable) -> comm_abi.CommSumParams:
-        fields = len(table.blocks), self._ctas_for(table.blocks), self.pack.width, _CODES[self.pack.dtype]
-        lists = [self._upload(rows) for rows in table]
-        return comm_abi.CommSumParams(comm_abi.COMM_VERSION, *fields, self.epoch, *lists, None)
-
-    def _ctas_for(self, table: Table) -> int:
-        """One for each row at most: others would only take multiprocessors from kernels beside them."""
-        return min(self.num_ctas, max(len(table), 1))
-
-    def _upload(self, table: np.ndarray) -> int:
-        self.held.append(torch.from_numpy(np.ascontiguousarray(table)).to(self.memory.device))
-        return self.held[-1].data_ptr()
-
-    def launch(self, verb: Callable[[P], None], params: P, stream: int) -> None:
-        params.stream = stream  # type: ignore[attr-defined]
-        verb(params)
-
-    def rows(self, at: int, rows: int) -> torch.Tensor:
-        """Rows of a region, (rows, width)."""
-        pack, size = self.pack, rows * self.pack.width * self.pack.dtype.itemsize
-        return self.memory[at : at + size].view(pack.dtype).view(rows, pack.width)
-
-    def columns(self, at: int, rows: int) -> list[torch.Tensor]:
-        """The same, each tensor of the pack a view of them."""
-        return self.pack.columns(self.rows(at, rows))
-
-
-class _Cast(_Launches):
+class _Cast(Launches):
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
-        row_bytes = pack.width * pack.dtype.itemsize
+        row_bytes = (pack.width * pack.dtype.itemsize,)
         group.reserve(room_for(plan, cast_bytes=Regions.of_cast(plan, row_bytes).num_bytes))
-        super().__init__(group, False, pack, num_ctas)
+        super().__init__(group, False, num_ctas)
+        self.pack = pack
         tables = cast_tables(plan, group.rank, self.arena, row_bytes)
-        self._input = self.columns(tables.places["input"], tables.input_rows)
-        self._output = self.columns(tables.places[Region.OUT.name], tables.output_rows)
+        (places,) = tables.places
+        self._input = self.columns(pack, places["input"], tables.input_rows)
+        self._output = self.columns(pack, places[Region.OUT.name], tables.output_rows)
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
@@ -218,16 +155,18 @@ class _Cast(_Launches):
         return outputs
 
 
-class _ReduceLaunches(_Launches):
+class _ReduceLaunches(Launches):
     """What both kinds of reduces begin and end with."""
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
-        row_bytes = pack.width * pack.dtype.itemsize
+        row_bytes = (pack.width * pack.dtype.itemsize,)
         group.reserve(room_for(plan, reduce_bytes=Regions.of_reduce(plan, row_bytes).num_bytes))
-        super().__init__(group, True, pack, num_ctas)
+        super().__init__(group, True, num_ctas)
+        self.pack = pack
         self.tables = tables = reduce_tables(plan, group.rank, self.arena, row_bytes)
-        self._partials = self.columns(tables.places["partials"], tables.output_rows)
-        self._grads = self.rows(tables.places[Region.GRADS.name], plan.ranks[group.rank].region_rows[Region.GRADS])
+        (places,) = tables.places
+        self._partials = self.columns(pack, places["partials"], tables.output_rows)
+        self._grads = self.rows(pack, places[Region.GRADS.name], plan.ranks[group.rank].region_rows[Region.GRADS])
         self._put, self._wait = self.put(tables.puts, tables.credits), self.wait(tables.waits)
         self._end = self.end(tables)
 
@@ -248,10 +187,10 @@ class _Reduce(_ReduceLaunches):
     """Sums of the node by a kernel: it sends on one block while the next is on its way."""
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
-        if pack.dtype not in _CODES or pack.width % 8:
+        if pack.dtype not in CODES or pack.width % 8:
             raise ContractError(why_rows_stay(pack, pack) or f"Rows of {pack.dtype} cannot be added.")
         super().__init__(group, plan, pack, num_ctas)
-        self._node_sum = self.sum(self.tables.node_sums)
+        self._node_sum = self.sum(self.tables.node_sums[0], pack)
 
     def run(self, partials: Sequence[torch.Tensor], out: Rows, stream: int) -> torch.Tensor:
         self.send(partials, out, stream)
@@ -264,11 +203,11 @@ class _LseReduce(_ReduceLaunches):
 
     def __init__(self, group: ExchangeGroup, plan: TransferPlan, pack: RowPack, num_ctas: int) -> None:
         super().__init__(group, plan, pack, num_ctas)
-        part, tables = plan.ranks[group.rank], self.tables
+        part, tables, (places,) = plan.ranks[group.rank], self.tables, self.tables.places
         self._node_wait = self.wait(tables.node_waits)
         self._back = self.put(tables.backs, np.zeros((0, comm_abi.COMM_WAIT_WORDS), np.int64))
-        self._terms = self.columns(tables.places[Region.TERMS.name], part.region_rows[Region.TERMS])
-        self._held = self.columns(tables.places["sums"], part.region_rows[Region.HELD])
+        self._terms = self.columns(pack, places[Region.TERMS.name], part.region_rows[Region.TERMS])
+        self._held = self.columns(pack, places["sums"], part.region_rows[Region.HELD])
         self.cache = PlanCache()
         self._slots = _slots(_joined([block.add for block in part.blocks]), self.cache)
 

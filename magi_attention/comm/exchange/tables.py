@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from magi_attention.comm.exchange.arena import Arena, Regions
 from magi_attention.common.two_level.transfers import Put, RankTransfers, Region, Signal, TransferPlan
 
 Table = NDArray[np.int64]
+L = TypeVar("L", int, Table)
 _PUT, _WAIT, _BLOCK = 8, 3, 9  # columns
 
 
@@ -31,28 +32,30 @@ class SumTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CastTables:
-    """A cast of one rank. ``counted``: all signals that an epoch adds to here."""
+    """A cast of one rank. ``counted``: all signals that an epoch adds to here. ``waits`` are for all of OUT, those of
+    group g begin at ``begins[g]``; the last one is where those of the last group end. ``places``: of each tensor."""
 
-    places: dict[str, int]
+    places: tuple[dict[str, int], ...]
     input_rows: int
     output_rows: int
     puts: Table
     credits: Table
     waits: Table
+    begins: Table
     counted: Table
     free_for: Table
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReduceTables:
-    """A reduce of one rank. By the kernels' sums: ``puts``, ``node_sums``, ``waits``. Or with sums by others: ``puts``,
-    ``node_waits``, then ``backs`` from "sums", ``waits``."""
+    """A reduce of one rank. By the kernels' sums: ``puts``, ``node_sums`` of each tensor, ``waits``. Or with sums by
+    others: ``puts``, ``node_waits``, then ``backs`` from "sums", ``waits``."""
 
-    places: dict[str, int]
+    places: tuple[dict[str, int], ...]
     output_rows: int
     puts: Table
     credits: Table
-    node_sums: SumTable
+    node_sums: tuple[SumTable, ...]
     node_waits: Table
     backs: Table
     waits: Table
@@ -60,38 +63,45 @@ class ReduceTables:
     free_for: Table
 
 
-def cast_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -> CastTables:
-    """The tables of ``rank`` for rows of so many bytes."""
+def cast_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: Sequence[int]) -> CastTables:
+    """The tables of ``rank`` for rows of so many bytes, of each tensor."""
     part, to = plan.ranks[rank], _Places.of_cast(plan, arena, row_bytes)
-    waits = {b.held: to.wait(part.cast_signals, b.held) for b in part.blocks}
-    puts = [to.put("input", put) for put in part.send]
-    puts += [to.put(Region.HELD.name, p, waits[b.held]) for b in part.blocks for p in b.forward]
+    puts = [((put.group, 0), to.put("input", put)) for put in part.send]
+    for block in part.blocks:
+        wait = to.wait(part.cast_signals, block.held)
+        # Behind sends of the next group, so that the network has some while a CTA waits; those wait for nothing, so
+        # nobody waits in a circle.
+        key = block.group + 1, 1
+        puts += [(key, to.put(Region.HELD.name, put, wait)) for put in block.forward]
     peers = {put.peer for put in (*part.send, *(p for b in part.blocks for p in b.forward))}
+    arrivals = sorted(part.arrivals, key=lambda signal: part.cast_signals[signal].group)
+    groups = [part.cast_signals[signal].group for signal in arrivals]
     return CastTables(
         to.places,
         part.input_rows,
         part.region_rows[Region.OUT],
-        _table(puts, _PUT),
+        _table([row for _, rows in sorted(puts, key=lambda one: one[0]) for row in rows], _PUT),
         to.credits(peers),
-        _table([to.wait(part.cast_signals, signal) for signal in part.arrivals], _WAIT),
+        _table([to.wait(part.cast_signals, signal) for signal in arrivals], _WAIT),
+        np.searchsorted(groups, np.arange(max(groups, default=-1) + 2)),
         to.all_waits(part.cast_signals),
         np.asarray(part.upstream, np.int64),
     )
 
 
-def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -> ReduceTables:
-    """The tables of ``rank`` for rows of so many bytes."""
+def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: Sequence[int]) -> ReduceTables:
+    """The tables of ``rank`` for rows of so many bytes, of each tensor."""
     part, to = plan.ranks[rank], _Places.of_reduce(plan, arena, row_bytes)
     peers = {put.peer for put in (*part.give, *(b.back for b in part.blocks))}
-    node_sums = _node_sums(part, to)
+    node_sums = tuple(_node_sums(part, to, tensor) for tensor in range(len(row_bytes)))
     return ReduceTables(
         to.places,
         part.region_rows[Region.OUT],
-        _table([to.put("partials", put) for put in part.give], _PUT),
+        _table([row for put in part.give for row in to.put("partials", put)], _PUT),
         to.credits(peers),
         node_sums,
-        node_sums.waits,
-        _table([to.put("sums", block.back) for block in part.blocks], _PUT),
+        node_sums[0].waits,
+        _table([row for block in part.blocks for row in to.put("sums", block.back)], _PUT),
         _table([to.wait(part.reduce_signals, signal) for signal in part.grads], _WAIT),
         to.all_waits(part.reduce_signals),
         np.asarray(part.downstream, np.int64),
@@ -100,36 +110,44 @@ def reduce_tables(plan: TransferPlan, rank: int, arena: Arena, row_bytes: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where rows of a cast, or of a reduce, lie and which signals count them."""
+    """Where rows of a cast, or of a reduce, lie and which signals count them. A put of the plan is one of each tensor,
+    so signals count as many times more."""
 
     arena: Arena
     is_reduce: bool
-    places: dict[str, int]
-    row_bytes: int
+    places: tuple[dict[str, int], ...]
+    row_bytes: tuple[int, ...]
 
     @classmethod
-    def of_cast(cls, plan: TransferPlan, arena: Arena, row_bytes: int) -> _Places:
-        places = Regions.of_cast(plan, row_bytes).places
-        return cls(arena, False, {name: arena.cast_at + at for name, at in places.items()}, row_bytes)
+    def of_cast(cls, plan: TransferPlan, arena: Arena, row_bytes: Sequence[int]) -> _Places:
+        return cls._of(Regions.of_cast(plan, row_bytes), arena, arena.cast_at, False, row_bytes)
 
     @classmethod
-    def of_reduce(cls, plan: TransferPlan, arena: Arena, row_bytes: int) -> _Places:
-        places = Regions.of_reduce(plan, row_bytes).places
-        return cls(arena, True, {name: arena.reduce_at + at for name, at in places.items()}, row_bytes)
+    def of_reduce(cls, plan: TransferPlan, arena: Arena, row_bytes: Sequence[int]) -> _Places:
+        return cls._of(Regions.of_reduce(plan, row_bytes), arena, arena.reduce_at, True, row_bytes)
 
-    def row(self, name: str, row: int) -> int:
-        return self.places[name] + row * self.row_bytes
+    @classmethod
+    def _of(cls, regions: Regions, arena: Arena, begin: int, is_reduce: bool, row_bytes: Sequence[int]) -> _Places:
+        places = tuple({name: begin + at for name, at in of_tensor.items()} for of_tensor in regions.places)
+        return cls(arena, is_reduce, places, tuple(row_bytes))
 
-    def target(self, put: Put) -> tuple[int, int, int, int]:
+    def row(self, name: str, row: L, tensor: int) -> L:
+        return self.places[tensor][name] + row * self.row_bytes[tensor]
+
+    def target(self, put: Put, tensor: int) -> tuple[int, int, int, int]:
         """Place, bytes, rank, signal."""
-        at = self.row(put.target.name, put.target_row)
-        return at, put.rows * self.row_bytes, put.peer, self.arena.signal(self.is_reduce, put.signal)
+        at = self.row(put.target.name, put.target_row, tensor)
+        return at, put.rows * self.row_bytes[tensor], put.peer, self.arena.signal(self.is_reduce, put.signal)
 
-    def put(self, source: str, put: Put, wait: tuple[int, int, int] = (-1, 0, 0)) -> tuple[int, ...]:
-        return (self.row(source, put.source_row), *self.target(put), *wait)
+    def put(self, source: str, put: Put, wait: tuple[int, int, int] = (-1, 0, 0)) -> list[tuple[int, ...]]:
+        return [
+            (self.row(source, put.source_row, tensor), *self.target(put, tensor), *wait)
+            for tensor in range(len(self.row_bytes))
+        ]
 
     def wait(self, signals: Sequence[Signal], index: int) -> tuple[int, int, int]:
-        return self.arena.signal(self.is_reduce, index), signals[index].expected, signals[index].sender
+        expected = signals[index].expected * len(self.row_bytes)
+        return self.arena.signal(self.is_reduce, index), expected, signals[index].sender
 
     def all_waits(self, signals: Sequence[Signal]) -> Table:
         return _table([self.wait(signals, index) for index in range(len(signals))], _WAIT)
@@ -142,17 +160,18 @@ def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Table:
     return np.array(rows, np.int64).reshape(len(rows), columns)
 
 
-def _node_sums(part: RankTransfers, to: _Places) -> SumTable:
+def _node_sums(part: RankTransfers, to: _Places, tensor: int) -> SumTable:
     """A block of held rows each: its waits, the terms of its rows, and its way back to the owner."""
     none = np.zeros(0, np.int64)
     blocks, waits, begins, terms, num_begins, num_terms = [], [], [none], [none], 0, 0
     for block in part.blocks:
         waits += [to.wait(part.reduce_signals, signal) for signal in block.terms]
         ends = len(waits) - len(block.terms), len(waits)
-        blocks.append((num_begins, block.rows, to.row("sums", block.first), *to.target(block.back), *ends))
+        blocks.append(
+            (num_begins, block.rows, to.row("sums", block.first, tensor), *to.target(block.back, tensor), *ends)
+        )
         begins.append(num_terms + block.add.begins)
-        terms.append(to.places[Region.TERMS.name] + to.row_bytes * block.add.terms)
+        terms.append(to.row(Region.TERMS.name, block.add.terms, tensor))
         num_begins += block.add.begins.size
         num_terms += block.add.terms.size
     return SumTable(_table(blocks, _BLOCK), _table(waits, _WAIT), np.concatenate(begins), np.concatenate(terms))
-

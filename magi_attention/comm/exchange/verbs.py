@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange over nodes needs of a network: symmetric memory, and four launches that move rows in it.
+"""What an exchange over nodes needs of a network: symmetric memory, and five launches that move rows in it.
 
 ``NvshmemVerbs`` has NVSHMEM below, ``GinVerbs`` NCCL's device API. Anything else that has the four verbs of
 ``docs/design/two_levels.md`` can take their place: ``FACTORY`` is where a group finds it.
@@ -41,6 +41,8 @@ class Verbs(Protocol):
         ...
 
     def put(self, params: comm_abi.CommPutParams) -> None: ...
+
+    def relay(self, params: comm_abi.CommRelayParams) -> None: ...
 
     def wait(self, params: comm_abi.CommWaitParams) -> None: ...
 
@@ -88,6 +90,7 @@ class _LibraryVerbs:
 
     def __init__(self, library: Nvshmem | Gin) -> None:
         self.put: Callable[[comm_abi.CommPutParams], None] = library.put
+        self.relay: Callable[[comm_abi.CommRelayParams], None] = library.relay
         self.wait: Callable[[comm_abi.CommWaitParams], None] = library.wait
         self.sum: Callable[[comm_abi.CommSumParams], None] = library.sum
         self.end: Callable[[comm_abi.CommEndParams], None] = library.end

@@ -17,6 +17,9 @@ way.
     cast      send;  of each block: wait, forward;  wait for ``arrivals``
     reduce    give;  of each block: wait, add its terms in the order of their ranks, back;  wait for ``grads``, add
 
+Rows of ``OUT`` may be told apart by *groups*, of which the reader wants group 0 first. Then a signal of ``OUT`` is of one
+sender and one group, and rows travel group by group, in ``HELD`` by the first group that any reader wants them for.
+
 ``docs/design/two_levels.md`` has the protocol around it. Everything follows from the specs alone, so each rank makes
 the same plan without communication.
 """
@@ -47,7 +50,8 @@ class Region(IntEnum):
 
 
 class Put(NamedTuple):
-    """``rows`` rows, from ``source_row`` on, to ``target`` of ``peer``, from ``target_row`` on; 1 to its ``signal``."""
+    """``rows`` rows, from ``source_row`` on, to ``target`` of ``peer``, from ``target_row`` on; 1 to its ``signal``.
+    ``group``: how early they are wanted."""
 
     peer: int
     source_row: int
@@ -55,13 +59,15 @@ class Put(NamedTuple):
     target_row: int
     rows: int
     signal: int
+    group: int = 0
 
 
 class Signal(NamedTuple):
-    """A counter of this rank: in each epoch ``sender`` adds ``expected`` to it."""
+    """A counter of this rank: in each epoch ``sender`` adds ``expected`` to it. Of ``OUT``: rows of ``group``."""
 
     sender: int
     expected: int
+    group: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,13 +91,14 @@ class Block:
     terms: tuple[int, ...]  # signals: what each rank of the node adds is here
     add: Sum  # rows of TERMS
     back: Put  # from the sums, which lie as the rows of HELD do
+    group: int = 0  # the first one that any of its rows is wanted for
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankTransfers:
     """The part of one rank. Source rows are those of the cast's input (``send``) or output (``give``).
 
-    ``returns[s]``: rows of the cast's input, ascending, for which something comes from rank s; GRADS holds it, s
+    ``returns[s]``: rows of the cast's input, group by group, for which something comes from rank s; GRADS holds it, s
     ascending. What this rank itself adds to ``returns[rank]`` are ``own_rows`` of the output; they do not travel.
 
     Signals of casts (of puts into HELD and OUT) and of reduces are counted apart, as the one may begin while the other
@@ -100,7 +107,7 @@ class RankTransfers:
     """
 
     rank: int
-    send: tuple[Put, ...]  # far ranks first
+    send: tuple[Put, ...]  # group by group, in each far ranks first
     blocks: tuple[Block, ...]
     arrivals: tuple[int, ...]  # signals: OUT is whole
     give: tuple[Put, ...]  # far owners first
@@ -135,8 +142,10 @@ class TransferPlan:
         return sum(p.rows for rank, p in puts if p.target is Region.OUT and p.peer != rank)
 
 
-def plan_transfers(specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int = BLOCK_ROWS) -> TransferPlan:
-    """The transfers for the casts ``specs`` of all ranks, in rank order.
+def plan_transfers(
+    specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int = BLOCK_ROWS, group_ends: Sequence[Rows] | None = None
+) -> TransferPlan:
+    """The transfers for the casts ``specs`` of all ranks, in rank order; ``group_ends`` as in ``Routes``.
 
     Raises:
         ContractError: specs and nodes are of different numbers of ranks, ``block_rows`` is below 1, or two ranks
@@ -147,7 +156,53 @@ def plan_transfers(specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int = B
             f"{len(specs)} specs, nodes of {nodes.world} ranks and blocks of {block_rows} rows; give one spec per rank "
             "and blocks of at least one row."
         )
-    return _Builder(specs, nodes, block_rows).build()
+    needed = [rows_per_rank(spec.input_splits, spec.dst_indices, spec.world) for spec in specs]
+    placed = [rows_per_source(spec) for spec in specs]
+    for s, row in enumerate(needed):
+        for d, rows in enumerate(row):
+            if rows.size != placed[d][s].size:
+                raise ContractError(
+                    f"Rank {s} sends {rows.size} rows to rank {d}, which expects {placed[d][s].size}; the "
+                    "specs do not belong together."
+                )
+    routes = Routes([s.input_rows for s in specs], [s.output_rows for s in specs], needed, placed, group_ends)
+    return plan_routes(routes, nodes, block_rows)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Routes:
+    """Where the rows of a cast go, those of all ranks. ``needed[s][d]``: rows of s that d needs, each once;
+    ``placed[d][s]``: where in its output these go, in the same order. ``group_ends[d]``: where the groups of its output
+    end, ascending; the last of them is group 0. Without them all rows are of one group."""
+
+    input_rows: Sequence[int]
+    output_rows: Sequence[int]
+    needed: Sequence[Sequence[Rows]]
+    placed: Sequence[Sequence[Rows]]
+    group_ends: Sequence[Rows] | None = None
+
+    def group_of(self, rank: int, places: Rows) -> Rows:
+        """The group of each of these places of the output of ``rank``."""
+        if self.group_ends is None:
+            return np.zeros(places.size, np.int64)
+        ends = self.group_ends[rank]
+        groups: Rows = len(ends) - 1 - np.searchsorted(ends, places, side="right")
+        return groups
+
+    def by_group(self) -> tuple[list[list[Rows]], list[list[Rows]]]:
+        """``needed`` and ``placed``, group by group, in each ascending."""
+        needed, placed = [list(rows) for rows in self.needed], [list(rows) for rows in self.placed]
+        if self.group_ends is not None:
+            for s, of_source in enumerate(needed):
+                for d, rows in enumerate(of_source):
+                    order = np.lexsort((rows, self.group_of(d, placed[d][s])))
+                    needed[s][d], placed[d][s] = rows[order], placed[d][s][order]
+        return needed, placed
+
+
+def plan_routes(routes: Routes, nodes: Nodes, block_rows: int = BLOCK_ROWS) -> TransferPlan:
+    """The transfers for a cast whose rows go where ``routes`` says."""
+    return _Builder(routes, nodes, block_rows).build()
 
 
 @dataclass(slots=True)
@@ -165,26 +220,18 @@ class _Part:
     term_rows: int = 0
 
 
-def _added(signals: list[Signal], sender: int, expected: int) -> int:
-    signals.append(Signal(sender, expected))
+def _added(signals: list[Signal], sender: int, expected: int, group: int = 0) -> int:
+    signals.append(Signal(sender, expected, group))
     return len(signals) - 1
 
 
 class _Builder:
-    """``needed[s][d]``: rows of s that d needs, ascending; ``placed[d][s]``: where in its output these go."""
+    """``needed`` and ``placed`` as ``Routes.by_group`` gives them."""
 
-    def __init__(self, specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int) -> None:
-        self.specs, self.nodes, self.block_rows = specs, nodes, block_rows
-        self.needed = [rows_per_rank(spec.input_splits, spec.dst_indices, spec.world) for spec in specs]
-        self.placed = [rows_per_source(spec) for spec in specs]
-        for s, row in enumerate(self.needed):
-            for d, rows in enumerate(row):
-                if rows.size != self.placed[d][s].size:
-                    raise ContractError(
-                        f"Rank {s} sends {rows.size} rows to rank {d}, which expects {self.placed[d][s].size}; the "
-                        "specs do not belong together."
-                    )
-        self.parts = [_Part() for _ in specs]
+    def __init__(self, routes: Routes, nodes: Nodes, block_rows: int) -> None:
+        self.routes, self.nodes, self.block_rows = routes, nodes, block_rows
+        self.needed, self.placed = routes.by_group()
+        self.parts = [_Part() for _ in range(nodes.world)]
         self.returns = [self._list_returns(owner) for owner in range(nodes.world)]
         self.first_returns = [self._place_returns(owner) for owner in range(nodes.world)]
         self.arrivals = self._list_arrivals()
@@ -208,7 +255,11 @@ class _Builder:
                     found[reader] = self.needed[owner][reader]
             else:
                 needed = np.concatenate([self.needed[owner][reader] for reader in ranks])
-                found[self.nodes.carrier(owner, node)] = np.unique(needed)
+                groups = [self.routes.group_of(reader, self.placed[reader][owner]) for reader in ranks]
+                order = np.lexsort((np.concatenate(groups), needed))  # of each row the first group
+                rows, first = np.unique(needed[order], return_index=True)
+                by_group = np.argsort(np.concatenate(groups)[order][first], kind="stable")
+                found[self.nodes.carrier(owner, node)] = rows[by_group]
         return tuple(found)
 
     def _place_returns(self, owner: int) -> list[int]:
@@ -216,34 +267,36 @@ class _Builder:
         sizes = [0 if sender == owner else rows.size for sender, rows in enumerate(self.returns[owner])]
         return [0, *np.cumsum(sizes).tolist()[:-1]]
 
-    def _list_arrivals(self) -> dict[tuple[int, int], int]:
-        """The signal of each pair (last sender, reader) of a row; its count follows as puts are listed."""
-        signals: dict[tuple[int, int], int] = {}
+    def _list_arrivals(self) -> dict[tuple[int, int, int], int]:
+        """The signal of each (last sender, reader, group) of a row; its count follows as puts are listed."""
+        signals: dict[tuple[int, int, int], int] = {}
         for reader, part in enumerate(self.parts):
             node = self.nodes.node_of[reader]
-            for source, rows in enumerate(self.placed[reader]):
+            for source, places in enumerate(self.placed[reader]):
                 near = self.nodes.node_of[source] == node
                 last = source if near else self.nodes.carrier(source, node)
-                if rows.size and (last, reader) not in signals:
-                    signals[last, reader] = _added(part.cast_signals, last, 0)
-                    part.arrivals.append(signals[last, reader])
+                for group in np.unique(self.routes.group_of(reader, places)).tolist():
+                    if (last, reader, group) not in signals:
+                        signals[last, reader, group] = _added(part.cast_signals, last, 0, group)
+                        part.arrivals.append(signals[last, reader, group])
         return signals
 
     def _out(self, last: int, reader: int, runs: Sequence[Run]) -> Iterator[Put]:
-        """Puts of these runs into the output of ``reader``."""
-        if not runs:
-            return
-        signal, counted = self.arrivals[last, reader], self.parts[reader].cast_signals
-        counted[signal] = Signal(last, counted[signal].expected + len(runs))
-        for a, b, rows in runs:
-            yield Put(reader, a, Region.OUT, b, rows, signal)
+        """Puts of these runs, each of one group, into the output of ``reader``."""
+        counted = self.parts[reader].cast_signals
+        groups = self.routes.group_of(reader, np.array([b for _, b, _ in runs], np.int64)).tolist()
+        for (a, b, rows), group in zip(runs, groups):
+            signal = self.arrivals[last, reader, group]
+            counted[signal] = Signal(last, counted[signal].expected + 1, group)
+            yield Put(reader, a, Region.OUT, b, rows, signal, group)
 
     def _stay(self, source: int) -> None:
         """Rows for ranks of the own node, straight to their place, and what comes back for them."""
         owner = self.parts[source]
         for reader in self.nodes.mates(source):
             rows, places = self.needed[source][reader], self.placed[reader][source]
-            starts = np.arange(0, rows.size, self.block_rows)
+            changes = np.flatnonzero(np.diff(self.routes.group_of(reader, places))) + 1
+            starts = np.union1d(np.arange(0, rows.size, self.block_rows), changes)
             owner.send += self._out(source, reader, list(_runs(rows, places, starts)))
             if not rows.size or reader == source:
                 continue
@@ -271,9 +324,10 @@ class _Builder:
         passed_on = self._pass_on(source, carrier, union)
         for begin, runs, (forward, terms, add) in zip(firsts, sent, passed_on, strict=True):
             signal, rows = _added(part.cast_signals, source, len(runs)), min(size, union.size - begin)
-            owner.send += [Put(carrier, a, Region.HELD, b, n, signal) for a, b, n in runs]
+            group = min(put.group for put in forward)
+            owner.send += [Put(carrier, a, Region.HELD, b, n, signal, group) for a, b, n in runs]
             back = Put(source, first_held + begin, Region.GRADS, first_grad + begin, rows, grad_signal)
-            part.blocks.append(Block(source, first_held + begin, rows, signal, forward, terms, add, back))
+            part.blocks.append(Block(source, first_held + begin, rows, signal, forward, terms, add, back, group))
         part.held_rows += union.size
 
     def _pass_on(
@@ -284,12 +338,16 @@ class _Builder:
         mates, part, size = self.nodes.mates(carrier), self.parts[carrier], self.block_rows
         wanted = [self.needed[source][reader] for reader in mates]
         reader_of = np.repeat(np.arange(len(mates)), [rows.size for rows in wanted])
-        at = np.searchsorted(union, np.concatenate(wanted))
+        ascending = np.argsort(union)
+        at = ascending[np.searchsorted(union, np.concatenate(wanted), sorter=ascending)]
         places = np.concatenate([self.placed[reader][source] for reader in mates])
-        order = np.lexsort((at, reader_of, at // size))  # blocks, in these the readers, in these the rows
-        at, places, reader_of = at[order], places[order], reader_of[order]
+        group_of = np.concatenate([self.routes.group_of(r, self.placed[r][source]) for r in mates])
+        # Blocks, in these the readers, in these the groups, in these the rows.
+        order = np.lexsort((at, group_of, reader_of, at // size))
+        at, places, reader_of, group_of = at[order], places[order], reader_of[order], group_of[order]
         terms = np.arange(part.term_rows, part.term_rows + at.size)
-        starts = np.flatnonzero((np.diff(at // size, prepend=-1) != 0) | (np.diff(reader_of, prepend=-1) != 0))
+        is_new = [np.diff(of_row, prepend=-1) != 0 for of_row in (at // size, reader_of, group_of)]
+        starts = np.flatnonzero(np.logical_or.reduce(is_new))
         forwards = _grouped(_runs(part.held_rows + at, places, starts), at.size, starts)
         gives = _grouped(_runs(terms, places, starts), at.size, starts)
         by_row = np.argsort(at, kind="stable")  # why stable: terms of a row stay in the order of the ranks
@@ -312,7 +370,7 @@ class _Builder:
         part.term_rows += at.size
 
     def _finish(self, rank: int) -> RankTransfers:
-        part, spec, nodes = self.parts[rank], self.specs[rank], self.nodes
+        part, nodes = self.parts[rank], self.nodes
         returns = self.returns[rank]
         grad_rows = sum(rows.size for rows in returns) - returns[rank].size
         far = [s for s in range(nodes.world) if nodes.node_of[s] != nodes.node_of[rank]]
@@ -321,17 +379,18 @@ class _Builder:
         mates = nodes.mates(rank)
         return RankTransfers(
             rank,
-            tuple(part.send),
-            tuple(part.blocks),
+            # Stable, so as they were listed within a group: far ranks first.
+            tuple(sorted(part.send, key=lambda put: put.group)),
+            tuple(sorted(part.blocks, key=lambda block: block.group)),
             tuple(part.arrivals),
             tuple(part.give),
             tuple(part.grads),
-            spec.input_rows,
+            self.routes.input_rows[rank],
             returns,
             self.placed[rank][rank],
             tuple(part.cast_signals),
             tuple(part.reduce_signals),
-            (part.held_rows, spec.output_rows, part.term_rows, grad_rows),
+            (part.held_rows, self.routes.output_rows[rank], part.term_rows, grad_rows),
             tuple(sorted({*mates, *carried})),
             tuple(sorted({*mates, *carriers})),
         )

@@ -30,7 +30,7 @@ from magi_attention.kernels.ffa.operands import (
     remember,
     stride_fields,
 )
-from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys
+from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys, StartPut
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules, select_schedule
 from magi_attention.kernels.ffa.schedule.work_list import ListShape
@@ -48,7 +48,8 @@ _empty_like = torch.empty_like
 
 
 _ALIGNMENT = 128  # bytes, of what lies in a workspace
-_Beside = tuple[bytes, bytes | None]  # magi_ffa_remote and this rank's put, for launches beside keys that arrive
+# What launches this rank's put, and magi_ffa_remote with a put that goes with the launch.
+_Beside = tuple[StartPut | None, tuple[bytes, bytes | None]]
 
 
 class Operands(NamedTuple):
@@ -178,7 +179,7 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
             dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream, 0,
         )  # fmt: skip
-        beside = remote.params + _pack_sums(*sums), remote.put
+        beside = remote.start_put, (remote.params + _pack_sums(*sums), remote.put)
         self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
         dsink = None
         if sink is not None:
@@ -186,8 +187,14 @@ class BackwardCalls:
         return RemoteGrads(dq, dk, dv, dsink, *sums, work)
 
     def _launch(
-        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime: CudaRuntime, index: int,
-        stream: int, capturing: bool,
+        self,
+        call: _Prepared,
+        params: bytes,
+        beside: _Beside | None,
+        runtime: CudaRuntime,
+        index: int,
+        stream: int,
+        capturing: bool,
     ) -> None:
         """Deterministic kernels follow the last ones of the device."""
         if call.options.deterministic:
@@ -196,9 +203,9 @@ class BackwardCalls:
                 made = StreamOrder(runtime.event, runtime.stream_object)
                 stream_order = self._deterministic.setdefault(index, made)
             with stream_order.next(stream, capturing):
-                status = _start(call.library, params, beside)
+                status = _start(call.library, params, beside, stream)
         else:
-            status = _start(call.library, params, beside)
+            status = _start(call.library, params, beside, stream)
         if status:
             call.library.check(status, "Attention backward")
 
@@ -278,12 +285,15 @@ class BackwardCalls:
         return prepared
 
 
-def _start(library: FfaLibrary, params: bytes, beside: _Beside | None) -> int:
+def _start(library: FfaLibrary, params: bytes, beside: _Beside | None, stream: int) -> int:
     """The launches; with keys that arrive, after this rank's own are on their way."""
     if beside is None:
         status: int = library.backward_raw(params)
     else:
-        status = library.backward_remote_raw(params, *beside)
+        start_put, args = beside
+        if start_put is not None:
+            start_put(stream)
+        status = library.backward_remote_raw(params, *args)
     return status
 
 

@@ -30,7 +30,7 @@ from magi_attention.kernels.ffa.operands import (
     remember,
     stride_fields,
 )
-from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys
+from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys, StartPut
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
 from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
 from magi_attention.kernels.types import AttnOptions, Partial, check_dropout
@@ -55,6 +55,10 @@ class _Prepared:
     device: torch.device
     is_unusual: bool  # there are no rows, or the copy engine cannot follow the strides
     options: AttnOptions  # held, so that its id, which is part of the key, stays taken
+
+
+# What launches this rank's put, and magi_ffa_remote, a put that goes with the launch, and the event behind it.
+_Beside = tuple[StartPut | None, tuple[bytes, bytes | None, int]]
 
 
 class ForwardCalls:
@@ -123,7 +127,7 @@ class ForwardCalls:
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             q, k, v = (dense(x) for x in (q, k, v))
             return self.run_fused(runtime, q, k, v, remote, options, sink, event)
-        beside = (remote.forward_params, remote.put, event)
+        beside = (remote.start_put, (remote.forward_params, remote.put, event))
         return self._launch(call, addresses, sink, None, plan.address, index, stream, capturing, beside)
 
     def prepared(
@@ -169,7 +173,7 @@ class ForwardCalls:
 
     def _launch(
         self, call: _Prepared, addresses: tuple[int, int, int], sink: torch.Tensor | None, into: Partial | None,
-        plan_at: int, index: int, stream: int, capturing: bool, beside: tuple[bytes, bytes | None, int] | None,
+        plan_at: int, index: int, stream: int, capturing: bool, beside: _Beside | None,
         dropout: DropoutMask | None = None,
     ) -> Final:  # fmt: skip
         if into is None:
@@ -191,7 +195,10 @@ class ForwardCalls:
         if beside is None:
             status = library.forward_raw(call.prefix + tail)
         else:
-            status = library.forward_remote_raw(call.prefix + tail, *beside)
+            start_put, args = beside
+            if start_put is not None:
+                start_put(stream)
+            status = library.forward_remote_raw(call.prefix + tail, *args)
         if status:
             call.library.check(status, "Attention forward")
         return out, lse, max_logits

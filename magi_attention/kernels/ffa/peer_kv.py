@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,6 @@ class RemoteMask:
         """The tile plan on ``device``, without a work list, which calls beside remote keys do not take; kept. The
         first call copies and waits."""
 
-
         def make() -> Kept:
             words = self._transposed(shape) if shape.is_transposed else self._forward(shape)
             plan = torch.from_numpy(words).to(device)
@@ -81,18 +81,23 @@ class RemoteMask:
         return with_work_tiles(words, shape.schedule, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
+StartPut = Callable[[int], None]
+
+
 class RemoteKeys:
     """``mask``, and ``params``, the bytes of ``magi_ffa_remote`` but the addresses of sums, whose memory the caller
     holds; for k and v of one layout, dtype and device, and for one direction.
 
-    ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if there is one. The kernel
-    starts beside it and does not wait for it, so both are launched when all else has been: casts of inputs, cleared
-    workspaces. ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend
+    ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if there is one; else
+    ``start_put`` launches it on a stream. The kernel starts beside it and does not wait for it, so both are launched
+    when all else has been: casts of inputs, cleared workspaces. ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend
     on.
     """
 
-    def __init__(self, mask: RemoteMask, params: bytes, put: bytes | None = None) -> None:
-        self.mask, self.params, self.put = mask, params, put
+    def __init__(
+        self, mask: RemoteMask, params: bytes, put: bytes | None = None, start_put: StartPut | None = None
+    ) -> None:
+        self.mask, self.params, self.put, self.start_put = mask, params, put, start_put
         self.forward_params = params + bytes(abi.FFA_REMOTE_TAIL.size)  # nothing is summed
         self.known: dict[tuple[object, ...], Any] = {}
 

@@ -9,8 +9,10 @@ from ctypes import c_int32, c_int64, c_uint32, c_void_p
 
 from magi_attention.native.abi import I32_PTR, Functions
 
-COMM_VERSION = 4  # of the structs of comm.h
+COMM_VERSION = 5  # of the structs of comm.h
 COMM_WAIT_WORDS = 3
+COMM_CONTROL_BYTES = 4096
+PAIR = c_int64 * 2
 
 
 class CommEpoch(ctypes.Structure):
@@ -36,6 +38,21 @@ class CommPutParams(ctypes.Structure):
         *((name, c_int32) for name in ("version", "num_puts", "num_credits", "num_ctas")),
         ("epoch", CommEpoch),
         *((name, c_void_p) for name in ("puts", "credits", "stream")),
+    ]
+
+
+class CommRelayParams(ctypes.Structure):
+    """``magi_comm_relay_params``."""
+
+    _fields_ = [
+        ("put", CommPutParams),
+        ("num_groups", c_int32),
+        ("reserved", c_int32),
+        ("control_at", c_int64),
+        ("clear_at", PAIR),
+        ("clear_bytes", PAIR),
+        ("begins", c_void_p),
+        ("waits", c_void_p),
     ]
 
 
@@ -86,11 +103,12 @@ COMM_FUNCTIONS: Functions = {
     "magi_comm_put_signal": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_uint64, c_int32, c_void_p)),
     "magi_comm_wait_signal": (c_int32, (c_void_p, ctypes.c_uint64, c_void_p)),
     "magi_comm_put": (c_int32, (ctypes.POINTER(CommPutParams),)),
+    "magi_comm_relay": (c_int32, (ctypes.POINTER(CommRelayParams),)),
     "magi_comm_wait": (c_int32, (ctypes.POINTER(CommWaitParams),)),
     "magi_comm_sum": (c_int32, (ctypes.POINTER(CommSumParams),)),
     "magi_comm_end": (c_int32, (ctypes.POINTER(CommEndParams),)),
 }
-_EXCHANGE = ("magi_comm_put", "magi_comm_wait", "magi_comm_sum", "magi_comm_end")
+_EXCHANGE = ("magi_comm_put", "magi_comm_relay", "magi_comm_wait", "magi_comm_sum", "magi_comm_end")
 GIN_FUNCTIONS: Functions = {
     "magi_gin_versions": (None, (I32_PTR, I32_PTR)),
     "magi_gin_join": (c_int32, (c_void_p, ctypes.POINTER(c_void_p))),

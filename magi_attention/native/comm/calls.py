@@ -32,6 +32,10 @@ class ExchangeCalls:
         """Puts rows of the arena to other ranks, each after its wait."""
         self._check(self._library.magi_comm_put(params), "Putting rows")
 
+    def relay(self, params: comm_abi.CommRelayParams) -> None:
+        """The same beside the next kernel of the stream, which is told what has arrived."""
+        self._check(self._library.magi_comm_relay(params), "Putting rows beside attention")
+
     def wait(self, params: comm_abi.CommWaitParams) -> None:
         """Holds the stream until signals have counted this epoch."""
         self._check(self._library.magi_comm_wait(params), "Waiting for rows")
