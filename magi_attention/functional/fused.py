@@ -9,6 +9,7 @@ results are the same bits on every run, all but dq, which is summed in no fixed 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
-from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
+from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout, RankLayout
 from magi_attention.meta.plan import Plan
 
 PUT_CTAS = 16
@@ -35,7 +36,7 @@ _L2_GROUP_BYTES = 33 * 2**20  # of keys and values of the heads that are worked 
 
 
 @dataclass(frozen=True)
-class _Shapes:
+class Shapes:
     """What of k and v the launches depend on."""
 
     device: torch.device
@@ -50,23 +51,66 @@ class _Shapes:
         return self.heads * self.head_dims[0], self.heads * self.head_dims[1]
 
 
-class FusedAttention:
-    """A plan on one rank, ready for attention in one launch. Partial dk and dv travel in k's dtype, or in float32."""
+class OneLaunch(ABC):
+    """A plan on one rank, ready for attention in one launch, over whatever links. Partial dk and dv travel in k's
+    dtype, or in float32."""
 
-    def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
-        self._transport = transport
+    def __init__(self, part: RankLayout, high_precision_reduce: bool) -> None:
+        self.part = part
         self._wire = torch.float32 if high_precision_reduce else None
-        ahead = plan.cache.find(AHEAD, transport.rank)
-        self.part = (ahead and ahead.fused) or FusedLayout(plan).part(transport.rank)
         self.cache = PlanCache()
-        self.cache.count("part", self.part.arrays)
-        self.cache.include(self.part.slices.cache)
+        self.cache.count("part", part.arrays)
+        self.cache.include(part.slices.cache)
 
+    @abstractmethod
     def forward(
         self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
         sink: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """``(out in q's dtype, lse, max_logits)``."""
+
+    @abstractmethod
+    def backward(
+        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+    ) -> Grads:  # fmt: skip
+        """dq, dk, dv in the inputs' dtype."""
+
+    @abstractmethod
+    def _made(self, shapes: Shapes, wire: torch.dtype, before: Any) -> Any:
+        """Launches with ``cache`` and ``is_current()``; ``before``: those that are void now, or None."""
+
+    def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
+        key = _layout(q, k, v)
+        found = self.cache.find(LAUNCHES, key)
+        if found is None or (k.data_ptr() | v.data_ptr()) & 15:
+            k, v = _rows(k), _rows(v)
+            key = _layout(q, k, v)
+            found = self.cache.find(LAUNCHES, key)
+        if found is None or not found.is_current():
+            strides = (k.stride(0), v.stride(0))
+            shapes = Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
+            made = self._made(shapes, k.dtype if self._wire is None else self._wire, found)
+            self.cache.include(made.cache)
+            self.cache.pop(LAUNCHES, key)
+            found = self.cache.get(LAUNCHES, key, lambda: made)
+        return found, k, v
+
+
+class FusedAttention(OneLaunch):
+    """Over the buffers of one NVLink domain."""
+
+    def __init__(self, plan: Plan, transport: Any, high_precision_reduce: bool) -> None:
+        ahead = plan.cache.find(AHEAD, transport.rank)
+        self._fused_part: RankFusedLayout = (ahead and ahead.fused) or FusedLayout(plan).part(transport.rank)
+        super().__init__(self._fused_part, high_precision_reduce)
+        self._transport = transport
+
+    def forward(
+        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
+        sink: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention forward")
@@ -81,7 +125,6 @@ class FusedAttention:
         self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
     ) -> Grads:  # fmt: skip
-        """dq, dk, dv in the inputs' dtype."""
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
@@ -95,39 +138,22 @@ class FusedAttention:
             raise
         return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
 
-    def _of(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[Launches, torch.Tensor, torch.Tensor]:
-        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
-        key = _layout(q, k, v)
-        found = self.cache.find(LAUNCHES, key)
-        if found is None or (k.data_ptr() | v.data_ptr()) & 15:
-            k, v = _rows(k), _rows(v)
-            key = _layout(q, k, v)
-            found = self.cache.find(LAUNCHES, key)
-        if found is None or not found.is_current():
-            strides = (k.stride(0), v.stride(0))
-            shapes = _Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
-            group = symm_group(self._transport, k.device) if found is None else found.group
-            wire = k.dtype if self._wire is None else self._wire
-            made = Launches(self.part, shapes, wire, group)
-            self.cache.include(made.cache)
-            self.cache.pop(LAUNCHES, key)
-            found = self.cache.get(LAUNCHES, key, lambda: made)
-        return found, k, v
+    def _made(self, shapes: Shapes, wire: torch.dtype, before: Launches | None) -> Launches:
+        group = symm_group(self._transport, shapes.device) if before is None else before.group
+        return Launches(self._fused_part, shapes, wire, group)
 
 
 class PreparedFused(NamedTuple):
     """``attention`` and the backend that runs it."""
 
-    attention: FusedAttention
+    attention: OneLaunch
     backend: FfaBackend
 
 
 class Launches:
     """Prepared launches for one layout of k and v, over the buffers as they are now."""
 
-    def __init__(self, part: RankFusedLayout, shapes: _Shapes, wire: torch.dtype, group: SymmGroup) -> None:
+    def __init__(self, part: RankFusedLayout, shapes: Shapes, wire: torch.dtype, group: SymmGroup) -> None:
         self.part, self.shapes, self.group = part, shapes, group
         self._rank_of_signal = part.rank_of_signal
         size, wire_size = shapes.dtype.itemsize, wire.itemsize
@@ -150,7 +176,7 @@ class Launches:
             data_at=[start, dv_at],
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
-        pace, num_summed = _pace(part, shapes), len(part.summed_tiles)
+        pace, num_summed = arrival_pace(part, shapes, _PUT_BYTES_PER_S), len(part.summed_tiles)
         mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, num_summed)
         params = remote_params(  # also where nothing arrives, because other ranks may add to dk and dv
             mask, wire, rank=part.rank, world=part.world, timeout_ms=group.timeout_ms,
@@ -174,15 +200,16 @@ class Launches:
         return self.group.holds(self.keys) and self.group.holds(self.grads)
 
 
-LAUNCHES: Kind[tuple[object, ...], Launches] = Kind("launches, by what of q, k and v they depend on")
+LAUNCHES: Kind[tuple[object, ...], Any] = Kind("launches, by what of q, k and v they depend on")
 
 
-def _pace(part: RankFusedLayout, shapes: _Shapes) -> Pace:
+def arrival_pace(part: RankLayout, shapes: Shapes, bytes_per_s: float) -> Pace:
+    """When keys arrive at a rank that gets so many bytes in a second."""
     row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
     pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
     kept = max(1, _L2_GROUP_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
     return Pace(
-        _START_SECONDS + part.signal_rows * row_bytes / _PUT_BYTES_PER_S, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
+        _START_SECONDS + part.signal_rows * row_bytes / bytes_per_s, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
         heads=group, l2_group_heads=min(kept, shapes.heads) * group,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.choice import NODE_TRANSPORTS, exchange_group
 from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.node_exchange import why_rows_stay
-from magi_attention.comm.symm.buffers import why_no_symm_buffers
+from magi_attention.comm.symm.buffers import why_no_kernels_beside, why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
@@ -26,7 +26,8 @@ from magi_attention.env import comm
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
-from magi_attention.functional.fused import FusedAttention, PreparedFused
+from magi_attention.functional.fused import FusedAttention, OneLaunch, PreparedFused
+from magi_attention.functional.fused_nodes import NodeFusedAttention
 from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
@@ -166,7 +167,7 @@ class AttnRuntime:
         self.part: RankPlan = plan.rank(transport.rank)
         self._hierarchy = hierarchy
         self._has_said_why = False
-        self._fused: tuple[FusedAttention | None] | None = None  # once decided
+        self._fused: tuple[OneLaunch | None] | None = None  # once decided
         ahead = plan.cache.find(AHEAD, transport.rank) or NOT_AHEAD
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy, ahead) for s in range(plan.num_stages))
         queries = self.part.queries
@@ -360,7 +361,7 @@ class AttnRuntime:
         }
         self.transport.agree((use, self.plan.fingerprint), record, judge, "attention forward")
 
-    def _fused_attention(self, backend: Backend, q: torch.Tensor) -> FusedAttention | None:
+    def _fused_attention(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
         mode = self.policy.stage_mode
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
@@ -379,17 +380,15 @@ class AttnRuntime:
                 )  # fmt: skip
             return None
         if self._fused is None:
-            self._fused = (self._decide(),)
+            self._fused = (self._decide(q.device),)
         return self._fused[0]
 
-    def _decide(self) -> FusedAttention | None:
+    def _decide(self, device: torch.device) -> OneLaunch | None:
         was_asked_for = self.policy.stage_mode == "fused"
-        reason = "Hierarchical communication was asked for." if self._hierarchy is not None else None
-        reason = reason or why_no_symm_buffers(self.transport, by_wish=was_asked_for)
-        if reason is None:
-            fused = FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce)
-            self.cache.include(fused.cache)
-            return fused
+        made, reason = self._over_nvlink(was_asked_for) if self._hierarchy is None else self._over_nodes(device)
+        if made is not None:
+            self.cache.include(made.cache)
+            return made
         if was_asked_for:
             raise UnsupportedError(
                 f"MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done here: {reason} Unset it to go stage by stage over the "
@@ -397,6 +396,30 @@ class AttnRuntime:
             )
         _log.info("Attention runs stage by stage over the process group: %s", reason)
         return None
+
+    def _over_nvlink(self, was_asked_for: bool) -> tuple[OneLaunch | None, str | None]:
+        """Attention in one launch, or why not."""
+        reason = why_no_symm_buffers(self.transport, by_wish=was_asked_for)
+        if reason is not None:
+            return None, reason
+        return FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce), None
+
+    def _over_nodes(self, device: torch.device) -> tuple[OneLaunch | None, str | None]:
+        """The same where rows go between nodes by one-sided transfers. Collective at the first call for a group."""
+        assert self._hierarchy is not None
+        nodes, wish = self._hierarchy.nodes, self.policy.node_transport
+        if len(nodes.members) < 2:
+            return None, "Hierarchical communication was asked for, and all ranks are on one node."
+        if not all(map(len, self.plan.partitions)):
+            return None, "Some rank has no tokens."
+        reason = why_no_kernels_beside(self.transport)
+        if reason is not None:
+            return None, reason
+        group = exchange_group(self.transport, nodes, device, wish)
+        if group is None:
+            return None, "Rows go between nodes by all-to-all-v."
+        _log.info("Attention runs in one launch over %d nodes, by %s.", len(nodes.members), group.verbs.name)
+        return NodeFusedAttention(self.plan, group, self.policy.high_precision_reduce), None
 
     def _exchange(self, k: torch.Tensor, v: torch.Tensor) -> ExchangeGroup | None:
         """What moves rows like these between nodes by one-sided transfers, or None; alike on all ranks."""

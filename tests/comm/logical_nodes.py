@@ -216,14 +216,14 @@ def count_rows(exchange: NodeExchange, specs: list[GroupSpec], before: torch.Ten
 def delays(ranks: Ranks, seed: int) -> Iterator[None]:
     """Every launch of a verb begins late: the host sleeps, or a kernel before it on its stream spins."""
     rng, verbs = random.Random(100 * seed + ranks.t.rank), ranks.group.verbs
-    before = {name: getattr(verbs, name) for name in ("put", "wait", "sum", "end")}
+    before = {name: getattr(verbs, name) for name in ("put", "relay", "wait", "sum", "end")}
 
     def late(launch: Callable) -> Callable:
         def run(params) -> None:
             if rng.random() < 0.4:
                 time.sleep(2e-3 * rng.random())
             if ranks.device.type == "cuda" and rng.random() < 0.6:
-                stream = params.stream
+                stream = params.put.stream if hasattr(params, "put") else params.stream
                 on = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
                 with torch.cuda.stream(on):
                     torch.cuda._sleep(int(3e6 * rng.random()))  # up to 2 ms

@@ -89,11 +89,13 @@ class _Library(FfaLibrary):
     def __init__(self, library: ctypes.CDLL) -> None:
         library.magi_last_error.restype = library.synchronize.restype = ctypes.c_char_p
         super().__init__(library)
-        self.forward_raw, self.backward_raw = self._waiting(self.forward_raw), self._waiting(self.backward_raw)
+        for name in ("forward_raw", "backward_raw", "forward_remote_raw", "backward_remote_raw"):
+            if getattr(self, name) is not None:
+                setattr(self, name, self._waiting(getattr(self, name)))
 
-    def _waiting(self, call: Callable[[bytes], int]) -> Callable[[bytes], int]:
-        def run(params: bytes) -> int:
-            status, error = call(params), self._library.synchronize()
+    def _waiting(self, call: Callable[..., int]) -> Callable[..., int]:
+        def run(*params: object) -> int:
+            status, error = call(*params), self._library.synchronize()
             assert error is None, error.decode()
             return status
 

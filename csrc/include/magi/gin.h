@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C ABI of libmagi_gin.so: the exchange of comm.h (magi_comm_put, _relay, _wait, _sum, _end) over
- * NCCL's device API. NCCL itself is not linked in: libnccl.so.2 must be loaded with global symbols
- * before this library is, and be of the minor version that this was compiled with. No GPU has run
- * this.
+ * The C ABI of libmagi_gin.so: the exchange of comm.h (magi_comm_put, _relay, _wait, _sum, _end)
+ * over NCCL's device API. NCCL itself is not linked in: libnccl.so.2 must be loaded with global
+ * symbols before this library is, and be of the minor version that this was compiled with. No GPU
+ * has run this.
  */
 #ifndef MAGI_GIN_H
 #define MAGI_GIN_H

@@ -167,9 +167,8 @@ def _node_sums(part: RankTransfers, to: _Places, tensor: int) -> SumTable:
     for block in part.blocks:
         waits += [to.wait(part.reduce_signals, signal) for signal in block.terms]
         ends = len(waits) - len(block.terms), len(waits)
-        blocks.append(
-            (num_begins, block.rows, to.row("sums", block.first, tensor), *to.target(block.back, tensor), *ends)
-        )
+        back = to.row("sums", block.first, tensor), *to.target(block.back, tensor)
+        blocks.append((num_begins, block.rows, *back, *ends))
         begins.append(num_terms + block.add.begins)
         terms.append(to.row(Region.TERMS.name, block.add.terms, tensor))
         num_begins += block.add.begins.size

@@ -289,11 +289,26 @@ def _views(transport: TorchTransport) -> list[View]:
     return known["views"]
 
 
-def _judge(views: list[View]) -> str | None:
-    """What nobody's wish can change."""
+def why_no_kernels_beside(transport: Transport) -> str | None:
+    """None if the attention kernels of all ranks can run while rows travel, by whatever link, else a sentence; the same
+    on all ranks. Collective at the first call for a group."""
+    if not isinstance(transport, TorchTransport):
+        return "The group does not speak through torch.distributed."
+    return _missing(_views(transport))
+
+
+def _missing(views: list[View]) -> str | None:
     for rank, view in enumerate(views):
         if view.missing:
             return f"On rank {rank} {view.missing}."
+    return None
+
+
+def _judge(views: list[View]) -> str | None:
+    """What nobody's wish can change."""
+    missing = _missing(views)
+    if missing is not None:
+        return missing
     hosts = {view.host for view in views}
     if len(hosts) > 1:
         return f"The ranks are on {len(hosts)} hosts."

@@ -17,8 +17,8 @@ way.
     cast      send;  of each block: wait, forward;  wait for ``arrivals``
     reduce    give;  of each block: wait, add its terms in the order of their ranks, back;  wait for ``grads``, add
 
-Rows of ``OUT`` may be told apart by *groups*, of which the reader wants group 0 first. Then a signal of ``OUT`` is of one
-sender and one group, and rows travel group by group, in ``HELD`` by the first group that any reader wants them for.
+Rows of ``OUT`` may be told apart by *groups*, of which the reader wants group 0 first. Then a signal of ``OUT`` is of
+one sender and one group, and rows travel group by group, in ``HELD`` by the first group that any reader wants them for.
 
 ``docs/design/two_levels.md`` has the protocol around it. Everything follows from the specs alone, so each rank makes
 the same plan without communication.

@@ -90,8 +90,8 @@ class RemoteKeys:
 
     ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if there is one; else
     ``start_put`` launches it on a stream. The kernel starts beside it and does not wait for it, so both are launched
-    when all else has been: casts of inputs, cleared workspaces. ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend
-    on.
+    when all else has been: casts of inputs, cleared workspaces. ``known`` is where a backend keeps calls that it has
+    prepared, by what of the other operands they depend on.
     """
 
     def __init__(

@@ -70,6 +70,10 @@ template <typename T>
 T __ldcg(const T* at) {
   return *at;
 }
+template <typename T>
+T __ldcs(const T* at) {
+  return *at;
+}
 
 namespace hopper {
 template <typename T, typename New>

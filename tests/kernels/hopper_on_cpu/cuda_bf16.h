@@ -13,3 +13,9 @@ struct __nv_bfloat16 {
   }
   operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 };
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
+  return {__nv_bfloat16(a), __nv_bfloat16(b)};
+}

@@ -29,3 +29,4 @@ struct __half2 {
   __half x, y;
 };
 inline float2 __half22float2(__half2 x) { return {x.x, x.y}; }
+inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }

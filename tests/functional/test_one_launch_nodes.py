@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in one launch over nodes, without GPUs: the attention kernels for Hopper and those of the exchange, all
+compiled for the CPU, in a process for each rank, beside float64."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import truth
+
+from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, OverlapConfig, make_plan
+from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.transport.torch import as_transport
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.functional.fused_nodes import NodeFusedAttention
+from magi_attention.kernels.types import AttnOptions
+from magi_attention.native.comm import symm
+from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
+from magi_attention.testing.masks import random_slices
+from magi_attention.testing.spawn import run_processes
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("comm", "kernels")]
+from cpu_verbs import CpuFactory, compiled  # noqa: E402
+from hopper_library import FLAGS, STAND_INS, hopper_on_cpu  # noqa: E402
+
+SOURCE = Path(__file__).with_name("one_launch_on_cpu.cpp")
+HEADS, DIM, CPU = (4, 2), 64, torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def libraries(compile_folder) -> tuple[str, str]:
+    """Of the exchange and of attention."""
+    planner_or_skip()
+    csrc, folder = csrc_or_skip(), compile_folder / "one_launch"
+
+    def write_sources() -> None:
+        text = (csrc / "comm" / "symm" / "reduce.cu").read_text()
+        (folder / "symm_reduce.cuh").write_text(re.split(r'extern "C"', text)[0])
+
+    includes = [folder, STAND_INS, csrc, csrc / "include"]
+    attention = compiled_or_skip(folder, [SOURCE], includes, *FLAGS, prepare=write_sources)
+    return compiled(compile_folder), attention._name
+
+
+class Summing:
+    """In place of the library that adds rows: the same kernel on the emulated device."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def magi_symm_reduce(self, params: bytes) -> int:
+        status, error = self._library.magi_symm_reduce(params), self._library.synchronize()
+        assert error is None, error.decode()
+        return status
+
+
+def problem(seed: int, world: int, rows: int):
+    total = rows * world - seed % 3 * 5
+    rng = np.random.default_rng(seed)
+    table = np.array([[0, total, 0, total, 1]]) if seed % 2 else random_slices(rng, total, total, max_slices=6)
+    config = DistAttnConfig(DispatchConfig(rows // 4), OverlapConfig(degree=1 + seed % 2, min_chunk_size=16))
+    mask = Mask(SliceTable(table), total, total)
+    plan = make_plan(mask, world, config=config, num_heads_q=HEADS[0], num_heads_kv=HEADS[1], head_dim=DIM)
+    gen = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(total, h, DIM, generator=gen) for h in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
+    return plan, torch.from_numpy(to_dense(table, total, total)), [x.to(torch.bfloat16) for x in tensors]
+
+
+def attention(hopper, one: NodeFusedAttention, plan, t, tensors, options: AttnOptions, seed: int):
+    """out, lse, dq, dk and dv of this rank's tokens."""
+    q, k, v, dout = (plan.shard(x, t).contiguous() for x in tensors)
+    hopper.use(2 + seed % 2, seed)
+    out, lse, _ = one.forward(hopper.backend, q, k, v, options, None)
+    grads = one.backward(hopper.backend, dout, q, k, v, out, lse, options, None)
+    return [out, lse, grads.dq, grads.dk, grads.dv]
+
+
+def main(
+    rank: int, world: int, libraries: tuple[str, str], folder: str, sizes: tuple[int, ...], seeds: range, rows: int
+) -> list[tuple[int, list[torch.Tensor]]]:
+    exchange, path = libraries
+    t = as_transport(dist.new_group())
+    CpuFactory(exchange, Path(folder)).attach(t)
+    group = exchange_group(t, Nodes.of_sizes(sizes, range(world)), CPU, "nvshmem")
+    library, found = ctypes.CDLL(path), []
+    with hopper_on_cpu(library) as hopper, pytest.MonkeyPatch.context() as patch:
+        library.synchronize.restype = ctypes.c_char_p
+        patch.setattr(symm, "load", lambda name: Summing(library))
+        for seed in seeds:
+            plan, _, tensors = problem(seed, world, rows)
+            one = NodeFusedAttention(plan, group, high_precision_reduce=seed % 4 == 3)
+            options = AttnOptions(DIM**-0.5, deterministic=seed % 3 == 0)
+            # In no fixed order of queries the order of threads may change a bit, the order of arrival never.
+            seeds_of_threads = (10 * seed, 10 * seed + options.deterministic)
+            first, again = (attention(hopper, one, plan, t, tensors, options, i) for i in seeds_of_threads)
+            for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), first, again):
+                assert torch.equal(a, b), f"seed {seed}: {name} has other bits again"
+            group.check("the test")
+            found.append((seed, [plan.gather(x, t) for x in first]))
+    return found
+
+
+@pytest.mark.parametrize("sizes, seeds", [((1, 1), range(4)), ((2, 2), range(4, 7)), ((3, 1), range(7, 9))])
+def test_attention_beside_float64(libraries, tmp_path, sizes, seeds) -> None:
+    world, rows = sum(sizes), 256 if len(sizes) == sum(sizes) else 192
+    results = run_processes(world, main, libraries, str(tmp_path), sizes, seeds, rows)
+    for seed, got in results[0]:
+        _, mask, tensors = problem(seed, world, rows)
+        want = truth(*(x.double() for x in tensors[:3]), mask, tensors[3].double(), DIM**-0.5)
+        for name, x in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:])):
+            exact = getattr(want, name)
+            error = float((x.double() - exact).abs().max() / exact.abs().max())
+            assert error < 2e-2, f"seed {seed}: {name} is off by {error:.3g}"
