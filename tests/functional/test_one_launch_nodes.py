@@ -5,7 +5,9 @@ compiled for the CPU, in a process for each rank, beside float64."""
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -17,15 +19,17 @@ from oracle import truth
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, OverlapConfig, make_plan
 from magi_attention.comm.exchange.choice import exchange_group
-from magi_attention.comm.transport.torch import as_transport
+from magi_attention.comm.transport.torch import TorchTransport, as_transport
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.errors import PeerFailureError
 from magi_attention.functional.fused_nodes import NodeFusedAttention
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.comm import symm
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 from magi_attention.testing.masks import random_slices
-from magi_attention.testing.spawn import run_processes
+from magi_attention.testing.spawn import RankFailure, run_processes
+from magi_attention.testing.waiting import DEADLINE_S
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("comm", "kernels")]
 from cpu_verbs import CpuFactory, compiled  # noqa: E402
@@ -119,3 +123,38 @@ def test_attention_beside_float64(libraries, tmp_path, sizes, seeds) -> None:
             exact = getattr(want, name)
             error = float((x.double() - exact).abs().max() / exact.abs().max())
             assert error < 2e-2, f"seed {seed}: {name} is off by {error:.3g}"
+
+
+# ---- a rank that is killed ------------------------------------------------------------------------------------------
+def death(rank: int, world: int, libraries: tuple[str, str], folder: str, verb: str) -> None:
+    """The last rank is killed right before a launch: rows of the forward, or of gradients. All others name it."""
+    t = TorchTransport(dist.new_group(), timeout_s=4)
+    factory = CpuFactory(libraries[0], Path(folder)).attach(t)
+    group = exchange_group(t, Nodes.of_sizes((2, 1), range(world)), CPU, "nvshmem")
+    library = ctypes.CDLL(libraries[1])
+    with hopper_on_cpu(library) as hopper, pytest.MonkeyPatch.context() as patch:
+        library.synchronize.restype = ctypes.c_char_p
+        patch.setattr(symm, "load", lambda name: Summing(library))
+        plan, _, tensors = problem(1, world, 128)
+        one = NodeFusedAttention(plan, group, high_precision_reduce=False)
+        args = (hopper, one, plan, t, tensors, AttnOptions(DIM**-0.5))
+        attention(*args, 1)
+
+        def before(name: str) -> None:
+            if name == verb:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        factory.verbs.before = before if rank == world - 1 else factory.verbs.before
+        with pytest.raises(PeerFailureError) as info:
+            for i in range(4):
+                attention(*args, 2 + i)
+        text = str(info.value)
+        assert f"Rank {world - 1} (node 1) did not deliver within 4 s" in text and "make a new process group" in text
+        with pytest.raises(PeerFailureError, match="make a new"):
+            attention(*args, 9)
+
+
+@pytest.mark.parametrize("verb", ["relay", "sum"])
+def test_a_rank_that_is_killed_is_named(libraries, tmp_path, verb) -> None:
+    with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
+        run_processes(3, death, libraries, str(tmp_path), verb, grace_s=DEADLINE_S)
