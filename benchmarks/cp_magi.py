@@ -25,13 +25,13 @@ from magi_attention.env import registry
 from magi_attention.meta.plan import Plan
 
 STAGED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}  # over the process group, a kernel for each stage
-FUSED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}  # over NVLink, one kernel
+FUSED = {"MAGI_ATTENTION_NATIVE_GRPCOLL": "1"}  # one kernel, over NVLink or between nodes
 
 
-def over_nodes(size: int, transport: str) -> dict[str, str]:
+def over_nodes(size: int, transport: str, stages: Mapping[str, str] = STAGED) -> dict[str, str]:
     """Nodes of ``size`` GPUs, though all are in one machine; rows in two levels."""
     names = {"HIERARCHICAL_COMM": "1", "NODE_SIZE": str(size), "NODE_TRANSPORT": transport}
-    return {f"MAGI_ATTENTION_{name}": value for name, value in names.items()}
+    return {**stages, **{f"MAGI_ATTENTION_{name}": value for name, value in names.items()}}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ VARIANTS = {
     "magi_nodes": Variant(1, over_nodes(1, "nvshmem")),
     "magi_nodes_2": Variant(1, over_nodes(2, "nvshmem")),
     "magi_nodes_4": Variant(1, over_nodes(4, "nvshmem")),
+    "magi_nodes_fused": Variant(1, over_nodes(1, "nvshmem", FUSED)),
+    "magi_nodes_2_fused": Variant(1, over_nodes(2, "nvshmem", FUSED)),
+    "magi_nodes_4_fused": Variant(1, over_nodes(4, "nvshmem", FUSED)),
     "magi_nodes_a2av": Variant(1, over_nodes(1, "all_to_all")),
     "magi_nodes_2_a2av": Variant(1, over_nodes(2, "all_to_all")),
 }

@@ -68,6 +68,8 @@ LABELS: dict[str, dict[str, str]] = {
         "magi_nodes": "ours, each GPU a node, NVSHMEM", "magi_nodes_a2av": "ours, each GPU a node, all-to-all-v",
         "magi_nodes_2": "ours, nodes of 2, NVSHMEM", "magi_nodes_2_a2av": "ours, nodes of 2, all-to-all-v",
         "magi_nodes_4": "ours, nodes of 4, NVSHMEM",
+        "magi_nodes_fused": "ours, each GPU a node, one launch", "magi_nodes_2_fused": "ours, nodes of 2, one launch",
+        "magi_nodes_4_fused": "ours, nodes of 4, one launch",
         "one_gpu": "equal share, nothing sent", "all_gather": "all-gather",
         "ring": "ring, zigzag", "ulysses": "Ulysses", "usp": "USP", **{n: p.label for n, p in CP_PEERS.items()},
         "torch_flash": "context parallelism of torch, FlashAttention-2",

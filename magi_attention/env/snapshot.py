@@ -95,7 +95,6 @@ _NO_OVERLAP = "OverlapConfig(degree=0)"
 
 _EXCLUSIVE = (
     (_DETERMINISTIC, _FA4),
-    (_NATIVE, _HIERARCHICAL),
     (_HIERARCHICAL, _QO),
     (_HIERARCHICAL, _FLATTEN),
     (_QO, _FA4),

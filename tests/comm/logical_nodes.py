@@ -297,7 +297,7 @@ def dense(mask: api.Mask, q, k, v, dout) -> list[torch.Tensor]:
 
 def check_attention(ranks: Ranks, node_size: int, size: Size) -> tuple[list[str], float]:
     """Six masks, each as one stage and as two. Gives the largest error, in parts of the largest value."""
-    names = {"HIERARCHICAL_COMM": "1", "NODE_SIZE": str(node_size), "NODE_TRANSPORT": "nvshmem"}
+    names = {"NATIVE_GRPCOLL": "0", "HIERARCHICAL_COMM": "1", "NODE_SIZE": str(node_size), "NODE_TRANSPORT": "nvshmem"}
     os.environ.update({f"MAGI_ATTENTION_{name}": value for name, value in names.items()})
     world, total, (heads_q, heads_kv) = ranks.t.size, size.tokens * ranks.t.size, size.heads
     dtype, limit = (BF16, 3e-2) if size.cpu is None else (torch.float32, 1e-4)

@@ -257,7 +257,6 @@ BASE = RuntimeFlags(kernel_backend=Backend.FFA)
     "change, config",
     [
         ({"deterministic": True, "kernel_backend": Backend.FA4}, {}),
-        ({"native_grpcoll": True, "hierarchical_comm": True}, {}),
         ({"hierarchical_comm": True, "qo_comm": True}, {}),
         ({"qo_comm": True, "kernel_backend": Backend.FA4}, {}),
         ({"qo_comm": True, "hide_tail_reduce": True}, {}),
@@ -280,6 +279,7 @@ def test_legal_combinations_pass():
     check_flag_comb(BASE, uneven_shard=True, no_overlap=True)
     check_flag_comb(replace(BASE, qo_comm=True, fwd_high_precision_reduce=True))
     check_flag_comb(replace(BASE, qo_comm=True, flatten_head_groups=True))
+    check_flag_comb(replace(BASE, native_grpcoll=True, hierarchical_comm=True))
     check_flag_comb(replace(BASE, deterministic=True, hierarchical_comm=True, hide_tail_reduce=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.SDPA, precision=Precision.FP64, deterministic=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.FA4, precision=Precision.BF16))

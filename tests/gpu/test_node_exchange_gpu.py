@@ -80,6 +80,7 @@ def attend_over_nodes(rank: int, world: int, node_size: int, by: str, device: st
     gen = torch.Generator().manual_seed(0)
     tensors = [torch.randn(total, h, 64, generator=gen).to(torch.bfloat16).to(device) for h in (8, 2, 2, 8)]
     os.environ["MAGI_ATTENTION_NODE_SIZE"] = str(node_size)
+    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "0"  # in stages
     for name in ("HIERARCHICAL_COMM", "DETERMINISTIC_MODE"):
         os.environ[f"MAGI_ATTENTION_{name}"] = "1"
     results = []
