@@ -47,12 +47,10 @@ class ExchangeBeside:
         waits = 3 + self.cast.num_groups
         self.timeout_ms = min(waits * group.timeout_ms, 2**31 - 1)
         self.failed_peer: int = self.cast.epoch.failed_peer
-        # As many entries as ranks add, to the sum of what they do; attention reads one.
-        self._own = [
-            torch.full((group.world,), at, dtype=torch.int64, device=group.device)
-            for at in (self.cast.control, self.reduce.control)
-        ]
-        self.keys, self.sums = (abi.SymmBuffer(int(own[0]), own.data_ptr()) for own in self._own)
+        # Addresses of both buffers as all ranks have them: attention looks at one, the sum of what ranks add at each.
+        controls = self.cast.control, self.reduce.control
+        self._own = [torch.full((group.world,), at, dtype=torch.int64, device=group.device) for at in controls]
+        self.keys, self.sums = (abi.SymmBuffer(at, own.data_ptr()) for at, own in zip(controls, self._own))
         self.held = [*self.cast.held, *self.reduce.held, *self._own]
 
     def is_current(self) -> bool:

@@ -11,7 +11,8 @@ inline uint32_t load_acquire_system(const uint32_t* at) {
   return *at;
 }
 inline void store_release_system(uint32_t* at, uint32_t value) { atomicExch(at, value); }
-// Goes on with each look, so that who waits in vain finds out; slowly, so that nobody else gives up.
+// Goes on with each look, so that who waits in vain finds out; slowly, so that nobody else gives
+// up.
 inline uint32_t milliseconds() {
   static uint32_t looks = 0;
   return looks++ / 16;
