@@ -64,8 +64,12 @@ class Attention:
         self.words[EPOCH] = epoch
 
 
-@pytest.mark.parametrize("sizes, seed", [((2, 2), 1), ((1, 1), 2), ((3, 1), 3), ((1, 2, 2), 4), ((2, 3), 5)])
-def test_groups_are_whole_when_they_are_passed_on(library, tmp_path, sizes, seed) -> None:
+CASES = [((2, 2), 1, 3), ((1, 1), 2, 3), ((3, 1), 3, 1), ((1, 2, 2), 4, 1), ((2, 3), 5, 2)]
+
+
+@pytest.mark.parametrize("sizes, seed, num_ctas", CASES)
+def test_groups_are_whole_when_they_are_passed_on(library, tmp_path, sizes, seed, num_ctas) -> None:
+    """One CTA is enough: no put waits for one that comes behind it in the list of its rank."""
     nodes, routed = Nodes.of_sizes(sizes, range(sum(sizes))), random_plan(seed, sum(sizes), max_splits=6)
     group_ends = draw_group_ends(np.random.default_rng(seed), routed)
     plan = plan_transfers(routed.specs, nodes, 3, group_ends)
@@ -85,7 +89,7 @@ def test_groups_are_whole_when_they_are_passed_on(library, tmp_path, sizes, seed
         group = exchange_group(t, nodes, CPU, "nvshmem")
         packs = [RowPack.of([torch.empty(0, *shape)], [torch.float32]) for shape in SHAPES]
         received = plan.ranks[t.rank].region_rows[Region.OUT] - BEHIND
-        beside = ExchangeBeside(group, plan, packs, packs, received, num_ctas=3)
+        beside = ExchangeBeside(group, plan, packs, packs, received, num_ctas)
         attention, found = Attention(beside, group_ends[t.rank] if received else np.zeros(0, np.int64)), []
         for epoch in range(EPOCHS):
             beside.cast.copy_in(inputs[epoch][t.rank])

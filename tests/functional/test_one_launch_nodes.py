@@ -18,12 +18,16 @@ import torch.distributed as dist
 from oracle import truth
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, OverlapConfig, make_plan
+from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.comm.transport.torch import TorchTransport, as_transport
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.errors import PeerFailureError
+from magi_attention.errors import PeerFailureError, UnsupportedError
+from magi_attention.functional import runtime
 from magi_attention.functional.fused_nodes import NodeFusedAttention
+from magi_attention.kernels import default_registry
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.comm import symm
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
@@ -123,6 +127,31 @@ def test_attention_beside_float64(libraries, tmp_path, sizes, seeds) -> None:
             exact = getattr(want, name)
             error = float((x.double() - exact).abs().max() / exact.abs().max())
             assert error < 2e-2, f"seed {seed}: {name} is off by {error:.3g}"
+
+
+# ---- choice ---------------------------------------------------------------------------------------------------------
+CHOICES = [("auto", "auto", True), ("fused", "nvshmem", True), ("auto", "all_to_all", False)]
+
+
+@pytest.mark.parametrize("mode, transport, is_one_launch", CHOICES)
+def test_choice(libraries, tmp_path, monkeypatch, mode, transport, is_one_launch) -> None:
+    """As on Hopper GPUs. All ranks choose alike, and one launch that was asked for is an error where there is none."""
+    monkeypatch.setattr(runtime, "why_no_kernels_beside", lambda t: None)
+    plan, _, _ = problem(1, 4, 64)
+
+    def choice(t, mode: str, transport: str):
+        policy = runtime.AttnPolicy(stage_mode=mode, node_transport=transport)
+        levels = join_nodes(t, (2,), None)
+        return runtime.AttnRuntime(plan, t, default_registry(), policy, levels)._decide(CPU)
+
+    def main(t):
+        CpuFactory(libraries[0], tmp_path).attach(t)
+        with pytest.raises(UnsupportedError, match="MAGI_ATTENTION_NATIVE_GRPCOLL=1 cannot be done"):
+            choice(t, "fused", "all_to_all")
+        return type(choice(t, mode, transport))
+
+    wanted = NodeFusedAttention if is_one_launch else type(None)
+    assert FakeWorld(4).run(main) == [wanted] * 4
 
 
 # ---- a rank that is killed ------------------------------------------------------------------------------------------

@@ -96,6 +96,24 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
     assert "to" in events[:at] and events.count("kernel") == 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_put_of_its_own_comes_right_before_the_kernel(monkeypatch, deterministic) -> None:
+    """On the stream of the call, when what the kernel waits for is behind it."""
+    planner_or_skip()
+    ffa, _ = backend()
+    q, k, v = inputs(32, 32)
+    events: list[object] = []
+    for name in ("forward_remote_raw", "backward_remote_raw"):
+        monkeypatch.setattr(ffa.library, name, lambda *a: (events.append(a[2]), 0)[1], raising=False)
+    monkeypatch.setattr(ffa.library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    given = remote_keys()
+    remote = RemoteKeys(given.mask, given.params, None, events.append)
+    options = AttnOptions(0.25, deterministic=deterministic)
+    out, lse, _ = ffa.forward_fused(q, k, v, remote, options)
+    ffa.backward_fused(q, q, k, v, torch.zeros_like(q), lse.zero_(), remote, options)
+    assert events == [7, None, 7, None], "the put on stream 7, then the kernel, with none of its own"
+
+
 def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
     """As elsewhere: this kernel, and with it the put, after the last one in turns."""
     planner_or_skip()
