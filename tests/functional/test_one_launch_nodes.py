@@ -83,9 +83,9 @@ def problem(seed: int, world: int, rows: int):
 
 
 def attention(hopper, one: NodeFusedAttention, plan, t, tensors, options: AttnOptions, seed: int):
-    """out, lse, dq, dk and dv of this rank's tokens."""
+    """out, lse, dq, dk and dv of this rank's tokens; ``seed``: of the order of threads."""
     q, k, v, dout = (plan.shard(x, t).contiguous() for x in tensors)
-    hopper.use(2 + seed % 2, seed)
+    hopper.use(3, seed)
     out, lse, _ = one.forward(hopper.backend, q, k, v, options, None)
     grads = one.backward(hopper.backend, dout, q, k, v, out, lse, options, None)
     return [out, lse, grads.dq, grads.dk, grads.dv]
@@ -106,11 +106,10 @@ def main(
             plan, _, tensors = problem(seed, world, rows)
             one = NodeFusedAttention(plan, group, high_precision_reduce=seed % 4 == 3)
             options = AttnOptions(DIM**-0.5, deterministic=seed % 3 == 0)
-            # In no fixed order of queries the order of threads may change a bit, the order of arrival never.
-            seeds_of_threads = (10 * seed, 10 * seed + options.deterministic)
-            first, again = (attention(hopper, one, plan, t, tensors, options, i) for i in seeds_of_threads)
+            first, again = (attention(hopper, one, plan, t, tensors, options, 10 * seed + i) for i in range(2))
             for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), first, again):
-                assert torch.equal(a, b), f"seed {seed}: {name} has other bits again"
+                is_exact = name != "dq" or options.deterministic
+                assert not is_exact or torch.equal(a, b), f"seed {seed}: {name} has other bits again"
             group.check("the test")
             found.append((seed, [plan.gather(x, t) for x in first]))
     return found
