@@ -90,12 +90,12 @@ typedef struct {
 MAGI_EXPORT magi_status magi_comm_put(const magi_comm_put_params* params);
 
 /* The same puts, beside the next kernel of the stream: one of attention, which reads rows of the
- * arena while they arrive. To that kernel the arena is a magi_symm_buffer of one rank, whose
- * control words lie at control_at: signal g says that the rows of group g are here, as the waits
- * begins[g] to begins[g + 1] have counted this epoch. Groups are passed on in order. When all have
- * been, and this rank's puts have read their sources, the buffer's MAGI_SYMM_PUT_DONE says so. Who
- * ends the buffer's epochs is not this kernel. The memory to be cleared, in multiples of 16 bytes,
- * is zero before any signal. */
+ * arena while they arrive. It sees the arena as a magi_symm_buffer of one rank, with control words
+ * at control_at. Its signal g says that the rows of group g are here, as the waits begins[g] to
+ * begins[g + 1] have counted this epoch. Groups are passed on in order. When all have been, and
+ * the puts of this rank have read their sources, the buffer's MAGI_SYMM_PUT_DONE says so. Others
+ * end the epochs of the buffer. The memory to be cleared, in multiples of 16 bytes, is zero before
+ * any signal. */
 #define MAGI_COMM_CONTROL_BYTES 4096 /* of the control words */
 typedef struct {
   magi_comm_put_params put;
