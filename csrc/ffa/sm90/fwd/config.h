@@ -28,7 +28,8 @@ constexpr int fwd_keys(int head_dim_v, bool plain, bool dropout) {
 }
 
 template <typename T_, int kD_, int kDv_, bool kPlain_, bool kDropout_ = false,
-          int kGroups_ = fwd_groups(kDv_), int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_)>
+          int kGroups_ = fwd_groups(kDv_), int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_),
+          int kPackedSets_ = 1>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;                 // head dim of q and k, padded to 32
@@ -43,7 +44,10 @@ struct FwdConfig {
   static constexpr int kGroups = kGroups_;
   static constexpr int kBlockM = 64 * kGroups;
   static constexpr int kKStages = 2;
-  static constexpr int kVStages = 2;
+  // Sets of registers for P. With two, P never waits for the output of the block before; the stage
+  // of V is then released a block later, so one more keeps the copies ahead.
+  static constexpr int kPackedSets = kPackedSets_;
+  static constexpr int kVStages = 1 + kPackedSets;
   static constexpr int kQStages = kD <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
@@ -67,7 +71,7 @@ struct FwdConfig {
   static constexpr uint32_t kKBytes = kBlockN * kAtoms * 128;
   static constexpr uint32_t kVBytes = kBlockN * kAtomsV * 128;
   // What the barrier indices, the parities and the staging of the output over Q rely on.
-  static_assert(kKStages == 2 && kVStages == 2 && kDv <= kD, "see FwdSmem and Worker");
+  static_assert(kKStages == 2 && kVStages <= 3 && kDv <= kD, "see FwdSmem and Worker");
   // Offsets from the 1024-byte aligned start.
   static constexpr uint32_t kQAt = 0;
   static constexpr uint32_t kKAt = kQAt + kQStages * kQBytes;

@@ -16,10 +16,10 @@
 namespace magi {
 
 // One consumer warpgroup at work on one work tile. While the scores of block n are multiplied and
-// exponentiated, the output of block n-1 is being accumulated. There is one set of registers for P,
-// so packing waits for the multiplication that reads them; the other warpgroups keep the tensor
-// cores busy meanwhile, and the stage of V is released before the next block, not in it.
-// `Traversal` is the warpgroup's way through the key blocks.
+// exponentiated, the output of block n-1 is being accumulated. With one set of registers for P,
+// packing waits for the multiplication that reads them: the other warpgroups keep the tensor cores
+// busy meanwhile, and the stage of V is released before the next block, not in it. With two sets, P
+// is packed into them in turn. `Traversal` is the warpgroup's way through the key blocks.
 template <typename C, typename Traversal>
 struct Worker {
   using Packed = uint32_t[C::kBlockN / 4];
@@ -27,21 +27,31 @@ struct Worker {
   const FwdKernelParams& p;
   const FwdSmem<C>& smem;
   Traversal& traversal;
-  KvRing kv;  // of the next block; the one before is packed
+  KvRing kv;             // of the next block; the one before is packed
+  Ring<C::kVStages> vs;  // the same of V, where it has three stages
   // Flags in one register.
   static constexpr uint32_t kKReady = 1,
                             kVReady = 2;  // what the next block needs has been seen to have arrived
-  static constexpr uint32_t kRescale =
-      4;  // the output has to be rescaled before the next one is added
+  static constexpr uint32_t kRescale = 4;   // the output has to be rescaled before more is added
+  static constexpr uint32_t kUnderWay = 8;  // with two sets: an output multiplication is
   uint32_t flags = 0;
 
   __device__ __forceinline__ Worker(const FwdKernelParams& params, const FwdSmem<C>& s,
                                     Traversal& w)
       : p(params), smem(s), traversal(w) {}
 
-  // Of the block that was packed last.
-  __device__ __forceinline__ uint32_t packed_stage() const { return kv.stage() ^ 1; }
-  __device__ __forceinline__ uint32_t packed_phase() const { return KvRing{kv.blocks - 1}.phase(); }
+  // Of V, so many blocks ago; the block before is the one that was packed last.
+  __device__ __forceinline__ uint32_t v_stage(int ago) const {
+    if constexpr (C::kVStages == 2) return KvRing{kv.blocks - ago}.stage();
+    return vs.stage >= ago ? vs.stage - ago : vs.stage + C::kVStages - ago;
+  }
+  __device__ __forceinline__ uint32_t packed_phase() const {
+    if constexpr (C::kVStages == 2) return KvRing{kv.blocks - 1}.phase();
+    return vs.phase ^ (vs.stage == 0);
+  }
+  __device__ __forceinline__ uint32_t v_phase() const {
+    return C::kVStages == 2 ? kv.phase() : vs.phase;
+  }
 
   // Scores of the block on which the walk stands.
   __device__ __forceinline__ void start_qk(float (&s)[C::kBlockN / 2], uint32_t q) {
@@ -53,13 +63,11 @@ struct Worker {
   }
 
   // The output of the block that was packed last.
-  __device__ __forceinline__ void start_pv(float (&o)[C::kDv / 2], const Packed& packed,
-                                           const SoftmaxState<C>& state) {
-    if (flags & kRescale) state.rescale(o);
-    if (!(flags & kVReady)) mbar_wait(smem.v_full(packed_stage()), packed_phase());
+  __device__ __forceinline__ void start_pv(float (&o)[C::kDv / 2], const Packed& packed) {
+    if (!(flags & kVReady)) mbar_wait(smem.v_full(v_stage(1)), packed_phase());
     __syncwarp();
     wgmma_fence();
-    multiply_pv<C>(o, packed, uniform(operand_low(smem.v(packed_stage()), C::kBlockN * 128)));
+    multiply_pv<C>(o, packed, uniform(operand_low(smem.v(v_stage(1)), C::kBlockN * 128)));
     wgmma_commit();
   }
 
@@ -67,19 +75,14 @@ struct Worker {
     if (elect_one()) mbar_arrive(smem.k_empty(kv.stage()));
   }
 
-  __device__ __forceinline__ void release_v(uint32_t stage) const {
-    if (elect_one()) mbar_arrive(smem.v_empty(stage));
-  }
-
-  __device__ __forceinline__ void finish_pv(float (&o)[C::kDv / 2]) const {
-    wgmma_wait<0>();
-    keep_in_place(o);
-    release_v(packed_stage());
+  __device__ __forceinline__ void release_v(int ago) const {
+    if (elect_one()) mbar_arrive(smem.v_empty(v_stage(ago)));
   }
 
   // After the walk's step.
   __device__ __forceinline__ void count_block() {
     kv.advance();
+    if constexpr (C::kVStages > 2) vs.advance();
     if (traversal.left == 0) traversal.next_segment();
   }
 
@@ -110,13 +113,22 @@ struct Worker {
     flags = state.refer(s, p.scale_log2, p.unscale, p.slack) ? kRescale : 0;
     traversal.step();
     const KvRing after{kv.blocks + 1};
-    flags |= mbar_test(smem.v_full(kv.stage()), kv.phase()) ? kVReady : 0;
+    flags |= mbar_test(smem.v_full(v_stage(0)), v_phase()) ? kVReady : 0;
     flags |= mbar_test(smem.k_full(after.stage()), after.phase()) ? kKReady : 0;
     state.exponentiate(s, p.scale_log2);
     if constexpr (C::kDropout) drop(s);
     before_packing();
     pack_scores<C>(packed, s);
     count_block();
+  }
+
+  // Ends the output multiplication, while the last `kPending` multiplications may go on.
+  template <int kPending>
+  __device__ __forceinline__ void finish_pv(float (&o)[C::kDv / 2], const SoftmaxState<C>& state) {
+    wgmma_wait<kPending>();
+    keep_in_place(o);
+    if (flags & kUnderWay) release_v(2);
+    if (flags & kRescale) state.rescale(o);
   }
 
   // The first block, or the first after a drain.
@@ -129,30 +141,53 @@ struct Worker {
     softmax(s, state, packed, [] {});
   }
 
+  // With two sets of registers for P.
   __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
-                                             Packed& packed, SoftmaxState<C>& state, uint32_t q) {
+                                             const Packed& before, Packed& after,
+                                             SoftmaxState<C>& state, uint32_t q) {
     start_qk(s, q);
-    start_pv(o, packed, state);
+    finish_pv<1>(o, state);
+    start_pv(o, before);
     wgmma_wait<1>();  // leaves this output multiplication under way
     keep_in_place(s);
     release_k();
-    softmax(s, state, packed, [&] { finish_pv(o); });
+    softmax(s, state, after, [] {});
+    flags |= kUnderWay;
   }
 
-  // The output of the last block; all stages are released then.
+  // With one set.
+  __device__ __forceinline__ void next_block(float (&s)[C::kBlockN / 2], float (&o)[C::kDv / 2],
+                                             Packed& packed, SoftmaxState<C>& state, uint32_t q) {
+    start_qk(s, q);
+    if (flags & kRescale) state.rescale(o);
+    start_pv(o, packed);
+    wgmma_wait<1>();
+    keep_in_place(s);
+    release_k();
+    softmax(s, state, packed, [&] {
+      wgmma_wait<0>();
+      keep_in_place(o);
+      release_v(1);
+    });
+  }
+
+  // Finishes all multiplications and releases their stages.
   __device__ __forceinline__ void drain(float (&o)[C::kDv / 2], const Packed& packed,
                                         const SoftmaxState<C>& state) {
-    start_pv(o, packed, state);
-    finish_pv(o);
+    finish_pv<0>(o, state);
+    start_pv(o, packed);
+    wgmma_wait<0>();
+    keep_in_place(o);
+    release_v(1);
   }
 
   // A block without work for this warpgroup; nothing may be under way, or the rings could not move
   // on.
   __device__ __forceinline__ void skip_block() {
     mbar_wait(smem.k_full(kv.stage()), kv.phase());
-    mbar_wait(smem.v_full(kv.stage()), kv.phase());
+    mbar_wait(smem.v_full(v_stage(0)), v_phase());
     release_k();
-    release_v(kv.stage());
+    release_v(0);
     traversal.step();
     count_block();
     flags = 0;
@@ -162,7 +197,7 @@ struct Worker {
 template <typename C, typename Traversal>
 __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   float o[C::kDv / 2], s[C::kBlockN / 2];
-  typename Worker<C, Traversal>::Packed packed;
+  typename Worker<C, Traversal>::Packed even, odd;  // odd where there are two sets
   Traversal traversal(p, smem);
   Worker<C, Traversal> worker(p, smem, traversal);
   // The output of a work tile is staged over the warpgroup's rows of its Q. Those are free once the
@@ -198,10 +233,25 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
         worker.skip_block();
         continue;
       }
-      worker.first_block(s, packed, state, q);
+      worker.first_block(s, even, state, q);
       if (C::kQStages > 1) release_stored();
-      while (traversal.has_work()) worker.next_block(s, o, packed, state, q);
-      worker.drain(o, packed, state);
+      if constexpr (C::kPackedSets == 1) {
+        while (traversal.has_work()) worker.next_block(s, o, even, state, q);
+        worker.drain(o, even, state);
+      } else {
+        while (true) {
+          if (!traversal.has_work()) {
+            worker.drain(o, even, state);
+            break;
+          }
+          worker.next_block(s, o, even, odd, state, q);
+          if (!traversal.has_work()) {
+            worker.drain(o, odd, state);
+            break;
+          }
+          worker.next_block(s, o, odd, even, state, q);
+        }
+      }
     }
     if (C::kQStages > 1) release_stored();
     const int group = uniform(thread_again() / 128 - 1);
