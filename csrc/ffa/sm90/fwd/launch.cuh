@@ -61,6 +61,12 @@ magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
 template <typename C>
 magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote,
                       FwdKernelParams& k, int64_t work_tiles, int sms) {
+  constexpr int kMostKeys = 65535 * C::kBlockN;  // 16 bits count the key blocks of a segment
+  if (a.total_k > kMostKeys)
+    return fail(
+        MAGI_UNSUPPORTED,
+        "%d keys are more than the %d that one call takes at this head dim; give them in stages.",
+        a.total_k, kMostKeys);
   MAGI_RETURN(fwd_maps<C>(a, remote, &k));
   static DeviceOnce configured;
   MAGI_RETURN(configured.run([&] {
@@ -83,14 +89,6 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
     return fail(MAGI_INVALID_ARGUMENT,
                 "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
                 a.pack, a.tile_tokens, C::kBlockM);
-  // The kernel counts the key blocks of a segment in 16 bits.
-  using Dropout = FwdConfig<T, kD, kDv, false, true>;
-  const int most_keys = 65535 * (a.has_dropout ? Dropout::kBlockN : C::kBlockN);
-  if (a.total_k > most_keys)
-    return fail(
-        MAGI_UNSUPPORTED,
-        "%d keys are more than the %d that one call takes at this head dim; give them in stages.",
-        a.total_k, most_keys);
   FwdKernelParams k;
   fwd_scalars(a, kPartialsAt, &k);
   k.total_k = a.total_k;
@@ -107,7 +105,8 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
   const int64_t need = fwd_workspace_bytes<C>(splits, k.head_units);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   const bool plain = k.split_tiles == 0 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
-  if (a.has_dropout) return start_fwd<Dropout>(a, remote, k, work_tiles, sms);
+  if (a.has_dropout)
+    return start_fwd<FwdConfig<T, kD, kDv, false, true>>(a, remote, k, work_tiles, sms);
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
   return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);
 }
