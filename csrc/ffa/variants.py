@@ -57,9 +57,11 @@ MANIFEST: list[Variant] = [
 ]
 
 
-def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int) -> Variant | None:
-    """The variant with the smallest tile that holds these head dims, in the manifest or not; None if there is none."""
-    tiles = (*HEAD_DIMS, *JIT_HEAD_DIMS) if kind == "fwd" else BWD_HEAD_DIMS
+def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int, kernels: str = "sm90") -> Variant | None:
+    """The variant with the smallest tile that holds these head dims, in the manifest or not, for ``kernels`` "sm90" or
+    "portable"; None if there is none."""
+    forward = (*HEAD_DIMS, *JIT_HEAD_DIMS, *(FWD_SM90_HEAD_DIMS if kernels == "sm90" else ()))
+    tiles = forward if kind == "fwd" else BWD_HEAD_DIMS
     fits = [(d, dv) for d, dv in tiles if d >= head_dim and dv >= head_dim_v]
     return Variant(kind, dtype, *min(fits, key=sum)) if fits else None
 

@@ -29,14 +29,17 @@ def cache_folder(csrc: Path | None = None, arch: str = "sm90") -> Path:
     return Path(env.workspace_base_dir()) / ".cache" / "magi_attention" / key
 
 
-def variant_for(dtype: str, head_dim: int, head_dim_v: int, csrc: Path | None = None, kind: str = "fwd"):
-    """The variant of ``kind`` "fwd" or "bwd" with the smallest tile that holds these head dims.
+def variant_for(
+    dtype: str, head_dim: int, head_dim_v: int, csrc: Path | None = None, kind: str = "fwd", arch: str = "sm90"
+):
+    """The variant of ``kind`` "fwd" or "bwd" with the smallest tile that holds these head dims on the family ``arch``.
 
     Raises:
         BuildError: there is none so large, or there are no sources.
     """
     csrc = toolchain.find_csrc() if csrc is None else csrc
-    variant = toolchain.load_manifest(csrc).narrowest(kind, dtype, head_dim, head_dim_v)
+    kernels = families.BY_NAME[arch].sources
+    variant = toolchain.load_manifest(csrc).narrowest(kind, dtype, head_dim, head_dim_v, kernels)
     if variant is None or head_dim < 1 or head_dim_v < 1:
         raise BuildError(f"Head dims {head_dim} and {head_dim_v}: kernels exist up to 256.")
     return variant
@@ -51,7 +54,7 @@ def why_not(
     """
     try:
         csrc = toolchain.find_csrc() if csrc is None else csrc
-        folder = cache_folder(csrc, arch) / variant_for(dtype, head_dim, head_dim_v, csrc, kind).stem
+        folder = cache_folder(csrc, arch) / variant_for(dtype, head_dim, head_dim_v, csrc, kind, arch).stem
         if not _is_usable(_library(folder, arch)):
             toolchain.require_nvcc()
             toolchain.require_ninja()
@@ -134,7 +137,7 @@ def load_variant(
     Raises:
         BuildError: it cannot be compiled. UnsupportedError: it does not load.
     """
-    variant = variant_for(dtype, head_dim, head_dim_v, kind=kind)
+    variant = variant_for(dtype, head_dim, head_dim_v, kind=kind, arch=arch)
     if env.is_no_build_cache():
         return _load_variant.__wrapped__(variant, arch)
     return _load_variant(variant, arch)

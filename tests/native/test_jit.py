@@ -59,10 +59,12 @@ def test_the_smallest_tile_that_there_is():
     for dims, tile in (
         ((72, 40), (128, 64)), ((64, 64), (64, 64)), ((192, 64), (192, 64)), ((200, 72), (256, 128)),
         ((64, 128), (128, 128)), ((8, 256), (256, 256)), ((256, 192), (256, 256)), ((136, 136), (192, 192)),
+        ((96, 88), (96, 96)), ((80, 80), (96, 96)),
     ):  # fmt: skip
         assert jit.variant_for("bf16", *dims, csrc).stem == f"fwd_bf16_d{tile[0]}_dv{tile[1]}", dims
     for dims, square in (((72, 40), 128), ((8, 64), 64), ((192, 128), 256), ((128, 136), 256)):
         assert jit.variant_for("fp16", *dims, csrc, kind="bwd").stem == f"bwd_fp16_d{square}_dv{square}"
+    assert jit.variant_for("bf16", 96, 96, csrc, arch="portable_sm90").stem == "fwd_bf16_d128_dv128"
     for dims in ((264, 64), (64, 264), (0, 64)):
         with pytest.raises(BuildError, match="up to 256"):
             jit.variant_for("bf16", *dims, csrc)
