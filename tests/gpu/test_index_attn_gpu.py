@@ -5,22 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER
 
 from magi_attention.api import block_sparse_attn_func, index_attn_func, prepare_indices
 from magi_attention.kernels.index_attn import choose
 from magi_attention.kernels.index_attn.types import IndexProblem
 from magi_attention.kernels.types import options_of
-from magi_attention.native.families import SM90
 
-DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() not in SM90.capabilities,
-        reason="The kernels of index attention run on GPUs of compute capability 9.0.",
-    ),
-]
-BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = NEEDS_HOPPER
 # tokens, keys, query heads, kv heads, head dims, entries
 CASES = [
     (40, 500, 128, 1, 128, 128, 256),

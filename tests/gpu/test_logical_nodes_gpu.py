@@ -8,12 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from places import NEEDS_A_GPU
-
-from magi_attention.errors import UnsupportedError
-from magi_attention.native.comm.nvshmem import Nvshmem
-from magi_attention.testing.spawn import run_processes
+from places import NEEDS_A_GPU, over_nvshmem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 import logical_nodes  # noqa: E402
@@ -25,13 +20,7 @@ TIMEOUT_S = 5.0  # of the group in which a rank ends
 
 
 def run(main, world: int, *args, timeout_s: float) -> list:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"Needs {world} GPUs; here are {torch.cuda.device_count()}.")
-    try:
-        Nvshmem()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    return run_processes(world, main, *args, timeout_s=timeout_s, grace_s=15.0, backend="cpu:gloo,cuda:nccl")
+    return over_nvshmem(main, world, *args, timeout_s=timeout_s, grace_s=15.0, backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize("world, node_size", SHAPES)

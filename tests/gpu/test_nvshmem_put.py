@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from places import over_nvshmem
 
-from magi_attention.errors import UnsupportedError
 from magi_attention.native.comm.nvshmem import Nvshmem
-from magi_attention.testing.spawn import run_processes
 
 ROWS, WIDTH, ROUNDS = 1000, 128, 5
 
@@ -61,11 +60,5 @@ def copy_from(address: int, out: torch.Tensor) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_and_signals_arrive(world):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"Needs {world} GPUs.")
-    try:
-        Nvshmem()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    seen = run_processes(world, exchange, timeout_s=120.0)
+    seen = over_nvshmem(exchange, world, timeout_s=120.0)
     assert seen == [[100 * i + (rank - 1) % world for i in range(1, ROUNDS + 1)] for rank in range(world)]

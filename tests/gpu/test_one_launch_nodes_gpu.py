@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import NEEDS_A_GPU
+from places import NEEDS_A_GPU, over_nvshmem
 
 from magi_attention import api
-from magi_attention.errors import PeerFailureError, UnsupportedError
-from magi_attention.native.comm.nvshmem import Nvshmem
-from magi_attention.testing.spawn import run_processes
+from magi_attention.errors import PeerFailureError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 import logical_nodes  # noqa: E402
@@ -218,13 +216,7 @@ def test_a_rank_that_ends_is_named(world, node_size, verb) -> None:
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
 def run(main: Callable, world: int, *args, timeout_s: float = 240.0) -> list:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"Needs {world} GPUs; here are {torch.cuda.device_count()}.")
-    try:
-        Nvshmem()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    return run_processes(world, main, *args, timeout_s=timeout_s, grace_s=15.0, backend="cpu:gloo,cuda:nccl")
+    return over_nvshmem(main, world, *args, timeout_s=timeout_s, grace_s=15.0, backend="cpu:gloo,cuda:nccl")
 
 
 def check(results: list[list[str]]) -> None:
