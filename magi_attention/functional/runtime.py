@@ -17,7 +17,6 @@ from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.choice import NODE_TRANSPORTS, exchange_group
 from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.node_exchange import why_rows_stay
-from magi_attention.comm.symm.buffers import why_no_kernels_beside, why_no_symm_buffers
 from magi_attention.comm.transport.base import Transport
 from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
@@ -26,11 +25,11 @@ from magi_attention.env import comm
 from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
-from magi_attention.functional.fused import FusedAttention, OneLaunch, PreparedFused
-from magi_attention.functional.fused_nodes import NodeFusedAttention
 from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import refuse_dtensor
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
+from magi_attention.functional.one_launch.base import OneLaunch, PreparedFused
+from magi_attention.functional.one_launch.choice import over_nodes, over_nvlink
 from magi_attention.functional.stage_comm import QueryComm, StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.dropout import Dropout, DropoutMask
@@ -385,7 +384,12 @@ class AttnRuntime:
 
     def _decide(self, device: torch.device) -> OneLaunch | None:
         was_asked_for = self.policy.stage_mode == "fused"
-        made, reason = self._over_nvlink(was_asked_for) if self._hierarchy is None else self._over_nodes(device)
+        precise = self.policy.high_precision_reduce
+        if self._hierarchy is None:
+            made, reason = over_nvlink(self.plan, self.transport, precise, was_asked_for)
+        else:
+            nodes, wish = self._hierarchy.nodes, self.policy.node_transport
+            made, reason = over_nodes(self.plan, self.transport, nodes, wish, precise, device)
         if made is not None:
             self.cache.include(made.cache)
             return made
@@ -396,30 +400,6 @@ class AttnRuntime:
             )
         _log.info("Attention runs stage by stage over the process group: %s", reason)
         return None
-
-    def _over_nvlink(self, was_asked_for: bool) -> tuple[OneLaunch | None, str | None]:
-        """Attention in one launch, or why not."""
-        reason = why_no_symm_buffers(self.transport, by_wish=was_asked_for)
-        if reason is not None:
-            return None, reason
-        return FusedAttention(self.plan, self.transport, self.policy.high_precision_reduce), None
-
-    def _over_nodes(self, device: torch.device) -> tuple[OneLaunch | None, str | None]:
-        """The same where rows go between nodes by one-sided transfers. Collective at the first call for a group."""
-        assert self._hierarchy is not None
-        nodes, wish = self._hierarchy.nodes, self.policy.node_transport
-        if len(nodes.members) < 2:
-            return None, "Hierarchical communication was asked for, and all ranks are on one node."
-        if not all(map(len, self.plan.partitions)):
-            return None, "Some rank has no tokens."
-        reason = why_no_kernels_beside(self.transport)
-        if reason is not None:
-            return None, reason
-        group = exchange_group(self.transport, nodes, device, wish)
-        if group is None:
-            return None, "Rows go between nodes by all-to-all-v."
-        _log.info("Attention runs in one launch over %d nodes, by %s.", len(nodes.members), group.verbs.name)
-        return NodeFusedAttention(self.plan, group, self.policy.high_precision_reduce), None
 
     def _exchange(self, k: torch.Tensor, v: torch.Tensor) -> ExchangeGroup | None:
         """What moves rows like these between nodes by one-sided transfers, or None; alike on all ranks."""

@@ -18,7 +18,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import ContractError
 from magi_attention.functional.ahead import AHEAD, _calls, prepare
-from magi_attention.functional.fused import FusedAttention
+from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
 from magi_attention.kernels.ffa.schedule import select_schedule

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from magi_attention.functional.fused import _PUT_BYTES_PER_S, FusedAttention, Shapes, arrival_pace
+from magi_attention.functional.one_launch.base import Shapes, arrival_pace
+from magi_attention.functional.one_launch.nvlink import _BYTES_PER_S, FusedAttention
 from magi_attention.kernels.ffa.peer_kv import RemoteGrads
 from magi_attention.native.stream_order import StreamOrder
 
@@ -123,7 +124,7 @@ def test_pace() -> None:
     def pace_of(rows, total_keys=2**18, dims=(64, 64), heads=16):
         shapes = Shapes(torch.device("cpu"), torch.bfloat16, heads, 2, dims, (128, 128))
         part = SimpleNamespace(signal_rows=np.array(rows), total_keys=total_keys)
-        return arrival_pace(part, shapes, _PUT_BYTES_PER_S)
+        return arrival_pace(part, shapes, _BYTES_PER_S)
 
     one, two, three = pace_of([128, 256, 384]).signals
     assert 0 < one < two and three - two == pytest.approx(two - one)

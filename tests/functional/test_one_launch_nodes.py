@@ -26,7 +26,8 @@ from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.errors import PeerFailureError, UnsupportedError
 from magi_attention.functional import runtime
-from magi_attention.functional.fused_nodes import NodeFusedAttention
+from magi_attention.functional.one_launch import choice as one_launch_choice
+from magi_attention.functional.one_launch.nodes import NodeFusedAttention
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.comm import symm
@@ -45,7 +46,7 @@ HEADS, DIM, CPU = (4, 2), 64, torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def libraries(compile_folder) -> tuple[str, str]:
-    """Of the exchange and of attention."""
+    """The libraries of the exchange and of attention."""
     planner_or_skip()
     csrc, folder = csrc_or_skip(), compile_folder / "one_launch"
 
@@ -135,7 +136,7 @@ CHOICES = [("auto", "auto", True), ("fused", "nvshmem", True), ("auto", "all_to_
 @pytest.mark.parametrize("mode, transport, is_one_launch", CHOICES)
 def test_choice(libraries, tmp_path, monkeypatch, mode, transport, is_one_launch) -> None:
     """As on Hopper GPUs. All ranks choose alike, and one launch that was asked for is an error where there is none."""
-    monkeypatch.setattr(runtime, "why_no_kernels_beside", lambda t: None)
+    monkeypatch.setattr(one_launch_choice, "why_no_kernels_beside", lambda t: None)
     plan, _, _ = problem(1, 4, 64)
 
     def choice(t, mode: str, transport: str):

@@ -19,10 +19,11 @@ from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
-from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, fused, gather, shard
+from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.documents import labels
 from magi_attention.functional.layout import place, roll, sum_shards
+from magi_attention.functional.one_launch import nvlink
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.ffa.peer_kv import RemoteMask
 from magi_attention.meta.fused_layout import FusedLayout
@@ -147,7 +148,7 @@ def test_two_plans_of_one_mask_count_it_both():
 def test_bytes_of_one_launch(monkeypatch):
     """The tables of attention in one launch, which needs GPUs to run."""
     plan = make_plan(7, 2, 1)
-    attention = fused.FusedAttention(plan, SingleTransport(), True)
+    attention = nvlink.FusedAttention(plan, SingleTransport(), True)
     assert attention.part.rank == 0 and attention.cache.nbytes == reached_bytes(attention.part)
     assert isinstance(FusedLayout(plan).part(1).arrays, list)
 
@@ -159,8 +160,8 @@ def test_bytes_of_one_launch(monkeypatch):
         def is_current(self) -> bool:
             return self.is_now
 
-    monkeypatch.setattr(fused, "Launches", Made)
-    monkeypatch.setattr(fused, "symm_group", lambda *_: None)
+    monkeypatch.setattr(nvlink, "Launches", Made)
+    monkeypatch.setattr(nvlink, "symm_group", lambda *_: None)
     q = torch.zeros(TOTAL, 2, 8, dtype=torch.bfloat16)
     made, *_ = attention._of(q, q, q)
     assert attention._of(q, q, q)[0] is made and len(attention.cache) == 1

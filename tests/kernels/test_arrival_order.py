@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.functional.fused import _L2_GROUP_BYTES
+from magi_attention.functional.one_launch.base import _L2_GROUP_BYTES
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape

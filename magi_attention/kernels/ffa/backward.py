@@ -187,15 +187,9 @@ class BackwardCalls:
         return RemoteGrads(dq, dk, dv, dsink, *sums, work)
 
     def _launch(
-        self,
-        call: _Prepared,
-        params: bytes,
-        beside: _Beside | None,
-        runtime: CudaRuntime,
-        index: int,
-        stream: int,
-        capturing: bool,
-    ) -> None:
+        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime: CudaRuntime, index: int,
+        stream: int, capturing: bool,
+    ) -> None:  # fmt: skip
         """Deterministic kernels follow the last ones of the device."""
         if call.options.deterministic:
             stream_order = self._deterministic.get(index)

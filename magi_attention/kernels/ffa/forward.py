@@ -266,14 +266,9 @@ class ForwardCalls:
 
 
 def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: AttnOptions,
-    sink: torch.Tensor | None,
-    into: Partial | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[object, ...]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+    into: Partial | None, out_dtype: torch.dtype | None,
+) -> tuple[object, ...]:  # fmt: skip
     return (
         q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(), v.shape,
         v.stride(), v.dtype, v.get_device(), id(options),

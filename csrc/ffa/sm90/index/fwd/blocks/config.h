@@ -10,8 +10,11 @@ namespace magi {
 constexpr int kIndexBlocksGroups = 2;
 
 template <typename T, int kD>
-struct IndexBlocksConfig : FwdConfig<T, kD, kD, true, false, kIndexBlocksGroups, 128, 2> {
-  using Base = FwdConfig<T, kD, kD, true, false, kIndexBlocksGroups, 128, 2>;
+using IndexBlocksTile = FwdConfig<T, kD, kD, true, false, kIndexBlocksGroups, 128, 2>;
+
+template <typename T, int kD>
+struct IndexBlocksConfig : IndexBlocksTile<T, kD> {
+  using Base = IndexBlocksTile<T, kD>;
   static constexpr int kWorkReaders = Base::kConsumerWarps + 1;  // no row has to be cleared
   static constexpr int kCtas = 1;
   static constexpr uint32_t kSmemBytes = Base::smem_bytes(0);

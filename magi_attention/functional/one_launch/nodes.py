@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in one launch per direction over several nodes: ``fused.py`` where links differ.
+"""Attention in one launch per direction over several nodes: ``nvlink.py`` where links differ.
 
 Rows travel by an exchange over nodes, whose last memory is that of the attention kernels: they read OUT while it fills,
 and write the gradients of remote keys where the reduce sends from. So nothing is copied out or merged. What the owner
@@ -18,7 +18,7 @@ from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.node_exchange import BLOCK_ROWS
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.two_level.transfers import TransferPlan
-from magi_attention.functional.fused import OneLaunch, Shapes, arrival_pace
+from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival_pace
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage mode ``fused``: one attention launch per direction, over local keys and those that arrive while it runs.
+"""One attention launch per direction in one NVLink domain, over local keys and those that arrive while it runs.
 
 Forward: a few CTAs put this rank's rows into the buffers of the ranks that read them; the attention kernel starts
 beside them and waits, tile by tile, for what it reads. Backward: the same, and the gradients of remote keys are
@@ -9,93 +9,26 @@ results are the same bits on every run, all but dq, which is summed in no fixed 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from magi_attention.comm.symm.buffers import SymmGroup, symm_group
-from magi_attention.common.plan_cache import Kind, PlanCache
+from magi_attention.common.plan_cache import PlanCache
 from magi_attention.functional.ahead import AHEAD
+from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival_pace
 from magi_attention.kernels import AttnOptions, Grads
-from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
-from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout, RankLayout
+from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 
 PUT_CTAS = 16
-# Rough speeds: of one rank's put, and of one multiprocessor at work, forward and backward.
-_PUT_BYTES_PER_S, _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 2.2e11, 1e-5, 5e12, 4.3e12
+_BYTES_PER_S = 2.2e11  # roughly, of one rank's put
 _TABLES = (
     *("transfers", "signals", "arrivals", "owners", "target_rows", "senders"),
     *("summed", "summed_tiles", "summed_src_rows"),
 )  # of a part, on the device
-_L2_GROUP_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd/launch.cuh
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What of k and v the launches depend on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    heads_q: int
-    heads: int
-    head_dims: tuple[int, int]
-    strides: tuple[int, int]  # from token to token, elements
-
-    @property
-    def row_values(self) -> tuple[int, int]:
-        return self.heads * self.head_dims[0], self.heads * self.head_dims[1]
-
-
-class OneLaunch(ABC):
-    """A plan on one rank, ready for attention in one launch, over whatever links. Partial dk and dv travel in k's
-    dtype, or in float32."""
-
-    def __init__(self, part: RankLayout, high_precision_reduce: bool) -> None:
-        self.part = part
-        self._wire = torch.float32 if high_precision_reduce else None
-        self.cache = PlanCache()
-        self.cache.count("part", part.arrays)
-        self.cache.include(part.slices.cache)
-
-    @abstractmethod
-    def forward(
-        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
-        sink: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """``(out in q's dtype, lse, max_logits)``."""
-
-    @abstractmethod
-    def backward(
-        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-    ) -> Grads:  # fmt: skip
-        """dq, dk, dv in the inputs' dtype."""
-
-    @abstractmethod
-    def _made(self, shapes: Shapes, wire: torch.dtype, before: Any) -> Any:
-        """Launches with ``cache`` and ``is_current()``; ``before``: those that are void now, or None."""
-
-    def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
-        key = _layout(q, k, v)
-        found = self.cache.find(LAUNCHES, key)
-        if found is None or (k.data_ptr() | v.data_ptr()) & 15:
-            k, v = _rows(k), _rows(v)
-            key = _layout(q, k, v)
-            found = self.cache.find(LAUNCHES, key)
-        if found is None or not found.is_current():
-            strides = (k.stride(0), v.stride(0))
-            shapes = Shapes(k.device, k.dtype, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), strides)
-            made = self._made(shapes, k.dtype if self._wire is None else self._wire, found)
-            self.cache.include(made.cache)
-            self.cache.pop(LAUNCHES, key)
-            found = self.cache.get(LAUNCHES, key, lambda: made)
-        return found, k, v
 
 
 class FusedAttention(OneLaunch):
@@ -143,13 +76,6 @@ class FusedAttention(OneLaunch):
         return Launches(self._fused_part, shapes, wire, group)
 
 
-class PreparedFused(NamedTuple):
-    """``attention`` and the backend that runs it."""
-
-    attention: OneLaunch
-    backend: FfaBackend
-
-
 class Launches:
     """Prepared launches for one layout of k and v, over the buffers as they are now."""
 
@@ -176,7 +102,7 @@ class Launches:
             data_at=[start, dv_at],
         )  # fmt: skip
         self._targets = [self.grads.addresses + offset for offset in (start, dv_at)]
-        pace, num_summed = arrival_pace(part, shapes, _PUT_BYTES_PER_S), len(part.summed_tiles)
+        pace, num_summed = arrival_pace(part, shapes, _BYTES_PER_S), len(part.summed_tiles)
         mask = RemoteMask(part.slices, part.local_rows, part.base, part.arrivals, pace, num_summed)
         params = remote_params(  # also where nothing arrives, because other ranks may add to dk and dv
             mask, wire, rank=part.rank, world=part.world, timeout_ms=group.timeout_ms,
@@ -198,31 +124,3 @@ class Launches:
     def is_current(self) -> bool:
         """Are the buffers still those for which this was prepared?"""
         return self.group.holds(self.keys) and self.group.holds(self.grads)
-
-
-LAUNCHES: Kind[tuple[object, ...], Any] = Kind("launches, by what of q, k and v they depend on")
-
-
-def arrival_pace(part: RankLayout, shapes: Shapes, bytes_per_s: float) -> Pace:
-    """When keys arrive at a rank that gets so many bytes in a second."""
-    row_bytes = sum(shapes.row_values) * shapes.dtype.itemsize
-    pair, group = 2 * sum(shapes.head_dims), shapes.heads_q // shapes.heads  # flops
-    kept = max(1, _L2_GROUP_BYTES // max(part.total_keys * row_bytes // shapes.heads, 1))
-    return Pace(
-        _START_SECONDS + part.signal_rows * row_bytes / bytes_per_s, pair / _FLOPS, 2.5 * pair / _FLOPS_BACKWARD,
-        heads=group, l2_group_heads=min(kept, shapes.heads) * group,
-    )  # fmt: skip
-
-
-def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """What of them launches depend on, but for the addresses."""
-    return k.device, k.dtype, q.shape[1], k.shape, k.stride(), v.shape, v.stride()
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with whole rows one after another: (T, H, D) whose heads and dims are dense, at addresses that bulk copies
-    take."""
-    token, head, dim = x.stride()
-    is_row = dim == 1 and (head == x.shape[2] or x.shape[1] == 1)
-    is_fine = is_row and not token % 8 and not x.data_ptr() & 15
-    return x if is_fine else x.clone(memory_format=torch.contiguous_format)
