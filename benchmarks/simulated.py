@@ -6,14 +6,16 @@ the model has that one; else it has today's, and the row of the table has a star
 
     python benchmarks/simulated.py [--cells] [--write] [--records benchmarks/results/NAME.json ...]
 
-The records of the page are older than the rule by which a single stage may be waited for. They have both, so they say
-whether the rule is right, too. Those of ``--records`` are taken for newer.
+The page has two tables. The records of the first are older than the rule by which a single stage may be waited for.
+They have both, so they say whether the rule is right, too. Those of the second are newer, and so those of ``--records``
+are taken to be. A record from before ``FASTER_FORWARD`` is compared with the forward of its time.
 
-``--cells`` prints milliseconds, measured and modelled, of every cell. ``--write`` puts the table and its summary into
-docs/guides/simulate.md.
+``--cells`` prints milliseconds, measured and modelled, of every cell. ``--write`` puts the tables and their summary
+into docs/guides/simulate-records.md.
 
 Records may have implementations over logical nodes, all of one machine. Their network is NVLink, then: as fast as puts
-are there by NVSHMEM, as fast as NCCL by all-to-all-v. Their plans are those of today.
+are there by NVSHMEM, as fast as NCCL by all-to-all-v. In one launch the same CTAs put what goes to other nodes and what
+stays. Plans over nodes are those of today.
 """
 
 from __future__ import annotations
@@ -52,22 +54,26 @@ from magi_attention.meta.solver.locality import (  # noqa: E402
 from magi_attention.meta.solver.partition import min_heap, sequential  # noqa: E402
 from magi_attention.simulate import ours  # noqa: E402
 from magi_attention.simulate.events import Outcome  # noqa: E402
-from magi_attention.simulate.machine import Cluster  # noqa: E402
+from magi_attention.simulate.machine import Calibration, Cluster  # noqa: E402
+from magi_attention.simulate.one_launch import one_launch  # noqa: E402
 from magi_attention.simulate.ways import WAYS, Case, share_seconds  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = RESULTS.parents[1] / "docs" / "guides" / "simulate.md"
+PAGE = RESULTS.parents[1] / "docs" / "guides" / "simulate-records.md"
 MARKS = re.compile(r"(<!-- made by benchmarks/simulated.py -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BLOCK = 64  # queries of a step of the backward
 RECORDS = ("context_parallel_h100x2.json", "context_parallel_h200x2.json", "context_parallel_h200x4.json")
+NEW_RECORDS = ("context_parallel_nodes_h100x4.json", "context_parallel_nodes_h200x2.json")
+FASTER_FORWARD = "2026-11-27"  # from this day on records have the forward with three consumer warpgroups
 # Implementations of the record that the model has; `torch_cudnn` has kernels of its own.
 NAMES = {
     "one_gpu": "one GPU", "magi_fused": "one launch", "magi_a2av_1": "one stage, merged", "magi_a2av_2": "two stages",
     "magi_a2av_0": "fetch, then attend", "all_gather": "all-gather", "ring": "ring", "ulysses": "ulysses",
 }  # fmt: skip
-# GPUs of a logical node; the names of those by all-to-all-v end so.
+# GPUs of a logical node; the names of those by all-to-all-v and of those in one launch end so.
 NODE_SIZES = {
     "magi_nodes": 1, "magi_nodes_2": 2, "magi_nodes_4": 4, "magi_nodes_a2av": 1, "magi_nodes_2_a2av": 2,
+    "magi_nodes_fused": 1, "magi_nodes_2_fused": 2, "magi_nodes_4_fused": 4,
 }  # fmt: skip
 MEASURED_WAYS = WAYS | {NAMES["magi_a2av_1"]: lambda case, *rest: ours.staged(case.plan_work(1), *rest, may_wait=False)}
 
@@ -176,20 +182,26 @@ def plan_by(mask: Mask, chunk: int, partitions: Sequence[Sequence[int]], cluster
     )  # fmt: skip
 
 
-def cluster_of(settings: dict) -> Cluster:
-    heads_q, heads_kv = settings["heads"]
-    return Cluster(node=settings["world"], heads_q=heads_q, heads_kv=heads_kv, head_dim=settings["head_dim"])
+def cluster_of(data: dict) -> Cluster:
+    """The machine of a record, as one node, with the forward that the record has."""
+    settings, known = data["settings"], Calibration()
+    if data["environment"]["time"] < FASTER_FORWARD:
+        known = replace(known, forward_pace=1.0)
+    (heads_q, heads_kv), dim = settings["heads"], settings["head_dim"]
+    return Cluster(node=settings["world"], heads_q=heads_q, heads_kv=heads_kv, head_dim=dim, calibration=known)
 
 
 def node_way(name: str) -> str:
     size = NODE_SIZES[name]
     gpus = "each GPU a node" if size == 1 else f"nodes of {size}"
+    if name.endswith("fused"):
+        return f"{gpus}, one launch"
     return f"{gpus}, {'all-to-all-v' if name.endswith('a2av') else 'NVSHMEM'}"
 
 
-def node_errors(record: str, cell: dict, settings: dict) -> Iterator[CellError]:
-    """A cell over logical nodes of one machine."""
-    name, flat = cell["name"], cluster_of(settings)
+def node_errors(record: str, cell: dict, settings: dict, flat: Cluster) -> Iterator[CellError]:
+    """A cell over logical nodes of the machine ``flat``."""
+    name = cell["name"]
     rate, latency_s = links.NVLINK_BYTES_PER_S, links.NVLINK_LATENCY_S
     if name.endswith("a2av"):
         rate, latency_s = links.NCCL_BYTES_PER_S, links.NCCL_LATENCY_S
@@ -203,7 +215,8 @@ def node_errors(record: str, cell: dict, settings: dict) -> Iterator[CellError]:
     are_same = all(int(plan_of(1).comm_matrix().sum(0).max()) == pack[1] for plan_of, pack in zip(plans, packs))
     for direction in ("forward", "backward"):
         is_backward, found = direction == "backward", cell[direction]
-        modelled = [over_nodes(case, cluster, flat, is_backward).seconds for case in cases]
+        way = launch_over_nodes if name.endswith("fused") else over_nodes
+        modelled = [way(case, cluster, flat, is_backward).seconds for case in cases]
         mean = sum(modelled) / len(modelled) * 1e3
         kernel = found.get("kernel_ms_max", float("nan"))
         yield CellError(
@@ -227,18 +240,26 @@ def over_nodes(case: Case, cluster: Cluster, machine: Cluster, is_backward: bool
     return ours.staged(case.plan_work(0 if waits else 1), cluster, is_backward, may_wait=False)
 
 
+def launch_over_nodes(case: Case, cluster: Cluster, machine: Cluster, is_backward: bool) -> Outcome:
+    """One launch; the same CTAs put all rows, over the NVLink of ``machine``, one after the other."""
+    (stage,) = (work := case.plan_work(1)).traffic
+    by_link = replace(stage, link_in=stage.link_in + stage.net_in, link_out=stage.link_out + stage.net_out)
+    endless = replace(cluster, network_bytes_per_s=float("inf"))
+    return one_launch(replace(work, traffic=(by_link,)), endless, is_backward)
+
+
 def errors_of(record: str, is_new: bool = False) -> Iterator[CellError]:
     """Every cell of a record that has times and a way of the model. A record is a name in ``RESULTS``, or a path;
     ``is_new`` if it follows the rule by which a single stage may be waited for."""
     names = NAMES | {"magi_a2av_1": "one stage"} if is_new else NAMES
     data = json.loads((RESULTS / record).read_text(encoding="utf-8"))
     settings = data["settings"]
-    cluster = cluster_of(settings)
+    cluster = cluster_of(data)
     plans = {(cell["mask"], cell["tokens_per_gpu"]): measured_plans(cell) for cell in data["cells"]
              if cell["name"] == "magi_fused" and not cell["reason"]}  # fmt: skip
     for cell in data["cells"]:
         if cell["name"] in NODE_SIZES and not cell["reason"]:
-            yield from node_errors(record, cell, settings)
+            yield from node_errors(record, cell, settings, cluster)
         way = names.get(cell["name"])
         if way is None or cell["reason"]:
             continue
@@ -263,7 +284,7 @@ def choices_of(record: str) -> Iterator[Choice]:
     """What a single stage does in every cell that has both."""
     data = json.loads((RESULTS / record).read_text(encoding="utf-8"))
     cells = {(cell["mask"], cell["tokens_per_gpu"], cell["name"]): cell for cell in data["cells"] if not cell["reason"]}
-    cluster = cluster_of(data["settings"])
+    cluster = cluster_of(data)
     for mask, tokens, name in cells:
         if name != "magi_a2av_1":
             continue
@@ -301,28 +322,34 @@ def table(found: Sequence[CellError]) -> str:
     return "\n".join(lines)
 
 
-def summary(found: Sequence[CellError], choices: Sequence[Choice]) -> str:
+def share_within(found: Sequence[CellError]) -> str:
+    return f"{sum(abs(cell.error) <= 0.1 for cell in found)} of {len(found)}"
+
+
+def summary(old: Sequence[CellError], new: Sequence[CellError], choices: Sequence[Choice]) -> str:
+    found = [*old, *new]
     errors = sorted(abs(cell.error) for cell in found)
-    within = sum(error <= 0.1 for error in errors)
-    known = sorted(abs(cell.error) for cell in found if not cell.has_blind_rows)
+    known = [cell for cell in found if not cell.has_blind_rows]
+    launches = [cell for cell in new if cell.way.endswith(", one launch")]
     waits = [choice.merged / choice.waited for choice in choices if choice.waits == {True}]
     return (
-        f"{within} of {len(errors)} times are within 10%; the median error is {errors[len(errors) // 2]:.1%}, "
-        f"the largest {errors[-1]:.0%}. Without backwards that have blind rows {sum(e <= 0.1 for e in known)} of "
-        f"{len(known)} are, and the largest error is {known[-1]:.0%}. "
-        f"A single stage is waited for now in {len(waits)} of {len(choices)} cells of two GPUs; in the records that is "
-        f"{min(waits):.2f} to {max(waits):.2f} times as fast as merging."
+        f"{share_within(found)} times are within 10%: {share_within(old)} of the first table, {share_within(new)} of "
+        f"the second, and there {share_within(launches)} of one launch over nodes. The median error is "
+        f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.0%}. Without backwards that have blind rows "
+        f"{share_within(known)} are, and the largest error is {max(abs(cell.error) for cell in known):.0%}. "
+        f"A single stage is waited for now in {len(waits)} of {len(choices)} cells of the first table that have one; "
+        f"in the records that is {min(waits):.2f} to {max(waits):.2f} times as fast as merging."
     )
 
 
-def table_of(page: str) -> str:
-    """What stands between the marks of a page."""
-    return MARKS.search(page)[2]
+def tables_of(page: str) -> list[str]:
+    """The tables between the marks of a page."""
+    return [part for part in MARKS.search(page)[2].split("\n\n") if part.startswith("|")]
 
 
-def numbers(text: str) -> dict[tuple[str, str, int], int]:
+def numbers(table: str) -> dict[tuple[str, str, int], int]:
     """Percents of a table, by row, column and direction."""
-    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in table.splitlines()]
     head, *body = [row for row in rows if not row[0].startswith("-")]
     return {
         (row[0].rstrip(" *"), name, place): int(word.rstrip("%"))
@@ -347,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     text = "records in place of those of the page; prints their cells and no summary"
     parser.add_argument("--records", nargs="+", type=Path, metavar="FILE", help=text)
     parser.add_argument("--cells", action="store_true", help="print milliseconds of every cell")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/guides/simulate.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/guides/simulate-records.md")
     options = parser.parse_args(arguments)
     if options.records and options.write:
         parser.error("The page has records of its own; leave --records out, or --write.")
@@ -355,11 +382,13 @@ def main(arguments: Sequence[str]) -> int:
         found = [cell for record in options.records for cell in errors_of(str(record.resolve()), is_new=True)]
         print(table(found), *cell_lines(found), sep="\n")
         return 0
-    found = [cell for record in RECORDS for cell in errors_of(record)]
-    text = f"{table(found)}\n\n{summary(found, [choice for record in RECORDS for choice in choices_of(record)])}"
+    old = [cell for record in RECORDS for cell in errors_of(record)]
+    new = [cell for record in NEW_RECORDS for cell in errors_of(record, is_new=True)]
+    choices = [choice for record in RECORDS for choice in choices_of(record)]
+    text = "\n\n".join([table(old), table(new), summary(old, new, choices)])
     print(text)
     if options.cells:
-        print(*cell_lines(found), sep="\n")
+        print(*cell_lines([*old, *new]), sep="\n")
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{text}\n{marks[3]}", page), encoding="utf-8")

@@ -110,9 +110,9 @@ def origins(cluster) -> str:
         known = f"{cluster.rates.words}, kernels by mask and NCCL in proportion to {known}"
     return (
         f"Measured: {known}. Modelled: all else. The network, {cluster.network_bytes_per_s / 1e9:g} GB/s and "
-        f"{cluster.network_latency_s * 1e6:g} us for each GPU, is assumed; one launch runs in a node only, and over "
-        "several it is what its kernel would do; USP and selective gather were never measured. All ranks are "
-        "computed, none is sampled."
+        f"{cluster.network_latency_s * 1e6:g} us for each GPU, is assumed; one launch over several nodes was "
+        "measured over NVLink alone; USP and selective gather were never measured. All ranks are computed, none is "
+        "sampled."
     )
 
 

@@ -2,7 +2,8 @@
 """Attention over any number of GPUs as a discrete-event model: real plans, measured kernels and links, no GPU.
 
 ``traffic`` and ``spread`` count what ranks compute and send; ``kernels`` and ``machine`` hold what was measured;
-``ours`` and ``peers`` put the one through the other, on the lanes of ``events``; ``ways`` and ``sweep`` compare.
+``one_launch``, ``ours`` and ``peers`` put the one through the other, on the lanes of ``events``; ``ways`` and ``sweep``
+compare.
 """
 
 from magi_attention.simulate.kernels import KernelTimes, kind_of

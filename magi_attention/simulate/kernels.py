@@ -106,9 +106,10 @@ def _measured(calls: Sequence[MeasuredCall], is_backward: bool) -> list[tuple[fl
 
 
 def _pace(cluster: Cluster, is_backward: bool) -> float:
-    """Kernels of ``cluster`` beside those of the table: 1 unless `magi tune` measured them, under a causal mask."""
+    """Kernels of ``cluster`` beside those of the table: as fast as today's, unless `magi tune` measured them under a
+    causal mask."""
     if not cluster.rates.is_measured:
-        return 1.0
+        return 1.0 if is_backward else cluster.calibration.forward_pace
     rate = cluster.rates.kernel(cluster.heads_q, cluster.heads_kv, cluster.head_dim)
     calls, flops = [call for call in TABLE if call.kind == "causal"], BACKWARD_FLOPS if is_backward else FORWARD_FLOPS
     there = [flops * pairs / seconds for pairs, seconds in _measured(calls, is_backward)]

@@ -22,6 +22,8 @@ class Calibration:
             (context_parallel_h100x2.json: kernels alone of ring less those of all-gather).
         nccl_bytes_per_s: received by send/receive and all-to-all. gather_bytes_per_s: received by all-gather, sent by
             reduce-scatter. nccl_latency_s: of a collective that moves next to nothing (all three: ``config/links.py``).
+        forward_pace: speed of today's forward, of that in ffa_forward_h100.json (one_gpu of all masks of
+            context_parallel_nodes_h100x4.json and context_parallel_nodes_h200x2.json, the mean).
         put_sms: multiprocessors of ``sms`` that push rows of one launch (docs/log/one_launch.md).
         hot_pace: speed of a kernel that works for ``hot_s`` or longer, of a short one; GPUs reach their power limit
             (one_gpu of both records beside ffa_forward_h100.json).
@@ -32,6 +34,7 @@ class Calibration:
     nccl_bytes_per_s: float = links.NCCL_BYTES_PER_S
     gather_bytes_per_s: float = links.GATHER_BYTES_PER_S
     nccl_latency_s: float = links.NCCL_LATENCY_S
+    forward_pace: float = 1.03
     put_sms: int = 16
     sms: int = 132
     cool_s: float = 6e-3

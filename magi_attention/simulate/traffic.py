@@ -23,7 +23,9 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Traffic:
     """Rows of K and V of one stage, float64 ``(cp_size,)`` each. ``near``, ``far``: what a rank needs of its node and
-    of others. ``link_in`` and ``link_out`` cross NVLink, ``net_in`` and ``net_out`` the network."""
+    of others. ``link_in`` and ``link_out`` cross NVLink, ``net_in`` and ``net_out`` the network. ``carried_in`` and
+    ``carried_out`` are what of the former came over the network to another rank of the node, which passes it on;
+    ``carried_own`` came over the network and is needed by the rank itself. These three are 0 with levels "flat"."""
 
     near: Floats
     far: Floats
@@ -31,6 +33,9 @@ class Traffic:
     link_out: Floats
     net_in: Floats
     net_out: Floats
+    carried_in: Floats
+    carried_out: Floats
+    carried_own: Floats
     ranges: tuple[Ints, ...]  # keys that each rank receives
     owner: Ints  # rank of each chunk
     chunk_size: int
@@ -39,9 +44,14 @@ class Traffic:
     def rows(self) -> Floats:
         return self.near + self.far
 
+    @property
+    def owned_out(self) -> Floats:
+        """Rows of its own that a rank sends, once for each rank or node that gets them."""
+        return self.link_out - self.carried_out + self.net_out
+
     def evened(self) -> Traffic:
         """As many rows over each kind of link, sent and received by all ranks alike."""
-        names = "link_in", "link_out", "net_in", "net_out"
+        names = "link_in", "link_out", "net_in", "net_out", "carried_in", "carried_out", "carried_own"
         return replace(self, **{name: np.full(len(self.near), getattr(self, name).mean()) for name in names})
 
     def slowest_sender(self, seconds: Floats) -> Floats:
@@ -102,9 +112,7 @@ def work_of(plan: Plan, node: int, levels: str) -> PlanWork:
     if plan.assigned is not None:
         raise UnsupportedError("The model has no queries that move; make the plan with query_moves='never'.")
     hosts = [plan.host_ranges(rank) for rank in range(plan.cp_size)]
-    nodes = [
-        merge_intervals(np.concatenate(hosts[first : first + node])) for first in range(0, plan.cp_size, node)
-    ]
+    nodes = [merge_intervals(np.concatenate(hosts[first : first + node])) for first in range(0, plan.cp_size, node)]
     near_ranges = [
         [intersect_intervals(ranges, nodes[rank // node]) for ranges in stages]
         for rank, stages in enumerate(plan.stage_ranges)
@@ -142,6 +150,7 @@ def _traffic(
     far_ranges = [subtract_intervals(x, nodes[rank // node]) for rank, x in enumerate(ranges)]
     far = np.array([total_length(x) for x in far_ranges], dtype=np.float64)
     link_in, link_out = near.copy(), _rows_by_owner(plan, near_ranges)
+    carried_in, carried_out, carried_own = (np.zeros(len(near)) for _ in range(3))
     if levels == "flat":
         net_in, net_out = far.copy(), _rows_by_owner(plan, far_ranges)
     else:
@@ -154,10 +163,14 @@ def _traffic(
         # carrier[r, p]: who takes, for the node of rank r, the rows of ranks with place p in theirs.
         carrier = first[:, None] + np.arange(node) % np.minimum(node, len(near) - first)[:, None]
         np.add.at(net_in, carrier[::node], _rows_by_place(plan, unions, node))
-        passed_on = np.where(carrier == rank[:, None], 0.0, _rows_by_place(plan, far_ranges, node))
-        link_in += passed_on.sum(axis=1)
-        np.add.at(link_out, carrier, passed_on)
-    return Traffic(near, far, link_in, link_out, net_in, net_out, ranges, plan.rank_of_chunk, plan.chunk_size)
+        carried, is_own = _rows_by_place(plan, far_ranges, node), carrier == rank[:, None]
+        carried_own = (carried * is_own).sum(axis=1)
+        carried_in = far - carried_own
+        np.add.at(carried_out, carrier, np.where(is_own, 0.0, carried))
+    return Traffic(
+        near, far, link_in + carried_in, link_out + carried_out, net_in, net_out, carried_in, carried_out, carried_own,
+        ranges, plan.rank_of_chunk, plan.chunk_size,
+    )  # fmt: skip
 
 
 def _rows_by_place(plan: Plan, ranges: Sequence[Ints], node: int) -> Floats:

@@ -23,6 +23,7 @@ from magi_attention.simulate import ours, peers
 from magi_attention.simulate.events import Outcome
 from magi_attention.simulate.kernels import KernelTimes, kind_of
 from magi_attention.simulate.machine import Cluster
+from magi_attention.simulate.one_launch import one_launch
 from magi_attention.simulate.spread import Spread, spread
 from magi_attention.simulate.traffic import PlanWork, evened, work_of
 
@@ -82,7 +83,7 @@ def _usp(case: Case, cluster: Cluster, is_backward: bool) -> Outcome:
 
 
 WAYS: dict[str, Way] = {
-    "one launch": lambda case, *rest: ours.one_launch(case.plan_work(1), *rest),
+    "one launch": lambda case, *rest: one_launch(case.plan_work(1), *rest),
     "one stage": lambda case, *rest: ours.staged(case.plan_work(1), *rest),
     "two stages": lambda case, *rest: ours.staged(case.plan_work(2), *rest),
     "fetch, then attend": lambda case, *rest: ours.staged(case.plan_work(0), *rest),

@@ -73,6 +73,33 @@ def test_pairs_and_rows_of_a_plan(seed):
             assert mine.link_in.tolist() == counted.node.tolist()
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_are_carried(seed):
+    """What comes over the network to a carrier goes on to those that need it, its own copy included; by all tokens."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    mask, ranks, size = random_mask(rng), int(rng.choice([2, 4, 6])), int(rng.choice([1, 2, 4]))
+    plan = plan_of(mask, ranks, 1)
+    owner, keys = needed(plan, mask)
+    nodes = Nodes.of_sizes([size], range(ranks))
+    wanted = {name: np.zeros(ranks) for name in ("carried_in", "carried_out", "carried_own")}
+    for reader in range(ranks):
+        for token in np.flatnonzero(keys[reader]):
+            sender, node = int(owner[token]), nodes.node_of[reader]
+            if nodes.node_of[sender] == node:
+                continue
+            carrier = nodes.carrier(sender, node)
+            if carrier == reader:
+                wanted["carried_own"][reader] += 1
+            else:
+                wanted["carried_in"][reader] += 1
+                wanted["carried_out"][carrier] += 1
+    flat, two = (work_of(plan, size, levels).traffic for levels in ("flat", "two"))
+    for name, rows in wanted.items():
+        assert sum(getattr(traffic, name) for traffic in two) == pytest.approx(rows)
+        assert not any(getattr(traffic, name).any() for traffic in flat)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_slowest_sender(seed):
     print(f"seed {seed}")

@@ -16,6 +16,7 @@ from magi_attention.errors import ContractError
 from magi_attention.simulate import OURS, WAYS, Case, Cluster, KernelTimes, answer, estimate, kind_of
 from magi_attention.simulate.events import COMPUTE, LINK, Lanes
 from magi_attention.simulate.kernels import KINDS, TABLE
+from magi_attention.simulate.one_launch import one_launch
 from magi_attention.simulate.ours import staged
 from magi_attention.simulate.sweep import least, sweep
 from magi_attention.simulate.ways import share_seconds
@@ -57,7 +58,8 @@ def test_the_table_is_that_of_the_records():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_of_the_table_takes_what_it_took(kind):
-    times = KernelTimes(kind, CLUSTER)
+    known = replace(CLUSTER.calibration, forward_pace=1.0)
+    times, today = (KernelTimes(kind, cluster) for cluster in (replace(CLUSTER, calibration=known), CLUSTER))
     for call in (call for call in TABLE if call.kind == kind):
         for pairs, us, is_backward in (
             (call.forward_pairs, call.forward_us, False), (call.backward_pairs, call.backward_us, True),
@@ -65,6 +67,8 @@ def test_a_call_of_the_table_takes_what_it_took(kind):
             assert times.seconds(pairs, call.tokens, is_backward) == pytest.approx(us / 1e6)
             assert times.seconds(pairs, call.tokens, is_backward, 0.25) == pytest.approx(us / 4e6)
             assert times.seconds(2 * pairs, call.tokens, is_backward) > us / 1e6
+            pace = 1.0 if is_backward else CLUSTER.calibration.forward_pace
+            assert today.seconds(pairs, call.tokens, is_backward) * pace == pytest.approx(us / 1e6)
     assert times.seconds(0.0, 0.0, False) == 0
     assert times.hot(1e-3) == 1 and times.hot(1.0) == pytest.approx(1 / CLUSTER.calibration.hot_pace)
 
@@ -80,8 +84,9 @@ def test_rates_of_a_machine_scale_kernels():
         )
     ]
     rates = MachineRates("other", kernels=(KernelRate(64, 8, 128, 4096, *pace),), is_measured=True)
+    known = replace(CLUSTER.calibration, forward_pace=1.0)  # which is of no importance to what was measured
     for is_backward in (False, True):
-        clusters = replace(CLUSTER, rates=rates), CLUSTER
+        clusters = replace(CLUSTER, rates=rates), replace(CLUSTER, calibration=known)
         mine, table = (KernelTimes("full", cluster).seconds(1e9, 1e4, is_backward) for cluster in clusters)
         assert mine == pytest.approx(2 * table)
 
@@ -148,15 +153,88 @@ def test_ways_over_nodes(name, levels):
             assert fast.forward_ms >= least_ms * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("node", [4, 16])
 @pytest.mark.parametrize("name", MASKS)
-def test_without_links_to_wait_for_one_launch_is_its_kernel(name):
-    """All that is left of one launch with endless links is the heaviest rank, hot or not, and sums of gradients."""
+def test_without_links_to_wait_for_one_launch_is_its_kernel(name, node):
+    """All that is left of one launch with endless links is the heaviest rank, hot or not, and over several nodes copies
+    on the GPU: here they take no time either, nor have CTAs anything to put."""
     rates = MachineRates(link_bytes_per_s=1e18, link_latency_s=0.0)
-    cluster = Cluster(network_bytes_per_s=1e18, network_latency_s=0.0, rates=rates)
+    known = replace(CLUSTER.calibration, copy_bytes_per_s=1e18, nccl_latency_s=0.0)
+    cluster = Cluster(node, 1e18, 0.0, rates=rates, calibration=known)
     case = Case(MASKS[name](2048 * 16), 16, cluster)
     work, times = case.plan_work(1), KernelTimes(case.kind, cluster)
+    for is_backward in (False, True):
+        kernel = times.seconds(work.pairs, work.rows, is_backward)
+        found = WAYS["one launch"](case, cluster, is_backward)
+        assert found.seconds == pytest.approx((kernel * times.hot(kernel)).max())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_one_launch_on_one_node_is_that_over_nvlink(name):
+    """No node is so large, and no network so slow, that it matters when all ranks are on one."""
+    case = Case(MASKS[name](2048 * 8), 8, CLUSTER)
+    for is_backward in (False, True):
+        on_one = WAYS["one launch"](case, CLUSTER, is_backward).ends
+        for other in (replace(CLUSTER, node=64), replace(CLUSTER, network_bytes_per_s=1e3, network_latency_s=1.0)):
+            work = Case(case.mask, 8, other).plan_work(1)
+            assert one_launch(work, other, is_backward).ends == pytest.approx(on_one)
+
+
+def test_one_launch_over_nodes_does_not_wait_for_a_network_that_it_does_not_use():
+    """A document of each node, so that nothing crosses: a network of no speed changes nothing."""
+    mask = Mask.varlen(np.arange(0, 2048 * 16 + 1, 2048 * 8), causal=True)
+    work = Case(mask, 16, CLUSTER).plan_work(1, is_sequential=True)
+    assert not work.traffic[0].far.any() and work.traffic[0].near.any()
+    none = replace(CLUSTER, network_bytes_per_s=1.0, network_latency_s=1e3)
+    for is_backward in (False, True):
+        found, slow = (one_launch(work, cluster, is_backward).ends for cluster in (CLUSTER, none))
+        assert found == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_launch_over_nodes_is_never_slower_on_faster_links(seed):
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    node, ranks, tokens = int(rng.choice([1, 2, 4, 8])), 16, int(rng.choice([512, 2048, 8192]))
+    cluster = replace(CLUSTER, node=node, levels=str(rng.choice(["two", "flat"])))
+    case = Case(MASKS[str(rng.choice(list(MASKS)))](tokens * ranks), ranks, cluster)
+
+    def seconds(link: float, network: float, latency_s: float) -> list[float]:
+        rates = MachineRates(link_bytes_per_s=link, link_latency_s=latency_s)
+        known = replace(cluster.calibration, nccl_latency_s=latency_s)
+        changed = replace(
+            cluster, network_bytes_per_s=network, network_latency_s=latency_s, rates=rates, calibration=known
+        )
+        return [WAYS["one launch"](case, changed, is_backward).seconds for is_backward in (False, True)]
+
+    link, network, latency_s = 10 ** rng.uniform(9, 12), 10 ** rng.uniform(9, 12), 10 ** rng.uniform(-6, -3)
+    now = seconds(link, network, latency_s)
+    for faster in ((2 * link, network, latency_s), (link, 2 * network, latency_s), (link, network, latency_s / 2)):
+        assert all(one <= before * (1 + 1e-12) for one, before in zip(seconds(*faster), now))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_over_nodes_a_backward_sends_behind_its_kernel_and_a_forward_beside_it(name):
+    slow = replace(CLUSTER, network_bytes_per_s=10e9)
+    case = Case(MASKS[name](4096 * 32), 32, slow)
+    work, times = case.plan_work(1), KernelTimes(case.kind, slow)
+    (traffic,) = work.traffic
+    kernels = [times.seconds(work.pairs, work.rows, is_backward) for is_backward in (False, True)]
+    kernels = [kernel * times.hot(kernel) for kernel in kernels]
+    net = np.maximum(traffic.net_in, traffic.net_out) * slow.kv_row / slow.network_bytes_per_s
+    forward, backward = (WAYS["one launch"](case, slow, is_backward) for is_backward in (False, True))
+    assert (backward.ends >= kernels[1] + net).all()
+    assert (forward.ends >= np.maximum(kernels[0], net)).all()
+
+
+def test_puts_of_a_forward_take_multiprocessors():
+    """One launch over nodes whose kernel is long enough to hide all that travels: what is left are puts and copies."""
+    case = Case(Mask.causal(16384 * 16), 16, CLUSTER)
+    now = WAYS["one launch"](case, CLUSTER, False).seconds
+    fewer = replace(CLUSTER, calibration=replace(CLUSTER.calibration, put_sms=1))
+    work, times = case.plan_work(1), KernelTimes(case.kind, CLUSTER)
     kernel = times.seconds(work.pairs, work.rows, False)
-    assert WAYS["one launch"](case, cluster, False).seconds == pytest.approx((kernel * times.hot(kernel)).max())
+    assert (kernel * times.hot(kernel)).max() < WAYS["one launch"](case, fewer, False).seconds < now
 
 
 def test_two_levels_cross_the_network_less_and_are_no_slower_where_it_is_slow():
