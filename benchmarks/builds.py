@@ -3,7 +3,7 @@
 
     python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
                                 [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
-                                [--steps chosen,cleared,64,80] [--documents 4K] [--window 512]
+                                [--steps chosen,cleared,64,80,128] [--documents 4K] [--window 512]
 
 All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
 when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
@@ -43,12 +43,12 @@ from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa.operands import DTYPES as CODES  # noqa: E402
 from magi_attention.kernels.ffa.schedule.head_splits import head_splits  # noqa: E402
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
-from magi_attention.kernels.ffa.schedule.simulate import NARROW, WIDE  # noqa: E402
+from magi_attention.kernels.ffa.schedule.simulate import NARROW, WIDE, WIDEST  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
 
-STEPS = ("chosen", "cleared", str(NARROW), str(WIDE))
+STEPS = ("chosen", "cleared", str(NARROW), str(WIDE), str(WIDEST))
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:

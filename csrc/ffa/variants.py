@@ -20,9 +20,9 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 # A further forward of the Hopper library that is built ahead; portable kernels have tiles of 64 columns.
 FWD_SM90_HEAD_DIMS = ((96, 96),)
 BWD_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-# Further backwards of the Hopper library that is built ahead. They have the tile of 256, and scores and dP are made of
-# the columns that there are.
-BWD_SM90_HEAD_DIMS = ((192, 128), (192, 192))
+# Further backwards of the Hopper library that is built ahead. Those of 192 have the tile of 256, and scores and dP are
+# made of the columns that there are.
+BWD_SM90_HEAD_DIMS = ((96, 96), (192, 128), (192, 192))
 # Further tiles of the forward, compiled when first asked for. The kernel has no tile with head_dim_v above head_dim, and
 # that of (256, 192) spills registers: such head dims run on the next larger tile.
 JIT_HEAD_DIMS = ((128, 64), (192, 64), (256, 64), (256, 128))
@@ -60,8 +60,10 @@ MANIFEST: list[Variant] = [
 def narrowest(kind: str, dtype: str, head_dim: int, head_dim_v: int, kernels: str = "sm90") -> Variant | None:
     """The variant with the smallest tile that holds these head dims, in the manifest or not, for ``kernels`` "sm90" or
     "portable"; None if there is none."""
-    forward = (*HEAD_DIMS, *JIT_HEAD_DIMS, *(FWD_SM90_HEAD_DIMS if kernels == "sm90" else ()))
-    tiles = forward if kind == "fwd" else BWD_HEAD_DIMS
+    forward, backward = (*HEAD_DIMS, *JIT_HEAD_DIMS), BWD_HEAD_DIMS
+    if kernels == "sm90":
+        forward, backward = (*forward, *FWD_SM90_HEAD_DIMS), (*backward, *BWD_SM90_HEAD_DIMS)
+    tiles = forward if kind == "fwd" else backward
     fits = [(d, dv) for d, dv in tiles if d >= head_dim and dv >= head_dim_v]
     return Variant(kind, dtype, *min(fits, key=sum)) if fits else None
 

@@ -23,6 +23,11 @@ class Truth:
     bounds: dict[str, torch.Tensor | float]  # (rows,) of dq, dk, dv; one number for dsink
 
 
+def largest_block_m(dim: int) -> int:
+    """The most queries that an m-block may have with head dims up to ``dim``, without softcap and dropout."""
+    return 128 if dim <= 64 else 80 if dim <= 128 else 64
+
+
 def options_of(x: Inputs, sm_margin: int = 0) -> AttnOptions:
     return AttnOptions(x.scale, x.softcap, x.sink_layout, sm_margin=sm_margin)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward with steps of 80 queries, which head dims of 65 to 128 may take: the tests of the others once more.
+"""The backward with steps of 80 queries, which head dims of 65 to 128 may take, or 128 for smaller ones: the tests of
+the others once more.
 
 And that masks choose it: see ``magi_attention.kernels.ffa.schedule.steps``.
 """
@@ -11,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth
+from backward_oracle import assert_grads, assert_same, largest_block_m, make_dout, options_of, truth
 from forward_oracle import Inputs, make_inputs
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
@@ -46,7 +47,7 @@ LONG = 1300
 
 def wide_where_possible(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
     """Wide steps wherever there is a kernel for them."""
-    return BwdSchedule(80 if not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128 else 64, 0)
+    return BwdSchedule(64 if options.softcap else largest_block_m(max(q_shape[2], v_shape[2])), 0)
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +80,10 @@ def _has_parts(workspace: torch.Tensor, total: int = LONG, heads: int = 176) -> 
 
 @each_dtype
 def test_sizes_around_the_block(dtype):
-    sizes = (1, 16, 79, 80, 81, 128, 159, 160, 161, 401)
+    sizes = (1, 16, 79, 80, 81, 127, 128, 129, 159, 160, 161, 401)
     for seed, (tq, tk) in enumerate(product(sizes, (1, 127, 129, 300))):
         slices = np.array([[0, tq, 0, tk, seed % 4]])
-        dims = ((128, 128), (80, 96), (128, 72))[seed % 3]
+        dims = ((128, 128), (80, 96), (128, 72), (64, 64), (40, 56))[seed % 5]
         check(seed, slices, tq, tk, ((4, 2), (5, 1), (3, 3))[seed // 4 % 3], dims, dtype)
 
 

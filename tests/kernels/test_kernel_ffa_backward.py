@@ -394,7 +394,8 @@ def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
 )
 def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
     """Where there are kernels for them and they gain; here they do from four queries a key on."""
-    monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
+    is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
+    monkeypatch.setattr(backward_steps, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     ranges = RangeTensors(*case.slices.tensors())  # these take the steps of the last mask that the host knew

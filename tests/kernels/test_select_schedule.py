@@ -20,7 +20,7 @@ from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 
 NUM_SMS = 132
-WIDE, NARROW, HALVES = BwdSchedule(80, 0), BwdSchedule(64, 0), BwdSchedule(64, 2)
+WIDE, WIDEST, NARROW, HALVES = BwdSchedule(80, 0), BwdSchedule(128, 0), BwdSchedule(64, 0), BwdSchedule(64, 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,14 +119,14 @@ def test_by_rounding_and_the_number_of_units(mask, total, steps, is_deterministi
 
 def test_only_where_there_is_a_kernel():
     mask = Mask.full(8192)
-    for dim, steps in ((64, NARROW), (72, WIDE), (128, WIDE), (256, NARROW)):
+    for dim, steps in ((64, WIDEST), (72, WIDE), (128, WIDE), (256, NARROW)):
         assert choose(mask, 8192, dim=dim) == steps
     assert choose(mask, 8192, softcap=1.0) == NARROW
 
 
 def test_the_choice_is_kept_with_the_mask(monkeypatch):
-    mask, made, gains = Mask.full(7680), [], backward_steps.wide_gains
-    monkeypatch.setattr(backward_steps, "wide_gains", lambda *a: made.append(a) or gains(*a))
+    mask, made, select = Mask.full(7680), [], backward_steps.select_block_m
+    monkeypatch.setattr(backward_steps, "select_block_m", lambda *a: made.append(a) or select(*a))
     for _ in range(3):
         assert choose(mask, 7680) == WIDE and choose(mask, 7680, softcap=1.0) == NARROW
     assert len(made) == 1
@@ -164,16 +164,18 @@ def test_few_heads_for_each_kv_head_want_shorter_masks(heads):
 
 
 def test_other_head_dims():
-    """64 where a third of the blocks has a single contribution, 256 by document where a query sees up to 520 keys."""
+    """64 where a third of the blocks has a single contribution, else steps of 128 that round to little more; 256 by
+    document where a query sees up to 520 keys."""
     for mask, of_64, of_256 in (
         (documents(64, 8192), single(storing(NARROW)), single(storing(NARROW))),
         # half of the blocks
         (causal_documents(256, 8192), single(storing(NARROW)), single(by_document(storing(NARROW)))),
-        (causal_documents(512, 8192), NARROW, single(by_document(storing(NARROW)))),  # a quarter
-        (causal_documents(1024, 8192), NARROW, single(by_document(storing(NARROW)))),  # an eighth
-        (causal_documents(2048, 8192), NARROW, NARROW),
-        (Mask.sliding_window(8192, (100, 0)), NARROW, storing(NARROW)),
-        (Mask.sliding_window(8192, (200, 0)), NARROW, NARROW),
+        (causal_documents(512, 8192), WIDEST, single(by_document(storing(NARROW)))),  # a quarter
+        (causal_documents(1024, 8192), WIDEST, single(by_document(storing(NARROW)))),  # an eighth
+        (causal_documents(2048, 8192), WIDEST, NARROW),
+        (Mask.sliding_window(8192, (100, 0)), WIDEST, storing(NARROW)),
+        (Mask.sliding_window(8192, (200, 0)), WIDEST, NARROW),
+        (documents(80, 8160), NARROW, single(storing(NARROW))),  # 1.44 times as many queries in whole blocks of 128
     ):
         assert choose(mask, 8192, dim=64) == of_64
         assert choose(mask, 8192, dim=256) == of_256
@@ -248,8 +250,8 @@ def test_one_document_after_the_other():
     many = causal_documents(4096, 65536)
     assert choose(many, 65536) == by_document(storing(WIDE))
     assert choose(many, 65536, is_deterministic=True) == by_document(WIDE)
-    for dim in (64, 256):
-        assert choose(many, 65536, dim=dim) == NARROW
+    for dim, steps in ((64, WIDEST), (256, NARROW)):
+        assert choose(many, 65536, dim=dim) == steps
         assert choose(many, 65536, dim=dim, is_deterministic=True) == by_document(NARROW)
     assert choose(many, 65536, softcap=1.0) == NARROW
     longer = causal_documents(16384, 4 * 65536)

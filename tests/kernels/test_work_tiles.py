@@ -266,7 +266,8 @@ def test_what_fills_no_period_comes_together():
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
     """With steps of 80, here from 4 queries a key on, and no deterministic order; there are four SMs."""
-    monkeypatch.setattr(backward_steps, "wide_gains", lambda slices, *_: slices.area >= 4 * 32)
+    is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
+    monkeypatch.setattr(backward_steps, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
     ffa, simulator = backend()
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
@@ -311,7 +312,7 @@ def test_units_at_the_end_are_split_as_the_library_asks(seed):
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
     """The list has the call's heads, and as many CTAs as the call may use of four SMs."""
-    monkeypatch.setattr(backward_steps, "wide_gains", lambda *_: True)
+    monkeypatch.setattr(backward_steps, "select_block_m", lambda *_: 80)
     ffa, simulator = backend()
     simulator.takes_list = True
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3, sm_margin=margin), heads=(8, 2), dims=(128, 128))

@@ -62,8 +62,12 @@ def test_the_smallest_tile_that_there_is():
         ((96, 88), (96, 96)), ((80, 80), (96, 96)),
     ):  # fmt: skip
         assert jit.variant_for("bf16", *dims, csrc).stem == f"fwd_bf16_d{tile[0]}_dv{tile[1]}", dims
-    for dims, square in (((72, 40), 128), ((8, 64), 64), ((192, 128), 256), ((128, 136), 256)):
-        assert jit.variant_for("fp16", *dims, csrc, kind="bwd").stem == f"bwd_fp16_d{square}_dv{square}"
+    for dims, tile in (
+        ((72, 40), (96, 96)), ((8, 64), (64, 64)), ((192, 128), (192, 128)), ((128, 136), (192, 192)),
+        ((200, 8), (256, 256)),
+    ):  # fmt: skip
+        assert jit.variant_for("fp16", *dims, csrc, kind="bwd").stem == f"bwd_fp16_d{tile[0]}_dv{tile[1]}"
+    assert jit.variant_for("fp16", 96, 96, csrc, kind="bwd", arch="portable_sm90").stem == "bwd_fp16_d128_dv128"
     assert jit.variant_for("bf16", 96, 96, csrc, arch="portable_sm90").stem == "fwd_bf16_d128_dv128"
     for dims in ((264, 64), (64, 264), (0, 64)):
         with pytest.raises(BuildError, match="up to 256"):

@@ -39,11 +39,15 @@ template <typename T, int kN, int kBMajor>
 struct Wgmma;
 
 // Each accumulator list is the next smaller one and more.
-#define MAGI_ACC_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define MAGI_OUT_32(d)                                                                            \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),    \
-      "+f"(d[15])
+#define MAGI_ACC_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MAGI_OUT_16(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define MAGI_ACC_32 \
+  MAGI_ACC_16       \
+  ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MAGI_OUT_32(d)                                                                        \
+  MAGI_OUT_16(d), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
+      "+f"(d[14]), "+f"(d[15])
 #define MAGI_ACC_48 \
   MAGI_ACC_32       \
   ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -131,6 +135,8 @@ struct Wgmma;
     }                                                                                              \
   };
 
+MAGI_WGMMA(bf16, "bf16", 16, 8, 9, 10, 11, 12, 13, 14)
+MAGI_WGMMA(fp16, "f16", 16, 8, 9, 10, 11, 12, 13, 14)
 MAGI_WGMMA(bf16, "bf16", 32, 16, 17, 18, 19, 20, 21, 22)
 MAGI_WGMMA(fp16, "f16", 32, 16, 17, 18, 19, 20, 21, 22)
 MAGI_WGMMA(bf16, "bf16", 48, 24, 25, 26, 27, 28, 29, 30)

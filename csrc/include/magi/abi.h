@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 22
+#define MAGI_ABI_VERSION 23
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -280,8 +280,9 @@ typedef struct {
   float softmax_scale; /* > 0 */
   float softcap;       /* > 0, or 0 for none */
   int32_t dq_mode;     /* magi_dq_mode */
-  int32_t block_m; /* queries of a step: 64; or 80, faster where keys see thousands, for head dims
-                      of 65 to 128 without softcap */
+  int32_t block_m; /* queries of a step: 64; or without softcap and dropout 80 for head dims of 65
+                      to 128, faster where keys see thousands, and 128 for smaller ones and
+                      MAGI_DQ_ATOMIC */
   int32_t num_head_splits; /* among how many work tiles the query heads of a tile are shared out, at
                          least; 0 leaves it to the library. In order, more than one says that tiles
                          are uneven: the longest of all heads come first */

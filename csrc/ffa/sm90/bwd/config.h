@@ -12,13 +12,18 @@ namespace magi {
 constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
 constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
+constexpr int kBlockM128 = 128;   // likewise, for head dims up to 64
 
 template <typename T_, int kD_, int kDv_, bool kIsGeneral_ = false, bool kSemaphored_ = false,
           int kBlockM_ = kBlockM64, int kPasses_ = 1>
 struct BwdConfig {
   using T = T_;
-  // Head dims of q and k, and of v and out, padded to a multiple of 64.
+  // Head dims of q and k, and of v and out, padded to 64, 96, 128, 192 or 256; and the blocks of 64
+  // columns in which they lie in shared memory, and dq in dq_accum.
   static constexpr int kD = kD_, kDv = kDv_;
+  static constexpr int kAtoms = (kD + 63) / 64, kAtomsV = (kDv + 63) / 64;
+  // Head dims that have blocks of 80, splits and work lists.
+  static constexpr bool kIsMedium = kD > 64 && kD <= 128;
   template <bool kIsGeneral2, bool kSemaphored2>
   using With = BwdConfig<T_, kD_, kDv_, kIsGeneral2, kSemaphored2, kBlockM_, kPasses_>;
   // With what few calls use, told at run time: softcap and dropout.
@@ -35,15 +40,17 @@ struct BwdConfig {
   static constexpr bool kIsTight = kPasses == 1 && kD + kDv > 256;
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
   static constexpr int kBlockN = kTileBlockN;
-  static constexpr int kBlockM = kBlockM_;  // of a step: kBlockM64 or kBlockM80
+  static constexpr int kBlockM = kBlockM_;  // of a step: kBlockM64, kBlockM80 or kBlockM128
+  // Of the kernels over rows, of dq_accum and of the offsets and deltas.
+  static constexpr int kRowBlockM = kBlockM == kBlockM128 ? kBlockM64 : kBlockM;
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it
   // straight from the registers.
-  static constexpr bool kIsM80 = kBlockM != kBlockM64;
+  static constexpr bool kIsWide = kBlockM != kBlockM64;
   // Work tiles may be split: see bwd/schedule/split.cuh.
-  static constexpr bool kSplit = kD == 128 && !kIsGeneral && (!kSemaphored || kIsM80);
+  static constexpr bool kSplit = kIsMedium && !kIsGeneral && (!kSemaphored || kIsWide);
   // The host may have listed work tiles: see magi/schedule.h.
   static constexpr bool kWorkList = kSplit && !kSemaphored;
-  static constexpr bool kDirectDq = !kSemaphored && !kIsM80;
+  static constexpr bool kDirectDq = !kSemaphored && !kIsWide;
   // Where dq leaves by way of shared memory, head dims above 128 have room for it only where dS
   // was.
   static constexpr bool kDqOverDs = kSemaphored && kD > 128;
@@ -52,12 +59,18 @@ struct BwdConfig {
       : kSemaphored && !kDqOverDs
           ? 1
           : 2;  // in which it is handed over: of both warpgroups, or of each
-  static constexpr int kDqColumns = kD / kGroups;  // of dq, by one warpgroup in one step
-  static constexpr int kDqValues = kBlockM * kDqColumns / 128;  // of them, by one thread
-  static constexpr int kStages = kIsM80 || kD == 192 ? 2
-                                 : kD > 128          ? 1
-                                 : kSemaphored       ? 2
-                                                     : 3;  // of Q and dO
+  // dq of a step is shared out by queries where these are enough for two products of 64 rows, else
+  // by columns. In blocks of 80 it is transposed, and columns are the rows of a product.
+  static constexpr bool kSharesQueries = kBlockM == kBlockM128;
+  static constexpr bool kIsTransposed = kBlockM == kBlockM80;
+  static constexpr int kDqQueries = kSharesQueries ? kBlockM / kGroups : kBlockM;
+  static constexpr int kDqColumns =
+      kSharesQueries ? kD : (kIsTransposed ? 64 * kAtoms : kD) / kGroups;
+  static constexpr int kDqValues = kDqQueries * kDqColumns / 128;  // of a thread
+  static constexpr int kStages = kIsWide || kD == 192 ? 2
+                                 : kD > 128           ? 1
+                                 : kSemaphored        ? 2
+                                                      : 3;  // of Q and dO
   // Lanes that add dq in order, each every second step: one alone takes longer for an addition than
   // a step takes, but for head dims above 128, whose steps are longer. They need to know of a step
   // for longer than its words stay, so there are places for what they are told.
@@ -72,13 +85,13 @@ struct BwdConfig {
   static constexpr int kConsumerRegisters = kSemaphored && kD == 64 ? 232 : 240;
   static constexpr int kProducerRegisters = kSemaphored && kD == 64 ? 40 : 24;
 
-  static constexpr uint32_t kKBytes = kBlockN * kD * 2, kVBytes = kBlockN * kDv * 2;
-  static constexpr uint32_t kQBytes = kBlockM * kD * 2;    // of a stage
-  static constexpr uint32_t kDoBytes = kBlockM * kDv * 2;  // of a stage
-  static constexpr uint32_t kStatBytes = kBlockM * 8;      // offsets, then deltas
+  static constexpr uint32_t kKBytes = kBlockN * kAtoms * 128, kVBytes = kBlockN * kAtomsV * 128;
+  static constexpr uint32_t kQBytes = kBlockM * kAtoms * 128;    // of a stage
+  static constexpr uint32_t kDoBytes = kBlockM * kAtomsV * 128;  // of a stage
+  static constexpr uint32_t kStatBytes = kBlockM * 8;            // offsets, then deltas
   static constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
-  static constexpr int kDsSlots = kIsM80 || (kD == 192 && kDv == 192) ? 1 : 2;
-  static constexpr uint32_t kDqBytes = kBlockM * kDqColumns * 4;  // of one warpgroup
+  static constexpr int kDsSlots = kIsWide || (kD == 192 && kDv == 192) ? 1 : 2;
+  static constexpr uint32_t kDqBytes = kDqQueries * kDqColumns * 4;  // of one warpgroup
   static constexpr uint32_t kDsRoom =
       kDqOverDs && kDqBytes > kDsSlots* kDsBytes ? kDqBytes : kDsSlots * kDsBytes;
   // dS has a barrier of its own that says both warpgroups have read it.
@@ -111,8 +124,15 @@ struct BwdConfig {
   static constexpr uint32_t kSegmentHeader = 128;  // bytes of magi_tile_segment
   static constexpr uint32_t kSegmentBytes = kSegmentHeader + kBlockN * 8;
   static constexpr uint32_t kSmemBytes = kSegmentsAt + 2 * kSegmentBytes;
-  static_assert(!kIsM80 || (kD == 128 && !kIsGeneral),
+  static_assert(!kIsWide || (kIsMedium && !kIsGeneral && kBlockM == kBlockM80) ||
+                    (kD == 64 && kDv == 64 && !kIsGeneral && !kSemaphored),
                 "nowhere else are there registers for wide blocks");
+  // Where the offset of a row is among the offsets and deltas of a step, in bytes; its delta is
+  // kDeltasAt behind.
+  static constexpr uint32_t stat_at(int row) {
+    return row / kRowBlockM * (8 * kRowBlockM) + row % kRowBlockM * 4;
+  }
+  static constexpr uint32_t kDeltasAt = 4 * kRowBlockM;
   static_assert(kPasses == 2 || (kD + kDv <= 320 && !(kIsTight && kIsGeneral)),
                 "more of dk and dv than registers hold");
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");

@@ -16,7 +16,7 @@ namespace magi {
 // took longer with the first of these (docs/log/ffa_backward_turns.md).
 template <typename C>
 __device__ __forceinline__ uint64_t along(uint32_t low, int step) {
-  return C::kSemaphored && !C::kIsM80 ? operand_by_words(low, step) : operand(low, step);
+  return C::kSemaphored && !C::kIsWide ? operand_by_words(low, step) : operand(low, step);
 }
 
 template <typename C>
@@ -32,25 +32,30 @@ struct DqColumns {
   const BwdKernelParams& p;
   const BwdSmem<C>& smem;
 
-  // This warpgroup's share of the columns of dq. For head dim 192 it is a column tile of 64, the
-  // first or the last, and half of the one between them; else all of it lies together.
-  static constexpr bool kHasHalfTile = C::kDqColumns == 96;
-  static constexpr int kFirstColumns = kHasHalfTile ? 64 : C::kDqColumns;
-  static constexpr int kFirstChunks = C::kBlockM * kFirstColumns / 512;  // of four values
+  // This warpgroup's share of the columns of dq lies together, but for head dims 192 and 96. There
+  // it is in two runs, each in a column tile of 64, as a product takes no more: of 192, the first
+  // or the last tile and half of the one between them; of 96, half of each tile.
+  static constexpr bool kHasHalfTile = C::kDqColumns % 48 == 0;
+  static constexpr int kHalfColumns = C::kDqColumns / 3;
+  static constexpr int kFirstColumns = kHasHalfTile ? 2 * kHalfColumns : C::kDqColumns;
+  static constexpr int kFirstChunks = C::kDqQueries * kFirstColumns / 512;  // of four values
   __device__ __forceinline__ static int first_column() {
-    return (thread_again() / 128 - 1) * (kHasHalfTile ? 128 : C::kDqColumns);
+    if constexpr (C::kSharesQueries) return 0;
+    return (thread_again() / 128 - 1) * (C::kDqColumns == 96 ? 128 : kFirstColumns);
   }
   __device__ __forceinline__ static int half_tile_column() {
-    return 64 + (thread_again() / 128 - 1) * 32;
+    return 64 + (thread_again() / 128 - 1) * kHalfColumns;
   }
 
   // The queries by columns of dq, or transposed.
   template <int kValues>
   __device__ __forceinline__ void multiply_columns(float (&dq)[kValues], uint32_t ds,
                                                    int column) const {
-    constexpr int kColumns = 128 * kValues / C::kBlockM;
-    using Mma = Wgmma<typename C::T, C::kIsM80 ? C::kBlockM : kColumns, C::kIsM80 ? 0 : 1>;
-    const uint32_t grads = uniform(operand_low(ds, 16));
+    constexpr int kColumns = 128 * kValues / C::kDqQueries;
+    using Mma =
+        Wgmma<typename C::T, C::kIsTransposed ? C::kBlockM : kColumns, C::kIsTransposed ? 0 : 1>;
+    const int first_query = C::kSharesQueries ? (thread_again() / 128 - 1) * C::kDqQueries : 0;
+    const uint32_t grads = uniform(operand_low(ds + first_query * 128, 16));
     const uint32_t keys =
         uniform(operand_low(smem.k() + column / 64 * C::kBlockN * 128 + column % 64 * 2,
                             kColumns > 64 ? C::kBlockN * 128 : 16));
@@ -58,7 +63,7 @@ struct DqColumns {
     for (int step = 0; step < C::kBlockN / 16; ++step) {
       const uint64_t of_grads = along<C>(grads, (step / 4 * C::kBlockM * 128 + step % 4 * 32) / 16);
       const uint64_t of_keys = along<C>(keys, step * 2048 / 16);
-      if constexpr (C::kIsM80)
+      if constexpr (C::kIsTransposed)
         Mma::template ss<1>(dq, of_keys, of_grads, step > 0);
       else
         Mma::ss(dq, of_grads, of_keys, step > 0);
@@ -79,12 +84,14 @@ struct DqColumns {
   // Number of the block of dq_accum, of 64 columns, where the share begins, of a step of which that
   // is the first word; 32 bits do.
   __device__ __forceinline__ static uint32_t block(uint32_t number) {
-    return number * (C::kD / 64) + first_column() / 64;
+    if constexpr (C::kSharesQueries)
+      return number * (C::kGroups * C::kAtoms) + (thread_again() / 128 - 1) * C::kAtoms;
+    return number * C::kAtoms + first_column() / 64;
   }
 
   // Where this thread adds its share of it.
   __device__ __forceinline__ float* address(uint32_t number) const {
-    return p.dq_accum + static_cast<uint64_t>(number) * dq_block_floats(C::kBlockM) +
+    return p.dq_accum + static_cast<uint64_t>(number) * dq_block_floats(C::kRowBlockM) +
            (first_column() % 64 * 64 + thread_again() % 128 * 4);
   }
   // And a chunk of it, from there on.
@@ -124,18 +131,24 @@ struct DqColumns {
                                                  column % 64 / 8);
   }
 
+  __device__ __forceinline__ void leave_rounded(const Dq& dq) const {
+    static_assert(kFirstColumns <= 64 || C::kDqColumns == 128, "whole tiles");
+#pragma unroll
+    for (int column = 0; column < kFirstColumns; column += 64)
+      stage_columns<(kFirstColumns < 64 ? kFirstChunks : C::kBlockM / 8)>(
+          dq, column / 64 * (C::kBlockM / 8), first_column() + column);
+    if constexpr (kHasHalfTile)
+      stage_columns<C::kDqValues / 4 - kFirstChunks>(dq, kFirstChunks, half_tile_column());
+  }
+
   // This warpgroup's share of dq to where the feeding side takes it up; rounded if this is the only
   // contribution of the block, as tiles of 64 columns.
   __device__ __forceinline__ void leave(const Dq& dq, int what) const {
-    if (C::kDirectStore && what & kDirectStoreBit) {
-      static_assert(kFirstColumns <= 64 || C::kDqColumns == 128, "whole tiles");
-#pragma unroll
-      for (int column = 0; column < kFirstColumns; column += 64)
-        stage_columns<(kFirstColumns < 64 ? kFirstChunks : C::kBlockM / 8)>(
-            dq, column / 64 * (C::kBlockM / 8), first_column() + column);
-      if constexpr (kHasHalfTile)
-        stage_columns<C::kDqValues / 4 - kFirstChunks>(dq, kFirstChunks, half_tile_column());
-      return;
+    if constexpr (C::kDirectStore) {
+      if (what & kDirectStoreBit) {
+        leave_rounded(dq);
+        return;
+      }
     }
     if constexpr (kHasHalfTile) {
       // In the order of columns, as dq_accum is.

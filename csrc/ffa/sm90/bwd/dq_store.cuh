@@ -32,8 +32,7 @@ template <typename C>
 __device__ __forceinline__ void send_dq(const BwdKernelParams& p, uint32_t number,
                                         uint32_t fragment, uint32_t staged, bool is_first) {
   constexpr uint32_t kBytes = C::kGroups / C::kDqFragments * C::kDqBytes;
-  float* to = p.dq_accum +
-              number * static_cast<uint64_t>(C::kD / 64 * dq_block_floats(C::kBlockM)) +
+  float* to = p.dq_accum + number * static_cast<uint64_t>(C::kAtoms * dq_block_floats(C::kBlockM)) +
               fragment * (kBytes / 4);
   if (is_first)
     store_bytes(to, staged, kBytes);  // so that nothing needs to be cleared
@@ -104,7 +103,7 @@ __device__ __forceinline__ void store_direct(const BwdKernelParams& p, const Bwd
   for (uint32_t fragment = 0; fragment < C::kDqFragments; ++fragment)
     wait_for_dq<C>(smem, fragment, slot);
 #pragma unroll
-  for (int d = 0; d < C::kD / 64; ++d)
+  for (int d = 0; d < C::kAtoms; ++d)
     store_tile_3d(&p.dq_map, smem.dq() + d * (C::kBlockM * 128), d * 64, query, head);
   store_commit();
   store_wait_read();
@@ -191,7 +190,7 @@ __device__ __forceinline__ void store_fragments(const BwdKernelParams& p, const 
       mbar_wait(smem.dq_full(fragment), phase);
       number = lds_int(smem.dq_number(fragment));
       add_bulk_float(p.dq_accum + static_cast<uint64_t>(number & ~kLastFragments) *
-                                      dq_block_floats(C::kBlockM),
+                                      dq_block_floats(C::kRowBlockM),
                      smem.dq() + fragment * C::kDqBytes, C::kDqBytes);
       store_commit();
     }
@@ -225,7 +224,7 @@ __device__ void copy_keys_store_dq(const BwdKernelParams& p, const BwdSmem<C>& s
       load_keys<C>(p, smem, smem.work_tile(state.work_stage()));
       if constexpr (C::kSemaphored)
         store_every_second<C, 0>(p, smem, state.work_stage(), ring);
-      else if constexpr (C::kIsM80)
+      else if constexpr (C::kIsWide)
         store_fragments<C>(p, smem, dq_phase);
     }
     if constexpr (C::kSemaphored) mbar_arrive(smem.issued());

@@ -153,7 +153,7 @@ struct GradWriter {
   // One thread of the warpgroup whose rows begin at `key`.
   __device__ __forceinline__ void store_staged(int key, uint32_t rows) const {
 #pragma unroll
-    for (int d = 0; d < kColumns / 64; ++d)
+    for (int d = 0; d < (kColumns + 63) / 64; ++d)
       store_tile_3d(kIsDk ? &p.dk_map : &p.dv_map, staged() + d * C::kBlockN * 128 + rows, d * 64,
                     key, at.head);
   }

@@ -2,7 +2,7 @@
 // FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and visits all queries
 // that see it, of all query heads in the group: dk and dv stay in registers and are written once,
 // without atomics. dq is summed in float32 in L2: by vector reductions straight from the registers,
-// by bulk copies where steps are wide (kIsM80: 80 queries in place of 64, for keys that see many),
+// by bulk copies where steps are wide (kIsWide: 80 or 128 queries in place of 64),
 // or by bulk copies in a fixed order or after a first one that stores (kSemaphored, see
 // bwd/schedule/semaphore_targets.cuh). Or it is written at once, where nobody else adds to a block
 // (kDirectStore).
@@ -22,7 +22,7 @@ template <typename C, typename Dk, typename Dv>
 __device__ __forceinline__ void walk_steps(StepWorker<C>& worker, Dk& dk, Dv& dv) {
   mbar_wait(worker.smem.q_full(worker.ring.stage),
             worker.ring.phase);  // the words of the step come before it
-  if constexpr (C::kIsM80) {
+  if constexpr (C::kIsWide) {
     __syncwarp();
     uint32_t keys = worker.rows_of(worker.smem.k());
     while (worker.step_wide(dk, dv, keys)) {

@@ -192,7 +192,8 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   set_work_list<C>(a, w, sms, partials, k, r);
   k->total_q = r->total_q = a.total_q;
   k->total_k = r->total_k = a.total_k;
-  k->num_m_blocks = r->num_m_blocks = static_cast<int32_t>(bwd_num_m_blocks<C>(a));
+  k->num_m_blocks = static_cast<int32_t>(bwd_num_m_blocks<C>(a));
+  r->num_m_blocks = k->num_m_blocks * (C::kBlockM / C::kRowBlockM);
   k->heads_q = r->heads_q = a.heads_q;
   k->heads_kv = k->head_units = r->heads_kv = a.heads_kv;
   k->head_dim = r->head_dim = a.head_dim;
@@ -221,7 +222,7 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   r->out_stride_head = a.out_stride_head;
   r->dout_stride_token = a.dout_stride_token;
   r->dout_stride_head = a.dout_stride_head;
-  r->dim_blocks = C::kD / 64;
+  r->dim_blocks = C::kAtoms;
   k->dropout = a.dropout != nullptr ? *a.dropout : magi_dropout{};
   r->dropout_log2_scale = a.dropout != nullptr ? log2f(a.dropout->scale) : 0.f;
   r->dropout_inverse_scale = a.dropout != nullptr ? 1.f / a.dropout->scale : 1.f;
@@ -314,12 +315,13 @@ magi_status combine_split_work_tiles(const magi_ffa_bwd_params& a, const BwdKern
 template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
-  if constexpr (!C::kIsM80 && !C::kIsTight) {
+  if constexpr (!C::kIsWide && !C::kIsTight) {
     const bool is_general = bwd_is_general(a);
     if (a.dq_mode && is_general) return start_bwd<typename C::template With<true, true>>(a, k, sms);
     if (is_general) return start_bwd<typename C::template With<true, false>>(a, k, sms);
   }
-  if (a.dq_mode) return start_bwd<typename C::template With<false, true>>(a, k, sms);
+  if constexpr (C::kBlockM != kBlockM128)
+    if (a.dq_mode) return start_bwd<typename C::template With<false, true>>(a, k, sms);
   MAGI_RETURN(start_bwd<C>(a, k, sms));
   if constexpr (C::kSplit)
     if (k.num_partials > 0 && k.work_list == nullptr) return combine_split_work_tiles<T>(a, k, sms);
@@ -355,22 +357,22 @@ magi_status start_rows(const magi_ffa_bwd_params& a, const BwdKernelParams& k,
                        const BwdRowParams& r, bool beside) {
   using T = typename C::T;
   const char* doing = "launching the start of the backward";
-  if constexpr (C::kD == 128)
+  if constexpr (C::kIsMedium)
     if (r.work_list != nullptr) {
       MAGI_RETURN(
           launch_rows(bwd_reset_counters<kRowThreads>, dim3(1), beside, a.stream, r, doing));
       return start_work_list_rows<C>(a, r, k.do_map, doing);
     }
-  const dim3 rows(k.num_m_blocks, k.heads_q), counting(k.num_m_blocks, k.heads_q + 1);
+  const dim3 rows(r.num_m_blocks, k.heads_q), counting(r.num_m_blocks, k.heads_q + 1);
   if (!a.dq_mode)
-    return launch_rows(bwd_preprocess<T, C::kBlockM, Contributions::kNotCounted>, rows, beside,
+    return launch_rows(bwd_preprocess<T, C::kRowBlockM, Contributions::kNotCounted>, rows, beside,
                        a.stream, r, doing);
   if (r.order_is_made)
-    return launch_rows(bwd_preprocess<T, C::kBlockM, Contributions::kKnown>, rows, beside, a.stream,
-                       r, doing);
-  MAGI_RETURN(launch_rows(bwd_plan_semaphores<kRowThreads, C::kBlockM>, dim3(1), beside, a.stream,
-                          r, "launching the plan of the semaphores"));
-  return launch_rows(bwd_preprocess<T, C::kBlockM, Contributions::kCounted>, counting, true,
+    return launch_rows(bwd_preprocess<T, C::kRowBlockM, Contributions::kKnown>, rows, beside,
+                       a.stream, r, doing);
+  MAGI_RETURN(launch_rows(bwd_plan_semaphores<kRowThreads, C::kRowBlockM>, dim3(1), beside,
+                          a.stream, r, "launching the plan of the semaphores"));
+  return launch_rows(bwd_preprocess<T, C::kRowBlockM, Contributions::kCounted>, counting, true,
                      a.stream, r, doing);
 }
 
@@ -412,23 +414,24 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a, const magi_ffa_remote* remo
   MAGI_RETURN(start_variant<C>(a, k, sms));
   const char* doing = "launching the end of the backward";
   if (a.dq_mode) {
-    const int64_t items = static_cast<int64_t>(k.num_m_blocks) * k.heads_q * r.dim_blocks,
-                  most = postprocess_deterministic_ctas(C::kBlockM) * sms;
+    const int64_t items = static_cast<int64_t>(r.num_m_blocks) * k.heads_q * r.dim_blocks,
+                  most = postprocess_deterministic_ctas(C::kRowBlockM) * sms;
     const dim3 grid(static_cast<uint32_t>(std::min<int64_t>((items + 1) / 2, most)));
-    MAGI_RETURN(launch_last(a, bwd_postprocess_deterministic<T, C::kBlockM>, grid, r, doing));
-    if constexpr (C::kIsM80)
+    MAGI_RETURN(launch_last(a, bwd_postprocess_deterministic<T, C::kRowBlockM>, grid, r, doing));
+    if constexpr (C::kIsWide)
       if (k.num_partials > 0) return combine_split_work_tiles<T>(a, k, sms);
     return k.num_head_splits > 1 ? combine_splits<T>(a, k) : MAGI_OK;
   }
   if (k.num_head_splits > 1) MAGI_RETURN(combine_splits<T>(a, k));
-  if constexpr (C::kD == 128)
+  if constexpr (C::kIsMedium)
     if (r.work_list != nullptr)
       return launch_last(
           a, bwd_postprocess_work_list<T, C::kBlockM>,
           dim3(postprocess_work_list_ctas(C::kBlockM) * sms),
           BwdPostprocessParams{r, combine_partials_params(a, k), k.group / kListedHeadSplits},
           doing);
-  return launch_last(a, bwd_postprocess<T, C::kBlockM>, dim3(k.num_m_blocks, k.heads_q), r, doing);
+  return launch_last(a, bwd_postprocess<T, C::kRowBlockM>, dim3(r.num_m_blocks, k.heads_q), r,
+                     doing);
 }
 
 // Calls `run` with the configuration for a call of head dims up to kD and kDv.
@@ -444,13 +447,17 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
       return run(BwdConfig<T, kD, kDv, false, false, kBlockM64, 2>{});
     }
   }
-  if constexpr (kD == 128)
+  if constexpr (kD > 64 && kD <= 128)
     if (a.block_m == kBlockM80 && !bwd_is_general(a))
       return run(BwdConfig<T, kD, kDv, false, false, kBlockM80>{});
-  return fail(MAGI_UNSUPPORTED,
-              "block_m is %d; give %d, or %d for head dims of 65 to 128 without softcap or "
-              "dropout.",
-              a.block_m, kBlockM64, kBlockM80);
+  if constexpr (kD == 64 && kDv == 64)
+    if (a.block_m == kBlockM128 && !bwd_is_general(a) && !a.dq_mode)
+      return run(BwdConfig<T, kD, kDv, false, false, kBlockM128>{});
+  return fail(
+      MAGI_UNSUPPORTED,
+      "block_m is %d; give %d, or without softcap or dropout %d for head dims of 65 to 128, "
+      "or %d for smaller ones and dq_mode 0.",
+      a.block_m, kBlockM64, kBlockM80, kBlockM128);
 }
 
 }  // namespace magi

@@ -6,10 +6,10 @@
 // P and dS come out of the registers as the A operands of dV and dK; only dq, which needs all keys,
 // takes dS from shared memory.
 //
-// Wide blocks, 80 queries, have a quarter more arithmetic for each wait, and K and V are read from
-// shared memory less often for each query. dq is then transposed too, because rows come in units
-// of 64. Registers have no room for scores in float32 beside P: dS is made from P as it was
-// rounded.
+// Wide blocks have more arithmetic for each wait, and K and V are read from shared memory less
+// often for each query. In blocks of 80 dq is transposed too, because rows come in units of 64;
+// blocks of 128 have 64 rows for each warpgroup. Registers have no room for scores in float32
+// beside P: dS is made from P as it was rounded.
 #pragma once
 
 #include "ffa/common/dropout.cuh"
@@ -42,20 +42,22 @@ struct StepWorker {
   static constexpr bool kDkFirst = C::kD == 256;
   // The multiplication for dK goes on into the next step. Takes registers, and a second stage of Q.
   static constexpr bool kOverlapDk =
-      Mask::kLetsDkOverlap && !C::kIsGeneral && !C::kIsM80 && !kDkFirst && C::kStages > 1;
+      Mask::kLetsDkOverlap && !C::kIsGeneral && !C::kIsWide && !kDkFirst && C::kStages > 1;
   static constexpr bool kOverlapDv = C::kStages > 1;  // in the pass of dv
   // dP is asked for when the scores are there, not before: 1 to 2% faster, but not in narrow steps
   // in deterministic order (docs/log/ffa_backward.md). Not measured for other head dims.
   static constexpr bool kScoresFirst =
-      C::kIsTight || (C::kD == 128 && (!C::kSemaphored || C::kIsM80));
+      C::kIsTight || C::kIsWide || (C::kIsMedium && !C::kSemaphored);
   // dS is made of P as it was rounded.
-  static constexpr bool kRoundsP = C::kIsM80 || C::kIsTight || (kDkFirst && C::kIsGeneral);
+  static constexpr bool kRoundsP = C::kIsWide || C::kIsTight || (kDkFirst && C::kIsGeneral);
   // Masks are laid on before that. The branch around them ends a block of machine code, and behind
   // dP it would keep ptxas from spreading its products among the exponentials.
   static constexpr bool kMaskFirst = kScoresFirst && !C::kIsGeneral;
   // Pairs, loaded while dP is still being made, in narrow steps; not in deterministic order, where
   // with this and operands by 64 bits most masks took longer (docs/log/ffa_backward_turns.md).
   static constexpr int kEarlyDeltas = C::kSemaphored ? 0 : 2;
+  // All of them, in wide steps, where there are registers.
+  static constexpr bool kLoadsDeltasEarly = C::kBlockM <= kBlockM80;
   // Products for dK ahead of the barrier, so that there is work behind it.
   static constexpr int kEarlyDk = kDkFirst ? C::kBlockM / 16 : C::kIsGeneral ? 0 : 1;
 
@@ -162,7 +164,7 @@ struct StepWorker {
   }
 
   __device__ __forceinline__ uint32_t deltas_at() const {
-    return smem.stats(ring.stage) + 4 * C::kBlockM + thread_again() % 4 * 8;
+    return smem.stats(ring.stage) + C::kDeltasAt + thread_again() % 4 * 8;
   }
 
   __device__ __forceinline__ uint32_t fragment() const {
@@ -173,7 +175,7 @@ struct StepWorker {
   __device__ __forceinline__ void announce_dq() const {
     // Where two lanes add, of the one that has this step's; wide steps are in the next one by now.
     const uint32_t full =
-        smem.dq_full(C::kDqStoreLanes == 2 ? (flags & kDsSlot) ^ C::kIsM80 : fragment());
+        smem.dq_full(C::kDqStoreLanes == 2 ? (flags & kDsSlot) ^ C::kIsWide : fragment());
     fence_async_proxy();
     __syncwarp();
     if (elect_one()) mbar_arrive(full);
@@ -252,7 +254,7 @@ struct StepWorker {
     }
     float2 deltas[kEarlyDeltas + 1];
 #pragma unroll
-    for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
+    for (int j = 0; j < kEarlyDeltas; ++j) deltas[j] = lds_float2(deltas_at() + C::stat_at(8 * j));
     wgmma_wait<kMakesDv>();
     keep_in_place(dp);
     if (!kMakesDv && elect_one()) mbar_arrive(smem.do_empty(ring.stage));
@@ -418,7 +420,6 @@ struct StepWorker {
   __device__ __forceinline__ bool step_wide(Grad<C::kD>& dk, Grad<C::kDv>& dv, uint32_t& keys) {
     Scores s, dp;
     Packed packed_p, packed_ds;
-    DeltasOf<C> deltas;
     wgmma_fence();
     multiply_rows<C::kD>(s, keys, smem.q(ring.stage));
     wgmma_commit();
@@ -433,14 +434,21 @@ struct StepWorker {
     multiply_rows<C::kDv>(dp, values, smem.dout(ring.stage));
     wgmma_commit();
     exponentiate(s, packed_p, what);
+    DeltasOf<C> deltas;
+    if constexpr (kLoadsDeltasEarly) {
 #pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) deltas[j] = lds_float2(deltas_at() + j * 32);
+      for (int j = 0; j < C::kBlockM / 8; ++j)
+        deltas[j] = lds_float2(deltas_at() + C::stat_at(8 * j));
+    }
     wgmma_fence();
     multiply_grad(dv, packed_p, smem.dout(ring.stage));
     wgmma_commit();
     wgmma_wait<1>();
     keep_in_place(dp);
-    score_grads<C>(packed_p, dp, deltas, packed_ds);
+    if constexpr (kLoadsDeltasEarly)
+      score_grads<C>(packed_p, dp, deltas, packed_ds);
+    else
+      score_grads<C>(packed_p, dp, deltas_at(), packed_ds);
     wgmma_fence();
     multiply_grad<0, kEarlyDk>(dk, packed_ds, smem.q(ring.stage));
     wgmma_commit();
@@ -485,7 +493,7 @@ struct StepWorker {
     wgmma_wait<0>();
     keep_in_place(dk);
     if constexpr (C::kPasses == 1) keep_in_place(dv);
-    if (C::kIsM80 && flags & kUnfinished) announce_dq();
+    if (C::kIsWide && flags & kUnfinished) announce_dq();
     if (kOverlapDk && flags & kUnfinished) release_q_before();
     flags &= ~kUnfinished;
   }

@@ -27,7 +27,7 @@ template <int kColumns>
 __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorMap* map,
                                           uint32_t bar, int first, int head, uint64_t policy) {
 #pragma unroll
-  for (int d = 0; d < kColumns / 64; ++d)
+  for (int d = 0; d < (kColumns + 63) / 64; ++d)
     load_tile_3d(to + d * rows * 128, map, bar, d * 64, first, head, policy);
 }
 

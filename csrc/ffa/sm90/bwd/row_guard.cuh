@@ -122,8 +122,8 @@ __device__ void zero_masked_rows(const BwdKernelParams& p, const BwdSmem<C>& sme
           if (is_seen<C>(smem.segment(state.segment_stage()), query)) continue;
           zero_row<C::kD>(smem.q(ring.stage), C::kBlockM, row);
           zero_row<C::kDv>(smem.dout(ring.stage), C::kBlockM, row);
-          sts_int(smem.stats(ring.stage) + 4 * row, __float_as_int(INFINITY));
-          sts_int(smem.stats(ring.stage) + 4 * (C::kBlockM + row), 0);
+          sts_int(smem.stats(ring.stage) + C::stat_at(row), __float_as_int(INFINITY));
+          sts_int(smem.stats(ring.stage) + C::kDeltasAt + C::stat_at(row), 0);
         }
         fence_async_proxy();
         mbar_arrive(smem.q_full(ring.stage));

@@ -35,7 +35,7 @@ __device__ __forceinline__ void scores_to_p(const BwdKernelParams& p, uint32_t s
   };
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
-    const float2 offset = lds_float2(stats + j * 32);
+    const float2 offset = lds_float2(stats + C::stat_at(8 * j));
     float e[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -75,7 +75,7 @@ __device__ __forceinline__ void score_grads(const PackedOf<C>& probabilities, co
                                             uint32_t deltas_at, PackedOf<C>& packed) {
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
-    const float2 delta = lds_float2(deltas_at + j * 32);
+    const float2 delta = lds_float2(deltas_at + C::stat_at(8 * j));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float2 x = unpack_pair<typename C::T>(probabilities[2 * j + r]);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void score_grads_of_factors(const ScoresOf<C>& s, con
                                                        PackedOf<C>& packed) {
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
-    const float2 delta = j < kEarly ? first[j] : lds_float2(deltas_at + j * 32);
+    const float2 delta = j < kEarly ? first[j] : lds_float2(deltas_at + C::stat_at(8 * j));
     packed[2 * j] = pack_pair<typename C::T>(s[4 * j] * (dp[4 * j] - delta.x),
                                              s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
     packed[2 * j + 1] = pack_pair<typename C::T>(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),

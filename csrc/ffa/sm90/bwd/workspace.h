@@ -47,7 +47,7 @@ struct BwdSplit {
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
-  if (!C::kIsM80 || a.dq_mode || work_tiles < 2 * sms) return {};
+  if (!C::kIsWide || !C::kSplit || a.dq_mode || work_tiles < 2 * sms) return {};
   const int group = a.heads_q / a.heads_kv;
   int parts = group < kTailParts ? group : kTailParts;
   while (group % parts) --parts;
@@ -94,7 +94,7 @@ inline bool bwd_is_split_run(const magi_ffa_bwd_params& a) {
 // Whether there is a kernel that splits tiles as the caller says.
 template <typename C>
 bool bwd_has_deterministic_split(const magi_ffa_bwd_params& a, int sms) {
-  return C::kIsM80 && a.dq_mode == MAGI_DQ_DETERMINISTIC && bwd_num_head_splits<C>(a, sms) == 1 &&
+  return C::kIsWide && a.dq_mode == MAGI_DQ_DETERMINISTIC && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) <= kMaxTimed;
 }
 
@@ -157,7 +157,7 @@ int bwd_target_tables(const magi_ffa_bwd_params& a, int num_head_splits, int sms
 // group, and the heads can be shared out.
 template <typename C>
 bool bwd_takes_work_list(const magi_ffa_bwd_params& a, int sms) {
-  return C::kD == 128 && !a.dq_mode && !bwd_is_general(a) &&
+  return C::kIsMedium && !a.dq_mode && !bwd_is_general(a) &&
          a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
          bwd_heads_per_l2_group<C>(a, 1, sms) == a.heads_kv &&
@@ -232,7 +232,7 @@ BwdWorkspace bwd_layout(const magi_ffa_bwd_params& a, int parts, int sms) {
   BwdWorkspace w;
   w.stats = 4 * kBwdCounters;
   w.dq_accum = w.stats + 4 * stat_floats(C::kBlockM) * blocks;
-  w.partials = w.dq_accum + 4ll * dq_block_floats(C::kBlockM) * (C::kD / 64) * blocks;
+  w.partials = w.dq_accum + 4ll * dq_block_floats(C::kBlockM) * C::kAtoms * blocks;
   const int64_t of_parts = parts > 1 ? 4 * parts * (bwd_dk_values(a) + bwd_dv_values(a)) : 0;
   const BwdSplit split = bwd_split<C>(a, sms);
   // Each from a line of the cache on: they are written by one kernel and read by the next at

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule of a backward: size of its m-blocks, way of dq, splits, and order of documents.
 
-* Size: m-blocks have 64 or 80 queries (``block_m.py``).
+* Size: m-blocks have 64, 80 or 128 queries (``block_m.py``).
 * Splits: in deterministic order single tiles may be split (``tile_splits.py``), or all of them (``head_splits.py``).
 * Way of dq: clearing ``dq_accum`` and rounding it takes as long whatever the mask. Where queries see few keys that is
   a good part of the time. Then the first writer of an m-block stores, and a single contribution is written rounded
@@ -21,7 +21,7 @@ from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule.block_m import MANY_WORK_TILES, wide_gains
+from magi_attention.kernels.ffa.schedule.block_m import MANY_WORK_TILES, select_block_m
 from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole, tile_steps
 from magi_attention.kernels.ffa.schedule.tile_splits import NONE, Split, can_split, select_tile_split
@@ -183,8 +183,9 @@ def _choose(
     has_wide = options.is_plain and 64 < max(q_shape[2], v_shape[2]) <= 128  # there is a kernel
 
     def by_rounding(is_deterministic: bool) -> BwdSchedule:
-        wide = has_wide and wide_gains(slices, q_shape[0], keys, work_tiles, num_sms, is_deterministic)
-        return BwdSchedule(WIDE if wide else NARROW, 0)
+        if not options.is_plain:
+            return BwdSchedule(NARROW, 0)
+        return BwdSchedule(select_block_m(slices, q_shape, v_shape, keys, num_sms, is_deterministic), 0)
 
     found = by_rounding(options.deterministic)
     case = _Case(q_shape, v_shape, slices, keys, is_remote, num_sms, work_tiles)

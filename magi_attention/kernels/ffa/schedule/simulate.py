@@ -17,6 +17,7 @@ from magi_attention.native.toolchain import PLANNER
 
 TILE = 128  # keys
 NARROW, WIDE = 64, 80  # queries of a step
+WIDEST = 128  # of one with head dims up to 64
 BEGIN_AND_END = 0.1  # wide steps, what it takes to begin and end a work tile
 IN_L2 = 192  # blocks of 80 queries of one head whose Q, dO and dq stay in L2
 
@@ -28,7 +29,8 @@ def fewest_whole(num_sms: int) -> int:
 
 
 class TileSteps(NamedTuple):
-    """Steps of each tile of a transposed mask, by its number, (num_tiles,); and the order of the tiles in the plan.
+    """Steps of 64, 80 and 128 queries of each tile of a transposed mask, by its number, (num_tiles,); and the order of
+    the tiles in the plan.
 
     ``segments``: of a tile, on average. ``single``: by the queries of a step, the share of m-blocks with one
     contribution, whose dq may be stored directly.
@@ -36,6 +38,7 @@ class TileSteps(NamedTuple):
 
     narrow: np.ndarray
     wide: np.ndarray
+    widest: np.ndarray
     order: np.ndarray
     segments: float
     single: dict[int, float]
@@ -52,9 +55,10 @@ def tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
 def _tile_steps(slices: SliceTable, total_q: int, total_k: int) -> TileSteps:
     # Held for the launch that follows, whose plan it mostly is.
     plan = TilePlan.of_table(slices, total_q, total_k, TILE, 2, is_transposed=True, is_kept=True)
-    steps = steps_of_tiles(plan, NARROW), steps_of_tiles(plan, WIDE)
+    narrow, wide, widest = (steps_of_tiles(plan, n) for n in (NARROW, WIDE, WIDEST))
     segments = len(plan.records) / max(len(plan.tiles), 1)
-    return TileSteps(*steps, plan.order.copy(), segments, {n: single_share(plan, n) for n in (NARROW, WIDE)})
+    single = {n: single_share(plan, n) for n in (NARROW, WIDE)}
+    return TileSteps(narrow, wide, widest, plan.order.copy(), segments, single)
 
 
 def single_share(plan: TilePlan, queries: int) -> float:

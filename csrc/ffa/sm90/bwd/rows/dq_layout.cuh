@@ -12,12 +12,12 @@ namespace magi {
 // the accumulator of the main kernel has them. Its rows are queries, or columns in wide blocks.
 template <int kBlockM>
 struct DqChunk {
-  static constexpr bool kIsM80 = kBlockM != kBlockM64;
+  static constexpr bool kIsTransposed = kBlockM != kBlockM64;
   static constexpr int kCount = kBlockM / 8;
   // Place of the first value of pair r of chunk i.
   static __device__ __forceinline__ int2 query_and_column(int thread, int i, int r) {
     const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * r, column = 8 * i + thread % 4 * 2;
-    return kIsM80 ? make_int2(column, row) : make_int2(row, column);
+    return kIsTransposed ? make_int2(column, row) : make_int2(row, column);
   }
 };
 
@@ -33,15 +33,15 @@ __device__ __forceinline__ void stage_dq(uint32_t tile, Chunks x, float factor, 
     // columns 8-15).
     const int across = (matrix & 1) * 8, along = i + (matrix >> 1);
     const int query =
-        DqChunk<kBlockM>::kIsM80 ? 8 * along + lane % 8 : warp * 16 + across + lane % 8;
-    const int chunk = DqChunk<kBlockM>::kIsM80 ? 2 * warp + across / 8 : first + along;
+        DqChunk<kBlockM>::kIsTransposed ? 8 * along + lane % 8 : warp * 16 + across + lane % 8;
+    const int chunk = DqChunk<kBlockM>::kIsTransposed ? 2 * warp + across / 8 : first + along;
     const uint32_t at = tile + query * 128 + ((chunk ^ (query & 7)) << 4);
     const float4 even = x(i), odd = x(i + 1);
     const uint32_t values[4] = {pack_pair<T>(even.x * factor, even.y * factor),
                                 pack_pair<T>(even.z * factor, even.w * factor),
                                 pack_pair<T>(odd.x * factor, odd.y * factor),
                                 pack_pair<T>(odd.z * factor, odd.w * factor)};
-    if constexpr (DqChunk<kBlockM>::kIsM80)
+    if constexpr (DqChunk<kBlockM>::kIsTransposed)
       store_matrix_transposed_x4(at, values[0], values[1], values[2], values[3]);
     else
       store_matrix_x4(at, values[0], values[1], values[2], values[3]);

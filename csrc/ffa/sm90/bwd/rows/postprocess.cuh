@@ -29,7 +29,7 @@ __device__ __forceinline__ void write_float_dq(const BwdRowParams& p,
       float* to = static_cast<float*>(p.dq) + token * row_values + head * p.head_dim + column;
       float2 value = r ? make_float2(x[i].z * factor, x[i].w * factor)
                        : make_float2(x[i].x * factor, x[i].y * factor);
-      if constexpr (DqChunk<kBlockM>::kIsM80) {
+      if constexpr (DqChunk<kBlockM>::kIsTransposed) {
         *to = p.accumulate ? *to + value.x : value.x;
         if (token + 1 < p.total_q)
           to[row_values] = p.accumulate ? to[row_values] + value.y : value.y;

@@ -39,8 +39,8 @@ __device__ __forceinline__ const int32_t* segment_record(const int32_t* plan, in
 // The block of a query. Without a division, which takes more registers than the feeding lanes have.
 template <int kBlockM>
 __device__ __forceinline__ int block_of(uint32_t query) {
-  static_assert(kBlockM == kBlockM64 || kBlockM == kBlockM80, "a factor for each");
-  if constexpr (kBlockM == kBlockM64) return query / kBlockM64;
+  static_assert(kBlockM == kBlockM80 || kBlockM % kBlockM64 == 0, "a factor for each");
+  if constexpr (kBlockM != kBlockM80) return query / kBlockM;
   return high_of_product<0xcccccccd>(query) / 64;  // 2^38 / 80, rounded up
 }
 
