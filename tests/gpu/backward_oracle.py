@@ -23,9 +23,12 @@ class Truth:
     bounds: dict[str, torch.Tensor | float]  # (rows,) of dq, dk, dv; one number for dsink
 
 
-def largest_block_m(dim: int) -> int:
-    """The most queries that an m-block may have with head dims up to ``dim``, without softcap and dropout."""
-    return 128 if dim <= 64 else 80 if dim <= 128 else 64
+def largest_block_m(dim: int, is_counted: bool) -> int:
+    """The most queries that an m-block may have with head dims up to ``dim``, without softcap and dropout.
+    ``is_counted``: dq is deterministic, or the first writer stores."""
+    if dim <= 64:
+        return 64 if is_counted else 128
+    return 80 if dim <= 128 else 64
 
 
 def options_of(x: Inputs, sm_margin: int = 0) -> AttnOptions:

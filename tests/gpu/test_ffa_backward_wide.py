@@ -47,7 +47,8 @@ LONG = 1300
 
 def wide_where_possible(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
     """Wide steps wherever there is a kernel for them."""
-    return BwdSchedule(64 if options.softcap else largest_block_m(max(q_shape[2], v_shape[2])), 0)
+    largest = largest_block_m(max(q_shape[2], v_shape[2]), options.deterministic)
+    return BwdSchedule(64 if options.softcap else largest, 0)
 
 
 @pytest.fixture(autouse=True)
