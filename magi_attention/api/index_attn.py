@@ -13,8 +13,8 @@ import torch
 from magi_attention.api.plan import Plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general
-from magi_attention.functional import index_rows
-from magi_attention.functional.index_rows import IndexExchange
+from magi_attention.functional.sparse import index_rows
+from magi_attention.functional.sparse.index_rows import IndexExchange
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
