@@ -77,6 +77,45 @@ def test_lists_of_blocks_say_the_same(case):
         torch.testing.assert_close(*pair)
 
 
+def sizes_of(total: int, blocks: int, gen: torch.Generator) -> torch.Tensor:
+    """So many sizes of 1 or more that add up to ``total``."""
+    cuts = torch.randperm(total - 1, generator=gen)[: blocks - 1].sort().values + 1
+    return torch.tensor([0, *cuts.tolist(), total]).diff()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_of_different_sizes(seed):
+    """One side or both; one mask or one for each kv head."""
+    print(f"seed {seed}")
+    gen = torch.Generator().manual_seed(seed)
+    leaves, _, _ = draw((40, 50, 4, 2, 8, 16, 2), seed)
+    q_sizes, k_sizes = sizes_of(40, 7, gen), sizes_of(50, 9, gen)
+    given = (q_sizes, 6 if seed % 3 == 1 else k_sizes.int())
+    of_keys = torch.tensor([6] * 8 + [2]) if seed % 3 == 1 else k_sizes
+    blocks = torch.rand((2 if seed % 2 else 1, 7, 9), generator=gen) < 0.5
+    blocks[:, 2], blocks[:, 3] = False, True
+    allowed = blocks.repeat_interleave(q_sizes, 1).repeat_interleave(of_keys, 2).expand(2, -1, -1)
+    want, lse, _ = truth(leaves, allowed)
+    out, meta = block_sparse_attn_func(*leaves, blocks if seed % 2 else blocks[0], *given)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(meta.lse, lse.detach())
+    for got, wanted in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, want))):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_bad_sizes_are_refused():
+    (q, k, v), _, _ = draw(CASES[0], 0)
+    blocks = torch.ones(3, 2, dtype=torch.bool)
+    fine = torch.tensor([10, 20, 10]), torch.tensor([25, 25])
+    for q_sizes, words in ((torch.tensor([10, 20, 11]), "add up to 41.*40 together"),
+                           (torch.tensor([40, 0, 0]), "the least is 0"),
+                           (torch.tensor([10.0, 20, 10]), "int32 or int64"),
+                           (torch.tensor([20, 20]), r"give bool \(2, 2\)")):  # fmt: skip
+        with pytest.raises(ContractError, match=words):
+            block_sparse_attn_func(q, k, v, blocks, q_sizes, fine[1])
+    assert block_sparse_attn_func(q, k, v, blocks, *fine)[0].shape == (40, 4, 4)
+
+
 def test_bad_blocks_are_refused():
     (q, k, v), blocks, _ = draw(CASES[0], 0)
     for bad in (blocks.int(), blocks[:, :3], blocks[:, :, :2], blocks[[0, 1, 0]]):
