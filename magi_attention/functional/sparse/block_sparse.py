@@ -62,7 +62,7 @@ def block_sparse_attn_func(
     check_qkv(q, k, v)
     q_block = _size(q_block_size, "q_block_size")
     k_block = q_block if k_block_size is None else _size(k_block_size, "k_block_size")
-    check_devices(q, blocks=blocks, **{n: x for n, x in _tensors(q_block, k_block)})
+    check_devices(q, blocks=blocks, **dict(_tensors(q_block, k_block)))
     _check_blocks(q, k, blocks, q_block, k_block)
     options: dict[str, Any] = dict(
         sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic,
