@@ -35,7 +35,7 @@ def select_block_m(
         larger, most = WIDE, _most_of_wide(slices, keys, dim, work_tiles, num_sms, is_deterministic)
     else:
         larger, most = WIDEST, 0.0 if is_deterministic else _MOST_OF_SMALL_DIMS
-    if dim > 128 or not most:
+    if dim > 128 or not most or not q_shape[0]:
         return NARROW
     steps = tile_steps(slices, q_shape[0], keys)
     found = steps.wide if larger == WIDE else steps.widest
