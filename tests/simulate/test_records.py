@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "guides" / "simulate-records.md"
 
 @pytest.fixture(scope="module")
 def cells() -> list[list[simulated.CellError]]:
-    """Of both tables."""
+    """The cells of both tables."""
     return [
         [cell for record in records for cell in simulated.errors_of(record, is_new)]
         for records, is_new in ((simulated.RECORDS, False), (simulated.NEW_RECORDS, True))

@@ -41,7 +41,7 @@ struct BwdConfig {
   static constexpr int kGroups = 2;  // consumer warpgroups of 64 keys each
   static constexpr int kBlockN = kTileBlockN;
   static constexpr int kBlockM = kBlockM_;  // of a step: kBlockM64, kBlockM80 or kBlockM128
-  // Of the kernels over rows, of dq_accum and of the offsets and deltas.
+  // Kernels over rows, dq_accum, and offsets and deltas have blocks of so many queries.
   static constexpr int kRowBlockM = kBlockM == kBlockM128 ? kBlockM64 : kBlockM;
   // Wide steps hand dq over to be added by bulk copies, as steps in order do; others add it
   // straight from the registers.
