@@ -193,8 +193,8 @@ def flex_flash_attn_func(
     if index_attn_indices is not None:
         lists = prepare_indices(index_attn_indices.flatten(0, 1)[:, None].to(q.device), k.shape[0])
         return attend_lists(
-            q, k, v, lists, sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale, softcap=softcap,
-            deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
+            q, k, v, lists, head_dim_v=v.shape[2], sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale,
+            softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
         )  # fmt: skip
     scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
     out, lse, max_logits = flex_fwd(

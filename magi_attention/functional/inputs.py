@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 
@@ -42,6 +43,20 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"dtypes of q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast all three to one floating dtype."
         )
     check_devices(q, k=k, v=v)
+
+
+def width_of_values(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) -> int:
+    """Columns of the values: those of v, or with v None the first ``head_dim_v`` of k."""
+    if v is not None and head_dim_v is not None:
+        raise ContractError("head_dim_v says which columns of k are the values where v is None; give one of the two.")
+    if v is not None:
+        return v.shape[-1]
+    if head_dim_v is None:
+        raise ContractError("v is None: give head_dim_v, so that the first columns of k are the values, or give v.")
+    width = as_int(head_dim_v, "head_dim_v", at_least=1)
+    if width > k.shape[-1]:
+        raise ContractError(f"head_dim_v is {width}, and k has only {k.shape[-1]} columns; give at most these.")
+    return width
 
 
 def check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:

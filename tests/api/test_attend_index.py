@@ -28,6 +28,13 @@ def processes(rank: int, world: int) -> None:
     for a, b in zip(got, (want.detach(), meta.lse, *grads)):
         torch.testing.assert_close(plan.gather(a), b)
 
+    (q, k), width = tensors[:2], 5  # the values are the first columns of the keys
+    want, _ = index_attn_func(q, k, None, indices, head_dim_v=width)
+    out, _ = attend_index(*local[:2], None, lists, plan, head_dim_v=width)
+    got = [out.detach(), *torch.autograd.grad(out.square().sum(), local[:2])]
+    for a, b in zip(got, (want.detach(), *torch.autograd.grad(want.square().sum(), (q, k)))):
+        torch.testing.assert_close(plan.gather(a), b)
+
     needed = sum(prepare_index_exchange(lists, plan).got_counts)
     needed_by_rank = [int(n) for n in plan_counts(needed, world)]
     with pytest.raises(ContractError, match=f"rank {world - 1} needs {needed_by_rank[-1]} rows of other ranks, 1 more"):

@@ -175,23 +175,114 @@ def test_compiled_it_is_one_op_and_one_that_prepares():
     assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(trained.sum(), (q, k, v)), wanted))
 
 
-def test_ops_are_registered_soundly():
+@pytest.mark.parametrize("has_v", (True, False))
+def test_ops_are_registered_soundly(has_v):
     (q, k, v), indices = draw(SIZES[0], 1)
     lists = prepare_indices(indices, 9)
-    mask = lists.rows, lists.counts, 1, 1, None, None
+    v, width = (v, 8) if has_v else (None, 5)
+    mask = width, lists.rows, lists.counts, 1, 1, None, None
     sink = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     for extra, top in ((None, False), (sink, True)):
         torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))
         out, lse, _ = index_fwd(q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True)
-        back = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
+        back = [None if x is None else x.detach() for x in (torch.ones_like(out), q, k, v)]
+        back += [width, out.detach(), lse]
         extra = None if extra is None else extra.detach()
         torch.library.opcheck(
-            index_bwd, (*back, *mask, extra, "sh", 0.3, 0.0, False, 0), test_utils=("test_schema", "test_faketensor")
+            index_bwd,
+            (*back, *mask[1:], extra, "sh", 0.3, 0.0, False, 0),
+            test_utils=("test_schema", "test_faketensor"),
         )
     out = index_fwd(q, k, v, *mask, None, "sh", 0.3, 0.0, False, 0, False, True)[0]
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_values_may_be_columns_of_the_keys(case, monkeypatch):
+    """As in a dense softmax, and as with values of their own, whose gradient is then in that of the keys."""
+    sizes, seed = SIZES[case % len(SIZES)], 300 + case
+    print(f"seed {seed}")
+    monkeypatch.setattr(reference, "BUDGET", 300)
+    (q, k, _), indices = draw(sizes, seed)
+    width, gen, inputs, sink = max(sizes[5] - case % 3, 1), torch.Generator().manual_seed(seed), [q, k], None
+    if case % 3:
+        shape = (2, sizes[2]) if case % 3 == 1 else (sizes[0], 3, sizes[2])
+        sink = torch.randn(shape, dtype=torch.float64, generator=gen).requires_grad_()
+        inputs.append(sink)
+    options = dict(softcap=1.5 if case >= 6 else 0.0, sink=sink)
+    want, lse, largest = truth([q, k, k[..., :width]], allowed_by(indices, sizes[1]), 0.7, **options)
+    options |= dict(softmax_scale=0.7, sink_layout="ssh" if case % 3 == 2 else "sh", return_max_logits=True)
+    out, meta = index_attn_func(q, k, None, indices, head_dim_v=width, **options)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(meta.lse, lse.detach())
+    torch.testing.assert_close(meta.max_logits, largest.detach())
+    dout = torch.randn(out.shape, dtype=out.dtype, generator=gen)
+    grads = torch.autograd.grad(out, inputs, dout)
+    for got, wanted in zip(grads, torch.autograd.grad(want, inputs, dout)):
+        torch.testing.assert_close(got, wanted)
+    v = k.detach()[..., :width].clone().requires_grad_()
+    apart, _ = index_attn_func(q, k, v, indices, **options)
+    torch.testing.assert_close(out, apart)
+    dq, dk, *rest, dv = torch.autograd.grad(apart, [*inputs, v], dout)
+    dk = dk + torch.nn.functional.pad(dv, (0, sizes[4] - width))
+    for got, wanted in zip(grads, (dq, dk, *rest)):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_columns_as_values_by_finite_differences():
+    (q, k, _), indices = draw((4, 5, 4, 2, 5, 3, 3), 17)
+    assert torch.autograd.gradcheck(lambda q, k: index_attn_func(q, k, None, indices, head_dim_v=3)[0], (q, k))
+
+
+def test_columns_as_values_where_there_is_nothing_to_see():
+    """Empty lists, no keys at all, and poison in keys that nobody lists."""
+    for sizes in ((3, 0, 2, 1, 4, 3, 2), (3, 4, 2, 1, 4, 3, 0), (0, 4, 2, 1, 4, 3, 3), (3, 4, 2, 1, 4, 3, 2)):
+        (q, k, _), _ = draw((*sizes[:1], max(sizes[1], 1), *sizes[2:]), 0)
+        k = k.detach()[: sizes[1]].requires_grad_()
+        out, meta = index_attn_func(q, k, None, torch.full((sizes[0], 1, sizes[6]), -1), head_dim_v=3)
+        assert out.shape == (sizes[0], 2, 3) and (out == 0).all() and (meta.lse == NEG_INF).all()
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k)))
+    (q, k, _), indices = draw(SIZES[0], 8)
+    indices[indices == 0], indices[2] = 1, -1  # row 0 stands for what is not seen
+    unseen = ~allowed_by(indices, 9).any(1).t()
+    poisoned = k.detach().masked_fill(unseen[..., None], float("nan")).requires_grad_()
+    runs = []
+    for keys in (k, poisoned):
+        out, _ = index_attn_func(q, keys, None, indices, head_dim_v=5)
+        runs.append([out, *torch.autograd.grad(out.sum(), (q, keys))])
+    assert unseen[0].all() and (out[2] == 0).all() and all(torch.equal(*pair) for pair in zip(*runs))
+
+
+def test_columns_as_values_in_a_compiled_layer():
+    (q, k, _), indices = draw(SIZES[2], 6)
+
+    def layer(q, k, indices):
+        return index_attn_func(q, k, None, indices, head_dim_v=12)[0] * 2
+
+    want = layer(q, k, indices)
+    wanted = torch.autograd.grad(want.sum(), (q, k))
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        out = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, k, indices)
+        assert torch.equal(out, want)
+        assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(out.sum(), (q, k)), wanted))
+
+
+def test_values_are_given_in_one_way():
+    (q, k, v), indices = draw(SIZES[0], 2)
+    for values, options, words in (
+        (v, dict(head_dim_v=8), "give one of the two"),
+        (None, {}, "v is None: give head_dim_v"),
+        (None, dict(head_dim_v=9), "head_dim_v is 9, and k has only 8 columns"),
+        (None, dict(head_dim_v=0), "head_dim_v is 0; give an integer of at least 1"),
+        (None, dict(head_dim_v=4.0), "head_dim_v is 4.0"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            index_attn_func(q, k, values, indices, **options)
+    with pytest.raises(ContractError, match="q and k must have the same head dim"):
+        index_attn_func(q, k[..., :7], None, indices, head_dim_v=4)
 
 
 def test_published_spellings_say_the_same():

@@ -8,7 +8,7 @@ import torch
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.inputs import check_devices, check_qkv
+from magi_attention.functional.inputs import check_devices, check_qkv, width_of_values
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.kernels.index_attn.custom_ops import index_fwd
 from magi_attention.kernels.reference.correction import check_sink
@@ -18,9 +18,10 @@ from magi_attention.kernels.types import as_scale
 def index_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     indices: torch.Tensor | PreparedIndices,
     *,
+    head_dim_v: int | None = None,
     sink: torch.Tensor | None = None,
     sink_layout: str = "sh",
     softmax_scale: float | None = None,
@@ -37,6 +38,8 @@ def index_attn_func(
 
     Args:
         q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv). One floating dtype, Hq a multiple of Hk.
+        head_dim_v: Dv where v is None: the first so many columns of k are the values, as in MLA's latents. The gradient
+            of k then holds that of the values.
         indices: int32 or int64 (Tq, Hk, N): rows of k in any order. Negative entries are none, wherever they stand, and
             a key that is there twice counts once. Or what ``prepare_indices`` made of such lists: so layers that share
             lists sort them once, and lists of blocks of keys are given.
@@ -52,7 +55,8 @@ def index_attn_func(
             says when such entries are looked for on a GPU.
         NoBackendError: the backend asked for by environment cannot run the problem.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, k if v is None else v)
+    width = width_of_values(k, v, head_dim_v)
     if not isinstance(indices, PreparedIndices):
         if tuple(indices.shape[:2]) != (q.shape[0], k.shape[1]):
             raise ContractError(
@@ -61,17 +65,17 @@ def index_attn_func(
             )
         indices = prepare_indices(indices.to(q.device), k.shape[0])
     return attend_lists(
-        q, k, v, indices, sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
+        q, k, v, indices, head_dim_v=width, sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
     )  # fmt: skip
 
 
 def attend_lists(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices, *, sink: torch.Tensor | None,
-    sink_layout: str, softmax_scale: float | None, softcap: float, deterministic: bool, sm_margin: int,
-    return_max_logits: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices, *, head_dim_v: int,
+    sink: torch.Tensor | None, sink_layout: str, softmax_scale: float | None, softcap: float, deterministic: bool,
+    sm_margin: int, return_max_logits: bool,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
-    """``index_attn_func`` of q, k and v that ``check_qkv`` has passed."""
+    """``index_attn_func`` of q, k and v that ``check_qkv`` has passed, with ``width_of_values`` of k and v."""
     wanted = (lists.num_lists(q.shape[0]), k.shape[1])
     if tuple(lists.counts.shape) != wanted or lists.total_k != k.shape[0]:
         raise ContractError(
@@ -82,11 +86,14 @@ def attend_lists(
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
     needs_backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+        q.requires_grad
+        or k.requires_grad
+        or (v is not None and v.requires_grad)
+        or (sink is not None and sink.requires_grad)
     )
     out, lse, max_logits = index_fwd(
-        q, k, v, lists.rows, lists.counts, lists.q_block_size, lists.k_block_size, lists.k_start, lists.k_end, sink,
-        sink_layout, q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale),
+        q, k, v, head_dim_v, lists.rows, lists.counts, lists.q_block_size, lists.k_block_size, lists.k_start,
+        lists.k_end, sink, sink_layout, q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale),
         as_float(softcap, "softcap"),
         bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor
+from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor, width_of_values
 from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.sparse.index_attn import attend_lists
 from magi_attention.kernels.double_backward import once_differentiable
@@ -186,7 +186,7 @@ def attend_index(
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
     with layout.transport.guard("index attention, input check"):
-        width = _width(k, v, head_dim_v)
+        width = width_of_values(k, v, head_dim_v)
         _check(q, k, k if v is None else v, sink, layout)
         if not isinstance(indices, IndexExchange) and indices.shape[1:2] != k.shape[1:2]:
             raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
@@ -199,33 +199,16 @@ def attend_index(
         indices = make_exchange(indices.to(q.device), layout, max_rows)
     tokens, heads = k.shape[:2]
     group = q.shape[1] // heads
-    if v is None:
-        (keys,) = _apply_fetch(indices, layout, k)
-        values = keys[..., :width]
-    else:
-        keys, values = _apply_fetch(indices, layout, k, v)
+    keys, *values = _apply_fetch(indices, layout, k, *([] if v is None else [v]))
     if sink is not None:  # of each kv head's own query heads, as all rows have these heads then
         sink = sink.unflatten(1, (heads, group)).transpose(0, 1)
         sink = sink.expand(tokens, *sink.shape).flatten(0, 1)
     out, meta = attend_lists(
-        q.reshape(tokens * heads, group, q.shape[2]), keys, values, indices.lists, sink=sink, sink_layout="ssh",
-        softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=0, return_max_logits=False,
+        q.reshape(tokens * heads, group, q.shape[2]), keys, values[0] if values else None, indices.lists,
+        head_dim_v=width, sink=sink, sink_layout="ssh", softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=deterministic, sm_margin=0, return_max_logits=False,
     )  # fmt: skip
     return out.view(*q.shape[:2], width), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
-
-
-def _width(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) -> int:
-    """Columns of the values."""
-    if v is not None and head_dim_v is not None:
-        raise ContractError("head_dim_v says which columns of k are the values where v is None; give one of the two.")
-    if v is not None:
-        return v.shape[-1]
-    if head_dim_v is None:
-        raise ContractError("v is None: give head_dim_v, so that the first columns of k are the values, or give v.")
-    width = as_int(head_dim_v, "head_dim_v", at_least=1)
-    if width > k.shape[-1]:
-        raise ContractError(f"head_dim_v is {width}, and k has only {k.shape[-1]} columns; give at most these.")
-    return width
 
 
 def _check(

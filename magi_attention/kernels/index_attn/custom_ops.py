@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index attention as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees opaque nodes.
 
-``magi_attention::index_fwd`` and ``magi_attention::index_bwd`` take prepared lists and run what ``choose`` gives. Sinks
-join here, by the lse, so that no implementation has to know them. Gradients of ``lse`` and ``max_logits`` are ignored.
+``magi_attention::index_fwd`` and ``magi_attention::index_bwd`` take prepared lists and run what ``choose`` gives. With
+v None the values are the first ``head_dim_v`` columns of k. Sinks join here, by the lse, so that no implementation has
+to know them. Gradients of ``lse`` and ``max_logits`` are ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndice
 from magi_attention.kernels.reference.correction import correct_attn_out_lse_with_sink, sink_bwd
 from magi_attention.kernels.types import accumulation_dtype, options_of
 
+_KV = "Tensor k, Tensor? v, SymInt head_dim_v"
 _LISTS = "Tensor rows, Tensor counts, SymInt q_block_size, SymInt k_block_size, Tensor? k_start, Tensor? k_end"
 _OPTIONS = "Tensor? sink, str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin"
 Maybe = torch.Tensor | None
@@ -26,19 +28,20 @@ Maybe = torch.Tensor | None
 @torch.library.custom_op(
     "magi_attention::index_fwd", mutates_args=(),
     schema=(
-        f"(Tensor q, Tensor k, Tensor v, {_LISTS}, {_OPTIONS}, bool return_max_logits, bool needs_backward) "
+        f"(Tensor q, {_KV}, {_LISTS}, {_OPTIONS}, bool return_max_logits, bool needs_backward) "
         "-> (Tensor, Tensor, Tensor)"
     ),
 )  # fmt: skip
 def index_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int,
-    k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float,
-    softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+    q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, rows: torch.Tensor, counts: torch.Tensor,
+    q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str,
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool,
+    needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
     lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
-    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward)
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward, head_dim_v)
     out, lse = choose(problem).forward(problem, q, k, v, lists)
     if sink is not None:
         out, lse = correct_attn_out_lse_with_sink(out, lse, sink, sink_layout)
@@ -48,13 +51,14 @@ def index_fwd(
 
 @index_fwd.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int,
-    k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float,
-    softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool, needs_backward: bool,
+    q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, rows: torch.Tensor, counts: torch.Tensor,
+    q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str,
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool,
+    needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     acc, heads = accumulation_dtype(q.dtype), q.shape[1]
     return (
-        q.new_empty((q.shape[0], heads, v.shape[2])),
+        q.new_empty((q.shape[0], heads, head_dim_v)),
         q.new_empty((q.shape[0], heads), dtype=acc),
         q.new_empty((heads if return_max_logits else 0,), dtype=acc),
     )
@@ -63,47 +67,54 @@ def _(
 @torch.library.custom_op(
     "magi_attention::index_bwd", mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
+        f"(Tensor dout, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )  # fmt: skip
 def index_bwd(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe,
-    sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
+    k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
+    sm_margin: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink.
+
+    Without v ``dv`` is empty, and the gradient of the values is in ``dk``.
+    """
     lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
-    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward=True)
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, True, head_dim_v)
     dq, dk, dv = choose(problem).backward(problem, dout, q, k, v, out, lse, lists)
     dsink = lse.new_empty(0) if sink is None else sink_bwd(sink, lse, out, dout, sink_layout)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+    dv = k.new_empty(0) if dv is None else dv.to(k.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dsink
 
 
 @index_bwd.register_fake
 def _(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe,
-    sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
+    k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
+    sm_margin: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), dv, dsink
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, rows, counts, q_block, k_block, k_start, k_end, sink, *options = inputs
+    q, k, v, head_dim_v, rows, counts, q_block, k_block, k_start, k_end, sink, *options = inputs
     out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, rows, counts, k_start, k_end, sink)
-    ctx.blocks, ctx.options = (q_block, k_block), options[:5]
+    ctx.head_dim_v, ctx.blocks, ctx.options = head_dim_v, (q_block, k_block), options[:5]
     ctx.mark_non_differentiable(lse, max_logits)
 
 
 def _grad(ctx: Any, dout: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, rows, counts, k_start, k_end, sink = ctx.saved_tensors
     lists = rows, counts, *ctx.blocks, k_start, k_end
-    dq, dk, dv, dsink = index_bwd(dout, q, k, v, out, lse, *lists, sink, *ctx.options)
-    return dq, dk, dv, *[None] * 6, None if sink is None else dsink, *[None] * 7
+    dq, dk, dv, dsink = index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options)
+    return dq, dk, None if v is None else dv, *[None] * 7, None if sink is None else dsink, *[None] * 7
 
 
 index_fwd.register_autograd(_grad, setup_context=_save)

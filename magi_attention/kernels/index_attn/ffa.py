@@ -40,6 +40,8 @@ class IndexFfa:
             )
         if env.is_portable_kernels():
             return "MAGI_ATTENTION_PORTABLE_KERNELS=1 asks for portable kernels, and index attention has none."
+        if not p.has_v:
+            return "The kernels take values of their own."
         if p.dtype not in DTYPES:
             return f"The kernels compute bfloat16 and float16, not {p.dtype}."
         if p.options.softcap or not p.options.softmax_scale > 0:
@@ -69,8 +71,9 @@ class IndexFfa:
         return IndexLibrary(load(SM90.library))
 
     def forward(
-        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
+        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert v is not None
         q, k, v = map(dense, (q, k, v))
         out = _empty((*q.shape[:2], v.shape[2]), q.dtype, q.device)
         lse = _empty(q.shape[:2], torch.float32, q.device)
@@ -89,9 +92,10 @@ class IndexFfa:
         return out, lse
 
     def backward(
-        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        assert v is not None
         q, k, v, out, dout = map(dense, (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
         lse = lse.contiguous()
         if keeps_keys(problem, lists):

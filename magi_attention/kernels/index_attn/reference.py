@@ -43,6 +43,10 @@ class _Part:
         """Rows of k or v as (n, Hk, N, D); 0 where nothing is seen."""
         return x[self.keys, self.head].to(self.acc).masked_fill(~self.seen.transpose(-1, -2), 0)
 
+    def values(self, v: torch.Tensor | None, width: int) -> torch.Tensor:
+        """(n, Hk, N, Dv); without v the first columns of the keys, which are not gathered again."""
+        return self.k[..., :width] if v is None else self.gathered(v)
+
     def logits(self, options: AttnOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits (n, Hk, G, N), -inf where nothing is seen, and the slope of the softcap or None."""
         logits, slope = torch.matmul(self.q, self.k.transpose(-1, -2)) * options.softmax_scale, None
@@ -97,41 +101,47 @@ class IndexReference:
 
     @torch.no_grad()
     def forward(
-        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
+        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``IndexBackend.forward``."""
         acc = accumulation_dtype(q.dtype)
-        out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=acc if problem.has_sink else q.dtype)
+        width = problem.head_dim_v
+        out = q.new_empty((*q.shape[:2], width), dtype=acc if problem.has_sink else q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=acc)
-        for part in _parts(q, k, lists, v.shape[2]):
+        for part in _parts(q, k, lists, width if problem.has_v else 0):
             logits, _ = part.logits(problem.options)
             total = safe_lse(logits, keepdim=True)
             weights = torch.exp(safe_subtract(logits, total))
-            out[part.queries] = torch.matmul(weights, part.gathered(v)).flatten(1, 2).to(out.dtype)
+            out[part.queries] = torch.matmul(weights, part.values(v, width)).flatten(1, 2).to(out.dtype)
             lse[part.queries] = total.flatten(1)
         return out, lse
 
     @torch.no_grad()
     def backward(
-        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """See ``IndexBackend.backward``; dk and dv in the accumulation dtype."""
-        dq = torch.empty_like(q)
-        dk, dv = (x.new_zeros((x.shape[0] * x.shape[1], x.shape[2]), dtype=lse.dtype) for x in (k, v))
-        for part in _parts(q, k, lists, v.shape[2]):
+        dq, width = torch.empty_like(q), problem.head_dim_v
+        dk = k.new_zeros((k.shape[0] * k.shape[1], k.shape[2]), dtype=lse.dtype)
+        dv = None if v is None else dk.new_zeros((len(dk), width))
+        for part in _parts(q, k, lists, width if problem.has_v else 0):
             logits, slope = part.logits(problem.options)
-            grad, values = part.grouped(dout), part.gathered(v)
+            grad, values = part.grouped(dout), part.values(v, width)
             delta = (grad * part.grouped(out)).sum(-1, keepdim=True)
             total = lse[part.queries].unflatten(1, (part.heads, -1))[..., None]
             weights = torch.exp(safe_subtract(logits, total))
-            part.add(dv, torch.matmul(weights.transpose(-1, -2), grad))
             dlogits = weights * (torch.matmul(grad, values.transpose(-1, -2)) - delta) * problem.options.softmax_scale
             if slope is not None:
                 dlogits = dlogits * slope
-            part.add(dk, torch.matmul(dlogits.transpose(-1, -2), part.q))
+            dkeys, dvalues = (torch.matmul(a.transpose(-1, -2), b) for a, b in ((dlogits, part.q), (weights, grad)))
+            if dv is None:
+                dkeys[..., :width] += dvalues
+            else:
+                part.add(dv, dvalues)
+            part.add(dk, dkeys)
             dq[part.queries] = torch.matmul(dlogits, part.k).flatten(1, 2).to(q.dtype)
-        return dq, dk.view(k.shape), dv.view(v.shape)
+        return dq, dk.view(k.shape), None if dv is None else dv.view(*k.shape[:2], width)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 """What an implementation of index attention is asked and what it gives back.
 
 Query t sees, in the heads of kv head h, a list of keys of its own. Shapes: q (Tq, Hq, D), k (Tk, Hk, D),
-v (Tk, Hk, Dv), out (Tq, Hq, Dv), lse (Tq, Hq), lists (L, Hk, N); Hq is a multiple of Hk.
+v (Tk, Hk, Dv), out (Tq, Hq, Dv), lse (Tq, Hq), lists (L, Hk, N); Hq is a multiple of Hk. Where v is None the values are
+the first Dv columns of k, as in MLA's latents.
 """
 
 from __future__ import annotations
@@ -45,22 +46,26 @@ class PreparedIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexProblem(Problem):
-    """A ``Problem`` whose lists have up to ``topk`` entries; block sizes as of ``PreparedIndices``."""
+    """A ``Problem`` whose lists have up to ``topk`` entries; block sizes as of ``PreparedIndices``.
+
+    ``has_v`` False: the values are the first ``head_dim_v`` columns of k.
+    """
 
     topk: int = 0
     q_block_size: int = 1
     k_block_size: int = 1
+    has_v: bool = True
 
     @classmethod
     def of_lists(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, lists: PreparedIndices,
-        sink: torch.Tensor | None = None, needs_backward: bool = False,
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, options: AttnOptions, lists: PreparedIndices,
+        sink: torch.Tensor | None = None, needs_backward: bool = False, head_dim_v: int | None = None,
     ) -> IndexProblem:  # fmt: skip
-        """The problem posed by these tensors."""
-        problem = Problem.of(q, k, v, options, sink, needs_backward)
+        """The problem posed by these tensors. ``head_dim_v`` counts where v is None; by default all columns of k."""
+        problem = Problem.of(q, k, k[..., :head_dim_v] if v is None else v, options, sink, needs_backward)
         common = {f.name: getattr(problem, f.name) for f in fields(Problem)}
         topk, q_block, k_block = lists.rows.shape[2], lists.q_block_size, lists.k_block_size
-        return cls(**common, topk=topk, q_block_size=q_block, k_block_size=k_block)
+        return cls(**common, topk=topk, q_block_size=q_block, k_block_size=k_block, has_v=v is not None)
 
 
 @runtime_checkable
@@ -68,7 +73,7 @@ class IndexBackend(Protocol):
     """One implementation of index attention. Stateless; any strides of q, k, v and dout are accepted.
 
     The caller adds sinks, by ``lse``, and computes ``max_logits``: an implementation knows neither. Scale, softcap,
-    ``deterministic`` and ``sm_margin`` are in ``problem.options``.
+    ``deterministic`` and ``sm_margin`` are in ``problem.options``. v is None where ``problem.has_v`` is False.
     """
 
     @property
@@ -79,15 +84,18 @@ class IndexBackend(Protocol):
         ...
 
     def forward(
-        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
+        self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``: out in q's dtype or, where the caller has to round it once more (``problem.has_sink``),
         preferably in the accumulation dtype, which lse always has. A query without keys gives 0 and -inf."""
         ...
 
     def backward(
-        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """``(dq, dk, dv)`` in any floating dtype; out and lse are the final ones of each row, with the sink."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """``(dq, dk, dv)`` in any floating dtype; out and lse are the final ones of each row, with the sink.
+
+        Without v ``dv`` is None, and the gradient of the values is in the first columns of ``dk``.
+        """
         ...
