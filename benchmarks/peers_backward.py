@@ -59,19 +59,20 @@ def ours(is_both: bool, deterministic: bool = False, wheel: str | None = None) -
 
 
 def by_autograd(make: Make, is_both: bool) -> MakeGrads:
-    """Gradients of a forward of ``peers``, by autograd."""
+    """Gradients of a forward of ``peers``, by autograd; without v (dq, dk)."""
 
     def make_grads(q, k, v, dout, case: Case) -> Callable[[], Grads]:
-        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        given = [None if x is None else x.detach().requires_grad_() for x in (q, k, v)]
+        leaves = tuple(x for x in given if x is not None)
         if is_both:
-            forward = make(*leaves, case)
+            forward = make(*given, case)
             return lambda: torch.autograd.grad(forward(), leaves, dout)
         # Compiled functions may otherwise reuse what they saved, and refuse a second backward of one forward. The check
         # is made at every call, so the setting stays for the life of the process.
         import torch._functorch.config as functorch
 
         functorch.donated_buffer = False
-        out = make(*leaves, case)()
+        out = make(*given, case)()
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return make_grads

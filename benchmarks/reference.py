@@ -62,22 +62,24 @@ def _weights(q_rows, k_head, seen, scale: float) -> torch.Tensor:
     return s.masked_fill_(~seen[:, None], float("-inf")).softmax(-1).nan_to_num_(0.0)
 
 
-def reference_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor):
-    """Attention of the chosen rows in float32, (rows, Hq, Dv)."""
+def reference_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor, dtype=torch.float32
+) -> torch.Tensor:
+    """Attention of the chosen rows in ``dtype``, (rows, Hq, Dv)."""
     parts = []
     for head, heads in _head_share(q, k):
-        p = _weights(q[rows, heads].float(), k[:, head].float(), seen, q.shape[2] ** -0.5)
-        parts.append(p @ v[:, head].float())
+        p = _weights(q[rows, heads].to(dtype), k[:, head].to(dtype), seen, q.shape[2] ** -0.5)
+        parts.append(p @ v[:, head].to(dtype))
     return torch.cat(parts, 1)
 
 
-def reference_dq(q, k, v, dout, seen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """dq of the chosen rows in float32, (rows, Hq, D)."""
+def reference_dq(q, k, v, dout, seen: torch.Tensor, rows: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
+    """dq of the chosen rows in ``dtype``, (rows, Hq, D)."""
     scale, parts = q.shape[2] ** -0.5, []
     for head, heads in _head_share(q, k):
-        k_head = k[:, head].float()
-        p = _weights(q[rows, heads].float(), k_head, seen, scale)
-        dp = torch.einsum("rhd,kd->rhk", dout[rows, heads].float(), v[:, head].float())
+        k_head = k[:, head].to(dtype)
+        p = _weights(q[rows, heads].to(dtype), k_head, seen, scale)
+        dp = torch.einsum("rhd,kd->rhk", dout[rows, heads].to(dtype), v[:, head].to(dtype))
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
         parts.append(ds @ k_head)
     return torch.cat(parts, 1)

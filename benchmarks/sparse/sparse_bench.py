@@ -3,10 +3,10 @@
 
     python benchmarks/sparse/sparse_bench.py [--masks b128_random_0.1,index_2048] [--seqlens 8K,32K] [--out NAME]
 
-``sparse_cases`` has the patterns. TFLOP/s count the pairs that are computed for, ``n * area * heads * head_dim``, n 4
-forward and 10 backward, so a whole tile for a few pairs is not rewarded. ``dense`` is our full mask of as many tokens.
-Before anything is timed, results are compared with a float32 reference on a sample of rows. A case begins only while
---seconds are not over, and those left out are named, so one call takes no longer than a machine is lent for.
+``sparse_cases`` has the patterns. TFLOP/s count the pairs that are computed for, as ``kernel`` counts them, so a whole
+tile for a few pairs is not rewarded. ``dense`` is our full mask of as many tokens. Before anything is timed, results
+are compared with a reference on a sample of rows. A case begins only while --seconds are not over, and those left out
+are named, so one call takes no longer than a machine is lent for.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(p) for p in Path(__f
 
 import torch  # noqa: E402
 from case_options import DTYPES, list_of, parse_size  # noqa: E402
-from kernel import FLOPS_PER_PAIR, Result, make_inputs, prepare, size_of, table  # noqa: E402
-from peers import PEERS, missing  # noqa: E402
+from kernel import Result, flops_per_pair, make_inputs, prepare, size_of, table  # noqa: E402
+from peers import PEERS, Unfit, missing  # noqa: E402
 from peers_backward import by_autograd  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from sparse_cases import NAMES, make_case, parse  # noqa: E402
+from sparse_cases import DSA_HEAD_DIMS, NAMES, SparseCase, make_case, parse  # noqa: E402
 from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
 from sparse_peers import available, dense  # noqa: E402
 from timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
@@ -52,8 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     directions = list_of(str, ("forward", "backward"))
     add("--directions", type=directions, default="forward,backward", metavar="A,B", help="forward, backward")
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="heads of block patterns (64 8)")
-    add("--index-heads", type=int, default=128, metavar="Q", help="query heads on one kv head, index patterns (128)")
-    add("--head-dim", type=int, default=128)
+    add("--index-heads", type=int, default=128, metavar="Q", help="query heads on one kv head, index and DSA (128)")
+    add("--head-dim", type=int, default=128, help="of all patterns but DSA's, 576 and 512 (128)")
     add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--repeats", type=int, default=10, help="timed runs of each, of which the median counts (10)")
     add("--seconds", type=float, default=240.0, help="begin no case after so long (240)")
@@ -63,23 +63,39 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def heads_of(options: argparse.Namespace, mask: str) -> tuple[int, int]:
-    return (options.index_heads, 1) if mask.startswith("index") else tuple(options.heads)
+    return tuple(options.heads) if mask.startswith("b") else (options.index_heads, 1)
+
+
+def head_dims_of(options: argparse.Namespace, mask: str) -> tuple[int, int]:
+    """The head dim of q and k, and that of the values."""
+    return DSA_HEAD_DIMS if mask.startswith("dsa") else (options.head_dim, options.head_dim)
+
+
+def inputs_of(
+    case: SparseCase, options: argparse.Namespace, device: str, has_dout: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """q, k, v and, if asked for, dout; v None where values are columns of k."""
+    heads, (dim, dim_v) = heads_of(options, case.name), head_dims_of(options, case.name)
+    q, k, v, *rest = make_inputs(case, heads, dim, DTYPES[options.dtype], device, has_dout=has_dout, head_dim_v=dim_v)
+    return q, k, v if case.head_dim_v is None else None, *rest
 
 
 def run_case(mask: str, seqlen: int, direction: str, options: argparse.Namespace, makers: dict) -> list[SparseResult]:
     """All implementations on one pattern; its tensors live as long as this function runs."""
     case = make_case(mask, seqlen)
-    is_forward, heads = direction == "forward", heads_of(options, mask)
+    is_forward = direction == "forward"
     shared = {"direction": direction, "area": case.area, "density": case.area / seqlen**2}
     results = {n: SparseResult(mask, seqlen, n, **shared) for n in (*makers, *([] if options.only else ["dense"]))}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     as_made = (lambda make: make) if is_forward else partial(by_autograd, is_both=False)
     try:
-        tensors = make_inputs(case, heads, options.head_dim, DTYPES[options.dtype], device, has_dout=not is_forward)
+        tensors = inputs_of(case, options, device, has_dout=not is_forward)
         check = (SparseForwardCheck if is_forward else SparseBackwardCheck)(case, *tensors)
         calls = prepare(case, tensors, {n: as_made(make) for n, make in makers.items()}, results, check)
         if "dense" in results:
             calls["dense"] = as_made(dense)(*tensors, case)
+    except Unfit as reason:
+        results["dense"].reason = str(reason)
     except torch.OutOfMemoryError as failure:
         return [SparseResult(**{**asdict(r), "reason": r.reason or reason_of(failure)}) for r in results.values()]
     failed: dict[str, str] = {}
@@ -90,17 +106,21 @@ def run_case(mask: str, seqlen: int, direction: str, options: argparse.Namespace
             area = seqlen**2 if name == "dense" else case.area
             for key, value in summary(times[name]).items():
                 setattr(result, key, value)
-            operations = FLOPS_PER_PAIR[direction] * area * heads[0] * options.head_dim
+            operations = flops_per_pair(direction, *head_dims_of(options, mask)) * area * heads_of(options, mask)[0]
             result.tflops = operations / result.median_us / 1e6
             result.samples = [result.tflops]
     return list(results.values())
 
 
 def settings_of(options: argparse.Namespace) -> list[dict]:
-    """One for each kind of pattern, as they differ in heads."""
-    common = {**plain_settings(options, ["index_heads"]), "samples": 1}
-    kinds = ([m for m in options.masks if m.startswith("index") == is_index] for is_index in (False, True))
-    return [{**common, "masks": masks, "heads": heads_of(options, masks[0])} for masks in kinds if masks]
+    """One for each kind of pattern, as they differ in heads and head dims."""
+    common, found = {**plain_settings(options, ["index_heads"]), "samples": 1}, []
+    for kind in ("b", "index", "dsa"):
+        if masks := [m for m in options.masks if m.startswith(kind)]:
+            dim, dim_v = head_dims_of(options, masks[0])
+            own = {"masks": masks, "heads": heads_of(options, masks[0]), "head_dim": dim}
+            found.append({**common, **own, **({} if dim == dim_v else {"head_dim_v": dim_v})})
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

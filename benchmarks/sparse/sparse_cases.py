@@ -5,6 +5,7 @@
     b64_window          a window of an eighth of the blocks, and two that see and are seen by all
     b128_video          tokens in tiles along time, height and width: tiles at most one away, and the first frame
     index_2048          each query keeps 2,048 keys, drawn
+    dsa_2048            DSA's form: the same among the keys up to the query, and values are columns of the keys
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -21,19 +22,23 @@ from magi_attention.common.mask import Mask
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 
 NAMES = (
-    "b128_random_0.1", "index_2048", "b128_window", "b128_video", "b64_random_0.1", "b128_random_0.5", "b64_window",
-    "b64_video", "b64_random_0.5", "b128_random_0.05", "b64_random_0.05", "b128_random_0.2", "b64_random_0.2",
+    "b128_random_0.1", "index_2048", "dsa_2048", "b128_window", "b128_video", "b64_random_0.1", "b128_random_0.5",
+    "b64_window", "b64_video", "b64_random_0.5", "b128_random_0.05", "b64_random_0.05", "b128_random_0.2",
+    "b64_random_0.2",
 )  # fmt: skip
 _BLOCKS = r"b(?P<block>\d+)_(?:(?P<pattern>window|video)|random_(?P<share>0?\.\d+|1))"
-_FORM = re.compile(rf"(?:{_BLOCKS}|index_(?P<keys>\d+))$")
+_FORM = re.compile(rf"(?:{_BLOCKS}|(?P<kind>index|dsa)_(?P<keys>\d+))$")
+DSA_HEAD_DIMS = (576, 512)  # of keys, and of the values in their first columns
 _WINDOW_SHARE, _GLOBAL_BLOCKS = 1 / 8, 2
 
 
 class SparseCase(Protocol):
-    """``area`` counts (query, key) pairs of one query head; all heads see the same."""
+    """``area`` counts (query, key) pairs of one query head; all heads see the same. ``head_dim_v``: where it is not
+    None, values are the first so many columns of the keys, and v is None."""
 
     name: str
     seqlen: int
+    head_dim_v: int | None
 
     @property
     def area(self) -> int: ...
@@ -59,6 +64,7 @@ class BlockCase:
         return Mask.block_sparse(self.blocks, self.block)
 
     is_varlen = False  # for peers that take documents
+    head_dim_v: ClassVar[None] = None
 
     def seen(self, rows: torch.Tensor) -> torch.Tensor:
         table = torch.from_numpy(self.blocks).to(rows.device)
@@ -69,25 +75,27 @@ class BlockCase:
 class IndexCase:
     name: str
     seqlen: int
-    indices: torch.Tensor  # int32 (seqlen, 1, keys), distinct, on the CPU
+    indices: torch.Tensor  # int32 (seqlen, 1, keys), distinct but for -1, on the CPU
+    head_dim_v: int | None = None
 
     @property
     def area(self) -> int:
-        return self.indices.numel()
+        return int((self.indices >= 0).sum())
 
     def lists(self, device: torch.device) -> PreparedIndices:
         return prepare_indices(self.indices.to(device), self.seqlen)
 
     def seen(self, rows: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros((len(rows), self.seqlen), dtype=torch.bool, device=rows.device)
-        return found.scatter_(1, self.indices[rows.cpu(), 0].long().to(rows.device), True)
+        keys = self.indices[rows.cpu(), 0].long().to(rows.device)
+        found = torch.zeros((len(rows), self.seqlen + 1), dtype=torch.bool, device=rows.device)
+        return found.scatter_(1, keys.where(keys >= 0, self.seqlen), True)[:, :-1]
 
 
 def parse(name: str, seqlen: int) -> re.Match:
     """The parts of a name as above; ``ValueError`` for other names and lengths that are no whole number of blocks."""
     form = _FORM.match(name)
     if form is None:
-        raise ValueError(f"{name!r} is no pattern; give one such as {', '.join(NAMES[:4])}.")
+        raise ValueError(f"{name!r} is no pattern; give one such as {', '.join(NAMES[:5])}.")
     if form["block"] and (int(form["block"]) == 0 or seqlen % int(form["block"])):
         raise ValueError(f"{seqlen} tokens are no whole number of blocks of {form['block']}; give a multiple.")
     return form
@@ -97,7 +105,9 @@ def make_case(name: str, seqlen: int, seed: int = 0) -> BlockCase | IndexCase:
     """The case of a name; errors as of ``parse``."""
     form = parse(name, seqlen)
     if form["keys"]:
-        return IndexCase(name, seqlen, _drawn_keys(seqlen, min(int(form["keys"]), seqlen), seed))
+        is_dsa = form["kind"] == "dsa"
+        keys = _drawn_keys(seqlen, min(int(form["keys"]), seqlen), seed, is_causal=is_dsa)
+        return IndexCase(name, seqlen, keys, DSA_HEAD_DIMS[1] if is_dsa else None)
     block = int(form["block"])
     count = seqlen // block
     if form["share"]:
@@ -107,12 +117,17 @@ def make_case(name: str, seqlen: int, seed: int = 0) -> BlockCase | IndexCase:
     return BlockCase(name, seqlen, block, blocks)
 
 
-def _drawn_keys(seqlen: int, keys: int, seed: int) -> torch.Tensor:
-    """One key of each of ``keys`` stretches of equal length, so that drawing takes no sort of all keys."""
+def _drawn_keys(seqlen: int, keys: int, seed: int, is_causal: bool) -> torch.Tensor:
+    """One key of each of ``keys`` stretches of equal length, so that drawing takes no sort of all keys.
+
+    A query that sees fewer keys than that keeps all of them, and has -1 for stretches without a key.
+    """
     generator = torch.Generator().manual_seed(seed)
-    bounds = torch.arange(keys + 1) * seqlen // keys
-    share = torch.rand((seqlen, keys), generator=generator)
-    return (bounds[:-1] + (share * bounds.diff()).long()).int()[:, None]
+    seen = torch.arange(1, seqlen + 1)[:, None] if is_causal else seqlen
+    bounds = torch.arange(keys + 1) * seen // keys
+    lengths, share = bounds.diff(), torch.rand((seqlen, keys), generator=generator)
+    drawn = bounds[..., :-1] + (share * lengths).long()
+    return drawn.masked_fill_(lengths == 0, -1).int()[:, None]
 
 
 def _drawn_blocks(count: int, share: float, seed: int) -> np.ndarray:

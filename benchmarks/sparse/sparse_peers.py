@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implementations that the sparse benchmark runs, as those of ``peers``: (q, k, v, case) -> a call that gives out.
 
-Preparation (slices, block masks, prepared lists, compilation) happens before and is not timed.
+v is None where values are the first ``case.head_dim_v`` columns of k. Preparation (slices, block masks, prepared lists,
+compilation) happens before and is not timed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ CUDNN_STRETCHES = 16
 FLEX_KEY_TOKENS = 4096  # beyond them a block mask of single keys takes minutes to make
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, case) -> Run:
     """The public function: slices on the device, or prepared lists."""
     if isinstance(case, IndexCase):
         lists = case.lists(q.device)
-        return lambda: index_attn_func(q, k, v, lists)[0]
+        return lambda: index_attn_func(q, k, v, lists, head_dim_v=case.head_dim_v)[0]
     ranges = case.mask.slices.tensors(q.device)
     return lambda: flex_flash_attn_func(q, k, v, *ranges)[0]
 
@@ -64,28 +65,30 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         grads = IndexReference().backward(ctx.problem, dout, q, k, v, out, lse, ctx.lists)
-        return *(g.to(x.dtype) for g, x in zip(grads, (q, k, v))), None, None
+        return *(None if g is None else g.to(q.dtype) for g in grads), None, None
 
 
-def _gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
+def _gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, case) -> Run:
     """Keys of each query gathered by PyTorch."""
     if isinstance(case, BlockCase):
         raise Unfit("Gathering is for single keys.")
     if case.seqlen > GATHER_TOKENS:
         raise Unfit(f"Gathering is left out above {GATHER_TOKENS:,} tokens, where it takes seconds.")
     lists = case.lists(q.device)
-    problem = IndexProblem.of_lists(q, k, v, AttnOptions(q.shape[2] ** -0.5), lists)
+    problem = IndexProblem.of_lists(q, k, v, AttnOptions(q.shape[2] ** -0.5), lists, head_dim_v=case.head_dim_v)
     return lambda: _Gather.apply(q, k, v, problem, lists)
 
 
 FLEX_BLOCK = 128  # of its backward on H100, which has no kernel for smaller ones unless it searches for minutes
 
 
-def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, case) -> Run:
     """FlexAttention, compiled per shape. Blocks are told to it as whole blocks where it has kernels for their size, so
     no pair is asked about; single keys, and blocks that are too small, as a table."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if v is None:
+        raise Unfit("FlexAttention takes values as a tensor of their own, not as columns of the keys.")
     # Lengths, block sizes and directions are compilations each; beyond the usual 8 it would run without one.
     torch._dynamo.config.recompile_limit = 64
     compiled, options = torch.compile(flex_attention, dynamic=False), None
@@ -146,8 +149,10 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
     return make(q, k, v, case)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case) -> Run:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, case) -> Run:
     """Ours on the full mask of as many tokens: no peer, but what the sparse rate is measured by."""
+    if v is None:
+        raise Unfit("There are no dense kernels for values that are columns of the keys.")
     ranges = Mask.full(case.seqlen).slices.tensors(q.device)
     return lambda: flex_flash_attn_func(q, k, v, *ranges)[0]
 

@@ -110,7 +110,7 @@ _HELP = {
     "repeats": ("N", "timed runs of each"),
 }
 _OWN_HELP = {
-    ("sparse", "masks"): ("A,B", "patterns, such as b128_random_0.1, b64_window, b128_video, index_2048"),
+    ("sparse", "masks"): ("A,B", "patterns, such as b128_random_0.1, b64_window, b128_video, index_2048, dsa_2048"),
     ("cp", "sizes"): ("8K,16K", "tokens of one rank"),
     ("comm", "sizes"): ("8,4K", "rows that a rank sends to each other rank"),
     ("planner", "masks"): (
