@@ -38,13 +38,13 @@ class IndexLibrary:
         except AttributeError:
             raise UnsupportedError(f"The library of attention kernels has no {name}; build it anew.") from None
 
-    def has(self, dtype: int, head_dim: int, head_dim_v: int) -> bool:
-        """Are there kernels of both directions whose tiles hold these head dims?"""
-        return bool(self._library.magi_ffa_index_has_variant(dtype, head_dim, head_dim_v))
+    def has(self, dtype: int, head_dim: int, head_dim_v: int, has_v: bool = True) -> bool:
+        """Are there kernels of both directions whose tiles hold these head dims? ``has_v`` False: in MLA's form."""
+        return bool(self._library.magi_ffa_index_has_variant(dtype, head_dim, head_dim_v, has_v))
 
-    def tiles(self, heads_q: int, heads_kv: int, q_block: int) -> int:
+    def tiles(self, heads_q: int, heads_kv: int, q_block: int, has_v: bool = True) -> int:
         """Into how many tiles the rows of a list of ``q_block`` tokens are cut; 0 if there is no kernel for them."""
-        found: int = self._library.magi_ffa_index_tiles(heads_q, heads_kv, q_block)
+        found: int = self._library.magi_ffa_index_tiles(heads_q, heads_kv, q_block, has_v)
         return found
 
     def forward(self, **fields: int | float) -> None:

@@ -87,8 +87,8 @@ class IndexPrepareParams(ctypes.Structure):
 
 
 FUNCTIONS: abi.Functions = {
-    "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32)),
-    "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32)),
+    "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
+    "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
     "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
     "magi_ffa_index_fwd_blocks": (c_int32, (ctypes.POINTER(IndexFwdBlocksParams),)),
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),

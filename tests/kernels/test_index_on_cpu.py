@@ -167,7 +167,10 @@ class EmulatedLibrary:
     def sum_shares(self, **fields: int) -> None:
         right(self.kernels.index_sum(ctypes.byref(IndexSumParams(version=abi.ABI_VERSION, **fields))))
 
-    def tiles(self, heads_q: int, heads_kv: int, q_block: int) -> int:
+    def has(self, dtype: int, head_dim: int, head_dim_v: int, has_v: bool = True) -> bool:
+        return has_v
+
+    def tiles(self, heads_q: int, heads_kv: int, q_block: int, has_v: bool = True) -> int:
         return self.kernels.index_tiles(heads_q, heads_kv, q_block)
 
     def _run(self, kernel, params, grid: int) -> None:

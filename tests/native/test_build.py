@@ -193,7 +193,7 @@ def test_kernels_have_names_of_their_own():
 def test_manifest():
     manifest = toolchain.load_manifest(ROOT / "csrc")
     stems = [v.stem for v in manifest.MANIFEST]
-    assert len(set(stems)) == len(stems) == 40
+    assert len(set(stems)) == len(stems) == 44
     assert {v.kind for v in manifest.of_kernels(manifest.MANIFEST, "portable")} == {"fwd", "bwd"}
     v = manifest.Variant("fwd", "bf16", 192, 128)
     assert v in manifest.MANIFEST and v.stem == "fwd_bf16_d192_dv128"

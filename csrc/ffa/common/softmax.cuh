@@ -82,12 +82,17 @@ struct SoftmaxState {
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
       top = fmaxf(top * scale_log2, reference[r]);
-      factor[r] = top == -INFINITY ? 1.f : exp2_fast(reference[r] - top);
-      reference[r] = top;
-      sum[r] *= factor[r];
-      const float allowed = top * unscale + slack;
-      limit[r] = allowed > 0.f ? __float_as_int(allowed) + 1 : INT_MIN;
+      move_reference(r, top, unscale, slack);
     }
+  }
+
+  // To `top`, which is not below it.
+  __device__ __forceinline__ void move_reference(int r, float top, float unscale, float slack) {
+    factor[r] = top == -INFINITY ? 1.f : exp2_fast(reference[r] - top);
+    reference[r] = top;
+    sum[r] *= factor[r];
+    const float allowed = top * unscale + slack;
+    limit[r] = allowed > 0.f ? __float_as_int(allowed) + 1 : INT_MIN;
   }
 
   __device__ __forceinline__ void rescale(float (&o)[C::kDv / 2]) const {

@@ -24,8 +24,8 @@ extern "C" {
 
 /* q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, dv), dv at most the tile
  * of d, all 16-bit, last dim contiguous, other strides in elements; bases and strides are multiples
- * of 16 bytes. out (total_q, heads_q, dv) in the same dtype; lse (total_q, heads_q) float32,
- * contiguous. */
+ * of 16 bytes. v NULL: the values are the first dv columns of k, as in MLA. out (total_q, heads_q,
+ * dv) in the same dtype; lse (total_q, heads_q) float32, contiguous. */
 typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
@@ -76,11 +76,15 @@ typedef struct {
 
 MAGI_EXPORT magi_status magi_ffa_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params* params);
 
-/* Into how many tiles the rows of a list are cut; 0 if there is no kernel for such lists. */
-MAGI_EXPORT int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block);
+/* Into how many tiles the rows of a list are cut; 0 if there is no kernel for such lists. has_v 0:
+ * where the values are columns of k. */
+MAGI_EXPORT int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block,
+                                         int32_t has_v);
 
-/* 1 if this library has kernels of both directions for the dtype and head dims, else 0. */
-MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v);
+/* 1 if this library has kernels of both directions for the dtype and head dims, else 0; has_v 0:
+ * where the values are columns of k. */
+MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v,
+                                               int32_t has_v);
 
 /* Gradients of the forward, of lists list_begin to before list_end of every kv head. dq (total_q,
  * heads_q, d) is contiguous, in the dtype of q. The sums dk (total_k, heads_kv, d) and dv (total_k,
@@ -88,7 +92,8 @@ MAGI_EXPORT int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, 
  * With partials NULL, they are added to in any order. Else every key of a list leaves shares of its
  * own, dk (keys, d) and dv (keys, dv) of the (list_end - list_begin, heads_kv, tiles, max_entries *
  * k_block) keys that these name, for magi_ffa_index_sum to add in a fixed order; those that are not
- * seen are not written. */
+ * seen are not written. v NULL: dv and dv_partials are NULL, and dk is complete, with the gradient
+ * of the values in its first columns. */
 typedef struct {
   int32_t version;
   int32_t dtype;

@@ -40,8 +40,6 @@ class IndexFfa:
             )
         if env.is_portable_kernels():
             return "MAGI_ATTENTION_PORTABLE_KERNELS=1 asks for portable kernels, and index attention has none."
-        if not p.has_v:
-            return "The kernels take values of their own."
         if p.dtype not in DTYPES:
             return f"The kernels compute bfloat16 and float16, not {p.dtype}."
         if p.options.softcap or not p.options.softmax_scale > 0:
@@ -52,15 +50,17 @@ class IndexFfa:
 
     def _why_no_kernel(self, p: IndexProblem) -> str | None:
         library = self._library()
-        if not library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v):
-            return f"There is no kernel of index attention for head dims {p.head_dim} and {p.head_dim_v}."
-        tiles = library.tiles(p.num_heads_q, p.num_heads_kv, p.q_block_size)
+        takes_v = p.has_v or library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v)
+        if not library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v, takes_v):
+            form = "" if takes_v else " of values that are columns of k"
+            return f"There is no kernel of index attention for head dims {p.head_dim} and {p.head_dim_v}{form}."
+        tiles = library.tiles(p.num_heads_q, p.num_heads_kv, p.q_block_size, takes_v)
         if not tiles:
             return (
                 f"{p.num_heads_q // p.num_heads_kv} query heads on a kv head and lists of {p.q_block_size} queries do "
                 "not fit the tiles of the kernels."
             )
-        width = 4 * p.num_heads_kv * tiles * (p.head_dim + p.head_dim_v)
+        width = 4 * p.num_heads_kv * tiles * (p.head_dim + p.head_dim_v * takes_v)
         if p.options.deterministic and p.needs_backward and p.topk * p.k_block_size * width > MOST_SHARES_BYTES:
             keys = f"{p.topk} blocks of {p.k_block_size} keys"
             return f"A deterministic backward of lists of {keys} would leave more than {MOST_SHARES_BYTES} bytes each."
@@ -73,11 +73,10 @@ class IndexFfa:
     def forward(
         self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert v is not None
-        q, k, v = map(dense, (q, k, v))
-        out = _empty((*q.shape[:2], v.shape[2]), q.dtype, q.device)
+        operands = self._operands(problem, q=q, k=k, v=v)
+        out = _empty((*q.shape[:2], problem.head_dim_v), q.dtype, q.device)
         lse = _empty(q.shape[:2], torch.float32, q.device)
-        by_blocks = copies_blocks(problem, lists)
+        by_blocks = "v" in operands and copies_blocks(problem, lists)
         if by_blocks:
             work = _empty((1 + lists.counts.numel(),), torch.int32, q.device)
             held = {"lists": lists.rows, "counts": lists.counts, "workspace": work}
@@ -86,8 +85,8 @@ class IndexFfa:
         with torch.cuda.device(q.device):
             run = self._library().forward_by_blocks if by_blocks else self._library().forward
             run(
-                **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out),
-                **_addresses(q=q, k=k, v=v, out=out, lse=lse, **held), stream=_stream(q),
+                **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
+                **_addresses(**operands, out=out, lse=lse, **held), stream=_stream(q),
             )  # fmt: skip
         return out, lse
 
@@ -95,40 +94,64 @@ class IndexFfa:
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        assert v is not None
-        q, k, v, out, dout = map(dense, (q, k, v, out.to(q.dtype), dout.to(q.dtype)))
-        lse = lse.contiguous()
-        if keeps_keys(problem, lists):
-            return self._backward_by_keys(problem, dout, q, k, v, out, lse, lists)
-        dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
-        dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
+        operands = self._operands(problem, q=q, k=k, v=v, dout=dout.to(q.dtype))
+        out, lse = dense(out.to(q.dtype)), lse.contiguous()
+        if "v" in operands and keeps_keys(problem, lists):
+            dq, grads = self._backward_by_keys(problem, operands, out, lse, lists)
+        else:
+            dq, grads = self._backward_by_queries(problem, operands, out, lse, lists)
+        if problem.has_v:
+            return dq, grads["dk"], grads["dv"]
+        dk = grads["dk"].float()
+        if "dv" in grads:
+            dk[..., : problem.head_dim_v] += grads["dv"]
+        return dq, dk, None
+
+    def _operands(self, problem: IndexProblem, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The tensors that a kernel reads. Columns of k are a ``v`` where there is a kernel that takes one; else there
+        is none, and the kernel knows."""
+        p, k = problem, tensors["k"]
+        if k is not None and not p.has_v and self._library().has(DTYPES[p.dtype], p.head_dim, p.head_dim_v):
+            tensors["v"] = k[..., : p.head_dim_v]
+        return {name: dense(x) for name, x in tensors.items() if x is not None}
+
+    def _backward_by_queries(
+        self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
+        lists: PreparedIndices,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        """dq in q's dtype, the others in float32."""
+        q, k = operands["q"], operands["k"]
+        dq, delta, takes_v = q.new_empty(q.shape), torch.empty_like(lse), "v" in operands
+        grads = {
+            f"d{n}": operands[n].new_zeros(operands[n].shape, dtype=torch.float32) for n in ("k", "v") if n in operands
+        }
         library, stream, held = self._library(), _stream(q), _lists(lists)
-        tiles = library.tiles(q.shape[1], k.shape[1], lists.q_block_size)
+        tiles = library.tiles(q.shape[1], k.shape[1], lists.q_block_size, takes_v)
         call = {
-            **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out, dout=dout),
-            **_addresses(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, **held),
-            "stream": stream,
+            **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
+            **_addresses(**operands, lse=lse, delta=delta, dq=dq, **grads, **held), "stream": stream,
         }  # fmt: skip
         with torch.cuda.device(q.device):
             if not problem.options.deterministic:
                 library.backward(**call, out=out.data_ptr(), list_begin=0, list_end=lists.rows.shape[0])
             else:
-                for begin, end in _list_ranges(lists, tiles * (k.shape[2] + v.shape[2])):
+                for begin, end in _list_ranges(lists, tiles * sum(x.shape[2] for x in grads.values())):
                     given = out.data_ptr() if begin == 0 else None  # later calls read the delta that this one wrote
                     owners = _owners(lists, held["key_counts"], begin, end).unsqueeze(2).expand(-1, -1, tiles, -1)
-                    shares = [x.new_empty((owners.numel(), x.shape[2])) for x in (dk, dv)]
-                    at = _addresses(dk_partials=shares[0], dv_partials=shares[1])
-                    library.backward(**call, **at, out=given, list_begin=begin, list_end=end)
-                    _add_shares(library, shares, (dk, dv), owners, stream)
-        return dq, dk.mul_(problem.options.softmax_scale), dv
-
+                    shares = {f"{n}_partials": x.new_empty((owners.numel(), x.shape[2])) for n, x in grads.items()}
+                    library.backward(**call, **_addresses(**shares), out=given, list_begin=begin, list_end=end)
+                    _add_shares(library, tuple(shares.values()), tuple(grads.values()), owners, stream)
+        if takes_v:  # else the kernel has scaled dk, as the gradient of the values is in it
+            grads["dk"].mul_(problem.options.softmax_scale)
+        return dq, grads
 
     def _backward_by_keys(
-        self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
+        lists: PreparedIndices,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """All gradients in q's dtype."""
-        dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+        q = operands["q"]
+        grads = {f"d{n}": _empty(operands[n].shape, q.dtype, q.device) for n in ("q", "k", "v")}
         held: list[torch.Tensor] = []
 
         def allocate(num_bytes: int) -> int:
@@ -137,11 +160,11 @@ class IndexFfa:
 
         with torch.cuda.device(q.device):
             self._library().backward_by_keys(
-                allocate, **_shape(problem, q, k, v, lists), **stride_fields(q=q, k=k, v=v, out=out, dout=dout),
-                **_addresses(q=q, k=k, v=v, out=out, dout=dout, lse=lse, dq=dq, dk=dk, dv=dv),
-                **_addresses(lists=lists.rows, counts=lists.counts), num_head_splits=HEAD_SPLITS, stream=_stream(q),
+                allocate, **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
+                **_addresses(**operands, out=out, lse=lse, **grads, lists=lists.rows, counts=lists.counts),
+                num_head_splits=HEAD_SPLITS, stream=_stream(q),
             )  # fmt: skip
-        return dq, dk, dv
+        return grads.pop("dq"), grads
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -149,7 +172,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def _add_shares(
-    library: IndexLibrary, shares: list[torch.Tensor], sums: tuple[torch.Tensor, ...], owners: torch.Tensor, stream: int
+    library: IndexLibrary, shares: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], owners: torch.Tensor,
+    stream: int,
 ) -> None:
     """Adds each share to the row of ``sums``, flattened to (keys * kv heads, D), that ``owners`` names; -1: to none."""
     num_rows = sums[0].shape[0] * sums[0].shape[1]
@@ -204,14 +228,12 @@ def _list_ranges(lists: PreparedIndices, width: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, num_lists)) for begin in range(0, num_lists, step)]
 
 
-def _shape(
-    problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: PreparedIndices
-) -> dict[str, int | float]:
+def _shape(p: IndexProblem, operands: dict[str, torch.Tensor], lists: PreparedIndices) -> dict[str, int | float]:
     return {
-        "dtype": DTYPES[q.dtype], "total_q": q.shape[0], "total_k": k.shape[0], "heads_q": q.shape[1],
-        "heads_kv": k.shape[1], "head_dim": q.shape[2], "head_dim_v": v.shape[2], "max_entries": lists.rows.shape[2],
-        "q_block": lists.q_block_size, "k_block": lists.k_block_size,
-        "sm_margin": problem.options.sm_margin, "softmax_scale": problem.options.softmax_scale,
+        "dtype": DTYPES[p.dtype], "total_q": len(operands["q"]), "total_k": len(operands["k"]),
+        "heads_q": p.num_heads_q, "heads_kv": p.num_heads_kv, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v,
+        "max_entries": lists.rows.shape[2], "q_block": lists.q_block_size, "k_block": lists.k_block_size,
+        "sm_margin": p.options.sm_margin, "softmax_scale": p.options.softmax_scale,
     }  # fmt: skip
 
 

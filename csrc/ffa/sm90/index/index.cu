@@ -8,6 +8,7 @@
 #include "ffa/sm90/index/bwd/keys/workspace.h"
 #include "ffa/sm90/index/bwd/sum_shares.cuh"
 #include "ffa/sm90/index/fwd/blocks/config.h"
+#include "ffa/sm90/index/mla/head_dims.h"
 #include "ffa/sm90/index/work_tile.h"
 
 #define MAGI_INDEX_VARIANT(KIND, TYPE, D, SYMBOL) \
@@ -20,8 +21,17 @@ namespace {
 
 [[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
 
+// Are the values columns of k? The kernels that keep keys or copy blocks take values of their own,
+// and questions for a workspace come without addresses.
+template <typename Params>
+bool is_mla(const Params&) {
+  return false;
+}
+bool is_mla(const magi_ffa_index_fwd_params& p) { return p.v == nullptr; }
+bool is_mla(const magi_ffa_index_bwd_params& p) { return p.v == nullptr; }
+
 // The launcher with the smallest tile that holds both head dims; they are listed from small to
-// large.
+// large. Values that are columns of k have a tile of their own.
 template <typename Params>
 struct Launcher {
   const Params& p;
@@ -31,6 +41,8 @@ struct Launcher {
   void offer(int32_t dtype, int32_t head_dim, magi_status (*launch)(const Params*)) {
     const int32_t wanted = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     if (found != nullptr || dtype != p.dtype || head_dim < wanted) return;
+    if (is_mla(p) != (head_dim == kMlaHeadDim)) return;
+    if (is_mla(p) && p.head_dim_v > kMlaHeadDimV) return;
     found = launch;
     tile_dim = head_dim;
   }
@@ -48,8 +60,9 @@ Launcher<Params> find(const Params& p) {
 }
 
 template <typename Params>
-bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
+bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v, bool has_v) {
   Params p{};
+  p.v = has_v ? &p : nullptr;
   p.dtype = dtype;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim_v;
@@ -71,6 +84,9 @@ magi_status check_index(const Params& p) {
   MAGI_RETURN(check_shapes(p.version, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v));
   if (p.q_block < 1 || p.k_block < 1)
     return fail(MAGI_INVALID_ARGUMENT, "q_block and k_block must be >= 1.");
+  if (is_mla(p) && p.head_dim_v > p.head_dim)
+    return fail(MAGI_INVALID_ARGUMENT, "%d columns of values in %d of keys: give at most as many.",
+                p.head_dim_v, p.head_dim);
   if (!(p.softmax_scale > 0.f)) return fail(MAGI_INVALID_ARGUMENT, "softmax_scale must be > 0.");
   if (p.total_q < 0 || p.total_k < 0 || p.sm_margin < 0 || p.max_entries < 0)
     return fail(MAGI_INVALID_ARGUMENT, "total_q, total_k, max_entries and sm_margin must be >= 0.");
@@ -137,15 +153,17 @@ magi_status write_delta(const magi_ffa_index_bwd_params& a) {
 
 extern "C" {
 
-int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v) {
-  return magi::has<magi_ffa_index_fwd_params>(dtype, head_dim, head_dim_v) &&
-         magi::has<magi_ffa_index_bwd_params>(dtype, head_dim, head_dim_v);
+int32_t magi_ffa_index_has_variant(int32_t dtype, int32_t head_dim, int32_t head_dim_v,
+                                   int32_t has_v) {
+  return magi::has<magi_ffa_index_fwd_params>(dtype, head_dim, head_dim_v, has_v) &&
+         magi::has<magi_ffa_index_bwd_params>(dtype, head_dim, head_dim_v, has_v);
 }
 
-int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block) {
+int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block, int32_t has_v) {
   if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0 || q_block < 1) return 0;
   magi::WorkTiles w;
-  return magi::work_tiles(q_block, heads_q, heads_kv, q_block, &w) == MAGI_OK ? w.tiles_of_list : 0;
+  if (magi::work_tiles(q_block, heads_q, heads_kv, q_block, &w) != MAGI_OK) return 0;
+  return w.tiles_of_list * (has_v ? 1 : w.groups);
 }
 
 magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
@@ -169,7 +187,7 @@ magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
     return magi::fail(MAGI_UNSUPPORTED,
                       "%d tokens of %d heads are too many rows; split the tokens.", p.total_q,
                       p.heads_q);
-  if ((p.dk_partials == nullptr) != (p.dv_partials == nullptr))
+  if (!magi::is_mla(p) && (p.dk_partials == nullptr) != (p.dv_partials == nullptr))
     return magi::fail(MAGI_INVALID_ARGUMENT,
                       "Give both of dk_partials and dv_partials or neither.");
   if (p.total_q == 0) return MAGI_OK;

@@ -128,13 +128,14 @@ struct IndexBwdWorker {
   // -1.
   __device__ __forceinline__ void write(const Rows& x, float* sums, float* partials, int width,
                                         int row) const {
-    const int thread = thread_again(), first = (thread - C::kProducers) / 32 * 16;
-    const ShareWriter<C::kD, C::kBlockN> writer{smem.v(stage.stage) + first * 128, thread % 32};
-    writer.write(x, row, partials != nullptr ? partials : sums, width, partials == nullptr);
+    const int upper = thread_again() % 32 / 4;
+    const int rows[2] = {__shfl_sync(0xffffffff, row, upper),
+                         __shfl_sync(0xffffffff, row, upper + 8)};
+    write_shares<C::kD>(x, rows, partials != nullptr ? partials : sums, 0, width,
+                        partials == nullptr);
   }
 
-  // One block of keys, `left` and those behind it. `row`: as for `write`. Rows of V are free for
-  // shares when dP is there, as a warp multiplies its own.
+  // One block of keys, `left` and those behind it. `row`: as for `write`.
   __device__ __forceinline__ void block(Rows& dq, int left, int row) {
     Packed weights, ds;
     {
@@ -152,6 +153,7 @@ struct IndexBwdWorker {
       keep_in_place(dp);
       softmax(s, dp, weights, ds, left);
     }
+    release(smem.v_empty(stage.stage));
     Rows x;
     start_shares(x, weights, smem.dout());
     meet();  // dq of the block before is done with dS
@@ -168,7 +170,6 @@ struct IndexBwdWorker {
     keep_in_place(dq);
     release(smem.k_empty(stage.stage));
     write(x, p.dk, p.dk_partials, p.head_dim, row);
-    release(smem.v_empty(stage.stage));
     stage.advance();
   }
 
