@@ -176,3 +176,26 @@ INDEX_ATTENTION = (
         ((7.4, 1.7), (7.4, 1.1), ""),
     ],
 )
+
+INDEX_MLA = (
+    (9.2, 4.6),
+    [
+        (0.2, 3.3, 2.6, 1.0, PLAIN, "even block", "64 gathered rows of 576:\nvalues 0-255, 256-511, the rest"),
+        (0.2, 0.3, 2.6, 1.0, PLAIN, "odd block", "the other stage"),
+        (3.4, 3.3, 2.4, 1.0, DEVICE, "warpgroup 0", "scores and P of even blocks"),
+        (3.4, 0.3, 2.4, 1.0, DEVICE, "warpgroup 1", "scores and P of odd blocks"),
+        (3.4, 1.8, 2.4, 1.0, PLAIN, "P and references", "over the columns\nthat are no values"),
+        (6.6, 3.3, 2.4, 1.0, PLAIN, "out, columns 0-255", "in registers"),
+        (6.6, 0.3, 2.4, 1.0, PLAIN, "out, columns 256-511", "in registers"),
+    ],
+    [
+        ((2.8, 3.8), (3.4, 3.8), ""),
+        ((2.8, 0.8), (3.4, 0.8), ""),
+        ((4.2, 3.3), (4.2, 2.8), ""),
+        ((4.2, 1.3), (4.2, 1.8), ""),
+        ((5.2, 2.8), (5.2, 3.3), ""),
+        ((5.2, 1.8), (5.2, 1.3), ""),
+        ((5.8, 3.8), (6.6, 3.8), "P V"),
+        ((5.8, 0.8), (6.6, 0.8), "P V"),
+    ],
+)
