@@ -178,7 +178,8 @@ def death(rank: int, world: int, libraries: tuple[str, str], folder: str, verb: 
             for i in range(4):
                 attention(*args, 2 + i)
         text = str(info.value)
-        assert f"Rank {world - 1} (node 1) did not deliver within 12 s" in text and "make a new process group" in text
+        assert f"Rank {world - 1} (node 1) did not deliver within 12 s" in text, text
+        assert "make a new process group" in text, text
         with pytest.raises(PeerFailureError, match="make a new"):
             attention(*args, 9)
 
