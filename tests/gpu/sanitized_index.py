@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index and block-sparse attention in all their kernels, few calls of each, to be run under compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_index.py
+
+and with ``--tool synccheck``. Results are only held to be finite; the tests of pytest compare them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from block_problems import BF16, DEVICE, FP16, draw_blocks, draw_rows
+
+from magi_attention.api import block_sparse_attn_func, index_attn_func, prepare_indices
+
+# tokens, keys, query heads, kv heads, head dims, entries; values of their own or columns of the keys
+LISTS = (
+    (20, 300, 128, 1, 128, 128, 150),
+    (20, 300, 64, 1, 128, 120, 150),
+    (17, 200, 8, 2, 72, 64, 70),
+    (9, 500, 96, 1, 64, 64, 300),
+)
+LATENTS = ((9, 300, 128, 1, 576, 512, 200), (7, 200, 16, 2, 320, 256, 70), (5, 90, 100, 1, 136, 136, 65))
+# and sizes of blocks, and the share that is kept
+BLOCKS = (
+    (600, 700, 8, 2, 128, 128, 128, 128, 0.4),
+    (600, 500, 8, 4, 64, 64, 64, 64, 0.4),
+    (300, 333, 8, 1, 128, 96, 16, 16, 0.4),
+    (512, 512, 16, 2, 64, 48, 256, 32, 0.4),
+)
+
+Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor]]
+
+
+def calls() -> Iterator[Call]:
+    """Name, function of the leaves that gives out, and the leaves with dout behind them."""
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    for case, dtype, deterministic in product((*LISTS, *LATENTS), (BF16, FP16), (False, True)):
+        indices = torch.randint(-9, case[1], (case[0], case[3], case[6]), generator=gen, device=DEVICE)
+        indices[0] = -1
+        lists, is_latent = prepare_indices(indices, case[1]), case in LATENTS
+        q, k, v, dout = draw_rows(case, dtype, gen)
+
+        def attend(q, k, v=None, lists=lists, width=case[5], deterministic=deterministic):
+            more = {} if v is not None else {"head_dim_v": width}
+            return index_attn_func(q, k, v, lists, deterministic=deterministic, **more)[0]
+
+        yield f"lists {case} {dtype}", attend, [q, k, dout] if is_latent else [q, k, v, dout]
+    for case, forward, backward in product(BLOCKS, ("gather", "blocks"), ("queries", "keys")):
+        os.environ.update(MAGI_ATTENTION_INDEX_FORWARD=forward, MAGI_ATTENTION_INDEX_BACKWARD=backward)
+        blocks, sizes = draw_blocks(case, gen), case[6:8]
+        yield (
+            f"blocks {case} {forward} {backward}",
+            lambda q, k, v, blocks=blocks, sizes=sizes: block_sparse_attn_func(q, k, v, blocks, *sizes)[0],
+            draw_rows(case, BF16, gen),
+        )
+    sizes = torch.tensor([100, 7, 193, 300], device=DEVICE)
+    for case in BLOCKS[:2]:
+        blocks = torch.rand((case[3], 4, 4), generator=gen, device=DEVICE) < 0.5
+        yield (
+            f"blocks of different sizes {case[2:6]}",
+            lambda q, k, v, blocks=blocks: block_sparse_attn_func(q, k, v, blocks, sizes, sizes)[0],
+            draw_rows((600, 600, *case[2:]), BF16, gen),
+        )
+
+
+def main() -> int:
+    count = 0
+    for name, attend, (*leaves, dout) in calls():
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attend(*leaves)
+        out.backward(dout)
+        torch.cuda.synchronize()
+        if not all(bool(x.isfinite().all()) for x in (out, *(x.grad for x in leaves))):
+            print(f"{name}: not finite")
+            return 1
+        count += 1
+    print(f"{count} calls")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
