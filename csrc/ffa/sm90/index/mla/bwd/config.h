@@ -44,7 +44,7 @@ struct MlaBwdConfig {
   static constexpr uint32_t kLseAt = kDsAt + kAtomBytes;  // base 2, of each row
   static constexpr uint32_t kDeltaAt = kLseAt + kRows * 4;
   static constexpr uint32_t kBarriersAt = kDeltaAt + kRows * 4;
-  static constexpr uint32_t kSmemBytes = kBarriersAt + 128;  // 13 barriers
+  static constexpr uint32_t kSmemBytes = kBarriersAt + 128;  // 14 barriers
 };
 
 }  // namespace magi

@@ -15,8 +15,9 @@ namespace magi {
 // One consumer warpgroup.
 template <typename C, int kGroup>
 struct MlaBwdWorker {
-  // Named barriers: of both consumer warpgroups, and of this one.
-  static constexpr int kAllConsumers = 1, kOneGroup = 2 + kGroup;
+  // The named barrier of this warpgroup. Both meet by mbarriers, because a named barrier wants one
+  // place in the code.
+  static constexpr int kOneGroup = 1 + kGroup;
   static constexpr int kFirstAtom = kGroup * C::kOwnAtoms, kEndAtom = C::end_atom(kGroup);
   using Tile = float[32];  // 64 rows, an atom of columns
   using Wide = float[C::kWideColumns / 2];
@@ -188,11 +189,13 @@ struct MlaBwdWorker {
   }
 
   // dq of the list, by way of the rows of Q, which nobody reads any more after the first barrier.
-  __device__ __forceinline__ void write_dq(const Wide& dq, const Tile& tail,
-                                           const WorkItem& item) const {
+  __device__ __forceinline__ void write_dq(const Wide& dq, const Tile& tail, const WorkItem& item,
+                                           uint32_t item_phase) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const float weight[2] = {1.f, 1.f};
-    named_barrier(kAllConsumers, C::kConsumers);
+    release(smem.q_unused());
+    mbar_wait(smem.q_unused(), item_phase);
+    __syncwarp();
     const uint32_t to = smem.q() + kFirstAtom * C::kAtomBytes;
     stage_rows<typename C::T, C::kWideColumns, C::kRows>(to, dq, weight, warp, lane);
     if constexpr (kGroup == 1)
@@ -217,7 +220,7 @@ __device__ void compute_latent_grads(const IndexBwdParams& p, const MlaBwdSmem<C
   registers_grow<C::consumer_registers(kGroup)>();
   using Worker = MlaBwdWorker<C, kGroup>;
   Worker worker(p, smem);
-  uint32_t q_phase = 0;
+  uint32_t item_phase = 0;
 #pragma unroll 1
   for (TileWalk walk(p.num_tiles * p.work.groups); !walk.is_over(); walk.advance()) {
     const WorkItem item(p.work, walk.number, p.tile_begin);
@@ -228,9 +231,8 @@ __device__ void compute_latent_grads(const IndexBwdParams& p, const MlaBwdSmem<C
     for (int i = 0; i < C::kWideColumns / 2; ++i) dq[i] = 0.f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) tail[i] = 0.f;
-    mbar_wait(smem.q_full(), q_phase);
+    mbar_wait(smem.q_full(), item_phase);
     __syncwarp();
-    q_phase ^= 1;
 #pragma unroll 1
     for (int first = 0; first < list.count; first += C::kBlockN) {
       int rows[2];
@@ -244,7 +246,8 @@ __device__ void compute_latent_grads(const IndexBwdParams& p, const MlaBwdSmem<C
       }
       worker.block(dq, tail, list.count - first, rows);
     }
-    worker.write_dq(dq, tail, item);
+    worker.write_dq(dq, tail, item, item_phase);
+    item_phase ^= 1;
   }
   if (threadIdx.x % 128 == 0) store_wait_all();
 }

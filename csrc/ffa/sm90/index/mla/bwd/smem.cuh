@@ -24,12 +24,14 @@ struct MlaBwdSmem {
   __device__ uint32_t p_full() const { return bar(2); }
   __device__ uint32_t ds_full() const { return bar(3); }
   __device__ uint32_t weights_empty() const { return bar(4); }  // P and dS
-  __device__ uint32_t k_full(int part) const { return bar(5 + part); }
-  __device__ uint32_t k_empty(int part) const { return bar(5 + C::kParts + part); }
+  __device__ uint32_t q_unused() const { return bar(5); }  // by both warpgroups: dq may be staged
+  __device__ uint32_t k_full(int part) const { return bar(6 + part); }
+  __device__ uint32_t k_empty(int part) const { return bar(6 + C::kParts + part); }
 
   __device__ void init_barriers() const {
     mbar_init(q_full(), C::kProducers + 1);
     mbar_init(q_empty(), 2);
+    mbar_init(q_unused(), C::kConsumers / 32);
     mbar_init(p_full(), C::kGroupWarps);
     mbar_init(ds_full(), C::kGroupWarps);
     mbar_init(weights_empty(), C::kConsumers / 32);

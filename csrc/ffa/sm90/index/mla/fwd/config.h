@@ -37,7 +37,7 @@ struct MlaFwdConfig {
   static constexpr uint32_t kReferencesAt = kKAt + kStages * kTileBytes;
   static constexpr uint32_t kSumsAt = kReferencesAt + 2 * 64 * 4;
   static constexpr uint32_t kBarriersAt = kSumsAt + 2 * 64 * 4;
-  static constexpr uint32_t kSmemBytes = kBarriersAt + 128;  // 16 barriers
+  static constexpr uint32_t kSmemBytes = kBarriersAt + 192;  // 17 barriers
 };
 
 }  // namespace magi

@@ -12,15 +12,16 @@
 
 namespace magi {
 
-constexpr int kBothGroups = 1, kOneGroup = 2;  // named barriers; of one, the first or second
+constexpr int kOneGroup = 1;  // named barriers: of the first warpgroup or the second
 
-// The columns of one warpgroup. Both have the same references, and sums of their own blocks.
+// The columns of one warpgroup. Both have the same references, and sums of their own blocks. They
+// meet by an mbarrier, because a named barrier wants one place in the code. `phase`: of the item.
 template <typename C>
 __device__ __forceinline__ void write_latent_rows(const IndexFwdParams& p,
                                                   const MlaFwdSmem<C>& smem,
                                                   const float (&o)[C::kDv / 2],
                                                   const SoftmaxState<C>& state,
-                                                  const WorkItem& item, int group) {
+                                                  const WorkItem& item, int group, uint32_t phase) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4;
   float sum[2], weight[2];
@@ -31,7 +32,10 @@ __device__ __forceinline__ void write_latent_rows(const IndexFwdParams& p,
     sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 2);
     if (lane % 4 == 0) sts_int(smem.sums(group) + 4 * (row + 8 * r), __float_as_int(sum[r]));
   }
-  named_barrier(kBothGroups, C::kConsumers);  // both are through with Q, too
+  __syncwarp();
+  if (elect_one()) mbar_arrive(smem.sums_full());
+  mbar_wait(smem.sums_full(), phase);
+  __syncwarp();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float other = __int_as_float(lds_int(smem.sums(group ^ 1) + 4 * (row + 8 * r)));

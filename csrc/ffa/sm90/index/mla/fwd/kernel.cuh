@@ -214,12 +214,12 @@ __device__ void compute_latents(const IndexFwdParams& p, const MlaFwdSmem<C>& sm
     const int left = __ldg(p.keys.key_counts + item.tile.list);
     mbar_wait(smem.q_full(), q_phase);
     __syncwarp();
-    q_phase ^= 1;
     if constexpr (kGroup == 0)
       attend_even<C>(worker, o, state, left);
     else
       attend_odd<C>(worker, o, state, left);
-    write_latent_rows<C>(p, smem, o, state, item, kGroup);
+    write_latent_rows<C>(p, smem, o, state, item, kGroup, q_phase);
+    q_phase ^= 1;
   }
   if (threadIdx.x % 128 == 0) store_wait_all();
 }

@@ -25,12 +25,14 @@ struct MlaFwdSmem {
   __device__ uint32_t q_full() const { return bar(0); }
   __device__ uint32_t q_empty() const { return bar(1); }
   __device__ uint32_t p_full(uint32_t s) const { return bar(2 + s); }
-  __device__ uint32_t k_full(uint32_t s, int part) const { return bar(4 + C::kParts * s + part); }
-  __device__ uint32_t k_empty(uint32_t s, int part) const { return bar(10 + C::kParts * s + part); }
+  __device__ uint32_t sums_full() const { return bar(4); }  // nobody reads Q any more, either
+  __device__ uint32_t k_full(uint32_t s, int part) const { return bar(5 + C::kParts * s + part); }
+  __device__ uint32_t k_empty(uint32_t s, int part) const { return bar(11 + C::kParts * s + part); }
 
   __device__ void init_barriers() const {
     mbar_init(q_full(), 1);
     mbar_init(q_empty(), 2);
+    mbar_init(sums_full(), C::kConsumers / 32);
     for (uint32_t s = 0; s < C::kStages; ++s) {
       mbar_init(p_full(s), C::kGroupWarps);
       for (int part = 0; part < C::kParts; ++part) {
