@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record of a benchmark as a PNG: a row for each operation, a panel for each mask, bars over sizes."""
+"""A record of a benchmark as a PNG: a row for each operation, a panel for each mask, bars over sizes; many masks of one
+size are in one panel."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 
 from result_files import OURS as OURS_OF  # noqa: E402
-from result_files import PLANNER, Run, load  # noqa: E402
+from result_files import PLANNER, Cell, Run, load  # noqa: E402
 
 COLOURS = "#e08e36 #59a869 #c4453c #7d5fb2 #8a6245 #d26aa8 #a9a829 #2aa5b5 #5b7083 #b98bd0".split()
 BOUNDS = {"one_gpu": "#8b949e", "copy": "#8b949e", "dense": "#8b949e"}  # what cannot be had: no peers
+MOST_PANELS = 8  # in a row
 OURS, VARIANTS = "#1f4e96", "#6f9fdc #a8c6ee #3f7fb0 #86a9c9 #27648a #c3d4e6".split()
 
 
@@ -61,6 +63,17 @@ def value_of(run: Run, cell, name: str) -> float:
     return run.results[cell][name]["ms"] if run.benchmark == PLANNER else run.speeds(cell)[name] * unit_of(run)[1]
 
 
+def panels_of(run: Run, direction: str) -> list[tuple[str, list[tuple[str, Cell]]]]:
+    """Title of each panel of a row, and its cells with what stands under them."""
+    cells = sorted(c for c in run.results if c.direction == direction)
+    masks = list(dict.fromkeys(c.mask for c in run.results))
+    if len({c.seqlen for c in run.results}) == 1 and len(masks) > MOST_PANELS:
+        cells.sort(key=lambda c: masks.index(c.mask))
+        named = [(words(c.mask).replace(" ", "\n"), c) for c in cells]
+        return [(f"{direction}, {short(cells[0].seqlen)} tokens", named)]
+    return [(f"{words(m)}, {direction}", [(short(c.seqlen), c) for c in cells if c.mask == m]) for m in masks]
+
+
 def draw(record: Path) -> bool:
     """Writes the PNG beside ``record``; False without matplotlib, or where nothing was measured."""
     try:
@@ -70,24 +83,29 @@ def draw(record: Path) -> bool:
     except ImportError:
         return False
     run = load(record)
-    names, colours, masks = names_of(run), colours_of(run), list(dict.fromkeys(c.mask for c in run.results))
+    names, colours = names_of(run), colours_of(run)
     directions = list(dict.fromkeys(c.direction for c in run.results))
     if not names:
         return False
-    size = (max(3.4 * len(masks), 7.2), 3.0 * len(directions) + 1.2)
+    panels = [panels_of(run, direction) for direction in directions]
+    columns = max(len(row) for row in panels)
+    most = max(len(cells) for row in panels for _, cells in row)
+    size = (max(3.4 * columns, 0.9 * most, 7.2), 3.0 * len(directions) + 1.2)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(len(directions), len(masks), squeeze=False, sharey="row")
+    rows = figure.subplots(len(directions), columns, squeeze=False, sharey="row")
     width = 1 / (len(names) + 1)
-    for axes, direction in zip(rows, directions):
-        for axis, mask in zip(axes, masks):
-            cells = sorted(c for c in run.results if (c.direction, c.mask) == (direction, mask))
+    for axes, row in zip(rows, panels):
+        for axis, (title, cells) in zip(axes, row):
             for i, name in enumerate(names):
-                at = [(x + i * width, value_of(run, c, name)) for x, c in enumerate(cells) if name in run.speeds(c)]
+                at = [
+                    (x + i * width, value_of(run, c, name)) for x, (_, c) in enumerate(cells) if name in run.speeds(c)
+                ]
                 if at:
                     axis.bar(*zip(*at), width * 0.95, align="edge", color=colours[name], zorder=2)
-            axis.set_xticks([x + 0.5 - width / 2 for x in range(len(cells))], [short(c.seqlen) for c in cells])
-            axis.set_title(f"{words(mask)}, {direction}", fontsize=9)
+            axis.set_xticks([x + 0.5 - width / 2 for x in range(len(cells))], [label for label, _ in cells], fontsize=8)
+            axis.margins(x=0.01)
+            axis.set_title(title, fontsize=9)
             axis.grid(axis="y", alpha=0.3, zorder=0)
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylabel(unit_of(run)[0])
