@@ -33,7 +33,7 @@ struct MlaBwdWorker {
     if (elect_one()) mbar_arrive(bar);
   }
 
-  // Of what threads of a warpgroup wrote or copied to shared memory.
+  // Until what threads of a warpgroup wrote or copied to shared memory is there for wgmma.
   __device__ __forceinline__ void wait(uint32_t bar) const {
     mbar_wait(bar, phase);
     fence_async_proxy();

@@ -66,7 +66,7 @@ struct MlaWorker {
     wgmma_commit();
   }
 
-  // Of the other's, from P in shared memory.
+  // That of the other's block, from P in shared memory.
   __device__ __forceinline__ void start_other_pv(Rows& o) const {
     using Mma = Wgmma<typename C::T, C::kDv, 1>;
     const uint32_t a = uniform(operand_low(smem.p(kOther), 16));

@@ -18,7 +18,7 @@ struct MlaFwdSmem {
     return k(s) + C::part_begin(group) * C::kAtomBytes;
   }
   __device__ uint32_t p(uint32_t s) const { return k(s) + C::part_begin(C::kTail) * C::kAtomBytes; }
-  // Of the exponents up to the last block of warpgroup s, row by row; and its sums of a list.
+  // What exponents refer to up to the last block of warpgroup s, row by row; and its sums.
   __device__ uint32_t references(uint32_t s) const { return base + C::kReferencesAt + s * 256; }
   __device__ uint32_t sums(uint32_t s) const { return base + C::kSumsAt + s * 256; }
   __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
