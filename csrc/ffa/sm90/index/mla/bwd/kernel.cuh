@@ -7,8 +7,8 @@
 
 #include "ffa/sm90/index/bwd/shares.cuh"
 #include "ffa/sm90/index/mla/bwd/producer.cuh"
+#include "ffa/sm90/index/mla/products.cuh"
 #include "ffa/sm90/stage_rows.cuh"
-#include "ffa/sm90/wgmma.cuh"
 
 namespace magi {
 
@@ -53,14 +53,8 @@ struct MlaBwdWorker {
 
   template <int kPart>
   __device__ __forceinline__ void multiply_part(Tile& x, uint32_t a, uint32_t b) const {
-    using Mma = Wgmma<typename C::T, C::kBlockN, 0>;
-    constexpr int kBegin = C::part_begin(kPart), kEnd = C::part_end(kPart);
     wait(smem.k_full(kPart));
-#pragma unroll
-    for (int step = 4 * kBegin; step < 4 * kEnd; ++step) {
-      const int at = (step / 4 * C::kAtomBytes + step % 4 * 32) / 16;
-      Mma::ss(x, operand(a, at), operand(b, at), step > 0);
-    }
+    multiply_atoms<typename C::T, C::part_begin(kPart), C::part_end(kPart)>(x, a, b);
   }
 
   // Columns of dq, from dS of all rows and keys.
@@ -88,17 +82,9 @@ struct MlaBwdWorker {
 
   // A tile of weights to shared memory: a row for each query.
   __device__ __forceinline__ void store_weights(uint32_t to, const Tile& x) const {
-    const int lane = threadIdx.x % 32, matrix = lane / 8;
-    const int row = threadIdx.x % 128 / 32 * 16 + (matrix & 1) * 8 + lane % 8;
-#pragma unroll
-    for (int j = 0; j < C::kBlockN / 8; j += 2) {
-      const int chunk = j + (matrix >> 1);
-      store_matrix_x4(to + row * 128 + ((chunk ^ (row & 7)) << 4),
-                      pack_pair<typename C::T>(x[4 * j], x[4 * j + 1]),
-                      pack_pair<typename C::T>(x[4 * j + 2], x[4 * j + 3]),
-                      pack_pair<typename C::T>(x[4 * j + 4], x[4 * j + 5]),
-                      pack_pair<typename C::T>(x[4 * j + 6], x[4 * j + 7]));
-    }
+    const float ones[2] = {1.f, 1.f};
+    stage_rows<typename C::T, C::kBlockN, C::kRows>(to, x, ones, threadIdx.x % 128 / 32,
+                                                    threadIdx.x % 32);
     fence_async_proxy();
     __syncwarp();
   }
@@ -192,14 +178,14 @@ struct MlaBwdWorker {
   __device__ __forceinline__ void write_dq(const Wide& dq, const Tile& tail, const WorkItem& item,
                                            uint32_t item_phase) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const float weight[2] = {1.f, 1.f};
+    const float ones[2] = {1.f, 1.f};
     release(smem.q_unused());
     mbar_wait(smem.q_unused(), item_phase);
     __syncwarp();
     const uint32_t to = smem.q() + kFirstAtom * C::kAtomBytes;
-    stage_rows<typename C::T, C::kWideColumns, C::kRows>(to, dq, weight, warp, lane);
+    stage_rows<typename C::T, C::kWideColumns, C::kRows>(to, dq, ones, warp, lane);
     if constexpr (kGroup == 1)
-      stage_rows<typename C::T, 64, C::kRows>(to + C::kOwnAtoms * C::kAtomBytes, tail, weight, warp,
+      stage_rows<typename C::T, 64, C::kRows>(to + C::kOwnAtoms * C::kAtomBytes, tail, ones, warp,
                                               lane);
     fence_async_proxy();
     named_barrier(kOneGroup, 128);

@@ -7,8 +7,8 @@
 
 #include "ffa/sm90/index/mla/fwd/epilogue.cuh"
 #include "ffa/sm90/index/mla/fwd/producer.cuh"
+#include "ffa/sm90/index/mla/products.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
-#include "ffa/sm90/wgmma.cuh"
 
 namespace magi {
 
@@ -42,17 +42,11 @@ struct MlaWorker {
 
   template <int kPart>
   __device__ __forceinline__ void multiply_part(Scores& s, uint32_t q, uint32_t k) const {
-    using Mma = Wgmma<typename C::T, C::kBlockN, 0>;
-    constexpr int kBegin = C::part_begin(kPart), kEnd = C::part_end(kPart);
     mbar_wait(smem.k_full(kGroup, kPart), phases[kGroup]);
     fence_async_proxy();
     __syncwarp();
     wgmma_fence();
-#pragma unroll
-    for (int step = 4 * kBegin; step < 4 * kEnd; ++step) {
-      const int at = (step / 4 * C::kAtomBytes + step % 4 * 32) / 16;
-      Mma::ss(s, operand(q, at), operand(k, at), step > 0);
-    }
+    multiply_atoms<typename C::T, C::part_begin(kPart), C::part_end(kPart)>(s, q, k);
   }
 
   // The output of this warpgroup's block, from P in registers.
