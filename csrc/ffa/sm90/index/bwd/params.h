@@ -6,11 +6,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/call_checks.h"
-#include "ffa/common/scores.cuh"
-#include "ffa/sm90/index/key_lists.h"
-#include "ffa/sm90/index/work_tile.h"
-#include "magi/index.h"
+#include "ffa/sm90/index/operands.h"
 
 namespace magi {
 
@@ -29,11 +25,7 @@ struct IndexBwdParams {
 
 inline magi_status index_bwd_params(const magi_ffa_index_bwd_params& a, IndexBwdParams* params) {
   IndexBwdParams k{};
-  MAGI_RETURN(work_tiles(a.total_q, a.heads_q, a.heads_kv, a.q_block, &k.work));
-  k.k = gathered_tensor(a.k, a.k_stride_token, a.k_stride_head, a.head_dim);
-  k.v = gathered_tensor(a.v, a.v_stride_token, a.v_stride_head, a.head_dim_v);
-  k.keys = key_lists(a);
-  k.lse = a.lse;
+  MAGI_RETURN(set_index_operands(a, &k));
   k.delta = a.delta;
   k.dk = a.dk;
   k.dv = a.dv;
@@ -45,10 +37,7 @@ inline magi_status index_bwd_params(const magi_ffa_index_bwd_params& a, IndexBwd
   k.head_dim = a.head_dim;
   k.head_dim_v = a.head_dim_v;
   k.scale = a.softmax_scale;
-  k.scale_log2 = a.softmax_scale * kLog2e;
   const int64_t d = a.head_dim;
-  MAGI_RETURN(
-      rows_map(&k.q_map, k.work, a.dtype, a.q, a.head_dim, a.q_stride_token, a.q_stride_head, "q"));
   MAGI_RETURN(rows_map(&k.dout_map, k.work, a.dtype, a.dout, a.head_dim_v, a.dout_stride_token,
                        a.dout_stride_head, "dout"));
   MAGI_RETURN(rows_map(&k.dq_map, k.work, a.dtype, a.dq, a.head_dim, d * a.heads_q, d, "dq"));

@@ -6,11 +6,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/call_checks.h"
-#include "ffa/common/scores.cuh"
-#include "ffa/sm90/index/key_lists.h"
-#include "ffa/sm90/index/work_tile.h"
-#include "magi/index.h"
+#include "ffa/sm90/index/operands.h"
 
 namespace magi {
 
@@ -25,17 +21,10 @@ struct IndexFwdParams {
 
 inline magi_status index_fwd_params(const magi_ffa_index_fwd_params& a, IndexFwdParams* params) {
   IndexFwdParams k{};
-  MAGI_RETURN(work_tiles(a.total_q, a.heads_q, a.heads_kv, a.q_block, &k.work));
-  k.k = gathered_tensor(a.k, a.k_stride_token, a.k_stride_head, a.head_dim);
-  k.v = gathered_tensor(a.v, a.v_stride_token, a.v_stride_head, a.head_dim_v);
-  k.keys = key_lists(a);
-  k.lse = a.lse;
-  k.scale_log2 = a.softmax_scale * kLog2e;
+  MAGI_RETURN(set_index_operands(a, &k));
   k.unscale = 1.f / k.scale_log2;
   // As in fwd_scalars: P must fit its type.
   k.slack = (a.dtype == MAGI_BF16 ? 32.f : 8.f) * k.unscale;
-  MAGI_RETURN(
-      rows_map(&k.q_map, k.work, a.dtype, a.q, a.head_dim, a.q_stride_token, a.q_stride_head, "q"));
   MAGI_RETURN(rows_map(&k.out_map, k.work, a.dtype, a.out, a.head_dim_v, a.out_stride_token,
                        a.out_stride_head, "out"));
   *params = k;
