@@ -15,8 +15,8 @@ namespace magi {
 // One consumer warpgroup.
 template <typename C, int kGroup>
 struct MlaBwdWorker {
-  // The named barrier of this warpgroup. Both meet by mbarriers, because a named barrier wants one
-  // place in the code.
+  // The named barrier of this warpgroup. Both meet by mbarriers, since each has code of its own and
+  // compute-sanitizer takes a named barrier at one place of the code only.
   static constexpr int kOneGroup = 1 + kGroup;
   static constexpr int kFirstAtom = kGroup * C::kOwnAtoms, kEndAtom = C::end_atom(kGroup);
   using Tile = float[32];  // 64 rows, an atom of columns

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_latent_queries(const IndexBwdParams& p,
   clear_unused_rows<C::kRows, C::kD, C::kProducers>(smem.q(), w.rows, threadIdx.x);
   clear_unused_rows<C::kRows, C::kDv, C::kProducers>(smem.dout(), w.rows, threadIdx.x);
   if (threadIdx.x < C::kRows) {
-    const QueryRow row = query_row(w, item.tile, item.part, threadIdx.x);
+    const QueryRow row = query_row(w, item.tile, item.half, threadIdx.x);
     const int64_t at = static_cast<int64_t>(row.token) * w.heads_q + row.head;
     const uint32_t to = 4 * threadIdx.x;
     sts_int(smem.lse() + to, __float_as_int(row.exists ? __ldg(p.lse + at) * kLog2e : INFINITY));

@@ -15,7 +15,8 @@ namespace magi {
 constexpr int kOneGroup = 1;  // named barriers: of the first warpgroup or the second
 
 // The columns of one warpgroup. Both have the same references, and sums of their own blocks. They
-// meet by an mbarrier, because a named barrier wants one place in the code. `phase`: of the item.
+// meet by an mbarrier, since each has code of its own and compute-sanitizer takes a named barrier
+// at one place of the code only. `phase`: of the item.
 template <typename C>
 __device__ __forceinline__ void write_latent_rows(const IndexFwdParams& p,
                                                   const MlaFwdSmem<C>& smem,
@@ -41,7 +42,7 @@ __device__ __forceinline__ void write_latent_rows(const IndexFwdParams& p,
     const float other = __int_as_float(lds_int(smem.sums(group ^ 1) + 4 * (row + 8 * r)));
     const float even = group == 0 ? sum[r] : other, odd = group == 0 ? other : sum[r];
     const float total = even + odd;
-    const QueryRow query = query_row(p.work, item.tile, item.part, row + 8 * r);
+    const QueryRow query = query_row(p.work, item.tile, item.half, row + 8 * r);
     const bool empty = !(total > 0.f);
     weight[r] = empty || !query.exists ? 0.f : 1.f / total;  // unused rows stay zeros
     if (group == 0 && query.exists && lane % 4 == 0)

@@ -72,10 +72,15 @@ struct MlaWorker {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void release_own_values() const {
+  // Each ends its output, and the values may be overwritten; behind the other's, P too.
+  __device__ __forceinline__ void finish_own_pv(Rows& o) const {
+    wgmma_wait<0>();
+    keep_in_place(o);
     release(smem.k_empty(kGroup, kGroup));
   }
-  __device__ __forceinline__ void release_other_values() const {
+  __device__ __forceinline__ void finish_other_pv(Rows& o) const {
+    wgmma_wait<0>();
+    keep_in_place(o);
     release(smem.k_empty(kOther, kGroup));
     release(smem.k_empty(kOther, C::kTail));
   }
@@ -144,16 +149,12 @@ __device__ __forceinline__ void attend_even(MlaWorker<C, 0>& worker, float (&o)[
     keep_in_place(s);
     if (worker.softmax(s, state, packed, left)) state.rescale(o);
     worker.start_own_pv(o, packed);
-    wgmma_wait<0>();
-    keep_in_place(o);
-    worker.release_own_values();
+    worker.finish_own_pv(o);
     worker.phases[0] ^= 1;
     if (left <= C::kBlockN) break;
     if (worker.follow(state)) state.rescale(o);
     worker.start_other_pv(o);
-    wgmma_wait<0>();
-    keep_in_place(o);
-    worker.release_other_values();
+    worker.finish_other_pv(o);
     worker.phases[1] ^= 1;
   }
 }
@@ -166,6 +167,7 @@ __device__ __forceinline__ void attend_odd(MlaWorker<C, 1>& worker, float (&o)[C
   typename MlaWorker<C, 1>::Packed packed;
 #pragma unroll 1
   for (; left > 0; left -= 2 * C::kBlockN) {
+    // Two ways with the same ends: where scores are under way or not, ptxas makes wgmma wait.
     if (left > C::kBlockN) {
       worker.start_qk(s);
       if (worker.follow(state)) state.rescale(o);
@@ -173,21 +175,15 @@ __device__ __forceinline__ void attend_odd(MlaWorker<C, 1>& worker, float (&o)[C
       wgmma_wait<1>();
       keep_in_place(s);
       const bool is_rescaled = worker.softmax(s, state, packed, left - C::kBlockN);
-      wgmma_wait<0>();
-      keep_in_place(o);
-      worker.release_other_values();
+      worker.finish_other_pv(o);
       if (is_rescaled) state.rescale(o);
       worker.start_own_pv(o, packed);
-      wgmma_wait<0>();
-      keep_in_place(o);
-      worker.release_own_values();
+      worker.finish_own_pv(o);
       worker.phases[1] ^= 1;
     } else {
       if (worker.follow(state)) state.rescale(o);
       worker.start_other_pv(o);
-      wgmma_wait<0>();
-      keep_in_place(o);
-      worker.release_other_values();
+      worker.finish_other_pv(o);
     }
     worker.phases[0] ^= 1;
   }
@@ -197,7 +193,7 @@ template <typename C, int kGroup>
 __device__ void compute_latents(const IndexFwdParams& p, const MlaFwdSmem<C>& smem) {
   float o[C::kDv / 2];
   MlaWorker<C, kGroup> worker(p, smem);
-  uint32_t q_phase = 0;
+  uint32_t item_phase = 0;
 #pragma unroll 1
   for (TileWalk walk(num_work_items(p.work)); !walk.is_over(); walk.advance()) {
     const WorkItem item(p.work, walk.number);
@@ -206,14 +202,14 @@ __device__ void compute_latents(const IndexFwdParams& p, const MlaFwdSmem<C>& sm
 #pragma unroll
     for (int i = 0; i < C::kDv / 2; ++i) o[i] = 0.f;
     const int left = __ldg(p.keys.key_counts + item.tile.list);
-    mbar_wait(smem.q_full(), q_phase);
+    mbar_wait(smem.q_full(), item_phase);
     __syncwarp();
     if constexpr (kGroup == 0)
       attend_even<C>(worker, o, state, left);
     else
       attend_odd<C>(worker, o, state, left);
-    write_latent_rows<C>(p, smem, o, state, item, kGroup, q_phase);
-    q_phase ^= 1;
+    write_latent_rows<C>(p, smem, o, state, item, kGroup, item_phase);
+    item_phase ^= 1;
   }
   if (threadIdx.x % 128 == 0) store_wait_all();
 }
