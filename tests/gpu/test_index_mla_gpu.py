@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER
+from graph_capture import capture
 from test_index_attn_gpu import assert_near, draw
 
 from magi_attention.api import index_attn_func, prepare_indices
@@ -104,14 +105,7 @@ def test_the_same_bits_in_a_cuda_graph():
     def attend() -> torch.Tensor:
         return index_attn_func(*tensors[:2], None, lists, head_dim_v=512)[0]
 
-    want, stream = attend(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        attend()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = attend()
-        out.zero_()
-        graph.replay()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, want, out = capture(attend)
+    out.zero_()
+    graph.replay()
     assert torch.equal(out, want)
