@@ -61,7 +61,8 @@ class Walker {
 
   magi_status run() {
     for (auto step : {&Walker::check_header, &Walker::check_slices, &Walker::check_unseen,
-                      &Walker::check_records, &Walker::check_order, &Walker::check_tiles}) {
+                      &Walker::check_records, &Walker::check_order, &Walker::check_tiles,
+                      &Walker::check_key_blocks}) {
       const magi_status status = (this->*step)();
       if (status != MAGI_OK) return status;
     }
@@ -81,6 +82,7 @@ class Walker {
   magi_status check_row(int64_t t, int64_t q);
   magi_status compare_row(int64_t t, int64_t q);
   magi_status check_cost(int64_t t);
+  magi_status check_key_blocks();
 
   // Copies, so that no field is read through a pointer of the wrong type.
   magi_tile_desc tile(int64_t t) const {
@@ -115,8 +117,8 @@ class Walker {
 
 magi_status Walker::check_header() {
   if (plan_ == nullptr) return fault("plan is NULL; give the buffer that holds the plan.");
-  if (plan_words_ < 16)
-    return fault("plan_words is %lld; a plan has at least 16 words.", (long long)plan_words_);
+  if (plan_words_ < 28)
+    return fault("plan_words is %lld; a plan has at least 28 words.", (long long)plan_words_);
   memcpy(&header_, plan_, sizeof(header_));
   const magi_tile_plan_header& h = header_;
   if (h.version != MAGI_ABI_VERSION) {
@@ -142,7 +144,7 @@ magi_status Walker::check_header() {
                  h.tile_tokens, (long long)words);
   }
   if (h.words_tiles % 4 != 0 || h.words_order % 4 != 0 || h.words_records % 4 != 0 ||
-      h.words_tiles < 16 || h.words_order < h.words_tiles + 8 * tiles ||
+      h.words_tiles < 28 || h.words_order < h.words_tiles + 8 * tiles ||
       h.words_records < h.words_order + tiles) {
     return fault(
         "The header's l2_groups start at words %d (tiles), %d (order), %d (records); they must be "
@@ -157,8 +159,9 @@ magi_status Walker::check_header() {
         "not fit.",
         h.words_total, h.num_segments, (long long)plan_words_);
   }
-  if (h.words_first_order != 0 || h.words_work_tiles != 0)
-    return fault("The last two words of the header are not 0.");
+  if (h.words_first_order != 0 || h.words_work_tiles != 0 || h.reserved[0] != 0 ||
+      h.reserved[1] != 0)
+    return fault("words_first_order, words_work_tiles or reserved words of the header are not 0.");
   return MAGI_OK;
 }
 
@@ -466,6 +469,24 @@ magi_status Walker::compare_row(int64_t t, int64_t q) {
     }
     if (w < wanted_.size() && wanted_[w].hi <= key) ++w;
     if (f < found_.size() && found_[f].hi <= key) ++f;
+  }
+  return MAGI_OK;
+}
+
+magi_status Walker::check_key_blocks() {
+  for (int64_t i = 0; i < MAGI_KEY_BLOCK_SIZES; ++i) {
+    const int64_t size = 64 + 16 * i;
+    int64_t blocks = 0;
+    for (int64_t t = 0; t < header_.num_tiles; ++t) {
+      for (int64_t s = 0; s < tile(t).num_segments; ++s) {
+        const magi_tile_segment head = segment_of(t, s);
+        blocks += (int64_t(head.visit_hi) - head.visit_lo + size - 1) / size;
+      }
+    }
+    if (header_.num_key_blocks[i] != blocks) {
+      return fault("The header has %lld blocks of %lld keys; the segments make %lld.",
+                   (long long)header_.num_key_blocks[i], (long long)size, (long long)blocks);
+    }
   }
   return MAGI_OK;
 }

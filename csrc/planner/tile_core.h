@@ -37,11 +37,11 @@ constexpr int32_t kSegmentStartCost = 16;
 constexpr int32_t kCausal = 1, kInverse = 2;  // bits of the slice type
 constexpr int32_t kSegmentHeaderWords = 32;
 constexpr int32_t kTileWords = 8;
-constexpr int32_t kHeaderWords = 16;
+constexpr int32_t kHeaderWords = 28;
 constexpr int32_t kMaxTileTokens = 1024;
 constexpr int32_t kInt32Max = 0x7fffffff;
 
-static_assert(sizeof(magi_tile_plan_header) == 4 * kHeaderWords, "the header is 16 words");
+static_assert(sizeof(magi_tile_plan_header) == 4 * kHeaderWords, "the header is 28 words");
 static_assert(sizeof(magi_tile_desc) == 4 * kTileWords, "a tile is 8 words");
 static_assert(sizeof(magi_tile_segment) == 4 * kSegmentHeaderWords, "a segment header is 32 words");
 
@@ -69,10 +69,22 @@ struct GroupRange {
   int32_t visit_lo, visit_hi, full_lo, full_hi;
 };
 
+// Entry i of num_key_blocks counts blocks of so many keys.
+MAGI_HD constexpr int32_t key_block_size(int32_t i) { return 64 + 16 * i; }
+
+MAGI_HD inline int32_t to_int32(int64_t value) {
+  return int32_t(value < kInt32Max ? value : kInt32Max);
+}
+
+// What the segments of a tile add up to.
+struct SegmentSums {
+  int64_t cost = kTileCost, num_blocks = 0;
+  int64_t num_key_blocks[MAGI_KEY_BLOCK_SIZES] = {};
+};
+
 struct TileResult {
   int32_t num_segments;
-  int32_t cost;
-  int32_t num_blocks;
+  SegmentSums sums;
 };
 
 struct SerialTeam {
@@ -272,9 +284,11 @@ MAGI_HD inline void segment_visit(const GroupRange* groups, int32_t num_groups, 
 }
 
 MAGI_HD inline int32_t block_floor(int32_t keys) { return keys / kKeyBlock; }
-MAGI_HD inline int32_t block_ceil(int32_t keys) {
-  return keys / kKeyBlock + (keys % kKeyBlock != 0);
+// Without overflow, for sizes near 2^31.
+MAGI_HD inline int32_t ceil_div(int32_t keys, int32_t block) {
+  return keys / block + (keys % block != 0);
 }
+MAGI_HD inline int32_t block_ceil(int32_t keys) { return ceil_div(keys, kKeyBlock); }
 
 // Cost and number of blocks of a segment. With distances counted down from visit_hi, block b holds
 // [128 b, 128 (b + 1)). Each block from the first to the last takes the time of all groups, also of
@@ -411,11 +425,11 @@ MAGI_HD bool place_piece(const Team& team, Pool& pool, Shape shape, int32_t num_
   return true;
 }
 
-// Visit range, has_unseen and the fields of a single key space; adds the segment's cost and blocks.
+// Visit range, has_unseen and the fields of a single key space; adds to the sums.
 template <class Team>
 MAGI_HD void finish_segment(const Team& team, int32_t* record, Shape shape, const int32_t* seen_lo,
                             const int32_t* seen_hi, int32_t num_seen, int32_t total_k,
-                            int64_t& cost, int64_t& blocks) {
+                            SegmentSums& sums) {
   magi_tile_segment* head = segment_head(record);
   GroupRange groups[kMaxGroups];
   for (int32_t g = 0; g < shape.num_groups; ++g) {
@@ -423,9 +437,11 @@ MAGI_HD void finish_segment(const Team& team, int32_t* record, Shape shape, cons
                            head->group[g].full_hi};
   }
   int32_t num_blocks, visit_lo, visit_hi;
-  cost += segment_cost(groups, shape.num_groups, num_blocks);
-  blocks += num_blocks;
+  sums.cost += segment_cost(groups, shape.num_groups, num_blocks);
+  sums.num_blocks += num_blocks;
   segment_visit(groups, shape.num_groups, visit_lo, visit_hi);
+  for (int32_t i = 0; i < MAGI_KEY_BLOCK_SIZES; ++i)
+    sums.num_key_blocks[i] += ceil_div(visit_hi - visit_lo, key_block_size(i));
   if (team.rank() == 0) {
     head->visit_lo = visit_lo;
     head->visit_hi = visit_hi;
@@ -448,14 +464,13 @@ MAGI_HD TileResult plan_tile(const Team& team, Pool& pool, Shape shape, int32_t 
   for (int32_t i = 0; i < num_keys; ++i) {
     const Piece p = make_piece(slices[keys[i].id], token0, num_tokens);
     if (!place_piece(team, pool, shape, num_tokens, p, open, num_segments))
-      return TileResult{-1, 0, 0};
+      return TileResult{-1, {}};
   }
-  int64_t cost = kTileCost, blocks = 0;
+  SegmentSums sums;
   for (int32_t i = 0; i < num_segments; ++i) {
-    finish_segment(team, pool.record(i), shape, seen_lo, seen_hi, num_seen, total_k, cost, blocks);
+    finish_segment(team, pool.record(i), shape, seen_lo, seen_hi, num_seen, total_k, sums);
   }
-  return TileResult{num_segments, int32_t(cost < kInt32Max ? cost : kInt32Max),
-                    int32_t(blocks < kInt32Max ? blocks : kInt32Max)};
+  return TileResult{num_segments, sums};
 }
 
 }  // namespace tile

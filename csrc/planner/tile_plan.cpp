@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <vector>
 
 #include "planner/status.h"
@@ -210,7 +211,8 @@ L2Groups l2_groups_of(const Job& job, int32_t* plan, int64_t plan_words) {
 }
 
 // Plans all tiles; writes what fits and returns the number of segments there are.
-int64_t plan_tiles(const Job& job, const L2Groups& out) {
+int64_t plan_tiles(const Job& job, const L2Groups& out,
+                   int64_t (&num_key_blocks)[MAGI_KEY_BLOCK_SIZES]) {
   const size_t record_words = size_t(segment_words(job.shape.tile_tokens));
   const SerialTeam team;
   HostPool pool(record_words);
@@ -226,8 +228,8 @@ int64_t plan_tiles(const Job& job, const L2Groups& out) {
                                     num_tokens,
                                     int32_t(num_segments),
                                     result.num_segments,
-                                    result.cost,
-                                    result.num_blocks,
+                                    to_int32(result.sums.cost),
+                                    to_int32(result.sums.num_blocks),
                                     {0, 0}};
       if (result.num_segments > 0) {
         memcpy(out.records + size_t(num_segments) * record_words, pool.record(0),
@@ -235,6 +237,8 @@ int64_t plan_tiles(const Job& job, const L2Groups& out) {
       }
     }
     num_segments += result.num_segments;
+    for (int32_t i = 0; i < MAGI_KEY_BLOCK_SIZES; ++i)
+      num_key_blocks[i] += result.sums.num_key_blocks[i];
   });
   return num_segments;
 }
@@ -261,7 +265,8 @@ magi_status plan_host(const int32_t* rows, int64_t num_slices, Job& job, int32_t
   if (read != MAGI_OK) return read;
   job.seen = seen_keys(job.slices);
   const L2Groups out = l2_groups_of(job, plan, plan_words);
-  const int64_t num_segments = plan_tiles(job, out);
+  int64_t num_key_blocks[MAGI_KEY_BLOCK_SIZES] = {};
+  const int64_t num_segments = plan_tiles(job, out, num_key_blocks);
   const int64_t words = magi_tile_plan_words(job.total_q, job.shape.tile_tokens, num_segments);
   if (words_needed != nullptr) *words_needed = words;
   if (words > kInt32Max) {
@@ -279,6 +284,7 @@ magi_status plan_host(const int32_t* rows, int64_t num_slices, Job& job, int32_t
   sort_by_cost(out.tiles, job.num_tiles, out.order);
   for (int32_t i = job.num_tiles; i % 4 != 0; ++i) out.order[i] = 0;
   write_header(job, num_segments, words, out.header);
+  std::copy(std::begin(num_key_blocks), std::end(num_key_blocks), out.header->num_key_blocks);
   return MAGI_OK;
 }
 

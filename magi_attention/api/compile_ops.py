@@ -117,6 +117,7 @@ def _grad(ctx, dout, *_):
 dist_attn_fwd.register_autograd(_grad, setup_context=_save)
 dist_attn_bwd.register_autograd(refuse_double_backward)
 
+
 def compiled_attn(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -96,8 +96,7 @@ def _check_plain(parameter: torch.nn.Parameter) -> None:
 
     if isinstance(parameter, DTensor):
         raise UnsupportedError(
-            "sum_gradients takes plain parameters, and these are DTensors; for FSDP2 call set_gradient_sum(model) "
-            "once."
+            "sum_gradients takes plain parameters, and these are DTensors; for FSDP2 call set_gradient_sum(model) once."
         )
     if parameter.grad is not None and parameter.grad.is_sparse:
         raise UnsupportedError("sum_gradients takes dense gradients; make the embedding with sparse=False.")

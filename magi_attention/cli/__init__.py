@@ -102,9 +102,7 @@ def command_version(args: argparse.Namespace) -> int:
 
 
 def _add_explain(commands) -> None:
-    explain = commands.add_parser(
-        "explain", help="plan a mask for any number of ranks, in tables and on a page"
-    )
+    explain = commands.add_parser("explain", help="plan a mask for any number of ranks, in tables and on a page")
     explain.set_defaults(function=command_explain)
     add_mask_options(explain)
     explain.add_argument("--tokens", type=int, help="length of the sequence")

@@ -114,7 +114,8 @@ _OWN_HELP = {
     ("cp", "sizes"): ("8K,16K", "tokens of one rank"),
     ("comm", "sizes"): ("8,4K", "rows that a rank sends to each other rank"),
     ("planner", "masks"): (
-        "A,B", "packed_128K, documents_1M, tree_4M, blocks_4M, window_4M, packed_4M; all of them without it",
+        "A,B",
+        "packed_128K, documents_1M, tree_4M, blocks_4M, window_4M, packed_4M; all of them without it",
     ),
     ("train", "repeats"): ("N", "steps, of which the second half is timed"),
 }

@@ -56,9 +56,7 @@ def make_folder(name: str | Path, option: str) -> Path:
 
 def need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "The pictures need matplotlib; install it with `pip install 'magi_attention[report]'`."
-        )
+        raise UsageError("The pictures need matplotlib; install it with `pip install 'magi_attention[report]'`.")
 
 
 def show_table(title: str, rows: list[list[str]]) -> None:

@@ -127,9 +127,7 @@ def document_lengths(args: argparse.Namespace) -> list[int]:
     try:
         lengths = [int(word) for word in text.replace(",", " ").split()]
     except ValueError as error:
-        raise UsageError(
-            f"The document lengths must be whole numbers, comma or space between: {error}."
-        ) from None
+        raise UsageError(f"The document lengths must be whole numbers, comma or space between: {error}.") from None
     if not lengths or min(lengths) < 1:
         raise UsageError("Give at least one document, and each with at least one token.")
     if args.tokens is not None and args.tokens != sum(lengths):
@@ -147,9 +145,7 @@ def build_mask(args: argparse.Namespace):
         cu_seqlens.append(cu_seqlens[-1] + length)
     if args.mask == "sliding-window":
         if args.window is None:
-            raise UsageError(
-                "--mask sliding-window needs --window, the tokens that a query sees before itself."
-            )
+            raise UsageError("--mask sliding-window needs --window, the tokens that a query sees before itself.")
         return Mask.varlen(cu_seqlens, window=(args.window, 0), global_prefix=args.global_prefix or 0)
     if args.mask == "block-causal":
         return Mask.block_causal(cu_seqlens, BLOCK if args.block is None else args.block)

@@ -44,9 +44,7 @@ def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
 
     gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and gpus < (ranks or 1):
-        raise UsageError(
-            f"--device cuda with {ranks or 1} ranks, but {gpus} GPUs are visible; lower --ranks."
-        )
+        raise UsageError(f"--device cuda with {ranks or 1} ranks, but {gpus} GPUs are visible; lower --ranks.")
     if wanted == "cuda" or (gpus > 1 and gpus >= (ranks or 2)):
         return "cuda", ranks or min(gpus, 4)
     return "cpu", ranks or 4

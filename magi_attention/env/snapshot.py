@@ -138,11 +138,7 @@ def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overl
             raise ContractError(f"{first} and {second} exclude each other; drop one of them.")
     if flags.flatten_head_groups and not flags.qo_comm:
         raise ContractError(f"{_FLATTEN} needs {_QO}; set both or neither.")
-    if (
-        backend in ("ffa", "fa4")
-        and flags.precision is not None
-        and flags.precision.value in ("fp32", "fp64")
-    ):
+    if backend in ("ffa", "fa4") and flags.precision is not None and flags.precision.value in ("fp32", "fp64"):
         raise ContractError(
             f"The {backend} kernel backend computes in bf16 or fp16, not in {flags.precision.value}; set "
             "MAGI_ATTENTION_PRECISION to bf16 or fp16, or MAGI_ATTENTION_KERNEL_BACKEND to sdpa or sdpa_ol."

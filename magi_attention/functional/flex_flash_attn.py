@@ -37,9 +37,7 @@ def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
     returned is the memo.
     """
     signature = inspect.signature(func)
-    known = KnownCalls(
-        signature, AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",)
-    )
+    known = KnownCalls(signature, AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",))
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:

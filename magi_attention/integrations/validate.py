@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``validate``: says before training what of a model will not work over context-parallel ranks, and what to change.
 
-    for finding in validate(model, mesh):
-        print(finding)
+for finding in validate(model, mesh):
+    print(finding)
 """
 
 from __future__ import annotations

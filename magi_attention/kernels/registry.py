@@ -50,15 +50,11 @@ class Registry:
         if before is not None:
             found = [i for i, b in enumerate(others) if b.name == before]
             if not found:
-                raise ContractError(
-                    f"No backend is called {before!r}; the names are {', '.join(self.names)}."
-                )
+                raise ContractError(f"No backend is called {before!r}; the names are {', '.join(self.names)}.")
             place = found[0]
         return replace(self, backends=others[:place] + (backend,) + others[place:])
 
-    def select(
-        self, problem: Problem, prefer: str | None = None, explicit: bool = False
-    ) -> tuple[Backend, str]:
+    def select(self, problem: Problem, prefer: str | None = None, explicit: bool = False) -> tuple[Backend, str]:
         """The backend to run ``problem`` with, and a sentence that says why this one.
 
         ``prefer`` is a name or None. "ffa", which is the default, gives way to a backend that is ahead of it on the

@@ -56,9 +56,7 @@ class AttnOptions:
 
     def __post_init__(self) -> None:
         if self.sink_layout == "shd":
-            raise UnsupportedError(
-                'Sink layout "shd" (sinks with values) is not implemented; use "sh" or "ssh".'
-            )
+            raise UnsupportedError('Sink layout "shd" (sinks with values) is not implemented; use "sh" or "ssh".')
         if self.sink_layout not in ("sh", "ssh"):
             raise ContractError(f'Unknown sink layout {self.sink_layout!r}; use "sh" or "ssh".')
         if not math.isfinite(self.softmax_scale):

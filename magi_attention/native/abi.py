@@ -8,7 +8,7 @@ import struct
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
@@ -16,11 +16,12 @@ BF16, FP16, FP32 = range(3)
 DQ_ATOMIC, DQ_DETERMINISTIC, DQ_FIRST_WRITER = range(3)
 FWD, BWD = range(2)
 
+KEY_BLOCK_SIZES = (64, 80, 96, 112, 128)  # of ``num_key_blocks`` of a plan
 SEGMENT_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
 
 
 class TilePlanHeader(ctypes.Structure):
-    """``magi_tile_plan_header``: 16 int32 words at the start of a plan."""
+    """``magi_tile_plan_header``: 28 int32 words at the start of a plan."""
 
     _fields_ = [
         *(
@@ -44,6 +45,8 @@ class TilePlanHeader(ctypes.Structure):
                 "words_work_tiles",
             )
         ),
+        ("num_key_blocks", c_int64 * len(KEY_BLOCK_SIZES)),
+        ("reserved", c_int32 * 2),
     ]
 
 

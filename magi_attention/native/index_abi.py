@@ -94,7 +94,8 @@ FUNCTIONS: abi.Functions = {
     "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
     "magi_ffa_index_bwd_keys": (c_int32, (ctypes.POINTER(IndexBwdKeysParams),)),
     "magi_ffa_index_bwd_keys_workspace": (
-        c_int32, (ctypes.POINTER(IndexBwdKeysParams), ctypes.POINTER(c_int64)),
+        c_int32,
+        (ctypes.POINTER(IndexBwdKeysParams), ctypes.POINTER(c_int64)),
     ),
     "magi_ffa_index_sum": (c_int32, (ctypes.POINTER(IndexSumParams),)),
     "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),

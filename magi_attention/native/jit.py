@@ -126,9 +126,7 @@ def _snapshot(csrc: Path, target: Path) -> Path:
     return target
 
 
-def load_variant(
-    dtype: str, head_dim: int, head_dim_v: int, arch: str = "sm90", kind: str = "fwd"
-) -> ctypes.CDLL:
+def load_variant(dtype: str, head_dim: int, head_dim_v: int, arch: str = "sm90", kind: str = "fwd") -> ctypes.CDLL:
     """The library for these head dims ("bf16" or "fp16"), compiled at first use and then kept by the process.
 
     It has all entry points, but kernels of ``kind`` "fwd" or "bwd" only. With MAGI_ATTENTION_NO_BUILD_CACHE=1 the

@@ -250,9 +250,7 @@ class RowKernels:
         return True
 
     @staticmethod
-    def _launch(
-        moves: list[tuple[Part, int, int]], prepare: Callable[[list[Part]], PreparedRows | None]
-    ) -> None:
+    def _launch(moves: list[tuple[Part, int, int]], prepare: Callable[[list[Part]], PreparedRows | None]) -> None:
         """One launch for each kind and four parts of it."""
         by_kind: dict[tuple[int, int], list] = {}
         for move in moves:
@@ -291,9 +289,7 @@ class RowKernels:
         self._launch(moves, lambda parts: self.prepare_reduce(parts, terms, accumulate, average))
         return True
 
-    def merge(
-        self, pair: Pair, lse_pair: Pair, terms: Terms, accumulate: bool, write_lse: bool = True
-    ) -> bool:
+    def merge(self, pair: Pair, lse_pair: Pair, terms: Terms, accumulate: bool, write_lse: bool = True) -> bool:
         """Partial attention results (rows, heads, dim) become one, weighted by their lse (rows, heads) float32.
 
         ``lse_pair`` is only read unless ``write_lse``.

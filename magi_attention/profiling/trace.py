@@ -180,9 +180,7 @@ def _is_launched_in(launch: Event | None, calls: Sequence[Event]) -> bool:
     if launch is None:
         return False
     thread = (launch.get("pid"), launch.get("tid"))
-    return any(
-        c["ts"] <= launch["ts"] <= c["ts"] + c["dur"] and (c.get("pid"), c.get("tid")) == thread for c in calls
-    )
+    return any(c["ts"] <= launch["ts"] <= c["ts"] + c["dur"] and (c.get("pid"), c.get("tid")) == thread for c in calls)
 
 
 def _cpu_profile(events: list[Event], window: tuple[int, int], device: str, common: dict[str, Any]) -> Profile:

@@ -181,9 +181,7 @@ def losses(curves: dict[str, Sequence[float]]) -> Figure:
     axes[0].legend(frameon=False)
     if len(curves) > 1:
         difference = relative_differences(*list(curves.values())[:2])
-        axes[1].semilogy(
-            range(1, len(difference) + 1), np.maximum(difference, FLOOR), "o-", ms=3, color=_GREY
-        )
+        axes[1].semilogy(range(1, len(difference) + 1), np.maximum(difference, FLOOR), "o-", ms=3, color=_GREY)
         axes[1].axhline(1e-4, color="#c4453c", lw=1, ls="--", label="limit 1e-4")
         axes[1].set_xlabel("step")
         axes[1].set_ylabel("relative difference")

@@ -60,9 +60,7 @@ def write_page(folder: Path, result: RunResult, plan: Plan) -> Path:
     text = "Both runs begin with the same weights and take the same steps on the same documents in float32."
     if replay is not None:
         curves["one process"] = replay["losses"]
-        facts.insert(
-            0, Fact(f"{result.difference:.1e}", f"largest loss difference (<= {LIMIT:.0e})", result.is_equal)
-        )
+        facts.insert(0, Fact(f"{result.difference:.1e}", f"largest loss difference (<= {LIMIT:.0e})", result.is_equal))
         facts.append(Fact(f"{replay['tokens_per_second']:,.0f}", "tokens/s in one process"))
     else:
         text = "The run was not replayed in one process."
@@ -79,7 +77,5 @@ def write_page(folder: Path, result: RunResult, plan: Plan) -> Path:
     sections = [Section("Loss", text, pictures.to_png(pictures.losses(curves)))]
     sections += plan_sections(plan, numbers, trace)
     path = folder / "report.html"
-    path.write_text(
-        page(f"Run {folder.name}", lead, facts + plan_facts(plan, numbers), sections), encoding="utf-8"
-    )
+    path.write_text(page(f"Run {folder.name}", lead, facts + plan_facts(plan, numbers), sections), encoding="utf-8")
     return path

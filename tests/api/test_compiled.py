@@ -39,9 +39,7 @@ def make_key(group, bounds: list[list[int]], degree: int):
         dispatch_config=api.DispatchConfig(chunk_size=8),
         overlap_config=api.OverlapConfig(degree=degree, min_chunk_size=8),
     )
-    return api.magi_attn_flex_key(
-        ranges, ranges, "causal", TOTAL, TOTAL, 2, 1, 8, 0, group, dist_attn_config=config
-    )
+    return api.magi_attn_flex_key(ranges, ranges, "causal", TOTAL, TOTAL, 2, 1, 8, 0, group, dist_attn_config=config)
 
 
 def differences(group, degree: int) -> list[float]:

@@ -23,9 +23,7 @@ TOTAL = 90
 
 
 def make_plan(world: int, cut: int = 40, degree: int = 1, total: int = TOTAL):
-    config = api.DistAttnConfig(
-        api.DispatchConfig(chunk_size=8), api.OverlapConfig(degree=degree, min_chunk_size=8)
-    )
+    config = api.DistAttnConfig(api.DispatchConfig(chunk_size=8), api.OverlapConfig(degree=degree, min_chunk_size=8))
     return api.make_plan(Mask.varlen([0, cut, total], causal=True), world, config)
 
 

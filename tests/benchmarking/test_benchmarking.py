@@ -103,9 +103,7 @@ def test_sweep_tables_and_csv(tmp_path, capsys):
 
 def test_files_and_plots(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
-    mark = sweep(
-        tmp_path, x_log=True, y_log=True, ylabel={"time": "ms"}, styles=[("red", "-"), ("blue", "--")]
-    )
+    mark = sweep(tmp_path, x_log=True, y_log=True, ylabel={"time": "ms"}, styles=[("red", "-"), ("blue", "--")])
     mark.run(save_path=tmp_path / "out", report_all_name="all")
     names = ["all.html", "plot-mem.csv", "plot-mem.png", "plot-time.csv", "plot-time.png"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
@@ -149,8 +147,6 @@ def test_data_frames(tmp_path):
 
 
 def test_import_is_cheap():
-    code = (
-        "import sys, magi_attention.benchmarking; print('matplotlib' in sys.modules, 'pandas' in sys.modules)"
-    )
+    code = "import sys, magi_attention.benchmarking; print('matplotlib' in sys.modules, 'pandas' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]

@@ -88,6 +88,6 @@ def test_shells_can_read_it(shell, arguments, tmp_path, capsys):
 
 def test_a_description_with_quotes_is_one_word_of_fish():
     top = argparse.ArgumentParser(prog="magi")
-    top.add_argument("--odd", help="it's a \\ and 100%% \"odd\"")
+    top.add_argument("--odd", help='it\'s a \\ and 100%% "odd"')
     line = completion.script(top, "fish").splitlines()[-1]
     assert line.endswith("-d 'it\\'s a \\\\ and 100% \"odd\"'")

@@ -11,7 +11,7 @@ import pytest
 
 from magi_attention.cli import suite_report, suites
 
-TESTS = '''
+TESTS = """
 import pytest
 def test_fine(): pass
 def test_wrong(): assert 1 == 2, "one is not two"
@@ -20,7 +20,7 @@ def test_left_out(): pass
 @pytest.fixture
 def broken(): raise OSError("no device")
 def test_error(broken): pass
-'''
+"""
 
 
 def test_what_ran_and_how_it_went(tmp_path):

@@ -36,9 +36,7 @@ def test_worked_example(async_op, check):
     def main(t):
         x, splits, dst, out_splits, src, want = WORKED_EXAMPLE[t.rank]
         out = torch.full((len(want),), -1)
-        work = group_cast(
-            torch.tensor(x), out, splits, out_splits, dst, src, t, async_op=async_op, check=check
-        )
+        work = group_cast(torch.tensor(x), out, splits, out_splits, dst, src, t, async_op=async_op, check=check)
         assert work.wait_post_process(out) is out
         assert out.tolist() == want
         with pytest.raises(ContractError, match="finished once"):
@@ -71,9 +69,7 @@ def test_reduce_matches_brute_force(seed, world, op, acc_reduce):
 
     def main(t):
         out = prior[t.rank].clone() if acc_reduce else torch.full_like(prior[t.rank], torch.nan)
-        work = group_reduce(
-            parts[t.rank], out, *plan.reduce_lists(t.rank), t, reduce_op=op, acc_reduce=acc_reduce
-        )
+        work = group_reduce(parts[t.rank], out, *plan.reduce_lists(t.rank), t, reduce_op=op, acc_reduce=acc_reduce)
         return work.wait_post_process().numpy()
 
     for r, got in enumerate(FakeWorld(world).run(main)):
@@ -299,10 +295,7 @@ def test_several_casts_in_flight_waited_in_any_order():
 
     def main(t):
         outs = [torch.zeros(p.specs[t.rank].output_rows, 2, dtype=torch.float64) for p in plans]
-        works = [
-            group_cast(x[t.rank], out, *p.lists(t.rank), t, async_op=True)
-            for p, x, out in zip(plans, xs, outs)
-        ]
+        works = [group_cast(x[t.rank], out, *p.lists(t.rank), t, async_op=True) for p, x, out in zip(plans, xs, outs)]
         for i in (2, 0, 1) if t.rank % 2 else (1, 2, 0):
             works[i].wait_post_process()
         return [out.numpy() for out in outs]

@@ -42,9 +42,7 @@ def check_random_plans(rank, size, group, mesh):
             x, y = torch.tensor(xs[rank]), torch.tensor(ys[rank])
             out, back = torch.full_like(y, torch.nan), torch.full_like(x, torch.nan)
             cast = group_cast(x, out, *plan.lists(rank), group, async_op=True, **options)
-            reduce = group_reduce(
-                y, back, *plan.reduce_lists(rank), group, async_op=True, acc_reduce=False, **options
-            )
+            reduce = group_reduce(y, back, *plan.reduce_lists(rank), group, async_op=True, acc_reduce=False, **options)
             cast.wait_post_process(), reduce.wait_post_process()
             np.testing.assert_array_equal(out, cast_rows(plan, xs, rank))
             for i, terms in enumerate(contributions(plan, ys, rank)):

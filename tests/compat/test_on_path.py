@@ -27,7 +27,9 @@ from flash_attn_cute import tile_size, utils
 if not hasattr(utils, "get_tile_sizes_by_backend"):
     utils.get_tile_sizes_by_backend = tile_size.get_tile_sizes_by_backend
 """
-CLIENT = LOOK + """
+CLIENT = (
+    LOOK
+    + """
 import torch
 from magi_attention.api import AttnForwardMeta, flex_flash_attn_func
 from magi_attention.common.ranges import AttnRanges
@@ -64,6 +66,7 @@ assert torch.allclose(out, want) and torch.allclose(meta.lse, same.lse)
 for a, b in zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(want, (q, k, v), weight)):
     torch.testing.assert_close(a, b)
 """
+)
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess:

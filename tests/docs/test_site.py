@@ -87,7 +87,9 @@ def test_errors_of_the_failure_guide_exist():
 
 
 def test_links_of_the_repository_become_links_of_the_site():
-    text = "[a](../CONTRIBUTING.md#speed) [b](masks.md) [c](../examples) ![d](../benchmarks/results/x.png) [e](https://z)"
+    text = (
+        "[a](../CONTRIBUTING.md#speed) [b](masks.md) [c](../examples) ![d](../benchmarks/results/x.png) [e](https://z)"
+    )
     wanted = "[a](project/contributing.md#speed) [b](masks.md) c ![d](records/x.png) [e](https://z)"
     assert hooks.with_site_links(text, "index.md") == wanted
     assert hooks.with_site_links("[a](../docs/install.md) [b](../README.md)", "project/containers.md") == (

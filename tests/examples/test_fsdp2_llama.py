@@ -35,9 +35,7 @@ def side_by_side(*calls: tuple) -> list[dict]:
 
 
 def near(a: dict, b: dict) -> bool:
-    return len(a["losses"]) == len(b["losses"]) and all(
-        abs(x - y) < 1e-5 * x for x, y in zip(a["losses"], b["losses"])
-    )
+    return len(a["losses"]) == len(b["losses"]) and all(abs(x - y) < 1e-5 * x for x, y in zip(a["losses"], b["losses"]))
 
 
 def test_ranks_train_as_one_process_and_as_sdpa(tmp_path):

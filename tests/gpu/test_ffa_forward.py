@@ -24,6 +24,7 @@ from forward_oracle import (
     make_inputs,
 )
 
+from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import NoBackendError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
@@ -124,6 +125,17 @@ def test_random_masks(dtype):
         heads = [(4, 4), (4, 2), (8, 1), (5, 1), (16, 1), (6, 2)][seed % 6]
         dims = [(64, 64), (128, 128), (80, 48), (192, 128), (256, 256)][seed % 5]
         check(seed, slices, tq, tk, heads, dims, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_scattered_blocks(dtype, dim):
+    """Masks for which key blocks are small; each CTA has several tiles, some of which see nothing."""
+    for seed, (rows, keys) in enumerate(((64, 64), (128, 128), (48, 32), (100, 50))):
+        blocks = np.random.default_rng(seed).random((1500 // rows, 1500 // keys)) < 0.15
+        mask = Mask.block_sparse(blocks, rows, keys)
+        options = {"softcap": 5.0} if seed == 3 else {}
+        check(seed, mask.slices, mask.total_q, mask.total_k, (8, 1 + seed % 2), (dim, dim), dtype, **options)
 
 
 @pytest.mark.parametrize("softcap", [0.7, 5.0, 30.0])

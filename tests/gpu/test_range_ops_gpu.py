@@ -185,8 +185,12 @@ def random_specs(seed: int, world: int) -> list[GroupSpec]:
         arriving = [(queues[r].pop(0), r) for r in sources]  # of one source in its order
         specs.append(
             GroupSpec(
-                rank=rank, world=world, input_splits=tuple(sizes[rank]), dst_indices=tuple(wanted[rank]),
-                output_splits=tuple(n for n, _ in arriving), src_index=tuple(r for _, r in arriving),
+                rank=rank,
+                world=world,
+                input_splits=tuple(sizes[rank]),
+                dst_indices=tuple(wanted[rank]),
+                output_splits=tuple(n for n, _ in arriving),
+                src_index=tuple(r for _, r in arriving),
             )  # fmt: skip
         )
     return specs

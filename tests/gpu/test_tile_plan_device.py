@@ -82,7 +82,7 @@ def content(plan: TilePlan) -> tuple[np.ndarray, ...]:
     places = [np.arange(first, first + count) for first, count in plan.tiles[:, 2:4]]
     records = everything[np.concatenate([np.zeros(0, dtype=np.int64), *places])]
     order = plan.words[header.words_order : header.words_records]
-    return np.array(fixed), np.delete(plan.tiles, 2, axis=1), order, records
+    return np.hstack(fixed), np.delete(plan.tiles, 2, axis=1), order, records
 
 
 def check(slices, total_q: int, total_k: int, tile: int, groups: int = 2, **options) -> TilePlan:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a tiny model by ``ContextParallelTrainer`` and writes what it logged; to be started by torchrun or accelerate.
 
-    torchrun --nproc-per-node 2 tests/integrations/train_tiny.py OUT.json '{"model": "llama", "arguments": {...}}'
+torchrun --nproc-per-node 2 tests/integrations/train_tiny.py OUT.json '{"model": "llama", "arguments": {...}}'
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-INTERFACE = '''
+INTERFACE = """
 import os
 import torch
 from flash_attn.cute.tile_scheduler import HardwareInfo  # noqa: F401
@@ -46,7 +46,7 @@ def _flash_attn_bwd(q, k, v, out, dout, lse, *, softmax_scale, softcap, mask_mod
 
 def _bwd_preprocess(): ...
 def _bwd_postprocess_convert(): ...
-'''
+"""
 
 FILES = {
     "flash_attn/__init__.py": "",

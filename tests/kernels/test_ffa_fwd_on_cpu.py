@@ -11,9 +11,12 @@ import pytest
 import torch
 from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
 
+from magi_attention.common.mask import Mask
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
+from magi_attention.kernels.ffa.plans import DEVICE_PLANS
 from magi_attention.kernels.types import AttnOptions, Partial
+from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -86,6 +89,25 @@ def test_wide_heads(hopper, seed):
     x = make_inputs(seed, slices, tq, tk, HEADS[seed % 4], dims, dtype, "cpu")
     hopper.use(int(rng.choice((1, 2, 5))), seed)
     assert_right(x, attend(hopper, x, seed > 3), note=f"{seed=}")
+
+
+@pytest.mark.parametrize("with_cap", (False, True))
+@pytest.mark.parametrize("seed", range(6))
+def test_small_key_blocks(hopper, seed, with_cap):
+    """Key intervals of up to 64 keys: blocks of 64 are as many as those of 128, so all variants choose them."""
+    rng = np.random.default_rng(seed)
+    dtype, dims = (*KINDS[:2], KINDS[4], (torch.float16, (192, 192)), (torch.bfloat16, (256, 256)), KINDS[3])[seed]
+    blocks = rng.random((4, 9)) < 0.6
+    blocks[:, 1::2] = False  # gaps, which segments do not bridge
+    mask = Mask.block_sparse(blocks, int(rng.integers(24, 80)), [int(rng.integers(30, 65)), 300] * 4 + [64])
+    x = make_inputs(
+        seed, mask.slices, mask.total_q, mask.total_k, HEADS[seed % 4], dims, dtype, "cpu", softcap=9.0 * with_cap
+    )
+    hopper.use(int(rng.choice((1, 2, 5))), seed)
+    assert_right(x, attend(hopper, x), note=f"{seed=}")
+    (kept,) = x.slices.cache.values(DEVICE_PLANS)
+    counts = list(TilePlan(kept.plan.numpy()).header.num_key_blocks)
+    assert counts[0] == counts[-1] > 0, f"{seed=}"
 
 
 @pytest.mark.parametrize("seed", range(3))

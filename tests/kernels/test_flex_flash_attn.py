@@ -104,9 +104,7 @@ def test_compiles_as_one_graph(compiler):
     weight = torch.randn(16, 16, dtype=torch.float64, requires_grad=True)
 
     def model(x, k, v, weight, sink, q_ranges, k_ranges, types):
-        out, meta = flex_flash_attn_func(
-            x @ weight, k, v, q_ranges, k_ranges, types, sink=sink, return_max_logits=True
-        )
+        out, meta = flex_flash_attn_func(x @ weight, k, v, q_ranges, k_ranges, types, sink=sink, return_max_logits=True)
         return out * 2 + meta.lse.nan_to_num(neginf=0.0)[..., None], meta.max_logits
 
     sink = case.sink.requires_grad_()
@@ -263,9 +261,7 @@ def test_index_lists_forward_and_backward():
     s = torch.einsum("rgd,kd->rgk", q, k[:, 0]) / 4
     empty = ~allowed.any(1)
     safe = s.masked_fill(~allowed[:, None], NEG_INF).masked_fill(empty[:, None, None], 0.0)
-    want = torch.einsum(
-        "rgk,kd->rgd", torch.softmax(safe, -1).masked_fill(empty[:, None, None], 0.0), v[:, 0]
-    )
+    want = torch.einsum("rgk,kd->rgd", torch.softmax(safe, -1).masked_fill(empty[:, None, None], 0.0), v[:, 0])
     assert empty.any() and torch.allclose(out, want, atol=1e-12)
     assert (meta.lse[empty] == NEG_INF).all()
     for a, b in zip(*(torch.autograd.grad(y, (q, k, v), dout) for y in (out, want))):
@@ -287,9 +283,7 @@ def attn_args(case):
     q_ranges, k_ranges, types = case.slices.tensors()
     objects = [[SimpleNamespace(start=a, end=b) for a, b in r.tolist()] for r in (q_ranges, k_ranges)]
     yield SimpleNamespace(q_ranges=q_ranges, k_ranges=k_ranges, attn_type_map=types)
-    yield SimpleNamespace(
-        q_ranges=q_ranges.tolist(), k_ranges=k_ranges.tolist(), attn_type_map=types.tolist()
-    )
+    yield SimpleNamespace(q_ranges=q_ranges.tolist(), k_ranges=k_ranges.tolist(), attn_type_map=types.tolist())
     enums = [AttnMaskType.from_int_type(t) for t in types.tolist()]
     yield SimpleNamespace(q_ranges=objects[0], k_ranges=objects[1], attn_type_map=enums, total_area=-1)
 

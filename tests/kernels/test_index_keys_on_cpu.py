@@ -86,9 +86,7 @@ class Call:
 
     def backward(self) -> tuple[torch.Tensor, ...]:
         assert keeps_keys(self.problem, self.lists)
-        return ffa.IndexFfa().backward(
-            self.problem, self.dout, self.q, self.k, self.v, self.out, self.lse, self.lists
-        )
+        return ffa.IndexFfa().backward(self.problem, self.dout, self.q, self.k, self.v, self.out, self.lse, self.lists)
 
 
 @pytest.mark.parametrize("name", CASES)

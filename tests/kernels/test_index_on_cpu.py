@@ -69,9 +69,7 @@ class Call:
         exact = [x.double() for x in (self.q, self.k, self.v)]
         problem = IndexProblem.of_lists(*exact, options, self.lists, needs_backward=True)
         self.out, self.lse = IndexReference().forward(problem, *exact, self.lists)
-        self.grads = IndexReference().backward(
-            problem, self.dout.double(), *exact, self.out, self.lse, self.lists
-        )
+        self.grads = IndexReference().backward(problem, self.dout.double(), *exact, self.out, self.lse, self.lists)
         self.held = ffa._lists(self.lists)
         self.out16 = aligned(self.out.to(dtype))
         self.lse32 = aligned(self.lse.float())

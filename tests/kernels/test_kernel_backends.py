@@ -41,11 +41,7 @@ def run(backend: Backend, case: Case, dtype: torch.dtype = torch.float64) -> dic
     """Forward and backward in ``dtype``; out is rounded to it in between, as a caller does."""
     q, k, v, dout = case.cast(dtype)
     options = options_of(case)
-    sink = (
-        None
-        if case.sink is None
-        else case.sink.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    )
+    sink = None if case.sink is None else case.sink.to(torch.float64 if dtype == torch.float64 else torch.float32)
     part = backend.forward(q, k, v, case.slices, options, sink)
     grads = backend.backward(dout, q, k, v, part.out.to(dtype), part.lse, case.slices, options, sink)
     got = {"out": part.out, "lse": part.lse, "max_logits": part.max_logits}

@@ -77,9 +77,7 @@ def test_sum_and_avg(seed, op, acc, deterministic, dim, count):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1), acc=st.booleans(), deterministic=st.booleans(), count=st.integers(0, 6)
-)
+@given(seed=st.integers(0, 2**32 - 1), acc=st.booleans(), deterministic=st.booleans(), count=st.integers(0, 6))
 def test_lse_merge(seed, acc, deterministic, count):
     rng = np.random.default_rng(seed)
     source = draw_ranges(rng, 12, count)

@@ -23,9 +23,11 @@ OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 
 HEADER_FIELDS = (
     "version total_q total_k tile_tokens num_groups num_tiles num_segments segment_words "
-    "words_tiles words_order words_records words_total status has_unseen"
+    "words_tiles words_order words_records words_total status has_unseen words_first_order words_work_tiles"
 )
-HEADER = np.dtype([(name, "<i4") for name in HEADER_FIELDS.split()] + [("reserved", "<i4", 2)])
+HEADER = np.dtype(
+    [(name, "<i4") for name in HEADER_FIELDS.split()] + [("num_key_blocks", "<i8", 5), ("reserved", "<i4", 2)]
+)
 TILE = np.dtype(
     [(name, "<i4") for name in ("token0", "num_tokens", "segment_begin", "num_segments", "cost", "num_blocks")]
     + [("reserved", "<i4", 2)]
@@ -73,9 +75,7 @@ def plan_into(rows, total_q, total_k, tile_tokens, num_groups, plan) -> tuple[in
     needed = ctypes.c_int64(0)
     pointer, words = (None, 0) if plan is None else (plan.ctypes.data, plan.size)
     shape = (total_q, total_k, tile_tokens, num_groups)
-    status = library().magi_tile_plan_host(
-        rows.ctypes.data, len(rows), *shape, pointer, words, ctypes.byref(needed)
-    )
+    status = library().magi_tile_plan_host(rows.ctypes.data, len(rows), *shape, pointer, words, ctypes.byref(needed))
     return status, needed.value
 
 
@@ -102,7 +102,7 @@ class View:
 
     def __init__(self, plan: np.ndarray) -> None:
         self.plan = plan
-        self.header = plan[:16].view(HEADER)
+        self.header = plan[:28].view(HEADER)
         h = self.header[0]
         tiles, order, records = int(h["words_tiles"]), int(h["words_order"]), int(h["words_records"])
         num_tiles, num_segments, words = int(h["num_tiles"]), int(h["num_segments"]), int(h["segment_words"])

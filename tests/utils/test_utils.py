@@ -77,9 +77,7 @@ def test_argsort():
 def test_factors(n):
     factors = utils.get_factors(n)
     assert factors == [i for i in range(1, n + 1) if n % i == 0]
-    assert utils.find_factors_in_range(factors, 2, 20, 3) == [
-        f for f in factors if 2 <= f <= 20 and f % 3 == 0
-    ]
+    assert utils.find_factors_in_range(factors, 2, 20, 3) == [f for f in factors if 2 <= f <= 20 and f % 3 == 0]
 
 
 def test_factors_of_nothing():
@@ -157,9 +155,7 @@ def test_mask_of_overlapping_rectangles_loses_nothing():
         q, k = AttnRanges.from_array(s[:, :2]), AttnRanges.from_array(s[:, 2:4])
         made = utils.make_attn_mask_from_ffa_args(q, k, s[:, 4].tolist(), 20, 24, device="cpu")
         assert (made.numpy() == dense).all() and made.dtype == torch.bool
-        again = utils.make_attn_mask_from_ffa_args(
-            q.to_tensor(), k.to_tensor(), torch.tensor(s[:, 4]), 20, 24, "cpu"
-        )
+        again = utils.make_attn_mask_from_ffa_args(q.to_tensor(), k.to_tensor(), torch.tensor(s[:, 4]), 20, 24, "cpu")
         assert (again == made).all()
 
 
@@ -190,12 +186,7 @@ def test_printing(capsys, tmp_path):
     utils.rprint_rank("nobody", rank=1)
     utils.write_rank("hello", str(tmp_path / "log"), rank=0)
     out = capsys.readouterr().out
-    assert (
-        "hello" in out
-        and "rank 0" in out
-        and "nobody" not in out
-        and "hello" in (tmp_path / "log").read_text()
-    )
+    assert "hello" in out and "rank 0" in out and "nobody" not in out and "hello" in (tmp_path / "log").read_text()
 
 
 def test_nvtx_without_cuda_changes_nothing():
@@ -212,11 +203,7 @@ def test_nvtx_without_cuda_changes_nothing():
 
 
 def test_which_ranks_are_debugged(monkeypatch):
-    assert (
-        not debug.is_debugged(0, "false")
-        and debug.is_debugged(0, "true")
-        and not debug.is_debugged(1, "true")
-    )
+    assert not debug.is_debugged(0, "false") and debug.is_debugged(0, "true") and not debug.is_debugged(1, "true")
     assert debug.is_debugged(5, "all") and debug.is_debugged(3, "0,3") and not debug.is_debugged(1, "0,3")
     with pytest.raises(ContractError, match="0,3"):
         debug.is_debugged(0, "some")

@@ -158,23 +158,23 @@ __global__ void __launch_bounds__(32 * kPlanWarps) plan_tiles(const PlanParams p
   int32_t num_segments = build_segments(p, pool, token0, num_tokens, all_keys[warp]);
   // Unseen keys are the second kernel's matter.
   const int32_t seen_lo = 0, seen_hi = p.total_k;
-  int64_t cost = kTileCost, blocks = 0;
+  SegmentSums sums;
   for (int32_t i = 0; i < num_segments; ++i) {
-    finish_segment(WarpTeam(), pool.record(i), p.shape, &seen_lo, &seen_hi, 1, p.total_k, cost,
-                   blocks);
+    finish_segment(WarpTeam(), pool.record(i), p.shape, &seen_lo, &seen_hi, 1, p.total_k, sums);
   }
   const bool fits = num_segments >= 0 && store_segments(p, pool, num_segments);
   if (!fits) num_segments = 0;
   if (threadIdx.x % 32 != 0) return;
   int4* desc = reinterpret_cast<int4*>(p.tiles() + t);
-  const int32_t cost32 = static_cast<int32_t>(cost < kInt32Max ? cost : kInt32Max);
-  const int32_t blocks32 = static_cast<int32_t>(blocks < kInt32Max ? blocks : kInt32Max);
   desc[0] = make_int4(token0, num_tokens, num_segments > 0 ? pool.base : 0, num_segments);
-  desc[1] = make_int4(cost32, blocks32, 0, 0);
+  desc[1] = make_int4(to_int32(sums.cost), to_int32(sums.num_blocks), 0, 0);
   if (!fits) {
     atomicExch(&p.header()->status, static_cast<int32_t>(MAGI_CAPACITY));
   } else if (num_segments > 0) {
     atomicAdd(&p.header()->num_segments, num_segments);
+    for (int32_t i = 0; i < MAGI_KEY_BLOCK_SIZES; ++i)
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.header()->num_key_blocks + i),
+                static_cast<unsigned long long>(sums.num_key_blocks[i]));
   }
 }
 

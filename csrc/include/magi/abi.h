@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 24
+#define MAGI_ABI_VERSION 25
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -36,13 +36,15 @@ typedef enum { MAGI_FWD = 0, MAGI_BWD = 1 } magi_kind;
  * exactly once.
  *
  * Layout in memory, int32 words, one buffer:
- *   header  16 words  magi_tile_plan_header
+ *   header  28 words  magi_tile_plan_header
  *   tiles   8 words each, num_tiles of them: magi_tile_desc
  *   order   num_tiles words: tile ids by decreasing cost (ties: lower id first); of plans with work
  * tiles possibly another order records segment_words each, at words_records: magi_tile_segment,
  * then tile_tokens pairs (lo, hi) L2 groups start at multiples of 16 bytes; segment_words is a
  * multiple of 4.
  */
+#define MAGI_KEY_BLOCK_SIZES 5
+
 typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t total_q; /* tokens */
@@ -65,6 +67,9 @@ typedef struct {
                            dq_mode only whether there are some counts: then `order` is one document
                            after the other, and tiles are walked from the end
                          */
+  int64_t num_key_blocks[MAGI_KEY_BLOCK_SIZES]; /* that all segments make, with blocks of 64, 80,
+                                                   96, 112 and 128 keys */
+  int32_t reserved[2];
 } magi_tile_plan_header;
 
 typedef struct {

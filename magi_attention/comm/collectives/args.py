@@ -143,9 +143,7 @@ def check_rows(name: str, rows: int, total: int, tail_allowed: bool) -> None:
         )
 
 
-def compare_ranks(
-    transport: Transport, counts: tuple[list[int], list[int]], signature: tuple
-) -> list[list[int]]:
+def compare_ranks(transport: Transport, counts: tuple[list[int], list[int]], signature: tuple) -> list[list[int]]:
     """Compares the arguments of all ranks: rows that i sends to j with rows that j expects of i, then the
     signatures (operation, dtypes, trailing dims). All ranks see the same data, so all raise alike.
 

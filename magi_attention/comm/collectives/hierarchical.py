@@ -109,9 +109,7 @@ class _TwoSteps:
     """``first``, then the operation that ``then`` starts. With a stream, ``then`` runs on it at once, ordered
     after ``first`` by the device; without, at the first ``wait``."""
 
-    def __init__(
-        self, first: Work, then: Callable[[], tuple[Work, Callable]], stream: torch.cuda.Stream | None
-    ):
+    def __init__(self, first: Work, then: Callable[[], tuple[Work, Callable]], stream: torch.cuda.Stream | None):
         self._first, self._then, self._stream = first, then, stream
         self._second: Work | None = None
         self.result: Callable = lambda: None

@@ -106,9 +106,7 @@ _Sum = tuple[PreparedRows, list[int], Terms]  # which has the terms held while i
 _SUMS: Kind[tuple[object, ...], tuple[_Sum | None, RowPack]] = Kind("sum of rows, and its pack for the id")
 
 
-def _prepared_sum(
-    arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
-) -> _Sum | None:
+def _prepared_sum(arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool) -> _Sum | None:
     """The launch for these outputs, where in a wire row each begins, in bytes, and the terms; None if there is none."""
     layout, pack = arrived.layout, arrived.pack
     device = outputs[0].get_device()
@@ -116,9 +114,7 @@ def _prepared_sum(
     return layout.cache.get(_SUMS, key, lambda: (_prepare_sum(arrived, outputs, is_average, acc_reduce), pack))[0]
 
 
-def _prepare_sum(
-    arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool
-) -> _Sum | None:
+def _prepare_sum(arrived: Arrived, outputs: Sequence[torch.Tensor], is_average: bool, acc_reduce: bool) -> _Sum | None:
     layout, pack = arrived.layout, arrived.pack
     kernels, size = row_kernels(outputs[0]), pack.dtype.itemsize
     parts = [Part.of(x, y) for x, y in zip(arrived.columns, outputs)]

@@ -24,9 +24,7 @@ class GeneralWork:
             wait_for(item)
 
     def is_completed(self) -> bool:
-        return all(
-            item.is_completed() if hasattr(item, "is_completed") else item.query() for item in self._items()
-        )
+        return all(item.is_completed() if hasattr(item, "is_completed") else item.query() for item in self._items())
 
     def _items(self) -> list:
         if self.work is None:

@@ -260,8 +260,7 @@ class FakeWorld:
                 hub.leave(rank, f"failed: {describe_error(exc, '')}")
 
         threads = [
-            threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True)
-            for r in range(self.size)
+            threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)
         ]
         for thread in threads:
             thread.start()

@@ -147,9 +147,7 @@ class TorchTransport(TransportBase):
         if buffer is not tensor:
             buffer.copy_(tensor)
         wire = buffer.int() if buffer.dtype in _SMALL_INTS else buffer
-        kind = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}.get(
-            op, dist.ReduceOp.MIN
-        )
+        kind = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.MIN)
         work = dist.all_reduce(wire, kind, group=self.group, async_op=True)
 
         def finish() -> None:
@@ -172,9 +170,7 @@ class TorchTransport(TransportBase):
         parts = self.all_gather_v(data, sizes).cpu().split(sizes)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
         pairs = [*sends, *recvs]
         if self.size == 1 or not pairs or self._backend(pairs[0][1].device) != "nccl":
             # why: a slice-wise wait on gloo's own p2p operations tears its connections down
@@ -352,9 +348,7 @@ class TorchTransport(TransportBase):
             self._board.report(describe_error(exc, stage))
 
 
-def as_transport(
-    group: dist.ProcessGroup | Transport | None = None, timeout_s: float | None = None
-) -> Transport:
+def as_transport(group: dist.ProcessGroup | Transport | None = None, timeout_s: float | None = None) -> Transport:
     """``group`` as a ``Transport``: one is returned as it is; a process group is wrapped; None is the default
     group, or a single rank if torch.distributed is not initialised. A group of one rank never
     communicates."""

@@ -211,9 +211,7 @@ def attend_index(
     return out.view(*q.shape[:2], width), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout
-) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(name, x)
     check_qkv(q, k, v)

@@ -25,7 +25,6 @@ _ON_HOPPER = "multiples of 8 up to 192, and 256"
 _ON_BLACKWELL = "multiples of 8 up to 128, (192, 128) or, without a backward, (256, 256)"
 
 
-
 @dataclass(eq=False)
 class _MaskOnGpu:
     """Tensors of ``MaskBlocks``; the lists of partial and full blocks by query and by key."""

@@ -31,9 +31,7 @@ class FfaLibraries:
     ``kind`` is "fwd" or "bwd" everywhere.
     """
 
-    def __init__(
-        self, ahead: FfaLibrary | None, why: str = "", family: Family = SM90, is_misfit: bool = False
-    ) -> None:
+    def __init__(self, ahead: FfaLibrary | None, why: str = "", family: Family = SM90, is_misfit: bool = False) -> None:
         self._ahead = ahead
         self._why = why
         self.family = family

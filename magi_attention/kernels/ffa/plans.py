@@ -157,15 +157,17 @@ def range_state(mask: RangeTensors) -> tuple[object, ...]:
 class RangePlans:
     """Makes and remembers plans. Those of range tensors go when a tensor of the mask does."""
 
-    def __init__(
-        self, libraries: FfaLibraries, on_host: bool = False, tables: SliceTables | None = None
-    ) -> None:
+    def __init__(self, libraries: FfaLibraries, on_host: bool = False, tables: SliceTables | None = None) -> None:
         self._libraries, self._tables = libraries, tables
         self._on_host = on_host
         self._entries: dict[tuple[object, ...], _Entry] = {}
 
     def plan(
-        self, mask: SliceTable | RangeTensors | PlannedKeys, shape: PlanShape, device: torch.device, stream: int,
+        self,
+        mask: SliceTable | RangeTensors | PlannedKeys,
+        shape: PlanShape,
+        device: torch.device,
+        stream: int,
         capturing: bool,
     ) -> Kept:
         """The plan, to be held until the launch."""

@@ -172,7 +172,10 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def _add_shares(
-    library: IndexLibrary, shares: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], owners: torch.Tensor,
+    library: IndexLibrary,
+    shares: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor],
+    owners: torch.Tensor,
     stream: int,
 ) -> None:
     """Adds each share to the row of ``sums``, flattened to (keys * kv heads, D), that ``owners`` names; -1: to none."""

@@ -41,9 +41,7 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Sl
     ends = slices.cache.get(_ENDS, None, lambda: _ends(slices))
     for name, end, have in (("q", ends[0], q.shape[0]), ("k", ends[1], k.shape[0])):
         if end > have:
-            raise ContractError(
-                f"A slice reaches {name} row {end}, but there are only {have}; shorten its range."
-            )
+            raise ContractError(f"A slice reaches {name} row {end}, but there are only {have}; shorten its range.")
 
 
 def _ends(slices: SliceTable) -> tuple[int, int]:
@@ -51,9 +49,7 @@ def _ends(slices: SliceTable) -> tuple[int, int]:
     return (int(live[:, Q1].max()), int(live[:, K1].max())) if len(live) else (0, 0)
 
 
-def unseen_rows(
-    slices: SliceTable, total_q: int, total_k: int
-) -> tuple[np.ndarray | None, np.ndarray | None]:
+def unseen_rows(slices: SliceTable, total_q: int, total_k: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Query rows that see no key and key rows that no query sees: index arrays, or None if there are none.
 
     What stands in such rows must not matter, not even NaN, but a weight of 0 does not remove a NaN from a
@@ -78,9 +74,7 @@ def heads_first(x_THD: torch.Tensor, num_kv_heads: int, blank: np.ndarray | None
     """(T, H, D) of any strides as a fresh contiguous (kv heads, group, T, D); rows ``blank`` become 0."""
     tokens, heads, dim = x_THD.shape
     group = heads // num_kv_heads
-    x_HGTD = torch.empty(
-        (num_kv_heads, group, tokens, dim), dtype=accumulation_dtype(x_THD.dtype), device=x_THD.device
-    )
+    x_HGTD = torch.empty((num_kv_heads, group, tokens, dim), dtype=accumulation_dtype(x_THD.dtype), device=x_THD.device)
     x_HGTD.copy_(x_THD.reshape(tokens, num_kv_heads, group, dim).permute(1, 2, 0, 3))
     if blank is not None:
         x_HGTD[:, :, torch.from_numpy(blank).to(x_THD.device)] = 0
@@ -94,14 +88,10 @@ def tokens_first(x_HGTD: torch.Tensor) -> torch.Tensor:
     return moved.reshape(tokens, heads * group, *x_HGTD.shape[3:]).contiguous()
 
 
-def finish_forward(
-    new: Partial, options: AttnOptions, sink: torch.Tensor | None, init: Partial | None
-) -> Partial:
+def finish_forward(new: Partial, options: AttnOptions, sink: torch.Tensor | None, init: Partial | None) -> Partial:
     """Adds the sink to ``new``, then merges ``new`` into ``init`` in place if there is one."""
     if sink is not None:
-        new.out, new.lse = correct_attn_out_lse_with_sink(
-            new.out, new.lse, sink, options.sink_layout, inplace=True
-        )
+        new.out, new.lse = correct_attn_out_lse_with_sink(new.out, new.lse, sink, options.sink_layout, inplace=True)
     if init is None:
         return new
     _check_buffers(("out", init.out, new.out), ("lse", init.lse, new.lse))

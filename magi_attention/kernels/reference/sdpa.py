@@ -141,9 +141,9 @@ def _logits(
     """Logits (Hk, G, Tq, Tk) with -inf at forbidden pairs, and the slope of the softcap or None."""
     heads = k.shape[1]
     q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
-    logits = torch.matmul(
-        heads_first(q, heads, q_unseen), heads_first(k, heads, k_unseen).transpose(-1, -2)
-    ).mul_(options.softmax_scale)
+    logits = torch.matmul(heads_first(q, heads, q_unseen), heads_first(k, heads, k_unseen).transpose(-1, -2)).mul_(
+        options.softmax_scale
+    )
     slope = None
     if options.softcap > 0:
         logits = torch.tanh(logits / options.softcap)

@@ -52,9 +52,7 @@ class SdpaOnlineBackend:
 
     def __post_init__(self) -> None:
         if self.block_q < 1 or self.block_k < 1:
-            raise ContractError(
-                f"Block sizes {self.block_q} x {self.block_k} are invalid; give positive sizes."
-            )
+            raise ContractError(f"Block sizes {self.block_q} x {self.block_k} are invalid; give positive sizes.")
 
     def why_not(self, problem: Problem) -> str | None:
         return reference_why_not(problem)
@@ -76,9 +74,7 @@ class SdpaOnlineBackend:
         check_dropout(options, dropout, q, k)
         tq, hq, _ = q.shape
         run = _Forward(self, q, k, v, slices, options, dropout)
-        new = Partial(
-            run.k_HTD.new_zeros(tq, hq, v.shape[2]), run.k_HTD.new_full((tq, hq), float("-inf")), None
-        )
+        new = Partial(run.k_HTD.new_zeros(tq, hq, v.shape[2]), run.k_HTD.new_full((tq, hq), float("-inf")), None)
         if options.return_max_logits:
             new.max_logits = new.lse.new_full((hq,), float("-inf"))
         for block in block_walk(slices, self.block_q, self.block_k):
@@ -219,9 +215,7 @@ class _Forward(_Tiles):
             m_old = m
         self._store(q0, q1, m, mass, acc, result)
 
-    def _store(
-        self, q0: int, q1: int, m: torch.Tensor, mass: torch.Tensor, acc: torch.Tensor, result: Partial
-    ) -> None:
+    def _store(self, q0: int, q1: int, m: torch.Tensor, mass: torch.Tensor, acc: torch.Tensor, result: Partial) -> None:
         shape = (self.heads, self.group, q1 - q0)
         heads = self.heads * self.group
         # The mass is >= 1 for a row with a key (its maximum has weight 1) and 0 for one without.

@@ -30,9 +30,7 @@ def merge_ranges(
             f"Ranges are {tuple(outer_ranges.shape)} and {tuple(inner_ranges.shape)}; give (N, 2) for both."
         )
     if attn_type_map is not None and attn_type_map.shape != (n,):
-        raise ContractError(
-            f"attn_type_map is {tuple(attn_type_map.shape)}; give one type for each of {n} slices."
-        )
+        raise ContractError(f"attn_type_map is {tuple(attn_type_map.shape)}; give one type for each of {n} slices.")
     by_end = torch.argsort(outer_ranges[:, 1], stable=True)
     order = by_end[torch.argsort(outer_ranges[by_end, 0], stable=True)]
     sorted_outer, sorted_inner = outer_ranges[order], inner_ranges[order]

@@ -90,9 +90,7 @@ def range_gather(
     return output.copy_(gathered)
 
 
-def range_fill_(
-    input: torch.Tensor, ranges: torch.Tensor, val: float, dim: int = 0, **hints: object
-) -> torch.Tensor:
+def range_fill_(input: torch.Tensor, ranges: torch.Tensor, val: float, dim: int = 0, **hints: object) -> torch.Tensor:
     """Sets the rows of all ranges along ``dim`` to ``val`` in place and returns ``input``."""
     total_size = _check_hints(hints)
     ranges = _check_ranges(ranges, "ranges")
@@ -137,9 +135,7 @@ def range_reduce(
     total_size = _check_hints(hints)
     sources, targets = _check_ranges(input_ranges, "input_ranges"), _check_ranges(output_ranges, "output_ranges")
     if len(sources) != len(targets):
-        raise ContractError(
-            f"{len(sources)} input ranges, {len(targets)} output ranges; give as many of each."
-        )
+        raise ContractError(f"{len(sources)} input ranges, {len(targets)} output ranges; give as many of each.")
     if sources.device.type == targets.device.type == "cpu" and not torch.equal(_sizes(sources), _sizes(targets)):
         raise ContractError("An input range and its output range differ in size; make them equal.")
     if reduce_op not in ("sum", "avg", "lse"):

@@ -35,9 +35,7 @@ _TAILS = (1, 4, 16, 64)  # ranks that MinHeap fills
 _NEIGHBOURS = 16  # chunks of about the wanted area that are tried for a swap
 
 
-def order_of_chunks(
-    document: NDArray[np.int64], work: NDArray[np.int64], is_coarse: bool = False
-) -> NDArray[np.int64]:
+def order_of_chunks(document: NDArray[np.int64], work: NDArray[np.int64], is_coarse: bool = False) -> NDArray[np.int64]:
     """Chunk ids from the least to the most dense document, by position where densities are alike: in the same half
     octave, or ``is_coarse`` octave, so that neighbours mostly stay neighbours. ``document`` and ``work`` (chunks,) are
     as of ``Cut``."""

@@ -27,9 +27,7 @@ _MOST_TRIES = 4  # choices of chunks for one node
 _MOST_ABOVE = 0.25  # of the nodes, whose ranks could not share their chunks: swaps between nodes may mend that
 
 
-def fill_nodes(
-    work: Ints, order: Ints, document: Ints, members: Sequence[Sequence[int]], limit: int
-) -> Parts | None:
+def fill_nodes(work: Ints, order: Ints, document: Ints, members: Sequence[Sequence[int]], limit: int) -> Parts | None:
     """Chunks of each rank, none above ``limit``, or None where that was not found. A few chunks may have been swapped
     between nodes at last.
 
@@ -116,9 +114,7 @@ def _can_share(work: Ints, ranks: int, limit: int) -> bool:
     return bool((number * heavy + lightest[others] <= limit).all())
 
 
-def _choices(
-    work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float, limit: int
-) -> Iterator[Ints]:
+def _choices(work: Ints, free: Ints, document: Ints, counts: tuple[int, int], due: float, limit: int) -> Iterator[Ints]:
     """Chunks for one node, ascending, from the choice that cuts the fewest documents on: those of about the area that
     is due which ranks may be able to share, or if there is none the first."""
     count, ranks = counts

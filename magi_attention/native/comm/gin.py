@@ -70,9 +70,7 @@ class Gin(ExchangeCalls):
     def alloc(self, num_bytes: int) -> int:
         """Address of zeroed memory that all ranks may write, one at a time; collective, with equal ``num_bytes``."""
         address, network = ctypes.c_void_p(), ctypes.c_void_p()
-        status = self._library.magi_gin_alloc(
-            self._group, num_bytes, ctypes.byref(address), ctypes.byref(network)
-        )
+        status = self._library.magi_gin_alloc(self._group, num_bytes, ctypes.byref(address), ctypes.byref(network))
         self._check(status, "Allocating")
         self.network = network.value
         assert address.value is not None

@@ -41,9 +41,7 @@ def host_library() -> Path:
     return path
 
 
-def why_unfit(
-    built: tuple[int, int, int], loaded: tuple[int, int, int], where: Path, cuda: str = "13"
-) -> str | None:
+def why_unfit(built: tuple[int, int, int], loaded: tuple[int, int, int], where: Path, cuda: str = "13") -> str | None:
     """Why the two halves do not go together, as a sentence; None if they do.
 
     A host half serves device code of its own major version that is not newer.

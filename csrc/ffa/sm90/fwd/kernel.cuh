@@ -274,25 +274,16 @@ __device__ void compute(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   if (thread_again() % 128 == 0) store_wait_all();
 }
 
+// A CTA, with blocks of C::kBlockN keys.
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    ffa_fwd(const __grid_constant__ FwdKernelParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
-  const bool fits = plan.total_q == p.total_q && plan.tile_tokens == p.tile_tokens &&
-                    plan.num_groups == C::kGroups;
-  if (plan.status != 0 || !fits) {
-    write_nan<C>(p);
-    if (threadIdx.x == 0) end_peer_kv(p.remote, p.workspace + 2);
-    return;
-  }
-  const FwdSmem<C> smem(smem_addr(raw), p.tile_tokens);
+__device__ __forceinline__ void run_fwd(const FwdKernelParams& p, uint32_t smem_start) {
+  const FwdSmem<C> smem(smem_start, p.tile_tokens);
   const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     smem.init_barriers();
     prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.k_map);
-    prefetch_tensor_map(&p.v_map);
+    prefetch_tensor_map(&p.k_maps[C::kKvMaps]);
+    prefetch_tensor_map(&p.v_maps[C::kKvMaps]);
     prefetch_tensor_map(&p.out_map);
   }
   __syncthreads();
@@ -305,6 +296,35 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     registers_grow<C::kConsumerRegisters>();
     compute<C, NBlockIter<C>>(p, smem);
   }
+}
+
+template <typename C>
+__device__ __forceinline__ bool small_blocks_pay(const magi_tile_plan_header& plan) {
+  constexpr int kSize = (C::kBlockN - 64) / 16;
+  static_assert(kSize < MAGI_KEY_BLOCK_SIZES && kSmallBlockN == 64, "plans count these blocks");
+  return plan.num_key_blocks[0] * (kSmallBlockN + kBlockCost) <
+         plan.num_key_blocks[kSize] * (C::kBlockN + kBlockCost);
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    ffa_fwd(const __grid_constant__ FwdKernelParams p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
+  const bool fits = plan.total_q == p.total_q && plan.tile_tokens == p.tile_tokens &&
+                    plan.num_groups == C::kGroups;
+  if (plan.status != 0 || !fits) {
+    write_nan<C>(p);
+    if (threadIdx.x == 0) end_peer_kv(p.remote, p.workspace + 2);
+    return;
+  }
+  if constexpr (C::kHasSmallBlocks) {
+    if (p.allows_small_blocks && small_blocks_pay<C>(plan)) {
+      run_fwd<SmallBlocks<C>>(p, smem_addr(raw));
+      return;
+    }
+  }
+  run_fwd<C>(p, smem_addr(raw));
 }
 
 }  // namespace magi

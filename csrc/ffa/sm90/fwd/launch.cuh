@@ -11,6 +11,8 @@
 
 namespace magi {
 
+constexpr int kMostBlocks = 65535;  // 16 bits count the key blocks of a segment
+
 template <typename C>
 magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote,
                      FwdKernelParams* k) {
@@ -23,10 +25,16 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote
   MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, work_tiles},
                          {2 * a.q_stride_head, 2 * a.q_stride_token, 2 * a.q_stride_head * a.pack},
                          {64, (uint32_t)pack, tile_tokens, 1}, "q"));
-  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {dq, tk, hk},
-                         {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, C::kBlockN, 1}, "k"));
-  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk},
-                         {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, C::kBlockN, 1}, "v"));
+  // Remote keys have maps of one size.
+  k->allows_small_blocks =
+      C::kHasSmallBlocks && remote == nullptr && a.total_k <= kMostBlocks * kSmallBlockN;
+  for (int i = 0; i <= k->allows_small_blocks; ++i) {
+    const uint32_t keys = i == 0 ? C::kBlockN : kSmallBlockN;
+    MAGI_RETURN(encode_map(&k->k_maps[i], type, a.k, {dq, tk, hk},
+                           {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, keys, 1}, "k"));
+    MAGI_RETURN(encode_map(&k->v_maps[i], type, a.v, {dv, tk, hk},
+                           {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, keys, 1}, "v"));
+  }
   MAGI_RETURN(remote_keys(remote, a.total_k, type, dq, dv, hk, C::kBlockN, &k->remote));
   if (!k->out_is_float)
     MAGI_RETURN(
@@ -61,7 +69,7 @@ magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
 template <typename C>
 magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote,
                       FwdKernelParams& k, int64_t work_tiles, int sms) {
-  constexpr int kMostKeys = 65535 * C::kBlockN;  // 16 bits count the key blocks of a segment
+  constexpr int kMostKeys = kMostBlocks * C::kBlockN;
   if (a.total_k > kMostKeys)
     return fail(
         MAGI_UNSUPPORTED,

@@ -13,7 +13,8 @@ namespace magi {
 
 struct FwdKernelParams {
   // Q and out: (d, head in pack, token, head unit); K and V: (d, token, kv head).
-  CUtensorMap q_map, k_map, v_map, out_map;
+  CUtensorMap q_map, out_map;
+  CUtensorMap k_maps[2], v_maps[2];  // of copies of kBlockN and of kSmallBlockN keys
   const int32_t* plan;
   int32_t* workspace;  // [0] work tile counter, [1] CTAs that are done, [2] those that need no more
                        // remote keys, from kArrivalsAt the parts that are done
@@ -38,6 +39,7 @@ struct FwdKernelParams {
   float slack;  // by which a score may exceed the reference of its row; 0 where the maximum itself
                 // is asked for
   int32_t has_softcap;
+  int32_t allows_small_blocks;
   RemoteKeys remote;
   magi_dropout dropout;  // without positions: none
   int32_t total_k;

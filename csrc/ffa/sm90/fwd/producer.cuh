@@ -155,16 +155,16 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
 #pragma unroll
         for (int d = 0; d < C::kAtoms; ++d)
           load_tile_3d(smem.k(kv.stage()) + d * C::kBlockN * 128,
-                       is_remote ? &p.remote.k_map : &p.k_map, smem.k_full(kv.stage()), d * 64, k0,
-                       kv_head, kEvictLast);
+                       is_remote ? &p.remote.k_map : &p.k_maps[C::kKvMaps], smem.k_full(kv.stage()),
+                       d * 64, k0, kv_head, kEvictLast);
         mbar_wait(smem.v_empty(kv.stage()), kv.phase() ^ 1);
         const uint32_t arrival = clears ? smem.v_raw(kv.stage()) : smem.v_full(kv.stage());
         mbar_expect(arrival, C::kVBytes);
 #pragma unroll
         for (int d = 0; d < C::kAtomsV; ++d)
           load_tile_3d(smem.v(kv.stage()) + d * C::kBlockN * 128,
-                       is_remote ? &p.remote.v_map : &p.v_map, arrival, d * 64, k0, kv_head,
-                       kEvictLast);
+                       is_remote ? &p.remote.v_map : &p.v_maps[C::kKvMaps], arrival, d * 64, k0,
+                       kv_head, kEvictLast);
         kv.advance();
       }
     }

@@ -34,9 +34,7 @@ _ALONE, _ENOUGH = 1.25, 1.1
 _HEAD_SPLITS: Kind[tuple[int, int, int, int, int], int] = Kind("head splits of a backward")
 
 
-def head_splits(
-    slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], num_sms: int
-) -> int:
+def head_splits(slices: SliceTable, q_shape: tuple[int, ...], v_shape: tuple[int, ...], num_sms: int) -> int:
     """2 where halves of the heads end sooner by enough, else 0: as few parts as the library chooses.
 
     ``q_shape`` (Tq, Hq, D), ``v_shape`` (Tk, Hk, Dv); ``num_sms``: SMs of the device. Kept with the

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the tiles of a backward take, and when its work tiles start, as far as the host must foresee it.
-"""
+"""How long the tiles of a backward take, and when its work tiles start, as far as the host must foresee it."""
 
 from __future__ import annotations
 

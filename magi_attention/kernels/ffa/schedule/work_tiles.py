@@ -129,9 +129,7 @@ def heads_per_l2_group_deterministic(tiles: int, shape: WorkTileShape, parts: in
     (``bwd_heads_per_l2_group`` in ``csrc/ffa/sm90/bwd/workspace.h``).
     """
     heads = shape.group // parts
-    once, twice = (
-        heads_per_l2_group(tiles * parts, shape._replace(num_sms=n * shape.num_sms)) for n in (1, 2)
-    )
+    once, twice = (heads_per_l2_group(tiles * parts, shape._replace(num_sms=n * shape.num_sms)) for n in (1, 2))
     all_descend = shape.num_sms // (twice * parts) >= MANY_TILES * heads
     return twice if heads <= LARGE_L2_GROUPS and all_descend else once
 

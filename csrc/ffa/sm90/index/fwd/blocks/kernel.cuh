@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x == 0) {
     smem.init_barriers();
     prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.k_map);
-    prefetch_tensor_map(&p.v_map);
+    prefetch_tensor_map(&p.k_maps[0]);
+    prefetch_tensor_map(&p.v_maps[0]);
     prefetch_tensor_map(&p.out_map);
   }
   __syncthreads();

@@ -20,9 +20,9 @@ inline magi_status index_blocks_maps(const magi_ffa_index_fwd_blocks_params& a,
   MAGI_RETURN(encode_map(&k->q_map, type, a.q, {d, pack, tq, hk},
                          {2 * a.q_stride_head, 2 * a.q_stride_token, 2 * a.q_stride_head * pack},
                          {64, pack, tokens, 1}, "q"));
-  MAGI_RETURN(encode_map(&k->k_map, type, a.k, {d, tk, hk},
+  MAGI_RETURN(encode_map(&k->k_maps[0], type, a.k, {d, tk, hk},
                          {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, rows, 1}, "k"));
-  MAGI_RETURN(encode_map(&k->v_map, type, a.v, {dv, tk, hk},
+  MAGI_RETURN(encode_map(&k->v_maps[0], type, a.v, {dv, tk, hk},
                          {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, rows, 1}, "v"));
   return encode_map(&k->out_map, type, a.out, {dv, pack, tq, hk},
                     {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * pack},

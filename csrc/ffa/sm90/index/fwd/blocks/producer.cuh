@@ -113,12 +113,13 @@ __device__ void copy_lists(const IndexBlocksParams& p, const FwdSmem<C>& smem) {
       const int present = left == 1 ? work_tile.w : C::kBlockN;
       mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
       mbar_expect(smem.k_full(ks.stage), C::kKBytes);
-      const ListedKeys after = copy_step<C>(p, &p.k_map, smem.k(ks.stage), smem.k_full(ks.stage),
-                                            kv_head, keys, present);
+      const ListedKeys after = copy_step<C>(p, &p.k_maps[0], smem.k(ks.stage),
+                                            smem.k_full(ks.stage), kv_head, keys, present);
       ks.advance();
       mbar_wait(smem.v_empty(vs.stage), vs.phase ^ 1);
       mbar_expect(smem.v_full(vs.stage), C::kVBytes);
-      copy_step<C>(p, &p.v_map, smem.v(vs.stage), smem.v_full(vs.stage), kv_head, keys, present);
+      copy_step<C>(p, &p.v_maps[0], smem.v(vs.stage), smem.v_full(vs.stage), kv_head, keys,
+                   present);
       vs.advance();
       keys = after;
     }
