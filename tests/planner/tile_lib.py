@@ -16,7 +16,7 @@ from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 from magi_attention.testing.masks import random_slices
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/check_plan.cpp")
+SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/check_plan.cpp", "csrc/planner/check_tiles.cpp")
 FLAGS = ("-O2", "-fvisibility=hidden", "-Wextra", "-Werror")
 GARBAGE = -7  # what buffers hold before; no word of a plan is -7
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
