@@ -145,23 +145,18 @@ __device__ bool store_segments(const PlanParams& p, WarpPool& pool, int32_t num_
   return true;
 }
 
-// One warp per tile.
-__global__ void __launch_bounds__(32 * kPlanWarps) plan_tiles(const PlanParams p) {
-  __shared__ SliceKey all_keys[kPlanWarps][kListKeys];
-  __shared__ __align__(16) int32_t all_records[kPlanWarps][kPoolWords];
-  const int32_t warp = threadIdx.x / 32;
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * kPlanWarps + warp;
-  if (t >= p.num_tiles) return;
-  const int32_t token0 = static_cast<int32_t>(t * p.shape.tile_tokens);
+// One warp. `key_blocks` gets the blocks of the tile added.
+__device__ void plan_one_tile(const PlanParams& p, int32_t t, SliceKey* keys, int32_t* records,
+                              unsigned long long* key_blocks) {
+  const int32_t token0 = t * p.shape.tile_tokens;
   const int32_t num_tokens = min(p.shape.tile_tokens, p.total_q - token0);
-  WarpPool pool{p, all_records[warp], kPoolWords / segment_words(p.shape.tile_tokens), 0};
-  int32_t num_segments = build_segments(p, pool, token0, num_tokens, all_keys[warp]);
+  WarpPool pool{p, records, kPoolWords / segment_words(p.shape.tile_tokens), 0};
+  int32_t num_segments = build_segments(p, pool, token0, num_tokens, keys);
   // Unseen keys are the second kernel's matter.
   const int32_t seen_lo = 0, seen_hi = p.total_k;
   SegmentSums sums;
-  for (int32_t i = 0; i < num_segments; ++i) {
+  for (int32_t i = 0; i < num_segments; ++i)
     finish_segment(WarpTeam(), pool.record(i), p.shape, &seen_lo, &seen_hi, 1, p.total_k, sums);
-  }
   const bool fits = num_segments >= 0 && store_segments(p, pool, num_segments);
   if (!fits) num_segments = 0;
   if (threadIdx.x % 32 != 0) return;
@@ -173,9 +168,26 @@ __global__ void __launch_bounds__(32 * kPlanWarps) plan_tiles(const PlanParams p
   } else if (num_segments > 0) {
     atomicAdd(&p.header()->num_segments, num_segments);
     for (int32_t i = 0; i < MAGI_KEY_BLOCK_SIZES; ++i)
-      atomicAdd(reinterpret_cast<unsigned long long*>(p.header()->num_key_blocks + i),
-                static_cast<unsigned long long>(sums.num_key_blocks[i]));
+      atomicAdd(key_blocks + i, static_cast<unsigned long long>(sums.num_key_blocks[i]));
   }
+}
+
+// One warp per tile.
+__global__ void __launch_bounds__(32 * kPlanWarps) plan_tiles(const PlanParams p) {
+  __shared__ SliceKey keys[kPlanWarps][kListKeys];
+  __shared__ __align__(16) int32_t records[kPlanWarps][kPoolWords];
+  __shared__ unsigned long long key_blocks[MAGI_KEY_BLOCK_SIZES];
+  if (threadIdx.x < MAGI_KEY_BLOCK_SIZES) key_blocks[threadIdx.x] = 0;
+  __syncthreads();
+  const int32_t warp = threadIdx.x / 32;
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * kPlanWarps + warp;
+  if (t < p.num_tiles)
+    plan_one_tile(p, static_cast<int32_t>(t), keys[warp], records[warp], key_blocks);
+  __syncthreads();
+  // All CTAs add to the same few words, so one addition of each for all of its tiles.
+  if (threadIdx.x < MAGI_KEY_BLOCK_SIZES)
+    atomicAdd(reinterpret_cast<unsigned long long*>(p.header()->num_key_blocks + threadIdx.x),
+              key_blocks[threadIdx.x]);
 }
 
 }  // namespace planner

@@ -21,6 +21,11 @@ T __shfl_sync(unsigned mask, T value, int source) {
       mask, hopper::Collective::kShuffle, hopper::bits_as<uint32_t>(value), source & 31,
       [](const hopper::Meeting& m, int lane) { return m.values[m.sources[lane]]; }));
 }
+inline unsigned long long __shfl_sync(unsigned mask, unsigned long long value, int source) {
+  const uint32_t low = __shfl_sync(mask, static_cast<uint32_t>(value), source);
+  const uint32_t high = __shfl_sync(mask, static_cast<uint32_t>(value >> 32), source);
+  return static_cast<unsigned long long>(high) << 32 | low;
+}
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int with) {
   return __shfl_sync(mask, value, static_cast<int>(hopper::self->index % 32) ^ with);
@@ -55,6 +60,12 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned mine) {
                              return least;
                            });
 }
+// Of signed numbers, by their order as unsigned ones.
+inline int __reduce_min_sync(unsigned mask, int mine) {
+  const unsigned flipped = __reduce_min_sync(mask, static_cast<unsigned>(mine) ^ 0x80000000u);
+  return static_cast<int>(flipped ^ 0x80000000u);
+}
+inline int __reduce_max_sync(unsigned mask, int mine) { return ~__reduce_min_sync(mask, ~mine); }
 
 inline void __threadfence() {}
 inline void __threadfence_block() {}
