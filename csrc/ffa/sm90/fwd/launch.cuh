@@ -28,12 +28,12 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote
   // Remote keys have maps of one size.
   k->allows_small_blocks =
       C::kHasSmallBlocks && remote == nullptr && a.total_k <= kMostBlocks * kSmallBlockN;
-  for (int i = 0; i <= k->allows_small_blocks; ++i) {
-    const uint32_t keys = i == 0 ? C::kBlockN : kSmallBlockN;
+  const uint32_t sizes[2] = {C::kBlockN, kSmallBlockN};
+  for (int i = 0; i < (k->allows_small_blocks ? 2 : 1); ++i) {
     MAGI_RETURN(encode_map(&k->k_maps[i], type, a.k, {dq, tk, hk},
-                           {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, keys, 1}, "k"));
+                           {2 * a.k_stride_token, 2 * a.k_stride_head}, {64, sizes[i], 1}, "k"));
     MAGI_RETURN(encode_map(&k->v_maps[i], type, a.v, {dv, tk, hk},
-                           {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, keys, 1}, "v"));
+                           {2 * a.v_stride_token, 2 * a.v_stride_head}, {64, sizes[i], 1}, "v"));
   }
   MAGI_RETURN(remote_keys(remote, a.total_k, type, dq, dv, hk, C::kBlockN, &k->remote));
   if (!k->out_is_float)
