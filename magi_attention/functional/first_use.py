@@ -9,6 +9,8 @@ attention once for each plan with the same heads, head dims, dtype, sinks and se
 compared then too, but a call that alters only these is no first use, since both may change in every step. Later calls
 look into a set.
 
+``AttnPolicy.check`` adds ``compare_calls``, a collective in every call: it finds calls that are no first use, too.
+
 In the capture of a CUDA graph nothing is compared. What is captured must have run before, as tables are copied to the
 GPU at the first use; a plan that is new there is refused by a sentence.
 """
@@ -23,7 +25,8 @@ import torch
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.consistency import Record
 from magi_attention.common.slices import areas
-from magi_attention.errors import ContractError
+from magi_attention.errors import ContractError, PlanMismatchError
+from magi_attention.kernels.dropout import Dropout
 from magi_attention.meta.plan import Plan
 
 # Labels of records. Those of a group follow from what stands before them, so the first that differs says enough.
@@ -39,6 +42,49 @@ def ensure_plan(plan: Plan, transport: Transport, x: torch.Tensor, stage: str) -
         return
     refuse_capture(x)
     transport.agree((plan.fingerprint,), {_CALL: stage, **record_of(plan)}, judge, stage)
+
+
+def ensure_call(
+    plan: Plan, transport: Transport, settings: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sink: torch.Tensor | None, scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
+) -> str:  # fmt: skip
+    """Compares an attention call over the ranks, if the group has seen none like it yet: before anything travels or
+    memory is shared. Returns its use, which names what may not differ between ranks in all calls alike."""
+    shapes, sinks = _shapes(q, k, v), None if sink is None else sink.shape[0]
+    use = repr((plan.fingerprint, *shapes, sinks, with_max, 0 if dropout is None else dropout.p, settings))
+    if transport.knows(use):
+        return use
+    refuse_capture(q)
+    record = {
+        _CALL: "attention",
+        **record_of(plan),
+        **dict(zip(("q heads", "k heads", "v heads", "dtype"), shapes)),
+        "softmax scale": repr(scale),
+        "softcap": repr(softcap),
+        "sinks per head": "none" if sink is None else str(sink.shape[0]),
+        "return of max logits": str(with_max),
+        "dropout": "none" if dropout is None else f"p {dropout.p!r}, seed {dropout.seed} at the first call",
+        "settings": settings,
+    }
+    transport.agree((use, plan.fingerprint), record, judge, "attention forward")
+    return use
+
+
+def compare_calls(
+    plan: Plan, transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: Dropout | None
+) -> None:
+    """Compares plans and shapes over the group at every call, so that a mismatch is an error instead of a hang."""
+    shapes = (tuple(x.shape[1:]) for x in (q, k, v))
+    mine = (plan.fingerprint, *shapes, str(q.dtype), str(dropout))
+    everyone = transport.all_gather_object(mine)
+    names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype", "dropout")
+    for what, values in zip(names, zip(*everyone)):
+        if len(set(values)) > 1:
+            listing = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+            raise PlanMismatchError(
+                f"The ranks of this group call attention with different {what} ({listing}); "
+                "make the key from the same mask and configuration on every rank."
+            )
 
 
 def refuse_capture(x: torch.Tensor) -> None:
@@ -103,6 +149,10 @@ def judge(records: Sequence[Record]) -> str:
     text = "; ".join(listed) + (f"; and {rest} more" if rest else "")
     where = records[0].get(_CALL, "")
     return f"The ranks of this group {what} ({text})" + (f", in {where}" if _CALL not in shown else "") + f". {remedy}"
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
+    return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), str(q.dtype).removeprefix("torch."))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

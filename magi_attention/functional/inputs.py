@@ -45,6 +45,55 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     check_devices(q, k=k, v=v)
 
 
+def check_local_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, rows: int, rank: int, head_groups: int
+) -> None:
+    """Raises ``ContractError`` unless these are what ``rank``, with ``rows`` tokens of a plan, gives to a call.
+
+    ``head_groups``: the kv heads for which the plan was made where each has ranks of its own, else 1.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("sink", sink)):
+        refuse_dtensor(name, x)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 3:
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ContractError(f"{name} is {shape}; give a tensor (local tokens, heads, head dim).")
+        if x.shape[0] != rows:
+            raise ContractError(
+                f"{name} has {x.shape[0]} rows but rank {rank} holds {rows} tokens of this plan; "
+                "pass the output of dispatch (shard), not the global tensor."
+            )
+        if not x.is_floating_point():
+            raise ContractError(f"{name} has dtype {x.dtype}; attention needs a floating-point dtype.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ContractError(
+                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; "
+                "convert q, k and v to one dtype and device."
+            )
+    if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
+        raise ContractError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v need the same heads, "
+            "and q and k the same head dim."
+        )
+    if head_groups not in (1, k.shape[1]):
+        raise ContractError(
+            f"The key was made for {head_groups} kv heads, each for ranks of its own, and k has {k.shape[1]}; "
+            "make a key with the heads of k."
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ContractError(
+            f"{q.shape[1]} query heads do not divide over {k.shape[1]} key heads; "
+            "the number of query heads must be a multiple of the number of key heads."
+        )
+    is_sink = isinstance(sink, torch.Tensor) and sink.dim() == 2 and sink.shape[1] == q.shape[1]
+    if sink is not None and not is_sink:
+        what = f"has shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else f"is a {type(sink).__name__}"
+        raise ContractError(
+            f"sink {what}; distributed attention unpacks a tensor (sinks, {q.shape[1]} query heads), the same on "
+            "every rank."
+        )
+
+
 def width_of_values(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) -> int:
     """Columns of the values: those of v, or with v None the first ``head_dim_v`` of k."""
     if v is not None and head_dim_v is not None:

@@ -22,11 +22,11 @@ from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.env import comm
-from magi_attention.errors import ContractError, PlanMismatchError, UnsupportedError
+from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
-from magi_attention.functional.first_use import judge, record_of, refuse_capture, settings_in_words
+from magi_attention.functional.first_use import compare_calls, ensure_call, settings_in_words
 from magi_attention.functional.head_groups import rows_by_group
-from magi_attention.functional.inputs import refuse_dtensor
+from magi_attention.functional.inputs import check_local_qkv
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.one_launch.base import OneLaunch, PreparedFused
 from magi_attention.functional.one_launch.choice import over_nodes, over_nvlink
@@ -256,11 +256,13 @@ class AttnRuntime:
             self._check_inputs(q, k, v, sink)
         if prepared is None or not self.transport.knows(prepared.use):
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            self._agree(q, k, v, sink, scale, softcap, return_max_logits, dropout)
+            use = ensure_call(
+                self.plan, self.transport, self._settings, q, k, v, sink, scale, softcap, return_max_logits, dropout
+            )
         if self.policy.check:
-            self._compare_ranks(q, k, v, dropout)
+            compare_calls(self.plan, self.transport, q, k, v, dropout)
         if prepared is None:
-            prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits, dropout)
+            prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits, dropout, use)
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
@@ -268,12 +270,15 @@ class AttnRuntime:
             trace = self.registry.instruments.observe(self.plan, self.transport.rank, q)
         return AttnCall(self, prepared, trace, dropout)
 
+    def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
+        rows = self.part.num_tokens // self.head_groups
+        check_local_qkv(q, k, v, sink, rows, self.transport.rank, self.head_groups)
+
     def _prepare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, needs_backward: bool,
-        scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
+        scale: float, softcap: float, with_max: bool, dropout: Dropout | None, use: str,
     ) -> Prepared:  # fmt: skip
         policy, share = self.policy, 0.0 if dropout is None else dropout.p
-        use = self._use(q, k, v, sink, with_max, dropout)
         forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
         options = [
             options_of(scale, softcap, "sh", policy.deterministic, margin, is_forward and with_max, share)
@@ -310,14 +315,6 @@ class AttnRuntime:
         is_one_host = are_on_one_host(self.transport.ranks, comm.launcher_node_size())
         return is_joined_faster(int(self.plan.comm_matrix().sum(0).max()), q, k, v, is_one_host)
 
-    def _use(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, with_max: bool,
-        dropout: Dropout | None,
-    ) -> str:  # fmt: skip
-        """What may not differ between ranks in all calls alike."""
-        sinks, share = None if sink is None else sink.shape[0], 0 if dropout is None else dropout.p
-        return repr((self.plan.fingerprint, *self._shapes(q, k, v), sinks, with_max, share, self._settings))
-
     def _refuse_one_launch(self) -> None:
         """Calls with dropout go stage by stage, and one launch may have been asked for."""
         if self.policy.stage_mode == "fused" and not self.is_local:
@@ -332,33 +329,6 @@ class AttnRuntime:
         is_hierarchical = self._hierarchy is not None  # by a mesh, too
         policy = replace(self.policy, fwd_sm_margin=0, bwd_sm_margin=0, node_sizes=(), hierarchical=is_hierarchical)
         return settings_in_words(policy)
-
-    @staticmethod
-    def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
-        return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), str(q.dtype).removeprefix("torch."))
-
-    def _agree(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-        scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
-    ) -> None:  # fmt: skip
-        """At the first use of the plan with such tensors: do all ranks do the same? Before anything travels or memory
-        is shared."""
-        use = self._use(q, k, v, sink, with_max, dropout)
-        if self.transport.knows(use):
-            return
-        refuse_capture(q)
-        record = {
-            "call": "attention",
-            **record_of(self.plan),
-            **dict(zip(("q heads", "k heads", "v heads", "dtype"), self._shapes(q, k, v))),
-            "softmax scale": repr(scale),
-            "softcap": repr(softcap),
-            "sinks per head": "none" if sink is None else str(sink.shape[0]),
-            "return of max logits": str(with_max),
-            "dropout": "none" if dropout is None else f"p {dropout.p!r}, seed {dropout.seed} at the first call",
-            "settings": self._settings,
-        }
-        self.transport.agree((use, self.plan.fingerprint), record, judge, "attention forward")
 
     def _fused_attention(self, backend: Backend, q: torch.Tensor) -> OneLaunch | None:
         """How the plan runs in one launch, or None: stage by stage. Decided at the first call, alike on all ranks."""
@@ -416,63 +386,6 @@ class AttnRuntime:
             raise UnsupportedError(f"MAGI_ATTENTION_NODE_TRANSPORT={wish} cannot be done here: {reason} Unset it.")
         _log.info("Rows of such k and v go between nodes by all-to-all-v: %s", reason)
         return None
-
-    def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
-        rows = self.part.num_tokens // self.head_groups
-        for name, x in (("q", q), ("k", k), ("v", v), ("sink", sink)):
-            refuse_dtensor(name, x)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor) or x.dim() != 3:
-                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ContractError(f"{name} is {shape}; give a tensor (local tokens, heads, head dim).")
-            if x.shape[0] != rows:
-                raise ContractError(
-                    f"{name} has {x.shape[0]} rows but rank {self.transport.rank} holds {rows} tokens of this plan; "
-                    "pass the output of dispatch (shard), not the global tensor."
-                )
-            if not x.is_floating_point():
-                raise ContractError(f"{name} has dtype {x.dtype}; attention needs a floating-point dtype.")
-            if x.dtype != q.dtype or x.device != q.device:
-                raise ContractError(
-                    f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; "
-                    "convert q, k and v to one dtype and device."
-                )
-        if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
-            raise ContractError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v need the same heads, "
-                "and q and k the same head dim."
-            )
-        if self.head_groups not in (1, k.shape[1]):
-            raise ContractError(
-                f"The key was made for {self.head_groups} kv heads, each for ranks of its own, and k has {k.shape[1]}; "
-                "make a key with the heads of k."
-            )
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ContractError(
-                f"{q.shape[1]} query heads do not divide over {k.shape[1]} key heads; "
-                "the number of query heads must be a multiple of the number of key heads."
-            )
-        is_sink = isinstance(sink, torch.Tensor) and sink.dim() == 2 and sink.shape[1] == q.shape[1]
-        if sink is not None and not is_sink:
-            what = f"has shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else f"is a {type(sink).__name__}"
-            raise ContractError(
-                f"sink {what}; distributed attention unpacks a tensor (sinks, {q.shape[1]} query heads), the same on "
-                "every rank."
-            )
-
-    def _compare_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: Dropout | None) -> None:
-        """Compares plans and shapes over the group, so that a mismatch is an error instead of a hang."""
-        shapes = (tuple(x.shape[1:]) for x in (q, k, v))
-        mine = (self.plan.fingerprint, *shapes, str(q.dtype), str(dropout))
-        everyone = self.transport.all_gather_object(mine)
-        names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype", "dropout")
-        for what, values in zip(names, zip(*everyone)):
-            if len(set(values)) > 1:
-                listing = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-                raise PlanMismatchError(
-                    f"The ranks of this group call attention with different {what} ({listing}); "
-                    "make the key from the same mask and configuration on every rank."
-                )
 
 
 __all__ = ["AttnCall", "AttnPolicy", "AttnRuntime", "Trace", "accumulation_dtype"]
