@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from magi_attention.comm.transport.base import Transport
-from magi_attention.comm.transport.torch import as_transport, check_member
+from magi_attention.comm.transport.process_groups import check_member
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.scalars import as_int

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from magi_attention import api
-from magi_attention.comm.transport.torch import TorchTransport, attached
+from magi_attention.comm.transport.process_groups import attached
+from magi_attention.comm.transport.torch import TorchTransport
 from magi_attention.errors import PeerFailureError
 from magi_attention.testing.spawn import RankFailure, run_processes
 from magi_attention.testing.waiting import DEADLINE_S, Flags

@@ -17,7 +17,8 @@ from places import IS_SHARED, NEEDS_A_GPU, places
 from magi_attention.comm.collectives.group import group_cast, group_reduce
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.comm.symm.buffers import why_no_symm_buffers
-from magi_attention.comm.transport.torch import as_transport, attached
+from magi_attention.comm.transport.process_groups import attached
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.testing.spawn import run_processes
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.process_groups import attached
 from magi_attention.comm.transport.streams import OrderedStream, OrderedStreams
-from magi_attention.comm.transport.torch import TorchTransport, attached
+from magi_attention.comm.transport.torch import TorchTransport
 from magi_attention.env import build
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.native import abi

@@ -33,6 +33,14 @@ from magi_attention.comm.transport.base import (
 from magi_attention.comm.transport.consistency import ConsistencyCheck, Judge, KnownUses, Record
 from magi_attention.comm.transport.failure import ROLL_CALL_S, FailureBoard, describe_error
 from magi_attention.comm.transport.host_work import HostWork
+from magi_attention.comm.transport.process_groups import (
+    DESTROYED,
+    attached,
+    check_alive,
+    check_group,
+    is_destroyed,
+    ranks_in_table,
+)
 from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
 
 _log = logging.getLogger("magi_attention.comm")
@@ -42,10 +50,6 @@ _WIRE_DTYPES = frozenset(
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     }
-)
-_DESTROYED = (
-    "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
-    "with it. Make a group, and the key again for it; a plan goes on, with the new group."
 )
 _SMALL_INTS = frozenset({torch.int16, torch.uint16})
 
@@ -77,7 +81,7 @@ class TorchTransport(TransportBase):
         """The process group, which torch.distributed holds until it is destroyed; ``ContractError`` after that."""
         group = self._group()
         if group is None:
-            raise ContractError(_DESTROYED)
+            raise ContractError(DESTROYED)
         return group
 
     # -- group collectives --------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ class TorchTransport(TransportBase):
                 return
             action()
 
-        weakref.finalize(_ranks_in_table(self.group), run).atexit = False
+        weakref.finalize(ranks_in_table(self.group), run).atexit = False
 
     # -- devices ------------------------------------------------------------------------------------------
     def object_device(self) -> torch.device:
@@ -362,55 +366,6 @@ def as_transport(group: dist.ProcessGroup | Transport | None = None, timeout_s: 
     if dist.get_world_size(group) == 1:
         return SingleTransport(dist.get_process_group_ranks(group)[0])
     return TorchTransport(group, timeout_s)
-
-
-def check_member(group: object) -> None:
-    """``ContractError`` for what ``dist.new_group`` returns where this process is no member of the new group."""
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ContractError(
-            f"This process (global rank {dist.get_rank()}) is not a member of the group: where dist.new_group made one "
-            "without it, it returned GroupMember.NON_GROUP_MEMBER, which was passed on. Only members may call; leave "
-            "the call out on other ranks, or pass a group that contains this one."
-        )
-
-
-def check_group(group: object) -> None:
-    """``ContractError`` unless ``group`` is a process group that contains this process."""
-    check_member(group)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ContractError(
-            f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
-            "Transport, or None."
-        )
-
-
-def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Was ``destroy_process_group`` called for it? Gloo would go on moving bytes, NCCL would not."""
-    return group not in dist.distributed_c10d._world.pg_group_ranks
-
-
-class _Ranks(dict):
-    """The ranks of a group in torch's table. They go when the group is destroyed, whoever still refers to that."""
-
-
-def _ranks_in_table(group: dist.ProcessGroup) -> _Ranks:
-    table = dist.distributed_c10d._world.pg_group_ranks
-    if not isinstance(table[group], _Ranks):
-        table[group] = _Ranks(table[group])
-    return table[group]
-
-
-def check_alive(group: dist.ProcessGroup) -> None:
-    if is_destroyed(group):
-        raise ContractError(_DESTROYED)
-
-
-def attached(group: dist.ProcessGroup) -> dict:
-    """What this module remembers of a group. It lives in torch's own table of groups, because a group has no
-    attributes and this package keeps no process-wide state below its api layer."""
-    world = dist.distributed_c10d._world
-    table = world.__dict__.setdefault("_magi_attention", weakref.WeakKeyDictionary())
-    return table.setdefault(group, {})
 
 
 def _board_of(group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> FailureBoard:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of torch.distributed: is one of this process and alive, and what is attached to it until its end."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from magi_attention.errors import ContractError
+
+DESTROYED = (
+    "The process group was destroyed (torch.distributed.destroy_process_group), and keys made for it ended "
+    "with it. Make a group, and the key again for it; a plan goes on, with the new group."
+)
+
+
+def check_member(group: object) -> None:
+    """``ContractError`` for what ``dist.new_group`` returns where this process is no member of the new group."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ContractError(
+            f"This process (global rank {dist.get_rank()}) is not a member of the group: where dist.new_group made one "
+            "without it, it returned GroupMember.NON_GROUP_MEMBER, which was passed on. Only members may call; leave "
+            "the call out on other ranks, or pass a group that contains this one."
+        )
+
+
+def check_group(group: object) -> None:
+    """``ContractError`` unless ``group`` is a process group that contains this process."""
+    check_member(group)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ContractError(
+            f"{group!r} is no process group of this process; pass a ProcessGroup that contains it, a "
+            "Transport, or None."
+        )
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Was ``destroy_process_group`` called for it? Gloo would go on moving bytes, NCCL would not."""
+    return group not in dist.distributed_c10d._world.pg_group_ranks
+
+
+class _Ranks(dict):
+    """The ranks of a group in torch's table. They go when the group is destroyed, whoever still refers to that."""
+
+
+def ranks_in_table(group: dist.ProcessGroup) -> _Ranks:
+    table = dist.distributed_c10d._world.pg_group_ranks
+    if not isinstance(table[group], _Ranks):
+        table[group] = _Ranks(table[group])
+    return table[group]
+
+
+def check_alive(group: dist.ProcessGroup) -> None:
+    if is_destroyed(group):
+        raise ContractError(DESTROYED)
+
+
+def attached(group: dist.ProcessGroup) -> dict:
+    """What this package remembers of a group. It lives in torch's own table of groups, because a group has no
+    attributes and this package keeps no process-wide state below its api layer."""
+    world = dist.distributed_c10d._world
+    table = world.__dict__.setdefault("_magi_attention", weakref.WeakKeyDictionary())
+    return table.setdefault(group, {})
