@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DistAttnRuntimeKey``: what identifies one distributed attention, and the group it runs on."""
+"""``DistAttnRuntimeKey``: what identifies one distributed attention, its group, and the arguments of its makers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -190,6 +191,38 @@ def normalize_types(attn_mask_type, count: int) -> list[AttnMaskType]:
     if len(types) != count:
         raise ContractError(f"{len(types)} mask types for {count} slices; give one, or one per slice.")
     return types
+
+
+def check_ranges(q_ranges: AttnRanges, k_ranges: AttnRanges) -> None:
+    """``ContractError`` unless these are as many ranges of queries as of keys, and at least one."""
+    for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
+        if not isinstance(ranges, AttnRanges):
+            raise ContractError(
+                f"{name} is {type(ranges).__name__}; wrap pairs as AttnRanges.from_ranges([[0, n], ...]). Tensors to "
+                "dispatch are passed to dispatch(x, key), not to the key maker."
+            )
+    if len(q_ranges) == 0:
+        raise ContractError("q_ranges is empty; give at least one slice (an empty range is allowed).")
+    if len(q_ranges) != len(k_ranges):
+        raise ContractError(f"{len(q_ranges)} q ranges but {len(k_ranges)} k ranges; give one k range per q range.")
+
+
+def with_chunk_size(config: DistAttnConfig, chunk_size: int | None, pad_size: int) -> DistAttnConfig:
+    """``config`` with the deprecated arguments of a key maker, whose caller is warned."""
+    if pad_size:
+        warnings.warn(
+            "pad_size is ignored: the pad is computed, see key.pad_size. Pass 0.", DeprecationWarning, stacklevel=3
+        )
+    if chunk_size is None:
+        return config
+    warnings.warn("chunk_size= is deprecated; use DispatchConfig(chunk_size=...).", DeprecationWarning, stacklevel=3)
+    old = config.dispatch_config
+    if old.chunk_size is not None and old.chunk_size != chunk_size:
+        raise ContractError(
+            f"chunk_size={chunk_size} contradicts DispatchConfig(chunk_size={old.chunk_size}); give it once."
+        )
+    dispatch_config = replace(old, chunk_size=chunk_size)
+    return DistAttnConfig(dispatch_config, config.overlap_config, config.grpcoll_config)
 
 
 _NO_NODES = (

@@ -8,9 +8,7 @@ hierarchical communication is on and no mesh says it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +29,11 @@ from magi_attention.api.group_nodes import with_nodes
 from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_of_manager, forget_plans
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
+    check_ranges,
     init_dist_attn_runtime_key,
     normalize_types,
     resolve_group,
+    with_chunk_size,
 )
 from magi_attention.api.manager import DistAttnRuntimeDictManager, RuntimeManager
 from magi_attention.comm.transport.torch import as_transport
@@ -84,8 +84,8 @@ def magi_attn_flex_key(
     (unknown type, empty ranges, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
     lengths), ``NotImplementedError`` (cross-attention flags).
     """
-    _check_ranges(q_ranges, k_ranges)
-    config = _with_chunk_size(dist_attn_config or DistAttnConfig(), chunk_size, pad_size)
+    check_ranges(q_ranges, k_ranges)
+    config = with_chunk_size(dist_attn_config or DistAttnConfig(), chunk_size, pad_size)
     metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
     types = normalize_types(attn_mask_type, len(q_ranges))
     if total_seqlen_q != total_seqlen_k:
@@ -171,7 +171,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     gives its overlap and group-collective parts. ``ValueError`` if the old key was never made or is cleared.
     """
     old = _manager(key_for_dispatch, "The dist attn runtime key for dispatch does not exist!")
-    _check_ranges(q_ranges, k_ranges)
+    check_ranges(q_ranges, k_ranges)
     types = normalize_types(attn_mask_type, len(q_ranges))
     total = old.plan.total_tokens
     mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total, total)
@@ -383,36 +383,6 @@ def _remember(key: DistAttnRuntimeKey, make) -> DistAttnRuntimeKey:
     key._manager.append(manager)
     object.__setattr__(key, "_facts", facts_of_manager(manager))
     return key
-
-
-def _check_ranges(q_ranges: AttnRanges, k_ranges: AttnRanges) -> None:
-    for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
-        if not isinstance(ranges, AttnRanges):
-            raise ContractError(
-                f"{name} is {type(ranges).__name__}; wrap pairs as AttnRanges.from_ranges([[0, n], ...]). Tensors to "
-                "dispatch are passed to dispatch(x, key), not to the key maker."
-            )
-    if len(q_ranges) == 0:
-        raise ContractError("q_ranges is empty; give at least one slice (an empty range is allowed).")
-    if len(q_ranges) != len(k_ranges):
-        raise ContractError(f"{len(q_ranges)} q ranges but {len(k_ranges)} k ranges; give one k range per q range.")
-
-
-def _with_chunk_size(config: DistAttnConfig, chunk_size: int | None, pad_size: int) -> DistAttnConfig:
-    if pad_size:
-        warnings.warn(
-            "pad_size is ignored: the pad is computed, see key.pad_size. Pass 0.", DeprecationWarning, stacklevel=3
-        )
-    if chunk_size is None:
-        return config
-    warnings.warn("chunk_size= is deprecated; use DispatchConfig(chunk_size=...).", DeprecationWarning, stacklevel=3)
-    old = config.dispatch_config
-    if old.chunk_size is not None and old.chunk_size != chunk_size:
-        raise ContractError(
-            f"chunk_size={chunk_size} contradicts DispatchConfig(chunk_size={old.chunk_size}); give it once."
-        )
-    dispatch_config = replace(old, chunk_size=chunk_size)
-    return DistAttnConfig(dispatch_config, config.overlap_config, config.grpcoll_config)
 
 
 def _pad(q_ranges, k_ranges, types, total: int, pad: int):
