@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from magi_attention.common.intervals import Packing, ramps
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.common.two_level.transfers import Routes, Rows, TransferPlan, plan_routes
+from magi_attention.common.two_level.routes import Routes, Rows
+from magi_attention.common.two_level.transfers import TransferPlan, plan_routes
 from magi_attention.meta.fused_layout import (
     TILE,
     RankLayout,
