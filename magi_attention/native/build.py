@@ -21,42 +21,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError
-from magi_attention.native import compile_report, families, info, toolchain
-from magi_attention.native.compile_report import Unit
+from magi_attention.native import families, info, toolchain
+from magi_attention.native.compile import ninja
+from magi_attention.native.compile.ninja import Job
+from magi_attention.native.compile.report import Unit, as_json, check_units, read_unit, table
 from magi_attention.native.families import Family
 from magi_attention.native.toolchain import COMM, FFA_SM90, GIN, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
-_STEP = Path(__file__).with_name("compile_step.py")
 # Between the products of a step, not inside them: fewer bytes with smaller tiles, which are slower.
 _PORTABLE_SPILLS = 256
-_VERSION_SCRIPT = "{ global: magi_*; PyInit_*; local: *; };\n"
-
-
-@dataclass
-class Job:
-    """What becomes one library: objects by source file, and how to compile and link them.
-
-    ``archs`` and ``variants`` are for its record, see ``native.info``; ``libraries`` come after the objects.
-    ``spills``: bytes of register spills that are no fault of a kernel.
-    Without ``is_guarded`` spills are no fault: calls into a library of device code save registers.
-    """
-
-    name: str
-    sources: list[Path]
-    compile: list[str]
-    link: list[str]
-    include: list[Path] = field(default_factory=list)
-    archs: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
-    libraries: list[str] = field(default_factory=list)
-    is_guarded: bool = True
-    spills: int = 0
 
 
 @dataclass
@@ -214,113 +193,28 @@ def build(
     Raises:
         BuildError: the compiler failed (its output is in the text), or the guard did.
     """
-    ninja = toolchain.require_ninja()
+    program = toolchain.require_ninja()
     started = time.monotonic()
     with locked(folder):
-        objects = _write_ninja(job, folder, _write_record(job, folder, release))
-        _run_ninja(ninja, folder, ["objects"], jobs)
-        units = [compile_report.read_unit(path) for path in objects]
+        objects = ninja.write(job, folder, _write_record(job, folder, release))
+        ninja.run(program, folder, ["objects"], jobs)
+        units = [read_unit(path) for path in objects]
         try:
-            compile_report.check_units(units if job.is_guarded else [], job.spills)
+            check_units(units if job.is_guarded else [], job.spills)
         except BuildError as error:
             if guard:
-                raise BuildError(f"{error}\n{compile_report.table(units)}") from None
+                raise BuildError(f"{error}\n{table(units)}") from None
             print(f"warning: {error}", file=sys.stderr, flush=True)
-        _run_ninja(ninja, folder, ["library"], jobs)
+        ninja.run(program, folder, ["library"], jobs)
         install(folder / library_file(job.name), target)
     return Built(job.name, target, round(time.monotonic() - started, 2), units)
 
 
-def _is_nvcc(job: Job) -> bool:
-    return Path(job.compile[0]).name == "nvcc"
-
-
 def _write_record(job: Job, folder: Path, release: info.Release) -> Path:
     """Writes the source of the build record where it differs; returns it."""
-    path = folder / ("build_info.cu" if _is_nvcc(job) else "build_info.cpp")
-    _write_if_changed(path, info.source_text(job.name, __version__, job.archs, job.variants, release))
+    path = folder / ("build_info.cu" if job.is_nvcc else "build_info.cpp")
+    ninja.write_if_changed(path, info.source_text(job.name, __version__, job.archs, job.variants, release))
     return path
-
-
-def _write_ninja(job: Job, folder: Path, record: Path) -> list[Path]:
-    """Writes build.ninja where it differs; returns the object files, without that of the record."""
-    is_nvcc = _is_nvcc(job)
-    script = folder / "exports.map"
-    _write_if_changed(script, _VERSION_SCRIPT)
-    include = [f"-I{path}" for path in job.include]
-    step = [sys.executable, str(_STEP)]
-    # -MT: a compiler would name the temporary file as the target of the dependencies.
-    depfile = ["-MMD", "-MT", "$out", "-MF", "$out.d"]
-    compile_command = [*step, "$out", "--", *job.compile, *include, *depfile, "-c", "$in", "-o", "{out}"]
-    export = [] if sys.platform == "darwin" else _export_flags(is_nvcc, script)
-    link_command = [*step, "$out", "--", *job.link, *export, "$in", *job.libraries, "-o", "{out}"]
-    sources = [*job.sources, record]
-    names = _object_names(sources)
-    lines = [
-        "ninja_required_version = 1.5",
-        "rule compile",
-        f"  command = {_shell(compile_command)}",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = compile $in",
-        "rule link",
-        f"  command = {_shell(link_command)}",
-        "  description = link $out",
-    ]
-    lines += [f"build {name}: compile {_escape(source)}" for source, name in zip(sources, names)]
-    library = library_file(job.name)
-    lines += [
-        f"build {library}: link {' '.join(names)} | {script.name}",
-        f"build objects: phony {' '.join(names)}",
-        f"build library: phony {library}",
-    ]
-    _write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
-    return [folder / name for name in names[:-1]]
-
-
-def _object_names(sources: Sequence[Path]) -> list[str]:
-    names = [f"{source.stem}.o" for source in sources]
-    if len(set(names)) != len(names):
-        raise BuildError(f"Two sources have one name among {sorted(names)}; rename one.")
-    return names
-
-
-def _export_flags(is_nvcc: bool, script: Path) -> list[str]:
-    # By name alone, since ninja works in the folder: nvcc would split a path at its spaces.
-    flag = f"--version-script={script.name}"
-    return ["-Xlinker", flag] if is_nvcc else [f"-Wl,{flag}"]
-
-
-def _shell(words: Sequence[str]) -> str:
-    quoted = []
-    for word in words:
-        plain = word in ("$in", "$out", "$out.d")
-        text = word if plain else word.replace("$", "$$")
-        # {out} stays literal for compile_step; everything else that a shell would read is quoted.
-        is_safe = plain or all(c.isalnum() or c in "-_./=+,:@%{}" for c in word)
-        quoted.append(text if is_safe else "'" + text.replace("'", "'\\''") + "'")
-    return " ".join(quoted)
-
-
-def _escape(path: Path) -> str:
-    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def _write_if_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-
-
-def _run_ninja(ninja: Path, folder: Path, targets: list[str], jobs: int | None) -> None:
-    command = [str(ninja), "-C", str(folder), "-j", str(jobs or toolchain.num_jobs())]
-    command += ["-v"] if env.is_build_verbose() else []
-    # No reading of the terminal; ninja's own progress is one line per step when piped.
-    done = subprocess.run([*command, *targets], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if env.is_build_verbose():
-        print(done.stdout, flush=True)
-    if done.returncode:
-        remedy = "correct the sources or use another compiler"
-        raise BuildError(f"Compilation failed in {folder}; {remedy}. The compiler said:\n{done.stdout}")
 
 
 def chosen_families() -> list[Family]:
@@ -413,7 +307,7 @@ def report(built: Sequence[Built]) -> dict:
                 "path": str(b.path),
                 "bytes": b.path.stat().st_size,
                 "seconds": b.seconds,
-                "units": compile_report.as_json(b.units),
+                "units": as_json(b.units),
             }
             for b in built
         ]
@@ -436,14 +330,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for b in built:
         print(f"{b.path} ({b.path.stat().st_size / 1024:.0f} KiB, {b.seconds:.1f} s)")
-        print(compile_report.table(b.units))
+        print(table(b.units))
     if options.report:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(report(built), indent=1) + "\n")
     return 0
 
 
-__all__ = ["FFA_SM90", "HOST", "PLANNER", "Built", "Job", "build", "build_all", "main", "report"]
+__all__ = ["FFA_SM90", "HOST", "PLANNER", "Built", "build", "build_all", "main", "report"]
 
 if __name__ == "__main__":
     sys.exit(main())

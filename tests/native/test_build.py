@@ -16,7 +16,8 @@ import pytest
 from small_tree import HOST_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
-from magi_attention.native import abi, build, compile_report, loader, toolchain
+from magi_attention.native import abi, build, loader, toolchain
+from magi_attention.native.compile import report as compile_report
 from magi_attention.testing.waiting import DEADLINE_S
 
 SPILLING_KERNEL = """

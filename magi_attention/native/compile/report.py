@@ -67,7 +67,7 @@ def parse_log(log: str) -> tuple[list[KernelUse], list[str]]:
 
 
 def read_unit(output: Path) -> Unit:
-    """The unit behind an object that ``compile_step`` made."""
+    """The unit behind an object that ``step.py`` made."""
     report = json.loads(Path(f"{output}.json").read_text())
     kernels, warnings = parse_log(report["log"])
     return Unit(output.stem, report["seconds"], report["bytes"], kernels, warnings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One compiler call of a build: runs it, keeps its log and time, and puts its output in place whole.
 
-    python compile_step.py OUTPUT -- COMMAND ...
+    python step.py OUTPUT -- COMMAND ...
 
 ``{out}`` in the command stands for a temporary name beside OUTPUT, which takes its place only on success, so a
 build that is killed leaves no half-written file. ``OUTPUT.json`` tells seconds, bytes, command and log. Called
