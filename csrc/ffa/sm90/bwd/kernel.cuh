@@ -8,39 +8,14 @@
 // (kDirectStore).
 #pragma once
 
-#include "ffa/sm90/bwd/dq_store.cuh"
-#include "ffa/sm90/bwd/row_guard.cuh"
 #include "ffa/sm90/bwd/epilogue.cuh"
-#include "ffa/sm90/bwd/producer.cuh"
 #include "ffa/sm90/bwd/mainloop.cuh"
-#include "ffa/sm90/bwd/work_tiles.cuh"
+#include "ffa/sm90/bwd/producer.cuh"
+#include "ffa/sm90/bwd/producer/dq_store.cuh"
+#include "ffa/sm90/bwd/producer/row_guard.cuh"
+#include "ffa/sm90/bwd/producer/work_tiles.cuh"
 
 namespace magi {
-
-// The steps of a work tile, for dk, dv and dq.
-template <typename C, typename Dk, typename Dv>
-__device__ __forceinline__ void walk_steps(StepWorker<C>& worker, Dk& dk, Dv& dv) {
-  mbar_wait(worker.smem.q_full(worker.ring.stage),
-            worker.ring.phase);  // the words of the step come before it
-  if constexpr (C::kIsWide) {
-    __syncwarp();
-    uint32_t keys = worker.rows_of(worker.smem.k());
-    while (worker.step_wide(dk, dv, keys)) {
-    }
-  } else if constexpr (C::kIsTight) {
-    while (worker.step_tight(dk, dv)) {
-    }
-  } else {
-    typename StepWorker<C>::DqRest rest;
-#pragma unroll
-    for (int i = 0; i < DqColumns<C>::kRest; ++i) rest[i] = 0.f;
-    uint32_t rest_of =
-        C::kDirectDq ? worker.dq_block() : 0;  // nothing yet, but an address is needed
-    while (worker.step(dk, dv, rest, rest_of)) {
-    }
-    if constexpr (C::kDirectDq) worker.columns().add_rest(rest, rest_of);
-  }
-}
 
 template <typename C>
 __device__ void compute_grads(const BwdKernelParams& p, const BwdSmem<C>& smem) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feeding side of the backward kernel: a lane of warpgroup 0 that says what each step is and
 // copies its Q and dO; and the copies of K and V. Beside it others schedule work tiles
-// (bwd/work_tiles.cuh), add dq (bwd/dq_store.cuh) and clear rows (bwd/row_guard.cuh).
+// (bwd/producer/work_tiles.cuh), add dq (bwd/producer/dq_store.cuh) and clear rows
+// (bwd/producer/row_guard.cuh).
 #pragma once
 
 #include <type_traits>

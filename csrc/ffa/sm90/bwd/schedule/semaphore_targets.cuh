@@ -58,7 +58,7 @@
 //
 // Which order fits a plan and when work tiles are expected to start is in
 // bwd/schedule/simulate.cuh, how they walk in bwd/schedule/plan_reader.cuh, who waits in
-// bwd/dq_store.cuh. tests/kernels/semaphore_model.py has the same rules in Python, with an
+// bwd/producer/dq_store.cuh. tests/kernels/semaphore_model.py has the same rules in Python, with an
 // adversary; test_semaphores_on_cpu.py shows that these files keep to them.
 #pragma once
 

@@ -3,7 +3,7 @@
 // less of it where no key of a warpgroup sees the queries.
 #pragma once
 
-#include "ffa/sm90/bwd/mainloop.cuh"
+#include "ffa/sm90/bwd/mainloop/step.cuh"
 #include "ffa/sm90/index/bwd/keys/producer.cuh"
 
 namespace magi {

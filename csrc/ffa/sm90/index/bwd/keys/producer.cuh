@@ -4,7 +4,7 @@
 // nobody sees.
 #pragma once
 
-#include "ffa/sm90/bwd/row_guard.cuh"
+#include "ffa/sm90/bwd/producer/row_guard.cuh"
 #include "ffa/sm90/index/bwd/keys/params.h"
 
 namespace magi {

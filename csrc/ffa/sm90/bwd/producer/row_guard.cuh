@@ -10,7 +10,7 @@
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"
-#include "ffa/sm90/bwd/work_tiles.cuh"
+#include "ffa/sm90/bwd/producer/work_tiles.cuh"
 #include "ffa/sm90/tile_scheduler.cuh"
 
 namespace magi {

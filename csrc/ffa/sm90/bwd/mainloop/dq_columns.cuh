@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dq of a step by one consumer warpgroup: its columns, their product, and how they leave: added in
-// L2 straight from the registers, or left in shared memory to the feeding side (bwd/dq_store.cuh).
+// L2 straight from the registers, or left in shared memory to the feeding side
+// (bwd/producer/dq_store.cuh).
 #pragma once
 
 #include "ffa/common/ptx/atomics.cuh"
