@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ffa/common/host.h"
-#include "ffa/sm90/bwd/maps.h"
+#include "ffa/sm90/bwd/launch/maps.h"
 #include "ffa/sm90/bwd/rows/preprocess.cuh"
 #include "ffa/sm90/index/bwd/keys/kernel.cuh"
 #include "ffa/sm90/index/bwd/keys/postprocess.cuh"
