@@ -60,7 +60,7 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned mine) {
                              return least;
                            });
 }
-// Of signed numbers, by their order as unsigned ones.
+// For signed numbers, by their order as unsigned ones.
 inline int __reduce_min_sync(unsigned mask, int mine) {
   const unsigned flipped = __reduce_min_sync(mask, static_cast<unsigned>(mine) ^ 0x80000000u);
   return static_cast<int>(flipped ^ 0x80000000u);
