@@ -101,6 +101,8 @@ def test_large_logits_and_many_tokens(monkeypatch):
 def test_the_same_bits_in_a_cuda_graph():
     tensors, indices = draw(CASES[1], BF16, 5)
     lists = prepare_indices(indices, CASES[1][1])
+    problem = IndexProblem.of_lists(*tensors[:2], None, options_of(0.1, 0.0, "sh", False, 0), lists, head_dim_v=512)
+    assert choose(problem).name == "ffa"
 
     def attend() -> torch.Tensor:
         return index_attn_func(*tensors[:2], None, lists, head_dim_v=512)[0]
