@@ -17,24 +17,19 @@ extern "C" {
 
 const char* plan_tiles_on_cpu(const int32_t* q_ranges, const int32_t* k_ranges,
                               const int32_t* types, int num_slices, int total_q, int total_k,
-                              int tile_tokens, int num_groups, int32_t* plan, int capacity,
+                              int tile_tokens, int num_groups, int32_t* plan, int plan_words,
                               int seed) {
   using namespace magi::tile;
-  PlanParams p{};
-  p.q_ranges = reinterpret_cast<const int2*>(q_ranges);
-  p.k_ranges = reinterpret_cast<const int2*>(k_ranges);
-  p.types = types;
-  p.num_slices = num_slices;
-  p.total_q = total_q;
-  p.total_k = total_k;
-  p.shape = Shape{tile_tokens, num_groups};
-  p.num_tiles = (total_q + tile_tokens - 1) / tile_tokens;
-  p.plan = plan;
-  p.words_order = static_cast<int32_t>(order_at(p.num_tiles));
-  p.words_records = static_cast<int32_t>(records_at(p.num_tiles));
-  p.capacity = capacity;
-  p.max_ranges = 2;
-  while (p.max_ranges < num_slices) p.max_ranges *= 2;
+  PlanParams p{reinterpret_cast<const int2*>(q_ranges),
+               reinterpret_cast<const int2*>(k_ranges),
+               types,
+               num_slices,
+               total_q,
+               total_k,
+               0,
+               Shape{tile_tokens, num_groups},
+               plan};
+  set_layout(p, (total_q + tile_tokens - 1) / tile_tokens, plan_words);
   const int shared = 4 * max_of(p.num_tiles, 2 * p.max_ranges);
   return hopper::error_of([&] {
     const int ctas = (p.num_tiles + kPlanWarps - 1) / kPlanWarps;

@@ -31,7 +31,7 @@ def on_device(kernels: ctypes.CDLL, rows: np.ndarray, tq: int, tk: int, tile: in
     parts = [np.ascontiguousarray(x, dtype=np.int32) for x in (rows[:, :2], rows[:, 2:4], rows[:, 4])]
     at = [ctypes.c_void_p(x.ctypes.data) for x in parts]
     error = kernels.plan_tiles_on_cpu(
-        *at, len(rows), tq, tk, tile, groups, ctypes.c_void_p(words.ctypes.data), room, seed
+        *at, len(rows), tq, tk, tile, groups, ctypes.c_void_p(words.ctypes.data), len(words), seed
     )
     assert error is None, error.decode()
     return TilePlan(words)

@@ -108,26 +108,9 @@ def test_long_documents_go_one_after_the_other_in_no_order():
         (Mask.full(1024), 1024, NARROW, NARROW),  # heads are shared out
     ],
     ids=(
-        "full",
-        "causal",
-        "four documents",
-        "eight",
-        "four of 1,000",
-        "three",
-        "two",
-        "uneven",
-        "5K",
-        "aligned 5K",
-        "2.5K",
-        "1.25K",
-        "8K",
-        "three in 7.5K",
-        "causal 8K",
-        "window 8K",
-        "short 8K",
-        "aligned",
-        "1K",
-    ),
+        "full, causal, four documents, eight, four of 1 000, three, two, uneven, 5K, aligned 5K, 2.5K, 1.25K, 8K, "
+        "three in 7.5K, causal 8K, window 8K, short 8K, aligned, 1K"
+    ).split(", "),
 )
 def test_by_rounding_and_the_number_of_units(mask, total, steps, is_deterministic):
     assert choose(mask, total) == steps

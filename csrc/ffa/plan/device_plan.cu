@@ -75,25 +75,18 @@ extern "C" magi_status magi_tile_plan_device(const int32_t* q_ranges, const int3
                                              int32_t num_groups, int32_t* plan, int64_t plan_words,
                                              void* stream) {
   using namespace magi::tile;
-  PlanParams p{};
-  p.q_ranges = reinterpret_cast<const int2*>(q_ranges);
-  p.k_ranges = reinterpret_cast<const int2*>(k_ranges);
-  p.types = types;
-  p.num_slices = num_slices;
-  p.total_q = total_q;
-  p.total_k = total_k;
-  p.shape = Shape{tile_tokens, num_groups};
-  p.plan = plan;
+  PlanParams p{reinterpret_cast<const int2*>(q_ranges),
+               reinterpret_cast<const int2*>(k_ranges),
+               types,
+               num_slices,
+               total_q,
+               total_k,
+               0,
+               Shape{tile_tokens, num_groups},
+               plan};
   const int64_t num_tiles =
       tile_tokens > 0 ? (static_cast<int64_t>(total_q) + tile_tokens - 1) / tile_tokens : 0;
-  const int64_t records = records_at(num_tiles);
-  MAGI_RETURN(check_arguments(p, plan_words, records));
-  const int64_t room = (plan_words < kInt32Max ? plan_words : kInt32Max) - records;
-  p.num_tiles = static_cast<int32_t>(num_tiles);
-  p.words_order = static_cast<int32_t>(order_at(num_tiles));
-  p.words_records = static_cast<int32_t>(records);
-  p.capacity = static_cast<int32_t>(room / segment_words(tile_tokens));
-  p.max_ranges = 2;
-  while (p.max_ranges < num_slices && p.max_ranges < kMaxRanges) p.max_ranges *= 2;
+  MAGI_RETURN(check_arguments(p, plan_words, records_at(num_tiles)));
+  set_layout(p, static_cast<int32_t>(num_tiles), plan_words);
   return launch_plan(p, static_cast<cudaStream_t>(stream));
 }

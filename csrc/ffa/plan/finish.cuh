@@ -13,7 +13,6 @@ constexpr int32_t kFinishThreads = 1024;
 constexpr int32_t kFinishWarps = kFinishThreads / 32;
 constexpr int32_t kRankedTiles = 4096;  // ordered by counting in shared memory
 constexpr int32_t kDigitBits = 4, kDigits = 1 << kDigitBits;
-constexpr int32_t kMaxRanges = 16384;  // key ranges merged at a time
 
 // Inclusive scans over the CTA. `warps` is shared, one word per warp.
 struct Sum {

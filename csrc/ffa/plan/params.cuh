@@ -16,6 +16,7 @@ inline namespace planner {  // named: into an unnamed one nvcc puts the path of 
                             // builds would differ
 
 constexpr uint32_t kAll = 0xffffffffu;
+constexpr int32_t kMaxRanges = 16384;  // key ranges merged at a time
 
 struct PlanParams {
   const int2* q_ranges;
@@ -44,6 +45,18 @@ struct PlanParams {
     return reinterpret_cast<unsigned long long*>(&header()->words_first_order);
   }
 };
+
+// Where the parts of a plan of so many words lie, and what fits.
+inline void set_layout(PlanParams& p, int32_t num_tiles, int64_t plan_words) {
+  const int64_t records = records_at(num_tiles);
+  const int64_t room = (plan_words < kInt32Max ? plan_words : kInt32Max) - records;
+  p.num_tiles = num_tiles;
+  p.words_order = static_cast<int32_t>(order_at(num_tiles));
+  p.words_records = static_cast<int32_t>(records);
+  p.capacity = static_cast<int32_t>(room / segment_words(p.shape.tile_tokens));
+  p.max_ranges = 2;
+  while (p.max_ranges < p.num_slices && p.max_ranges < kMaxRanges) p.max_ranges *= 2;
+}
 
 // Slice i, trimmed; false if it is malformed or allows nothing. Its queries are given, since
 // callers look at them first.

@@ -93,6 +93,7 @@ struct FwdConfig {
   }
 };
 
+// The same with small key blocks.
 template <typename C>
 struct SmallBlocks
     : FwdConfig<typename C::T, C::kD, C::kDv, C::kPlain, C::kDropout, C::kGroups, kSmallBlockN> {

@@ -300,10 +300,10 @@ __device__ __forceinline__ void run_fwd(const FwdKernelParams& p, uint32_t smem_
 
 template <typename C>
 __device__ __forceinline__ bool small_blocks_pay(const magi_tile_plan_header& plan) {
-  constexpr int kSize = (C::kBlockN - 64) / 16;
-  static_assert(kSize < MAGI_KEY_BLOCK_SIZES && kSmallBlockN == 64, "plans count these blocks");
+  constexpr int kSizeIndex = (C::kBlockN - 64) / 16;
+  static_assert(kSizeIndex < MAGI_KEY_BLOCK_SIZES && kSmallBlockN == 64, "plans count these");
   return plan.num_key_blocks[0] * (kSmallBlockN + kBlockCost) <
-         plan.num_key_blocks[kSize] * (C::kBlockN + kBlockCost);
+         plan.num_key_blocks[kSizeIndex] * (C::kBlockN + kBlockCost);
 }
 
 template <typename C>

@@ -31,7 +31,7 @@ magi_status check_deterministic_split(const magi_ffa_bwd_params& a, bool is_remo
   if (is_remote || !bwd_has_deterministic_split<C>(a, sms))
     return fail(MAGI_INVALID_ARGUMENT,
                 "Tiles are split where the caller says so only in deterministic order (dq_mode is "
-                "%d), with steps of 80 (block_m is %d), of keys that are "
+                "%d), with m-blocks of 80 (block_m is %d), of keys that are "
                 "all there and at most %d tiles whose heads are not shared out anyway; leave "
                 "split_begin, split_end and splits_per_split_tile 0.",
                 a.dq_mode, a.block_m, kMaxTimed);
@@ -40,12 +40,13 @@ magi_status check_deterministic_split(const magi_ffa_bwd_params& a, bool is_remo
 
 inline magi_status check_direct_dq_store(const magi_ffa_bwd_params& a, bool is_remote) {
   if (!a.direct_dq_store || (bwd_can_store_direct(a) && !is_remote)) return MAGI_OK;
-  return fail(MAGI_INVALID_ARGUMENT,
-              "dq is written at once where a block has a direct visit (direct_dq_store) only in "
-              "deterministic order or where the first writer stores (dq_mode is %d), "
-              "in 16 bits (grad_dtype is %d), of keys that are all there, without accumulate (%d), "
-              "softcap (%g), dropout (%d) or split tiles; leave direct_dq_store 0.",
-              a.dq_mode, a.grad_dtype, a.accumulate, a.softcap, a.has_dropout);
+  return fail(
+      MAGI_INVALID_ARGUMENT,
+      "dq is written at once where an m-block has one contribution (direct_dq_store) only in "
+      "deterministic order or where the first writer stores (dq_mode is %d), "
+      "in 16 bits (grad_dtype is %d), of keys that are all there, without accumulate (%d), "
+      "softcap (%g), dropout (%d) or split tiles; leave direct_dq_store 0.",
+      a.dq_mode, a.grad_dtype, a.accumulate, a.softcap, a.has_dropout);
 }
 
 template <typename C>
