@@ -40,6 +40,14 @@ __device__ __forceinline__ volatile uint64_t* void_word(const magi_comm_epoch& e
   return reinterpret_cast<volatile uint64_t*>(place(e, e.failed_at));
 }
 
+// Kernels of a rank wait for several ranks at a time, and some of those wait, too. So every wait
+// that ends in vain says for whom it was, not only the first: two ranks that each named the other
+// would hide the third, for whom both wait.
+__device__ __forceinline__ void give_up(const magi_comm_epoch& e, int64_t awaited) {
+  *void_word(e) = 1;
+  reinterpret_cast<volatile int32_t*>(e.failed_peer)[1 + awaited] = 1;
+}
+
 // By one thread: until the signal of a row of a table has counted so many; false if in vain.
 __device__ __forceinline__ bool wait_until(const Network& network, const magi_comm_epoch& e,
                                            const int64_t* wait, uint64_t count) {
@@ -53,7 +61,7 @@ __device__ __forceinline__ bool wait_until(const Network& network, const magi_co
     if (now == last) continue;
     last = now;
     if (has_failed(e.timeout_ms, e.failed_peer, static_cast<int>(wait[2]), now - begun)) {
-      *void_word(e) = 1;
+      give_up(e, wait[2]);
       return false;
     }
   }

@@ -68,7 +68,8 @@ def reduce(exchange, partials, outputs, wire: torch.dtype) -> None:
 
 class CpuVerbs:
     """Launches that are over when they return. ``late`` of them begin late; ``before`` is told of each, and may end the
-    rank. ``held`` counts bytes of the memory that is out, ``calls`` launches by their names."""
+    rank. The puts of a relay begin ``puts_late_ms`` later than its waits. ``held`` counts bytes of the memory that is
+    out, ``calls`` launches by their names."""
 
     name = "a network of threads"
     network: int | None = None
@@ -79,6 +80,7 @@ class CpuVerbs:
         self._seed, self._random = seed, random.Random(64 * seed + self.rank)
         self._network, self._generation, self._maps = -1, 0, []
         self.late, self.slow_us, self.held, self.has_left, self.calls = 0.02, 500, 0, False, Counter()
+        self.puts_late_ms = 0
         self.before = lambda name: None
 
     def alloc(self, num_bytes: int) -> torch.Tensor:
@@ -106,18 +108,18 @@ class CpuVerbs:
     def leave(self) -> None:
         self.has_left = True
 
-    def _launch(self, name: str, params) -> None:
+    def _launch(self, name: str, params, *more: int) -> None:
         self.calls[name] += 1
         self.before(name)
         if self._random.random() < self.late:
             time.sleep(0.02 * self._random.random())
-        getattr(self._library, name)(ctypes.byref(params), self._network, self.rank)
+        getattr(self._library, name)(ctypes.byref(params), self._network, self.rank, *more)
 
     def put(self, params) -> None:
         self._launch("put", params)
 
     def relay(self, params) -> None:
-        self._launch("relay", params)
+        self._launch("relay", params, self.puts_late_ms)
 
     def wait(self, params) -> None:
         self._launch("wait", params)

@@ -110,8 +110,10 @@ inline std::mutex mutex;
 inline thread_local Network* network;
 inline thread_local int rank;
 
+// CTAs that come before `first` begin so much later.
 template <typename P>
-void launch(void (*kernel)(P), const P& params, int ctas, int world, int of_rank) {
+void launch(void (*kernel)(P), const P& params, int ctas, int world, int of_rank, int first = 0,
+            int late_ms = 0) {
   Network* shared;
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -121,6 +123,7 @@ void launch(void (*kernel)(P), const P& params, int ctas, int world, int of_rank
   for (int i = 0; i < ctas; ++i)
     all.emplace_back([=, &params] {
       thread.x = 0, block.x = i, grid.x = ctas, network = shared, rank = of_rank;
+      if (i < first) std::this_thread::sleep_for(std::chrono::milliseconds(late_ms));
       kernel(params);
     });
   for (auto& one : all) one.join();
@@ -195,8 +198,9 @@ void network_ends(int id) {
 void put(const magi_comm_put_params* p, int network, int rank) {
   wired::launch(magi::comm::comm_put, *p, p->num_ctas, network, rank);
 }
-void relay(const magi_comm_relay_params* p, int network, int rank) {
-  wired::launch(magi::comm::comm_relay, *p, p->put.num_ctas + 1, network, rank);
+void relay(const magi_comm_relay_params* p, int network, int rank, int puts_late_ms) {
+  const int puts = p->put.num_ctas;
+  wired::launch(magi::comm::comm_relay, *p, puts + 1, network, rank, puts, puts_late_ms);
 }
 void wait(const magi_comm_wait_params* p, int network, int rank) {
   wired::launch(magi::comm::comm_wait, *p, 1, network, rank);

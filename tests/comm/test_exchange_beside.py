@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cast beside attention, its kernels compiled for the CPU: when a group is passed on, all its rows are there, and
-rows that nobody sends are zero."""
+rows that nobody sends are zero. When a rank dies, others find out who."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.beside import ExchangeBeside
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import Region, plan_transfers
+from magi_attention.errors import PeerFailureError
 from magi_attention.native import abi
 
 CPU, SHAPES, BEHIND, EPOCHS = torch.device("cpu"), ((2, 8), (3, 16)), 5, 4
@@ -114,3 +116,39 @@ def test_groups_are_whole_when_they_are_passed_on(library, tmp_path, sizes, seed
                 if len(want):
                     np.testing.assert_array_equal(x[:-BEHIND].numpy(), want)
                     assert not x[-BEHIND:].any(), "zeros behind the last row"
+
+
+class Killed(Exception):
+    pass
+
+
+def test_ranks_that_wait_for_one_another_name_the_rank_that_died(library, tmp_path) -> None:
+    """Rank 2 dies in epoch 1, so ranks 0 and 1 lack its credit and send nothing in epoch 2. Each of the two finds first
+    that the other one sends nothing."""
+    nodes, rows = Nodes.of_sizes((2, 1), range(3)), 16
+    others = [[d for d in range(3) if d != r] for r in range(3)]
+    specs = [GroupSpec.make(r, 3, [rows], [others[r]], [rows] * 2, others[r]) for r in range(3)]
+    plan = plan_transfers(specs, nodes)
+    texts: dict[int, str] = {}
+
+    def main(t):
+        factory = CpuFactory(library, tmp_path).attach(t)
+        group, pack = exchange_group(t, nodes, CPU, "nvshmem"), [RowPack.of([torch.empty(0, 8)], [torch.float32])]
+        cast = ExchangeBeside(group, plan, pack, pack, 2 * rows).cast
+        cast.copy_in([torch.ones(rows, 8)])
+        cast.start(0)
+        if t.rank == 2:
+            raise Killed("its power went")
+        cast.finish(0)
+        group.check("epoch 1")
+        factory.verbs.puts_late_ms = 300
+        cast.start(0)
+        with pytest.raises(PeerFailureError) as info:
+            group.check("epoch 2")
+        texts[t.rank] = str(info.value)
+
+    with pytest.raises(Killed):
+        FakeWorld(3, 3.0).run(main)
+    assert set(texts) == {0, 1}
+    for text in texts.values():
+        assert text.startswith("Rank 2 (node 1) did not deliver within 3 s") and "its power went" in text, text

@@ -42,7 +42,7 @@ MAGI_EXPORT magi_status magi_comm_put_signal(void* target, const void* source, i
 MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, void* stream);
 
 /* The layout of the structs below, their `version`. They change more often than those of abi.h. */
-#define MAGI_COMM_VERSION 5
+#define MAGI_COMM_VERSION 6
 
 /* A group cast over nodes and its reduce, docs/design/two_levels.md. All memory of all exchanges of
  * a group is one piece from magi_comm_alloc, the arena, with the same layout on all ranks; places
@@ -51,19 +51,20 @@ MAGI_EXPORT magi_status magi_comm_wait_signal(uint64_t* signal, uint64_t value, 
  * counts those; credits are awaited at it. So casts of any plans follow one another in one arena,
  * and launches may be captured in a graph. Casts and reduces have an epoch each.
  *
- * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failed_peer, if
- * that is 0, and sets the word at failed_at; so does every wait while *failed_peer is not 0. From
- * then on this rank sends nothing, no rows, signals or credits, and its results are void.
- * *failed_peer is in host memory that the GPU can write. */
+ * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into failed_peer[0], if
+ * that is 0, and sets the word at failed_at; other waits end when failed_peer[0] is not 0. Each of
+ * them stores 1 into failed_peer[1 + the rank waited for]. From then on this rank sends nothing, no
+ * rows, signals or credits, and its results are void. failed_peer is in host memory that the GPU
+ * can write. */
 typedef struct {
   void* arena;
   int64_t epoch_at;   /* of this rank's epoch */
   int64_t signals_at; /* of signal 0 */
   int64_t totals_at;  /* of its total */
   int64_t failed_at;
-  int32_t* failed_peer;
-  const void* network; /* device: of magi_gin_alloc; null over NVSHMEM */
-  uint32_t timeout_ms; /* below 2^31 */
+  int32_t* failed_peer; /* (1 + world,) */
+  const void* network;  /* device: of magi_gin_alloc; null over NVSHMEM */
+  uint32_t timeout_ms;  /* below 2^31 */
   int32_t reserved;
 } magi_comm_epoch;
 

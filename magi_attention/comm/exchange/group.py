@@ -35,7 +35,7 @@ class ExchangeGroup:
         self._transport = transport.reference()  # why weak: the memory goes with the group
         self._ordered_streams = OrderedStreams(device) if device.type == "cuda" else None
         # Host memory that kernels write: what they find out must be known without waiting for them.
-        self._failed_peer = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._failed_peer = torch.zeros(1 + self.world, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._failed_peer_view = self._failed_peer.numpy()
         self._stage, self._told = "the first call", ""
         this = weakref.ref(self)
@@ -123,15 +123,14 @@ class ExchangeGroup:
         """Raises ``PeerFailureError`` if a wait was in vain. The group is broken then: all later calls raise too.
 
         Who did not deliver may have waited itself. So the ranks tell one another for whom they wait, for one more
-        timeout at most, and the error names the rank at the end of the chain.
+        timeout at most, and the error names the rank at the end of a chain of them.
         """
         found = int(self._failed_peer_view[0])
         if not found:
             self._stage = stage
             return
         if not self._told:
-            # An attention kernel that gives up first, which none should, knows no rank but this one.
-            self._told = self._blame(found - 1 if found <= self.world else self.rank, stage)
+            self._told = self._blame(stage)
         raise PeerFailureError(self._told)
 
     def check_if_done(self, stage: str) -> None:
@@ -139,9 +138,15 @@ class ExchangeGroup:
         if self.device.type == "cpu":
             self.check(stage)
 
-    def _blame(self, awaited: int, stage: str) -> str:
+    def _awaited(self) -> list[int]:
+        """Ranks for which waits of this rank were in vain; more may come within milliseconds."""
+        first, *is_awaited = self._failed_peer_view.tolist()
+        # An attention kernel that gives up first, which none should, knows no rank but this one.
+        return [r for r, waited in enumerate(is_awaited) if waited] or [first - 1 if first <= self.world else self.rank]
+
+    def _blame(self, stage: str) -> str:
         transport = self._transport()
-        chain, about = ([awaited], "") if transport is None else transport.blame(awaited, self._stage)
+        chain, about = (self._awaited()[:1], "") if transport is None else transport.blame(self._awaited, self._stage)
         *between, end = chain
         found = "" if stage == self._stage else f" or a call before it, as is found in {stage}"
         text = (

@@ -21,6 +21,7 @@ import torch
 
 from magi_attention.comm.transport.consistency import Judge, KnownUses, Record
 from magi_attention.comm.transport.progress import Progress
+from magi_attention.comm.transport.waits import Awaited
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -273,14 +274,14 @@ class TransportBase(ABC):
         """Blocks the host until all ranks are here in ``stage``; ``PeerFailureError`` names those who do not come."""
         self.barrier()
 
-    def blame(self, awaited: int, stage: str) -> tuple[list[int], str]:
+    def blame(self, awaited: Awaited, stage: str) -> tuple[list[int], str]:
         """After this rank has waited for ``awaited`` in vain, outside the messages of this transport.
 
         Returns:
-            ``awaited``, whom that waits for, and so on: the last one tells of nobody. And sentences on what is known of
-            the last one, each beginning with a space.
+            One that it waited for, whom that waits for, and so on: the last one tells of nobody. And sentences on what
+            is known of the last one, each beginning with a space.
         """
-        return [awaited], ""
+        return awaited()[:1], ""
 
     def give_up(self, text: str) -> None:
         """Tells all ranks that no message can pass any more, and why."""

@@ -11,7 +11,7 @@ read: only a rank that has waited for about a second looks at it. Keys, below ``
 ``at/<r>``     position of rank r, the number of collectives begun; written only when asked by the alarm
 ``resume/<r>`` position of rank r when it first used the group again after a failure
 ``meet/<n>/<r>`` rank r is at the n-th meeting of hosts
-``waits/<r>``  rank r waited in vain, outside messages of the group, and for whom
+``waits/<r>``  rank r waited in vain, outside messages of the group, and for whom: ranks, with commas between
 ``own/<name>`` what others leave for one another (``private_store``)
 ``who``, without an epoch: ``who/<r>`` says how to read the progress of rank r (see ``progress.py``)
 
@@ -35,12 +35,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from magi_attention.comm.transport.progress import Progress, Sighting, describe, look
+from magi_attention.comm.transport.waits import Awaited, chain_of_waits
 from magi_attention.errors import PeerFailureError, PlanMismatchError
 
 SLICE_S = 1.0
 ROLL_CALL_S = 10.0  # for all others to answer; a rank on a busy machine is slow and not gone
 LAST_ANSWER_S = 1.25 * SLICE_S  # for the last one, once all but it have answered
-_POLL_S = 0.02
+POLL_S = 0.02
 _KINDS = ("own", "differs", "lost", "late")  # causes first
 
 
@@ -218,28 +219,36 @@ class FailureBoard:
                 deadline = min(deadline, time.monotonic() + LAST_ANSWER_S)
             if not missing or time.monotonic() > deadline:
                 return None, missing
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def follow(self, awaited: int, stage: str, timeout_s: float) -> tuple[list[int], str]:
+    def follow(self, awaited: Awaited, stage: str, timeout_s: float) -> tuple[list[int], str]:
         """Says that this rank waits for ``awaited`` in vain, and gives others ``timeout_s`` to say the same.
 
         Returns:
-            Who waits for whom, from ``awaited`` on; the last one has said nothing. And what is known of that one.
+            Who waits for whom, from one of ``awaited`` on; the last one has said nothing. And what is known of that
+            one.
         """
-        self._write(f"waits/{self._rank}", str(awaited))
-        deadline = time.monotonic() + timeout_s
+        deadline, said = time.monotonic() + timeout_s, []
         while True:
-            chain = [awaited]
-            while (told := self._read(f"waits/{chain[-1]}")) is not None and int(told) not in chain:
-                chain.append(int(told))
+            if (now := awaited()) != said:
+                said = now
+                self._write(f"waits/{self._rank}", ",".join(map(str, said)))
+            chain = chain_of_waits(said, self._awaited_by, self._is_gone)
             end = chain[-1]
-            seen = None if told is not None else self._look(end)
-            is_known = self._has(f"fail/{end}") or (seen is not None and not seen.is_alive)
-            if is_known or time.monotonic() > deadline:
+            if time.monotonic() > deadline or (self._awaited_by(end) is None and self._is_gone(end)):
                 failure = self._read(f"fail/{end}")
                 about = "" if failure is None else f" It reported: {failure.partition('|')[2].rstrip('. ')}."
                 return chain, about or self.about([end], stage)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
+
+    def _awaited_by(self, rank: int) -> list[int] | None:
+        told = self._read(f"waits/{rank}")
+        return None if told is None else [int(r) for r in told.split(",")]
+
+    def _is_gone(self, rank: int) -> bool:
+        """Has it failed or ended, as far as is known?"""
+        seen = self._look(rank)
+        return self._has(f"fail/{rank}") or (seen is not None and not seen.is_alive)
 
     def meet(self, stage: str, timeout_s: float) -> None:
         """Returns when all ranks are at the same meeting; ``PeerFailureError`` names those who are not in time, or who
@@ -267,7 +276,7 @@ class FailureBoard:
                 self.report(text, "late")
                 raise PeerFailureError(text)
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_S)
+            pause = min(2 * pause, POLL_S)
         if self._meetings > 1:  # everybody has left the one before
             self._store.delete_key(self.key(f"meet/{self._meetings - 1}/{self._rank}"))
 
@@ -287,7 +296,7 @@ class FailureBoard:
                     f"This process group had a failure and {self.names(missing)} did not come back to it "
                     f"within {timeout_s:g} s. Make a new process group, or let every rank handle the failure."
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         positions = {r: int(self._read(f"resume/{r}") or 0) for r in everyone}
         if len(set(positions.values())) > 1:
             listing = ", ".join(f"{self.name(r)}: {n}" for r, n in positions.items())

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from magi_attention.comm.transport.base import DEFAULT_TIMEOUT_S, TransportBase, Work, check_all_to_all, check_reduce_op
-from magi_attention.comm.transport.failure import describe_error
+from magi_attention.comm.transport.failure import POLL_S, describe_error
+from magi_attention.comm.transport.waits import Awaited, chain_of_waits
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
 
 
@@ -44,7 +45,7 @@ class _Hub:
         self.changed = threading.Condition()
         self.ops: dict[tuple[tuple[int, ...], int], _Op] = {}
         self.gone: dict[int, str] = {}  # global rank -> why it takes no further part
-        self.waits: dict[int, int] = {}  # global ranks: who waits in vain, outside messages, and for whom
+        self.waits: dict[int, list[int]] = {}  # global ranks: who waits in vain, outside messages, and for whom
 
     def leave(self, rank: int, why: str) -> None:
         with self.changed:
@@ -195,21 +196,19 @@ class FakeTransport(TransportBase):
     def barrier(self) -> None:
         self._join("barrier", None, lambda brought: None).wait()
 
-    def blame(self, awaited: int, stage: str) -> tuple[list[int], str]:
+    def blame(self, awaited: Awaited, stage: str) -> tuple[list[int], str]:
         hub, ranks = self.hub, self.ranks
         deadline = time.monotonic() + hub.timeout_s
         with hub.changed:
-            hub.waits[self._global_rank] = ranks[awaited]
-            hub.changed.notify_all()
             while True:
-                chain = [ranks[awaited]]
-                while (told := hub.waits.get(chain[-1])) is not None and told not in chain:
-                    chain.append(told)
+                hub.waits[self._global_rank] = [ranks[rank] for rank in awaited()]
+                hub.changed.notify_all()
+                chain = chain_of_waits(hub.waits[self._global_rank], hub.waits.get, hub.gone.__contains__)
                 left = deadline - time.monotonic()
                 if chain[-1] in hub.gone or left <= 0:
                     known = hub.gone.get(chain[-1])
                     return [ranks.index(rank) for rank in chain], f" It {known.rstrip('. ')}." if known else ""
-                hub.changed.wait(left)
+                hub.changed.wait(min(left, POLL_S))
 
     def report_failure(self, exc: BaseException, stage: str) -> None:
         self.hub.leave(self._global_rank, f"failed: {describe_error(exc, stage)}")

@@ -41,6 +41,7 @@ from magi_attention.comm.transport.process_groups import (
     is_destroyed,
     ranks_in_table,
 )
+from magi_attention.comm.transport.waits import Awaited
 from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
 
 _log = logging.getLogger("magi_attention.comm")
@@ -228,14 +229,14 @@ class TorchTransport(TransportBase):
         if self._check is not None and uses[0] not in self._known:
             self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
 
-    def blame(self, awaited: int, stage: str) -> tuple[list[int], str]:
-        """Asks the store for ``timeout_s`` at most; less if the last rank of the chain has failed or ended."""
+    def blame(self, awaited: Awaited, stage: str) -> tuple[list[int], str]:
+        """Asks the store for ``timeout_s`` at most; less if a rank at the end of a chain has failed or ended."""
         if self._board is None:
-            return [awaited], ""
+            return awaited()[:1], ""
         try:
             return self._board.follow(awaited, stage, self.timeout_s)
         except (OSError, RuntimeError):
-            return [awaited], (
+            return awaited()[:1], (
                 " The store of this group is gone, too, so nobody can say whether that rank waits itself; the process "
                 "that holds the store may have been the first to fail."
             )

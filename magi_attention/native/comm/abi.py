@@ -9,7 +9,7 @@ from ctypes import c_int32, c_int64, c_uint32, c_void_p
 
 from magi_attention.native.abi import I32_PTR, Functions
 
-COMM_VERSION = 5  # of the structs of comm.h
+COMM_VERSION = 6  # of the structs of comm.h
 COMM_WAIT_WORDS = 3
 COMM_CONTROL_BYTES = 4096
 PAIR = c_int64 * 2
