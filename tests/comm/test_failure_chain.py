@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch.distributed as dist
 
 from magi_attention.comm.transport.failure import FailureBoard
 from magi_attention.comm.transport.torch import TorchTransport
 from magi_attention.comm.transport.waits import chain_of_waits
-from magi_attention.testing.spawn import run_processes
+from magi_attention.testing.spawn import RankFailure, run_processes
+from magi_attention.testing.waiting import DEADLINE_S, Flags, wait_until
 
 
 def boards(world: int) -> list[FailureBoard]:
@@ -35,7 +39,7 @@ def test_a_rank_that_says_nothing_has_until_the_timeout():
 def test_ranks_that_wait_in_a_circle():
     first, second, third = boards(3)
     for board, awaited in ((first, [1]), (second, [2]), (third, [0])):
-        chain, _ = board.follow(lambda: awaited, "a cast", 0.05)
+        chain, _ = board.follow(awaited.copy, "a cast", 0.05)
     assert chain == [0, 1, 2]
 
 
@@ -63,6 +67,33 @@ SILENT = None  # what a rank has told that has told nothing
 ])  # fmt: skip
 def test_chains(waits, gone, want):
     assert chain_of_waits(waits[0], waits.__getitem__, gone.__contains__) == want
+
+
+def test_ranks_that_waited_in_vain_are_not_gone():
+    first, second, third, fourth = boards(4)
+    assert first.gone() == []
+    second.report("Rank 3 did not deliver.", "lost")
+    third.report("Rank 3 did not arrive.", "late")
+    assert first.gone() == []
+    fourth.report("ValueError: no such row.")
+    assert first.gone() == [3] and fourth.gone() == []
+
+
+def wait_for_one_that_waits(rank: int, world: int, folder: str) -> None:
+    transport, flags = TorchTransport(timeout_s=60), Flags(folder)
+    transport.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(transport._board.gone, "rank 2 is gone")
+    suspect, about = transport.suspect(1 - rank, "a cast")
+    flags.set(f"rank {rank}")
+    flags.wait("rank 0", "rank 1")  # an end of this process is not what the other one shall see
+    assert suspect == 2 and f"Rank {1 - rank} is alive" in about and "its process has ended" in about, about
+
+
+def test_a_rank_that_was_killed_is_suspected_before_one_that_waits(tmp_path):
+    with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
+        run_processes(3, wait_for_one_that_waits, str(tmp_path), grace_s=DEADLINE_S)
 
 
 def lose_the_store(rank: int, world: int) -> tuple[list[int], str]:

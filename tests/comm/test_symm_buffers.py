@@ -13,6 +13,8 @@ import pytest
 
 from magi_attention.comm.symm import buffers as symm_buffers
 from magi_attention.comm.symm.buffers import _GRAIN, SymmGroup, View, why_no_symm_buffers
+from magi_attention.errors import PeerFailureError
+from magi_attention.native import abi
 
 
 def sizes_made(wanted: list[int]) -> list[int]:
@@ -102,3 +104,22 @@ def test_torch_is_told_of_the_overlap_and_only_then(before, monkeypatch) -> None
         assert os.environ[name] == "1"
         raise KeyError
     assert os.environ.get(name) == before
+
+
+def test_errors_name_who_did_not_deliver_and_whose_log_to_read(monkeypatch) -> None:
+    """Rank 1 has waited for rank 3, which has ended."""
+    told = []
+    board = SimpleNamespace(suspect=lambda peer, call: (3, f" Rank {peer} is alive. {call}?"), give_up=told.append)
+    monkeypatch.setattr(symm_buffers, "TorchTransport", lambda group: board)
+    group = object.__new__(SymmGroup)
+    group._failed_peer_view, group.rank_of_signal = [0], {7: 1}
+    group._group, group.timeout_ms, group._has_told = lambda: "the group", 5000, False
+    group.check("a forward")
+    for word in (1 + 1, 1 + abi.SYMM_FAILED_SIGNAL + 7):  # a rank, and a signal of a launch
+        group._failed_peer_view = [word]
+        with pytest.raises(PeerFailureError) as info:
+            group.check("a backward")
+        text = str(info.value)
+        assert text.startswith("Rank 1 did not deliver within 5 s in a forward or a call before it"), text
+        assert "found in a backward" in text and "alive. a forward? Look at the log of rank 3;" in text, text
+    assert told == [text], "others are told once"

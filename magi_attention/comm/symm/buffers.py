@@ -103,11 +103,11 @@ class SymmGroup:
         if peer >= abi.SYMM_FAILED_SIGNAL:
             peer = self.rank_of_signal.get(peer - abi.SYMM_FAILED_SIGNAL, peer)
         group = self._group()
-        about = "" if group is None else TorchTransport(group).about(peer, self._stage)
+        suspect, about = (peer, "") if group is None else TorchTransport(group).suspect(peer, self._stage)
         text = (
             f"Rank {peer} did not deliver within {self.timeout_ms / 1000:g} s in {self._stage} or a call before it, "
-            f"as is found in {stage}; results since then are void.{about} Look at that rank's log; make a new process "
-            "group to go on."
+            f"as is found in {stage}; results since then are void.{about} Look at the log of rank {suspect}; make a "
+            "new process group to go on."
         )
         if group is not None and not self._has_told:
             self._has_told = True

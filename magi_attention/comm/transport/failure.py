@@ -245,10 +245,16 @@ class FailureBoard:
         told = self._read(f"waits/{rank}")
         return None if told is None else [int(r) for r in told.split(",")]
 
+    def gone(self) -> list[int]:
+        """Other ranks that have failed or ended, as far as is known, and not because they waited for a rank."""
+        return [rank for rank in range(len(self.ranks)) if rank != self._rank and self._is_gone(rank)]
+
     def _is_gone(self, rank: int) -> bool:
-        """Has it failed or ended, as far as is known?"""
+        told = self._read(f"fail/{rank}")
+        if told is not None:
+            return told.partition("|")[0] not in ("lost", "late")
         seen = self._look(rank)
-        return self._has(f"fail/{rank}") or (seen is not None and not seen.is_alive)
+        return seen is not None and not seen.is_alive
 
     def meet(self, stage: str, timeout_s: float) -> None:
         """Returns when all ranks are at the same meeting; ``PeerFailureError`` names those who are not in time, or who

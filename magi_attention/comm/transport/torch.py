@@ -241,9 +241,17 @@ class TorchTransport(TransportBase):
                 "that holds the store may have been the first to fail."
             )
 
-    def about(self, rank: int, call: str) -> str:
-        """What is known of a rank that did not come to ``call``: sentences, each beginning with a space."""
-        return "" if self._board is None else self._board.about([rank], call)
+    def suspect(self, awaited: int, call: str) -> tuple[int, str]:
+        """Who is to blame when ``awaited`` did not come to ``call``: that rank, or one that is gone, for which it may
+        have waited. And what is known of both: sentences, each beginning with a space."""
+        if self._board is None:
+            return awaited, ""
+        try:
+            gone = self._board.gone()
+        except (OSError, RuntimeError):
+            return awaited, ""  # why: the store is gone, and with it what it knew
+        suspect = awaited if awaited in gone or not gone else gone[0]
+        return suspect, self._board.about(dict.fromkeys((awaited, suspect)), call)
 
     def give_up(self, text: str) -> None:
         """Tells all ranks that no message can pass any more, and why."""

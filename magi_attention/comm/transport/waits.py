@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Awaited = Callable[[], Sequence[int]]  # ranks waited for in vain; asked again, because more may become known
+Awaited = Callable[[], list[int]]  # ranks waited for in vain; asked again, because more may become known
 
 
 def chain_of_waits(
