@@ -181,8 +181,8 @@ def read_rates(path: Path) -> list[MachineRates]:
 
 
 def find_rates(entries: Sequence[MachineRates], device: str, ranks: int) -> MachineRates | None:
-    """The entry of this device and this version of the package whose number of ranks is nearest; None if there is
-    none. Of two that are as near, the one of more ranks."""
+    """The entry of this device and this version of the package whose number of ranks is nearest, the larger one of
+    two that are as near; None if there is none."""
     mine = [entry for entry in entries if entry.device == device and entry.version == __version__]
     return min(mine, key=lambda entry: (abs(log2(entry.ranks / ranks)), -entry.ranks), default=None)
 

@@ -14,8 +14,8 @@ def vertex_cover(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Least weighted vertex cover of a bipartite graph: which vertices are chosen, two bool arrays.
 
-    ``left_weights`` (L,), ``right_weights`` (R,) int64 from 0 on; edge e joins ``left[e]`` and ``right[e]``. Of each
-    edge at least one end is chosen.
+    ``left_weights`` (L,), ``right_weights`` (R,) int64 from 0 on; edge e joins ``left[e]`` and ``right[e]``, one
+    of which is chosen at least.
 
     Raises:
         ContractError: a vertex that there is not, or a negative weight. UnsupportedError: the library is not built.

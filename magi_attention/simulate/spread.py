@@ -42,8 +42,8 @@ class Spread:
 
 
 def spread(mask: Mask, parts: int, multiple: int = 1) -> Spread:
-    """Over ``parts`` ranks, in pieces of a multiple of ``multiple`` tokens. Of documents, pairs of a causal or a full
-    document of the same area are counted; of one sequence, those of the mask."""
+    """Over ``parts`` ranks, in pieces of a multiple of ``multiple`` tokens. The mask of one sequence is counted as it
+    is. Each of several documents is counted as a causal or a full one of the same area."""
     slices = mask.slices.array
     lengths = np.diff(np.array(mask.cu_seqlens or (0, mask.total_q), dtype=np.int64))
     # Full documents only see themselves as a whole; any other mask looks back.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of csrc/comm over a network of threads: every CTA is one thread, and every put a job
 // that one of the network's threads picks at random. It reads its source when it is picked, so
-// puts overtake one another. Of half of the pairs of ranks one reaches the memory of the other
-// itself, so that its kernels store there. test_nvshmem_on_cpu.py makes the sources that are
+// puts overtake one another. In half of the pairs of ranks, one rank reaches the memory of the
+// other itself, so that its kernels store there. test_nvshmem_on_cpu.py makes the sources that are
 // included here.
 #include <atomic>
 #include <chrono>

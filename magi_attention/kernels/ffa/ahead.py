@@ -31,8 +31,8 @@ class KernelTiles(NamedTuple):
     is_fused: bool = False
 
     def make(self, slices: SliceTable, queries: int, keys: int, local_keys: int) -> None:
-        """Makes the tables of ``slices`` over so many rows; they lie in its cache. Of the keys the ``local_keys`` first
-        are the rank's own, and others arrive while the kernel runs; all of them are its own mostly."""
+        """Makes the tables of ``slices`` over so many rows; they lie in its cache. The first ``local_keys``
+        keys are the rank's own, mostly all of them; the others arrive while the kernel runs."""
         for tile, is_transposed in ((self.forward, False), (self.backward, True)):
             TilePlan.of_table(slices, queries, keys, tile.tokens, tile.groups, is_transposed, is_kept=True)
         if not self.is_portable:

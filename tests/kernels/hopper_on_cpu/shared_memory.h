@@ -73,7 +73,7 @@ inline void begin_arrival(uint32_t address, uint32_t bytes, const char* who) {
   for_marks(address, bytes, [](Mark& mark) { mark.is_awaited = true; });
 }
 
-// fence.proxy.async. Of copies it is enough that any thread calls it, which must have waited for
+// fence.proxy.async. For copies it is enough that any thread calls it, which must have waited for
 // them.
 inline void fence() {
   ++self->fences;
