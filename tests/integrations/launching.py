@@ -20,14 +20,16 @@ ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
 
 
 def launch(folder: Path, settings: dict, processes: int, script: str = "train_tiny.py", by=TORCHRUN) -> dict:
-    """What rank 0 of ``script`` wrote; fails with its last words."""
+    """What rank 0 of ``script`` wrote; fails with what the processes said."""
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / f"{processes}.json"
     command = [*by, str(processes), str(HERE / script), str(out), json.dumps(settings)]
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     alone = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+    alone["PYTHONFAULTHANDLER"] = "1"  # a rank that aborts says where
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    # Words of torchrun come last and are long, so these are many: the cause stands before them.
+    assert done.returncode == 0, (done.stdout + done.stderr)[-40_000:]
     result = json.loads(out.read_text())
     assert result["processes"] == processes
     return result
