@@ -28,10 +28,14 @@ torch.cpu.memory_stats = lambda device=None: {}
 torch.cpu.current_device = lambda: 0
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as functional_collectives  # noqa: E402
 
 IS_NEW = hasattr(dist, "set_timeout")  # torch 2.14, which torchtitan 0.3.0 is for
 if not IS_NEW:
     dist.set_timeout = lambda timeout, group: None
+    # Several functional all-gathers or reduce-scatters under way corrupt the heap with torch 2.13 over gloo, in a plain
+    # loop as well. So each is waited for at once.
+    functional_collectives._maybe_wrap_tensor = functional_collectives.wait_tensor
 
 from titan_parts import DenseAttention, DenseTrainer, Documents, Metrics, NoTokenizer  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
