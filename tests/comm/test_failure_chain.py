@@ -28,6 +28,13 @@ def test_the_last_of_the_chain_that_reported_ends_it_at_once():
     assert first.follow(lambda: [1], "a cast", 1e6) == ([1, 2], " It reported: ValueError: no such row.")
 
 
+@pytest.mark.parametrize("kind", ["own", "lost", "late"])
+def test_any_report_ends_the_chain_at_once(kind):
+    first, second, _ = boards(3)
+    second.report("Rank 2 did not arrive.", kind)
+    assert first.follow(lambda: [1], "a cast", 1e6) == ([1], " It reported: Rank 2 did not arrive.")
+
+
 def test_a_rank_that_says_nothing_has_until_the_timeout():
     first, second, _ = boards(3)
     chain, about = first.follow(lambda: [1], "a cast", 0.05)
@@ -58,6 +65,7 @@ SILENT = None  # what a rank has told that has told nothing
 
 @pytest.mark.parametrize("waits, gone, want", [
     ([[1], SILENT], [], [1]),
+    ([[1], SILENT], [1], [1]),
     ([[1, 2], [0, 2], SILENT], [], [2]),
     ([[1], [0, 2], SILENT], [], [1, 2]),
     ([[1, 2], [3], SILENT, SILENT], [3], [1, 3]),  # a rank that is gone, before one that is silent and nearer
@@ -66,7 +74,8 @@ SILENT = None  # what a rank has told that has told nothing
     ([[1], [0], SILENT], [2], [1, 0]),  # nobody waits for rank 2
 ])  # fmt: skip
 def test_chains(waits, gone, want):
-    assert chain_of_waits(waits[0], waits.__getitem__, gone.__contains__) == want
+    found, is_known = chain_of_waits(waits[0], waits.__getitem__, gone.__contains__)
+    assert found == want and is_known == (want[-1] in gone)
 
 
 def test_ranks_that_waited_in_vain_are_not_gone():

@@ -28,7 +28,7 @@ def launch(folder: Path, settings: dict, processes: int, script: str = "train_ti
     alone = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
     alone["PYTHONFAULTHANDLER"] = "1"  # a rank that aborts says where
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=DEADLINE_S)
-    # Words of torchrun come last and are long, so these are many: the cause stands before them.
+    # torchrun's own words come last and are long; the cause stands before them.
     assert done.returncode == 0, (done.stdout + done.stderr)[-40_000:]
     result = json.loads(out.read_text())
     assert result["processes"] == processes

@@ -233,9 +233,9 @@ class FailureBoard:
             if (now := awaited()) != said:
                 said = now
                 self._write(f"waits/{self._rank}", ",".join(map(str, said)))
-            chain = chain_of_waits(said, self._awaited_by, self._is_gone)
-            end = chain[-1]
-            if time.monotonic() > deadline or (self._awaited_by(end) is None and self._is_gone(end)):
+            chain, is_known = chain_of_waits(said, self._awaited_by, self._has_left)
+            if is_known or time.monotonic() > deadline:
+                end = chain[-1]
                 failure = self._read(f"fail/{end}")
                 about = "" if failure is None else f" It reported: {failure.partition('|')[2].rstrip('. ')}."
                 return chain, about or self.about([end], stage)
@@ -247,14 +247,14 @@ class FailureBoard:
 
     def gone(self) -> list[int]:
         """Other ranks that have failed or ended, as far as is known, and not because they waited for a rank."""
-        return [rank for rank in range(len(self.ranks)) if rank != self._rank and self._is_gone(rank)]
+        others = [rank for rank in range(len(self.ranks)) if rank != self._rank]
+        reports = {rank: self._read(f"fail/{rank}") or "" for rank in others}
+        return [r for r in others if reports[r].partition("|")[0] not in ("lost", "late") and self._has_left(r)]
 
-    def _is_gone(self, rank: int) -> bool:
-        told = self._read(f"fail/{rank}")
-        if told is not None:
-            return told.partition("|")[0] not in ("lost", "late")
+    def _has_left(self, rank: int) -> bool:
+        """Has it reported a failure of any kind, or ended?"""
         seen = self._look(rank)
-        return seen is not None and not seen.is_alive
+        return self._has(f"fail/{rank}") or (seen is not None and not seen.is_alive)
 
     def meet(self, stage: str, timeout_s: float) -> None:
         """Returns when all ranks are at the same meeting; ``PeerFailureError`` names those who are not in time, or who

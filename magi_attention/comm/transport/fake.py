@@ -203,9 +203,9 @@ class FakeTransport(TransportBase):
             while True:
                 hub.waits[self._global_rank] = [ranks[rank] for rank in awaited()]
                 hub.changed.notify_all()
-                chain = chain_of_waits(hub.waits[self._global_rank], hub.waits.get, hub.gone.__contains__)
+                chain, is_known = chain_of_waits(hub.waits[self._global_rank], hub.waits.get, hub.gone.__contains__)
                 left = deadline - time.monotonic()
-                if chain[-1] in hub.gone or left <= 0:
+                if is_known or left <= 0:
                     known = hub.gone.get(chain[-1])
                     return [ranks.index(rank) for rank in chain], f" It {known.rstrip('. ')}." if known else ""
                 hub.changed.wait(min(left, POLL_S))
