@@ -13,6 +13,7 @@ from magi_attention.api.handles import CompiledFacts, runtime_of
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float
 from magi_attention.errors import ContractError
+from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype
@@ -131,6 +132,7 @@ def compiled_attn(
     dropout_seed: int | None = None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """``attend`` and ``calc_attn`` while a model is traced."""
+    q, k, v = cast_operands(q, k, v)
     has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     scale = None if softmax_scale is None else as_scale(softmax_scale)
     return_max_logits = bool(return_max_logits)

@@ -327,6 +327,7 @@ def attend(
     ``dropout_p`` > 0 drops that share of the weights after the softmax, by ``dropout_seed``: an integer, the same on
     all ranks, and another one for each layer and step. Which weights go depends on the seed, the head and the global
     positions of query and key alone, so it is the same for any number of ranks.
+    Under ``torch.autocast`` q, k and v take its dtype, as those of torch's own attention do, and so does out.
     Collective over the group. Gradients of parameters are those of this rank's tokens: sum them over the group
     (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
     (dicts of rank, lane, stage, start, end).

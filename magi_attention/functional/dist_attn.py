@@ -21,6 +21,7 @@ import torch
 
 from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.common.slices import SliceTable
+from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.query_moves import Forward, backward_with_moves, forward_with_moves
 from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
@@ -50,10 +51,11 @@ def dist_attn(
     ``(S, Hq)``, the same on all ranks, and so is ``dropout``. Returns out ``(T, Hq, Dv)`` in q's dtype, lse
     ``(T, Hq)`` (natural log, float32, or float64 for float64 inputs) and max_logits ``(Hq,)`` over all ranks or None.
     Collective over the group; differentiable in q, k, v and sink. If a rank fails, the others raise
-    ``PeerFailureError``.
+    ``PeerFailureError``. Under autocast q, k and v take its dtype, and so does out.
     """
     with runtime.transport.guard("attention forward, input check"):
         precision = runtime.policy.precision
+        q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
         out_dtype = q.dtype if isinstance(q, torch.Tensor) else None
         if precision is not None:
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))

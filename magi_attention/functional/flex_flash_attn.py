@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional.autocast import autocast_dtype, cast_operands
 from magi_attention.functional.inputs import check_devices, check_qkv
 from magi_attention.functional.sparse.index_attn import attend_lists, index_attn_func
 from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
@@ -43,6 +44,8 @@ def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("index_sparse_indices") is not None:
             return _index_sparse(signature, args, kwargs)
+        if autocast_dtype(args[0] if args else kwargs.get("q")) is not None:
+            args, kwargs = _cast_call(args, kwargs)
         if is_compiling():
             args, kwargs = _without_bounds(args, kwargs)
             return func(*args, **kwargs)
@@ -55,6 +58,16 @@ def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
 
     call.known_calls = known  # type: ignore[attr-defined]
     return call
+
+
+def _cast_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with q, k and v in the dtype of autocast; a call that lacks one is left for its own error."""
+    given = {**kwargs, **dict(zip("qkv", args))}
+    if not all(name in given for name in "qkv"):
+        return args, kwargs
+    cast = dict(zip("qkv", cast_operands(given["q"], given["k"], given["v"])))
+    positional = tuple(cast[name] for name, _ in zip("qkv", args))
+    return positional + args[3:], {name: cast.get(name, x) for name, x in kwargs.items()}
 
 
 def _without_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,7 +147,7 @@ def flex_flash_attn_func(
 
     Slices must be disjoint; with ``MAGI_ATTENTION_SANITY_CHECK=1`` an overlap is an error. A row that sees
     nothing gives out 0, lse -inf and gradients 0. Inputs may have any strides. Under
-    ``torch.compile(fullgraph=True)`` the call is one custom op.
+    ``torch.compile(fullgraph=True)`` the call is one custom op. Under ``torch.autocast`` q, k and v take its dtype.
 
     Args:
         q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv). One floating dtype, Hq a multiple of Hk.

@@ -12,6 +12,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
+from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.functional.inputs import check_devices, check_qkv
 from magi_attention.functional.sparse.index_attn import index_attn_func
@@ -59,6 +60,7 @@ def block_sparse_attn_func(
     Raises:
         ContractError: shapes, dtypes or devices that do not fit together.
     """
+    q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
     check_qkv(q, k, v)
     q_block = _size(q_block_size, "q_block_size")
     k_block = q_block if k_block_size is None else _size(k_block_size, "k_block_size")

@@ -8,6 +8,7 @@ import torch
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
+from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.inputs import check_devices, check_qkv, width_of_values
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.kernels.index_attn.custom_ops import index_fwd
@@ -55,6 +56,7 @@ def index_attn_func(
             says when such entries are looked for on a GPU.
         NoBackendError: the backend asked for by environment cannot run the problem.
     """
+    q, k, v = cast_operands(q, k, v)
     check_qkv(q, k, k if v is None else v)
     width = width_of_values(k, v, head_dim_v)
     if not isinstance(indices, PreparedIndices):

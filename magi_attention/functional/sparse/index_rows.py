@@ -24,6 +24,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
+from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor, width_of_values
 from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.sparse.index_attn import attend_lists
@@ -186,6 +187,7 @@ def attend_index(
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
     with layout.transport.guard("index attention, input check"):
+        q, k, v = cast_operands(q, k, v)
         width = width_of_values(k, v, head_dim_v)
         _check(q, k, k if v is None else v, sink, layout)
         if not isinstance(indices, IndexExchange) and indices.shape[1:2] != k.shape[1:2]:

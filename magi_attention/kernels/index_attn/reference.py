@@ -15,7 +15,7 @@ import torch
 
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.kernels.reference.correction import safe_lse, safe_subtract
-from magi_attention.kernels.reference.operands import reference_why_not
+from magi_attention.kernels.reference.operands import as_kernel, reference_why_not
 from magi_attention.kernels.types import AttnOptions, accumulation_dtype
 
 BUDGET = 1 << 25  # 128 MiB of float32
@@ -99,7 +99,7 @@ class IndexReference:
     def why_not(self, problem: IndexProblem) -> str | None:
         return reference_why_not(problem)
 
-    @torch.no_grad()
+    @as_kernel
     def forward(
         self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +116,7 @@ class IndexReference:
             lse[part.queries] = total.flatten(1)
         return out, lse
 
-    @torch.no_grad()
+    @as_kernel
     def backward(
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,

@@ -7,6 +7,10 @@ tokens, head dim), both contiguous and in the accumulation dtype.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import numpy as np
 import torch
 
@@ -18,7 +22,22 @@ from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, a
 
 _ENDS: Kind[None, tuple[int, int]] = Kind("ends of the slices")
 _UNSEEN: Kind[tuple[int, int], tuple[np.ndarray | None, np.ndarray | None]] = Kind("rows without a pair")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def as_kernel(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A method of PyTorch functions that acts as a kernel does: without autograd, and in its own dtypes under autocast,
+    which would compute each product in half precision."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        device = next(x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return method(*args, **kwargs)
+
+    return run
 
 
 def reference_why_not(problem: Problem) -> str | None:

@@ -22,6 +22,7 @@ from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE
 from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.correction import safe_lse, safe_softmax, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import (
+    as_kernel,
     check_operands,
     finish_backward,
     finish_forward,
@@ -62,7 +63,7 @@ class SdpaBackend:
     def why_not(self, problem: Problem) -> str | None:
         return reference_why_not(problem)
 
-    @torch.no_grad()
+    @as_kernel
     def forward(
         self,
         q: torch.Tensor,
@@ -89,7 +90,7 @@ class SdpaBackend:
             new.max_logits = _max_per_head(logits)
         return finish_forward(new, options, sink, init)
 
-    @torch.no_grad()
+    @as_kernel
     def backward(
         self,
         dout: torch.Tensor,

@@ -27,6 +27,7 @@ from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.block_iter import KeyTile, TileMask, block_walk
 from magi_attention.kernels.reference.correction import sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import (
+    as_kernel,
     check_operands,
     finish_backward,
     finish_forward,
@@ -57,7 +58,7 @@ class SdpaOnlineBackend:
     def why_not(self, problem: Problem) -> str | None:
         return reference_why_not(problem)
 
-    @torch.no_grad()
+    @as_kernel
     def forward(
         self,
         q: torch.Tensor,
@@ -81,7 +82,7 @@ class SdpaOnlineBackend:
             run.block(block.q0, block.q1, block.tiles, new)
         return finish_forward(new, options, sink, init)
 
-    @torch.no_grad()
+    @as_kernel
     def backward(
         self,
         dout: torch.Tensor,
