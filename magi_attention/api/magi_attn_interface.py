@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from magi_attention.api.attention_check import note_call
 from magi_attention.api.balance_hint import advise_balance, advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
@@ -300,6 +301,7 @@ def calc_attn(
     the key while a CUDA graph that was captured with it is replayed: of keys that nobody holds the least recently used
     go, with their tables on the GPU.
     """
+    note_call(key)
     if is_compiling():
         return compiled_attn(q, k, v, sink, _facts(key), softmax_scale, softcap, return_max_logits)
     return _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
+from magi_attention.api.attention_check import note_call
 from magi_attention.api.balance_hint import advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
@@ -302,6 +303,14 @@ def _check_square(mask: Mask, total: int) -> None:
         )
 
 
+def _on_meta(q: torch.Tensor, v: torch.Tensor, return_max_logits: bool) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Shapes and dtypes alone, as torch's functions give them for tensors on the meta device."""
+    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(q.shape[:2], dtype=accumulated)
+    out = q.new_empty((*q.shape[:2], v.shape[2]), requires_grad=torch.is_grad_enabled() and q.requires_grad)
+    return out, AttnForwardMeta(lse=lse, max_logits=lse.new_empty(q.shape[1]) if return_max_logits else None)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -330,8 +339,11 @@ def attend(
     Under ``torch.autocast`` q, k and v take its dtype, as those of torch's own attention do, and so does out.
     Collective over the group. Gradients of parameters are those of this rank's tokens: sum them over the group
     (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
-    (dicts of rank, lane, stage, start, end).
+    (dicts of rank, lane, stage, start, end). Tensors on the meta device give tensors there.
     """
+    note_call(plan)
+    if q.is_meta and k.is_meta and v.is_meta:
+        return _on_meta(q, v, return_max_logits)
     if is_compiling():
         if trace is not None:
             raise ContractError("trace= collects nothing in a compiled model; leave it out, or call attend uncompiled.")
