@@ -6,7 +6,7 @@ It needs no process group, so workers of a DataLoader run it. All ranks of a gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,122 +16,141 @@ import torch
 from magi_attention.api import Mask, Plan, make_plan
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import ContractError
-
-IGNORE_INDEX = -100
+from magi_attention.integrations.examples import IGNORE_INDEX, ExampleShape, digest_of, read_example, rows_of_batch
 
 
 class LayerPlans:
-    """The plans of one packed sequence, all with the same tokens on each rank: for layers that see whole documents, and
-    by window for layers with one. ``group`` is what the calls of attention get.
+    """The plans of one packed sequence, all with the same tokens on each rank: ``full`` for layers that see whole
+    documents; by window, and by chunk size, for layers that see less. ``group`` is what the calls of attention get.
 
+    ``PackingCollator`` adds the ``shape`` of its examples, and a ``digest`` of their tokens and labels (0 for none).
     No dataclass and no container, because wrappers of models build those anew.
     """
 
-    def __init__(self, full: Plan, windows: Mapping[int, Plan], group: Any = None) -> None:
+    def __init__(
+        self, full: Plan, windows: Mapping[int, Plan], group: Any = None, chunks: Mapping[int, Plan] | None = None,
+        shape: ExampleShape | None = None, digest: int = 0,
+    ) -> None:  # fmt: skip
         self.full, self.windows, self.group = full, windows, group
+        self.chunks = {} if chunks is None else chunks
+        self.shape, self.digest = shape, digest
 
     def in_group(self, group: Any) -> LayerPlans:
         """The same plans for calls in ``group``."""
-        return LayerPlans(self.full, self.windows, group)
+        return LayerPlans(self.full, self.windows, group, self.chunks, self.shape, self.digest)
 
-    def of(self, window: int | None) -> Plan:
-        """The plan of a layer whose tokens see ``window`` tokens, themselves included; None for no window."""
-        if window is None:
-            return self.full
-        if window not in self.windows:
+    def all(self) -> tuple[Plan, ...]:
+        """Every plan: what ``AttentionCheck`` compares with."""
+        return (self.full, *self.windows.values(), *self.chunks.values())
+
+    def of(self, window: int | None, chunk: int | None = None) -> Plan:
+        """The plan of a layer whose tokens see ``window`` tokens, themselves included, or those of their ``chunk``;
+        None for no limit."""
+        if chunk is not None:
+            return self._found(self.chunks, chunk, "chunked attention", "chunks")
+        return self.full if window is None else self._found(self.windows, window, "a sliding window", "windows")
+
+    @staticmethod
+    def _found(plans: Mapping[int, Plan], size: int, kind: str, argument: str) -> Plan:
+        if size not in plans:
             raise ContractError(
-                f"A layer has a sliding window of {window}, and the batch was planned for {sorted(self.windows)}; give "
-                f"windows=[{window}] where the plans are made (PackingCollator). Prefix trees have no windows."
+                f"A layer has {kind} of {size}, and the batch was planned for {sorted(plans)}; give "
+                f"{argument}=[{size}] where the plans are made (PackingCollator). Prefix trees have neither."
             )
-        return self.windows[window]
+        return plans[size]
 
 
 def layer_plans(
-    cu_seqlens: Sequence[int], cp_size: int, windows: Iterable[int] = (), config: DistAttnConfig | None = None
+    cu_seqlens: Sequence[int],
+    cp_size: int,
+    windows: Iterable[int] = (),
+    config: DistAttnConfig | None = None,
+    chunks: Iterable[int] = (),
 ) -> LayerPlans:
     """One dispatch of causal documents ``[0, n0, n0 + n1, ...]`` over ``cp_size`` ranks, and a plan for each window:
-    in tokens that a token sees, itself included. ``config`` goes to ``make_plan``."""
+    in tokens that a token sees, itself included; and one for each chunk size: a token sees what is before it in its
+    chunk, which are counted from the beginning of each document. ``config`` goes to ``make_plan``."""
     full = make_plan(Mask.varlen(cu_seqlens, causal=True), cp_size, config)
     masks = {w: Mask.varlen(cu_seqlens, window=(w - 1, 0)) for w in dict.fromkeys(windows)}
-    return LayerPlans(full, {window: full.with_mask(mask) for window, mask in masks.items()})
+    chunked = {c: full.with_mask(Mask.varlen(_chunked(cu_seqlens, c), causal=True)) for c in dict.fromkeys(chunks)}
+    return LayerPlans(full, {window: full.with_mask(mask) for window, mask in masks.items()}, chunks=chunked)
+
+
+def _chunked(cu_seqlens: Sequence[int], size: int) -> list[int]:
+    bounds = [at for begin, end in zip(cu_seqlens, cu_seqlens[1:]) for at in range(begin, end, size)]
+    return [*bounds, cu_seqlens[-1]]
 
 
 @dataclass(frozen=True)
 class PackingCollator:
     """Examples to the part of rank ``cp_rank`` out of ``cp_size``.
 
-    An example is a mapping with ``input_ids`` (n,), a list or a tensor, and if you like ``labels`` (n,), not shifted,
-    -100 where nothing is to be learned; and ``seq_lengths``, if the example is several documents already. The batch has
+    An example is a mapping with ``input_ids`` (n,), a list or a tensor, and if you like
+
+    * ``labels`` (n,), not shifted, -100 where nothing is to be learned,
+    * ``attention_mask`` (n,): tokens with 0 are left out, and so are their labels,
+    * ``seq_lengths``, if the example is several documents already; or ``position_ids`` (n,), kept as they are, where
+      each 0 begins a document,
+    * the columns of ``per_token`` (n,), which are given to the model as ``input_ids`` are.
+
+    The batch has
 
     * ``input_ids``, ``position_ids`` (1, T): T tokens of this rank; positions count from 0 in every document,
     * ``labels`` and ``shift_labels`` (1, T), the same tensor: the label of the next token of the same document, else
       -100, so nothing needs shifting,
     * ``magi_plans``: the ``LayerPlans``.
 
-    ``windows`` are the sliding windows of the model's layers, in tokens that a token sees, itself included. ``config``
-    goes to ``make_plan``.
+    ``windows`` are the sliding windows of the model's layers, in tokens that a token sees, itself included; ``chunks``
+    the sizes of chunked attention. ``config`` goes to ``make_plan``. ``inner`` is another collator: examples go to it,
+    and the rows of the padded or flattened batch that it makes are what is packed.
+
+    Raises:
+        ContractError: no tokens are left, or columns that do not fit together.
+        UnsupportedError: a column of numbers that would be left out.
     """
 
     cp_size: int = 1
     cp_rank: int = 0
     windows: Sequence[int] = ()
     config: DistAttnConfig | None = None
+    chunks: Sequence[int] = ()
+    per_token: Sequence[str] = ()
+    inner: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.cp_rank < self.cp_size:
             raise ContractError(f"cp_rank is {self.cp_rank} and cp_size {self.cp_size}; ranks count from 0.")
-        if any(window < 1 for window in self.windows):
-            raise ContractError(f"windows are {list(self.windows)}; a token sees itself at least, so give 1 or more.")
+        for name, sizes in (("windows", self.windows), ("chunks", self.chunks)):
+            if any(size < 1 for size in sizes):
+                raise ContractError(f"{name} are {list(sizes)}; a token sees itself at least, so give 1 or more.")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not examples:
             raise ContractError("There are no examples to pack; a batch has at least one.")
-        tokens = np.concatenate([_ints(x, "input_ids") for x in examples])
-        labels = np.concatenate([_labels(x) for x in examples])
-        lengths = np.concatenate([_lengths(x) for x in examples])
+        given = examples if self.inner is None else rows_of_batch(self.inner(examples))
+        read = [read_example(x, self.per_token) for x in given]
+        tokens, labels, positions, lengths = (
+            np.concatenate([getattr(x, name) for x in read]) for name in ("tokens", "labels", "positions", "lengths")
+        )
+        if not len(tokens):
+            raise ContractError("attention_mask leaves out all tokens of a batch; give examples with tokens.")
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-        plans = layer_plans(cu_seqlens.tolist(), self.cp_size, self.windows, self.config)
+        plans = layer_plans(cu_seqlens.tolist(), self.cp_size, self.windows, self.config, self.chunks)
+        plans.shape, plans.digest = ExampleShape.of(read), digest_of(read)
 
         # Pad rows repeat the last token and have no label.
         rows = plans.full.position_array(self.cp_rank)
         is_pad, rows = rows >= len(tokens), np.minimum(rows, len(tokens) - 1)
-        starts = np.repeat(cu_seqlens[:-1], lengths)
         shifted = np.append(labels[1:], IGNORE_INDEX)
         shifted[cu_seqlens[1:] - 1] = IGNORE_INDEX
-        local = np.where(is_pad, IGNORE_INDEX, shifted[rows])
-        ids, positions, targets = (torch.from_numpy(x)[None] for x in (tokens[rows], rows - starts[rows], local))
-        batch = {"input_ids": ids, "position_ids": positions, "labels": targets, "shift_labels": targets}
-        return {**batch, "magi_plans": plans}
-
-
-def _ints(example: Mapping[str, Any], name: str) -> np.ndarray:
-    if name not in example:
-        raise ContractError(f"An example has {', '.join(map(repr, example))}; it needs {name!r}, tokenize it first.")
-    made = np.asarray(example[name], dtype=np.int64)
-    if made.ndim != 1 or not len(made):
-        raise ContractError(f"{name} of an example has shape {made.shape}; give one dimension and at least one token.")
-    return made
-
-
-def _labels(example: Mapping[str, Any]) -> np.ndarray:
-    tokens, labels = len(_ints(example, "input_ids")), example.get("labels")
-    made = _ints(example, "input_ids" if labels is None else "labels").copy()
-    for name in ("completion_mask", "assistant_masks"):  # 1 where something is to be learned
-        if example.get(name) is not None:
-            made[_ints(example, name) == 0] = IGNORE_INDEX
-    if len(made) != tokens:
-        raise ContractError(f"An example has {tokens} input_ids and {len(made)} labels; give as many of both.")
-    return made
-
-
-def _lengths(example: Mapping[str, Any]) -> np.ndarray:
-    tokens = len(_ints(example, "input_ids"))
-    if example.get("seq_lengths") is None:
-        return np.array([tokens])
-    lengths = _ints(example, "seq_lengths")
-    if (lengths < 1).any() or lengths.sum() != tokens:
-        raise ContractError(f"seq_lengths are {lengths.tolist()} and there are {tokens} input_ids; they must add up.")
-    return lengths
+        columns = {"input_ids": tokens[rows], "position_ids": positions[rows]}
+        columns["labels"] = np.where(is_pad, IGNORE_INDEX, shifted[rows])
+        for name in read[0].extra:
+            if any(name not in x.extra for x in read):
+                raise ContractError(f"Some examples of a batch have {name!r} and others do not; give it to all.")
+            columns[name] = np.concatenate([x.extra[name] for x in read])[rows]
+        batch: dict[str, Any] = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
+        return {**batch, "shift_labels": batch["labels"], "magi_plans": plans}
 
 
 __all__ = ["IGNORE_INDEX", "LayerPlans", "PackingCollator", "layer_plans"]

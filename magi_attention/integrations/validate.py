@@ -7,6 +7,7 @@ for finding in validate(model, mesh):
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from magi_attention.api import AttentionCheck
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
-from magi_attention.errors import MagiError
+from magi_attention.errors import ContractError, MagiError
+from magi_attention.integrations.layer_kinds import chunks_of, parts_without_text, text_config, windows_of
+from magi_attention.integrations.packing import PackingCollator
 from magi_attention.kernels import AttnOptions, Problem, default_registry
 
 # Layers that mix tokens other than by attention, by what configs and classes call them. The tokens of a rank are not
@@ -47,7 +51,7 @@ def validate(
     rank. ``dtype`` is what attention will compute in, by default that of the parameters.
     """
     config = getattr(model, "config", None) if config is None else config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     cp_size = 1
     found: list[Finding] = []
     if mesh is not None:
@@ -58,10 +62,13 @@ def validate(
             found.append(Finding("error", f"The mesh has dimensions {tuple(names)}, none is {cp_dim!r}.",
                                  "Name one so, or give cp_dim=."))  # fmt: skip
     found += _of_settings()
+    found += of_interface(model)
     found += of_layers(model, text, cp_size)
     if text is not None:
         found += _of_attention(text)
         found += _of_kernels(model, text, dtype)
+    if not any(finding.level == "error" for finding in found):
+        found += _of_forward(model, config)
     return sorted(dict.fromkeys(found), key=lambda finding: finding.level != "error")
 
 
@@ -72,22 +79,53 @@ def _of_settings() -> Iterator[Finding]:
         yield Finding("error", str(error), "`magi env --set` lists what is set.")
 
 
-def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
-    """What of the layers other than attention does not work if ranks hold parts of a sequence."""
-    if cp_size == 1:
+def of_interface(model: nn.Module) -> Iterator[Finding]:
+    """A model of transformers whose layers do not take their attention from its interface."""
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if can_set is not None and not can_set():
+        yield Finding("error", f"{type(model).__name__} has attention of its own, which does not go through the "
+                      "attention interface of transformers.", "Train another model over ranks.")  # fmt: skip
+
+
+def _of_forward(model: nn.Module, config: Any) -> Iterator[Finding]:
+    """Runs a model of transformers on the meta device, where nothing is computed: does each layer call attention?"""
+    if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "_can_set_attn_implementation"):
         return
-    remedy = "Run it with cp 1, or gather the sequence around it (plan.gather, plan.shard)."
+    if any(not x.is_meta for x in model.parameters()):
+        with torch.device("meta"):
+            model = type(model)(copy.deepcopy(config))
+    batch = PackingCollator(windows=windows_of(config), chunks=chunks_of(config))([{"input_ids": [1] * 8}])
+    plans = batch["magi_plans"]
+    try:
+        with AttentionCheck(model, exclude=parts_without_text(model))(*plans.all()):
+            model(input_ids=batch["input_ids"].to("meta"), magi_plans=plans, use_cache=False)
+    except ContractError as error:
+        yield Finding("error", str(error), "The first step of training would end with this.")
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        said = str(error).split("\n")[0]
+        yield Finding("warning", f"{type(model).__name__} does not run on the meta device ({said}), so whether all its "
+                      "attention goes by plans is not known.", "The first step of training tells.")  # fmt: skip
+
+
+def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
+    """What of the layers other than attention does not work with packed documents, or if ranks hold parts of them."""
+    where = "documents that are packed leak into each other" if cp_size == 1 else "ranks hold others"
+    remedy = (
+        "Train one document at a time, without packing."
+        if cp_size == 1
+        else "Take a model without such layers, or gather the sequence around them (plan.gather, plan.shard)."
+    )
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(k for k in kinds if any(word in k for word in _MIXING_TYPES)):
-        yield Finding("error", f"Layers of type {kind!r} mix neighbouring tokens, and ranks hold others.", remedy)
+        yield Finding("error", f"Layers of type {kind!r} mix neighbouring tokens, and {where}.", remedy)
     for name, module in model.named_modules():
         kind = type(module).__name__
         is_conv = isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1
         if any(word in kind for word in _MIXING_CLASSES) or (isinstance(module, _POOLED) and not is_conv):
-            said = f"{kind} mixes neighbouring tokens, and ranks hold others (first at {name})."
+            said = f"{kind} mixes neighbouring tokens, and {where} (first at {name})."
             yield Finding("error", said, remedy)
             return
-    if getattr(config, "router_aux_loss_coef", 0) and getattr(config, "output_router_logits", False):
+    if cp_size > 1 and getattr(config, "router_aux_loss_coef", 0) and getattr(config, "output_router_logits", False):
         yield Finding("warning", "The auxiliary loss of experts is taken over the tokens of each rank.",
                       "Its mean over ranks is not that of the whole sequence.")  # fmt: skip
 
@@ -96,9 +134,6 @@ def _of_attention(config: Any) -> Iterator[Finding]:
     dropout = getattr(config, "attention_dropout", 0.0) or 0.0
     if dropout:
         yield Finding("error", f"attention_dropout is {dropout}, and no integration passes it on.", "Set it to 0.")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        yield Finding("error", "Some layers have chunked attention, for which no plans are made.",
-                      "Give them masks of your own by Mask.block_causal and plan.with_mask.")  # fmt: skip
     if getattr(config, "is_causal", True) is False:
         yield Finding("error", "The model is not causal; PackingCollator plans causal masks.",
                       "Make plans with Mask.varlen(cu_seqlens).")  # fmt: skip
