@@ -6,13 +6,16 @@
 
     spec = use_magi(get_gpt_layer_local_spec())
 
-Each rank keeps the tokens that Megatron gives it: chunks ``r`` and ``2 cp - 1 - r`` of a sequence, or of each document
-of a packed one. So data, rotary embeddings and loss stay as they are, and only needed rows of k and v travel.
+``use_magi`` takes the spec of a layer or a block of ``GPTModel``, or of the stack of ``HybridModel``. Each rank keeps
+the tokens that Megatron gives it: chunks ``r`` and ``2 cp - 1 - r`` of a sequence, or of each document of a packed one.
+So data, rotary embeddings and loss stay as they are, and only needed rows of k and v travel.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,31 +23,90 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from magi_attention.api import Plan, attend
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.integrations.thd_documents import DocumentCache, Documents
 from magi_attention.integrations.zigzag import zigzag_plan
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_STACK = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mamba_layer")
 
 
 def use_magi(spec: ModuleSpec) -> ModuleSpec:
-    """A copy of a layer's or a block's spec whose self-attention is ours; cross-attention stays as it is."""
-    made = copy.deepcopy(spec)
-    layers = getattr(made.submodules, "layer_specs", None) or [made]
-    for layer in layers:
-        layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    """A copy of a spec whose self-attention is ours: of a layer, a block, or the stack of ``HybridModel``.
+
+    Cross-attention stays as it is, and so do Mamba and gated delta-net layers, for one context-parallel rank: with more
+    the model is refused by ``UnsupportedError`` when it is built. ``ContractError`` if the spec has no self-attention.
+    """
+    parts = copy.copy(spec.submodules)
+    names = [name for name in _STACK if isinstance(getattr(parts, name, None), ModuleSpec)]
+    for name in names:
+        setattr(parts, name, _with_ours(getattr(parts, name)))
+    if getattr(parts, "layer_specs", None):
+        parts.layer_specs = [_with_ours(layer) for layer in parts.layer_specs]
+    layers = [getattr(parts, name) for name in names] or getattr(parts, "layer_specs", None)
+    made = replace(spec, submodules=parts) if layers else _with_ours(spec)
+    if not any(hasattr(_mixer_of(layer)[2], "core_attention") for layer in layers or [made]):
+        raise ContractError(
+            f"The spec of {get_module(spec).__name__} has no self-attention with a core_attention; give that of a "
+            "TransformerLayer, a TransformerBlock or a HybridStack."
+        )
     return made
+
+
+def _mixer_of(layer: ModuleSpec) -> tuple[str, Any, Any]:
+    """What mixes tokens in a layer: its field, its spec, and the parts of that; no parts: nothing does."""
+    name = "self_attention" if hasattr(layer.submodules, "self_attention") else "mixer"
+    mixer = getattr(layer.submodules, name, None)
+    return name, mixer, getattr(mixer, "submodules", None)
+
+
+def _with_ours(layer: ModuleSpec) -> ModuleSpec:
+    # The specs of Megatron hold what deepcopy does not take, so only what changes is copied.
+    name, mixer, parts = _mixer_of(layer)
+    if hasattr(parts, "core_attention"):
+        ours = replace(mixer, submodules=replace(parts, core_attention=CoreAttention))
+        return replace(layer, submodules=replace(layer.submodules, **{name: ours}))
+    if parts is not None:
+        return replace(layer, module=_on_one_rank(get_module(layer), get_module(mixer).__name__))
+    return layer
+
+
+@lru_cache  # equal specs have one class
+def _on_one_rank(kept: type, mixer: str) -> type:
+    """A layer that mixes tokens other than by attention; it is refused over ranks."""
+
+    class OnOneRank(kept):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            if config.context_parallel_size > 1:
+                raise UnsupportedError(
+                    f"{mixer} was not tried over {config.context_parallel_size} context-parallel ranks beside this "
+                    "attention; set context_parallel_size to 1, or keep Megatron's own spec."
+                )
+            super().__init__(config, *args, **kwargs)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            packed = kwargs.get("packed_seq_params")
+            if mixer == "MambaMixer" and packed is not None and packed.seq_idx is None:
+                raise ContractError(
+                    "seq_idx is None, and MambaMixer would carry its state from one document to the next; give "
+                    "total_tokens to PackedSeqParams, which makes seq_idx."
+                )
+            return super().forward(*args, **kwargs)
+
+    OnOneRank.__name__ = OnOneRank.__qualname__ = kept.__name__
+    return OnOneRank
 
 
 class CoreAttention(MegatronModule):
     """``CoreAttentionInterface`` of Megatron-Core. ``current_max_attn_logits`` (heads,) is what qk-clip reads.
 
-    Causal, full, and windows by layer (``window_size``, ``window_attn_skip_freq``); packed documents (``thd``); sinks
-    (``softmax_type``). What is not here is refused when the model is built.
+    Causal, full, and windows by layer (``window_size``, ``window_attn_skip_freq``); packed documents (``thd``), with or
+    without pads; sinks (``softmax_type``). What is not here is refused when the model is built.
     """
 
     def __init__(
@@ -57,6 +119,8 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -64,6 +128,8 @@ class CoreAttention(MegatronModule):
             raise UnsupportedError(f"attention_dropout is {dropout}; set it to 0 (--attention-dropout 0).")
         if attention_type != "self":
             raise UnsupportedError(f"attention_type is {attention_type!r}; keep another core_attention for it.")
+        if k_channels is not None or v_channels is not None:
+            raise UnsupportedError("Multi-latent attention gives k_channels; keep another core_attention for it.")
         self.attn_mask_type = attn_mask_type
         _check_mask(attn_mask_type, None)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
@@ -105,7 +171,12 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """query (S, B, H, D) or, packed, (T, H, D); so key and value. Gives (S, B, H D) or (T, H D). The
-        ``attention_mask`` of a causal layer is not looked at, as it says nothing new."""
+        ``attention_mask`` of a causal layer is not looked at, as it says nothing new.
+
+        In a packed sequence each document begins at its bound in ``cu_seqlens_q_padded``, if given, and has the length
+        that ``cu_seqlens_q`` says. Nobody attends its pads, whose output and gradients are 0.
+        ``ContractError``: cu_seqlens that decrease, end elsewhere than the sequence, or differ for keys.
+        """
         if attention_bias is not None:
             raise UnsupportedError("attention_bias is given; use rotary or absolute positions.")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -113,21 +184,23 @@ class CoreAttention(MegatronModule):
         is_causal = kind in _CAUSAL
         if packed_seq_params is not None:
             group = self.cp_group if packed_seq_params.cp_group is None else packed_seq_params.cp_group
-            plan = self._plan(_bounds_of(packed_seq_params), query, group, is_causal)
+            plan = self._plan(_documents.read(packed_seq_params), query, group, is_causal)
             return self._attend(query, key, value, plan, group)
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
-        plan = self._plan((0, query.shape[0] * cp_size), query[:, 0], self.cp_group, is_causal)
+        whole = Documents((0, query.shape[0] * cp_size))
+        plan = self._plan(whole, query[:, 0], self.cp_group, is_causal)
         rows = [self._attend(query[:, b], key[:, b], value[:, b], plan, self.cp_group) for b in range(query.shape[1])]
         return torch.stack(rows, dim=1)
 
-    def _plan(self, bounds: tuple[int, ...], q_THD: torch.Tensor, group: Any, is_causal: bool) -> Plan:
-        cp_size = 1 if group is None else group.size()
-        if bounds[-1] != q_THD.shape[0] * cp_size:
+    def _plan(self, documents: Documents, q_THD: torch.Tensor, group: Any, is_causal: bool) -> Plan:
+        cp_size, rows, end = 1 if group is None else group.size(), q_THD.shape[0], documents.bounds[-1]
+        if end != rows * cp_size:
+            each = f", with each document a multiple of {2 * cp_size} tokens" if cp_size > 1 else ""
             raise ContractError(
-                f"Documents end at {bounds[-1]}, and {cp_size} ranks hold {q_THD.shape[0]} tokens each; pad each "
-                f"document to a multiple of {2 * cp_size} and give cu_seqlens_q_padded."
+                f"{documents.name} ends at {end}, but the sequence has {cp_size} x {rows} tokens; give "
+                f"cu_seqlens_q_padded that counts all pads in{each}."
             )
-        return zigzag_plan(bounds, cp_size, is_causal, self.window)
+        return zigzag_plan(documents.bounds, cp_size, is_causal, self.window, documents.lengths)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: Any) -> torch.Tensor:
         sink = None if self.softmax_offset is None else self.softmax_offset[None].float()
@@ -157,13 +230,6 @@ def _check_mask(kind: AttnMaskType, mask: torch.Tensor | None) -> None:
         raise UnsupportedError(f"attention_mask is a tensor, and {kind} reads it; give documents by packed_seq_params.")
 
 
-def _bounds_of(packed: PackedSeqParams) -> tuple[int, ...]:
-    """Where documents begin and end in the whole sequence, padding included; read from the GPU once per batch."""
-    found = getattr(packed, "_magi_bounds", None)
-    if found is None:
-        cu = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        found = packed._magi_bounds = tuple(cu.tolist())
-    return found
-
+_documents = DocumentCache()  # layers share it
 
 __all__ = ["CoreAttention", "use_magi"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from magi_attention.api import attend
+from magi_attention.common.slices import to_dense
 from magi_attention.errors import ContractError
 from magi_attention.integrations.zigzag import zigzag_plan
 from magi_attention.testing.spawn import run_processes
@@ -32,6 +33,44 @@ def test_other_lengths_are_refused():
     with pytest.raises(ContractError, match="A document has 6 tokens"):
         zigzag_plan((0, 8, 14), 2)
     assert zigzag_plan((0, 8, 15), 1).total_tokens == 15
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pads_are_in_no_slice(seed):
+    rng = np.random.default_rng(seed)
+    cp_size, is_causal = int(rng.integers(1, 4)), bool(rng.integers(2))
+    sizes = 2 * cp_size * rng.integers(1, 6, int(rng.integers(1, 6)))
+    lengths = rng.integers(0, sizes + 1)
+    lengths[0] = sizes[0]
+    bounds = tuple(np.concatenate([[0], sizes.cumsum()]).tolist())
+    left, right = window = tuple(rng.integers(-1, 6, 2).tolist())
+    plan = zigzag_plan(bounds, cp_size, is_causal, window, tuple(lengths.tolist()))
+    row = np.arange(bounds[-1])
+    document = np.repeat(np.arange(len(sizes)), sizes)
+    offset = row - np.array(bounds)[document]
+    is_real, back = offset < lengths[document], row[:, None] - row
+    want = (document[:, None] == document) & is_real[:, None] & is_real
+    want &= (back >= 0) if is_causal else (right == -1) | (back >= -right)
+    want &= (left == -1) | (back <= left)
+    assert np.array_equal(to_dense(plan.slices.array, bounds[-1], bounds[-1]), want), seed
+    ends = np.array(bounds[:-1]) + lengths
+    assert plan.cu_seqlens == tuple(np.unique([*bounds, *ends]).tolist())
+    whole = zigzag_plan(bounds, cp_size, is_causal, window)
+    assert all(np.array_equal(plan.position_array(r), whole.position_array(r)) for r in range(cp_size))
+
+
+def test_odd_documents_are_refused():
+    for bounds, lengths, words in (
+        ((0, 8, 4), None, "bounds decreases from 8 to 4"),
+        ((0, 0), None, "hold no token"),
+        ((0, 8), (9,), "do not fit"),
+        ((0, 8, 16), (8,), "do not fit"),
+        ((0, 8), (-1,), "do not fit"),
+    ):
+        for cp_size in (1, 2):
+            with pytest.raises(ContractError, match=words):
+                zigzag_plan(bounds, cp_size, lengths=lengths)
+    assert zigzag_plan((0, 8), 2, lengths=(0,)).total_tokens == 8
 
 
 BOUNDS, WINDOW = (0, 24, 32, 64), (5, 0)

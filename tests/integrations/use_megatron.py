@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's GPTModel with our core_attention, over tensor- and context-parallel ranks; started as
+"""Megatron-Core's GPTModel and HybridModel with our core_attention, over tensor- and context-parallel ranks; started as
 ``train_tiny.py``. It gives losses and gradients of cases, which one process gives too."""
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank
 from train_tiny import leave
 
@@ -29,6 +34,7 @@ CASES = {
     "window": {"window_size": (7, 0), "window_attn_skip_freq": 2},
     "sink": {"softmax_type": "learnable"},
     "off-by-one": {"softmax_type": "off-by-one"},
+    "hybrid": {"is_hybrid_model": True, "window_size": (7, 0), "window_attn_skip_freq": 3},  # layer 3 sees all
 }
 
 
@@ -58,22 +64,44 @@ class DenseAttention(MegatronModule):
         return out.transpose(0, 1).reshape(*query.shape[:-2], -1)
 
 
-def make_model(tp: int, cp: int, is_dense: bool = False, **options) -> GPTModel:
+def stack_spec(**layers) -> ModuleSpec:
+    """HybridModel's stack of attention and MLP layers, without Transformer Engine, which its own spec needs."""
+    own = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=own.input_layernorm, self_attention=own.self_attention, self_attn_bda=own.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=own.pre_mlp_layernorm, mlp=own.mlp, mlp_bda=own.mlp_bda)
+    parts = HybridStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+        **layers,
+    )
+    return ModuleSpec(HybridStack, params={"post_layer_norm": False}, submodules=parts)
+
+
+def make_model(tp: int, cp: int, is_dense: bool = False, **options) -> GPTModel | HybridModel:
     torch.manual_seed(0)
+    is_hybrid = options.get("is_hybrid_model", False)
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, use_cpu_initialization=True,
-        attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        tensor_model_parallel_size=tp, context_parallel_size=cp, log_max_attention_logit=True, **options,
+        num_layers=4 if is_hybrid else 2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        use_cpu_initialization=True, attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, tensor_model_parallel_size=tp, context_parallel_size=cp,
+        log_max_attention_logit=True, **options,
     )  # fmt: skip
-    spec = use_magi(get_gpt_layer_local_spec())
+    spec = use_magi(stack_spec() if is_hybrid else get_gpt_layer_local_spec())
     if is_dense:
-        spec.submodules.self_attention.submodules.core_attention = DenseAttention
-    model = GPTModel(config, spec, VOCABULARY, TOKENS, position_embedding_type="learned_absolute")
+        layer = spec.submodules.attention_layer if is_hybrid else spec
+        layer.submodules.self_attention.submodules.core_attention = DenseAttention
+    sizes = (config, spec, VOCABULARY, TOKENS)
+    if is_hybrid:
+        model = HybridModel(*sizes, hybrid_layer_pattern="*-*-", position_embedding_type="learned_absolute")
+    else:
+        model = GPTModel(*sizes, position_embedding_type="learned_absolute")
     fill(model, tp, parallel_state.get_tensor_model_parallel_rank())
     return model
 
 
-def fill(model: GPTModel, tp: int, rank: int) -> None:
+def fill(model: MegatronModule, tp: int, rank: int) -> None:
     """Weights that depend on their names only, whatever share of them a tensor-parallel rank has."""
     for name, parameter in model.named_parameters():
         is_split = getattr(parameter, "tensor_model_parallel", False) or name.endswith("softmax_offset")
@@ -99,7 +127,7 @@ def local_rows(bounds: list[int], cp: int, rank: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def run(model: GPTModel, cp: int, packed: bool) -> dict:
+def run(model: MegatronModule, cp: int, packed: bool) -> dict:
     """The summed loss, a checksum of each gradient over all ranks, and the greatest logits of the last layer."""
     group, batch = parallel_state.get_context_parallel_group(), whole_batch()
     params = None
@@ -117,7 +145,7 @@ def run(model: GPTModel, cp: int, packed: bool) -> dict:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     norms = {n: float(p.grad.double().square().sum()) for n, p in model.named_parameters()}
-    core = model.decoder.layers[-1].self_attention.core_attention
+    core = [x for x in model.modules() if isinstance(x, (CoreAttention, DenseAttention))][-1]
     result = {"loss": float(total), "norms": norms}
     if isinstance(core, CoreAttention):
         top = core.current_max_attn_logits.clone()
