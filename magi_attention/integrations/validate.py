@@ -17,7 +17,7 @@ from torch import nn
 
 from magi_attention.api import AttentionCheck
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
-from magi_attention.errors import ContractError, MagiError
+from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.integrations.layer_kinds import chunks_of, parts_without_text, text_config, windows_of
 from magi_attention.integrations.packing import PackingCollator
 from magi_attention.kernels import AttnOptions, Problem, default_registry
@@ -68,7 +68,7 @@ def validate(
         found += _of_attention(text)
         found += _of_kernels(model, text, dtype)
     if not any(finding.level == "error" for finding in found):
-        found += _of_forward(model, config)
+        found += of_forward(model)
     return sorted(dict.fromkeys(found), key=lambda finding: finding.level != "error")
 
 
@@ -87,21 +87,22 @@ def of_interface(model: nn.Module) -> Iterator[Finding]:
                       "attention interface of transformers.", "Train another model over ranks.")  # fmt: skip
 
 
-def _of_forward(model: nn.Module, config: Any) -> Iterator[Finding]:
+def of_forward(model: nn.Module) -> Iterator[Finding]:
     """Runs a model of transformers on the meta device, where nothing is computed: does each layer call attention?"""
-    if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "_can_set_attn_implementation"):
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return
-    if any(not x.is_meta for x in model.parameters()):
-        with torch.device("meta"):
-            model = type(model)(copy.deepcopy(config))
+    config = copy.deepcopy(model.config)
     batch = PackingCollator(windows=windows_of(config), chunks=chunks_of(config))([{"input_ids": [1] * 8}])
-    plans = batch["magi_plans"]
+    plans, ids = batch["magi_plans"], batch["input_ids"].to("meta")
     try:
-        with AttentionCheck(model, exclude=parts_without_text(model))(*plans.all()):
-            model(input_ids=batch["input_ids"].to("meta"), magi_plans=plans, use_cache=False)
-    except ContractError as error:
+        with torch.device("meta"):
+            unfilled = type(model)(config).to(torch.bfloat16)  # which grouped products of experts want
+        with AttentionCheck(unfilled, exclude=parts_without_text(unfilled))(*plans.all()):
+            # a mask of ones, as transformers else looks at position ids for packed documents
+            unfilled(input_ids=ids, attention_mask=torch.ones_like(ids), magi_plans=plans, use_cache=False)
+    except (ContractError, UnsupportedError) as error:
         yield Finding("error", str(error), "The first step of training would end with this.")
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         said = str(error).split("\n")[0]
         yield Finding("warning", f"{type(model).__name__} does not run on the meta device ({said}), so whether all its "
                       "attention goes by plans is not known.", "The first step of training tells.")  # fmt: skip

@@ -52,6 +52,7 @@ CASES = {
     **{f"train {name}": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], **x}) for name, x in USERS.items()},
     "autocast": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], "arguments": {"bf16": True}}),
     "generation": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], "generates": True}),
+    "without plans": ((2,), {"case": "without_plans"}),
     "other tokens": (
         (2,), {"case": "trained", "lengths": LENGTHS["unequal"], "other_tokens_on_rank": 1, "fails": True}
     ),
@@ -154,6 +155,12 @@ def test_half_precision_by_autocast(runs):
     """TRL's default: bf16=True on float32 weights."""
     for processes in (1, 2):
         assert_same_steps(runs("train plain", 1), runs("autocast", processes), 3, tolerance=2e-2)
+
+
+def test_forwards_without_plans_run_where_they_cannot_be_a_forgotten_collator(runs):
+    got = runs("without plans", 2)
+    assert "training step of 2 processes" in got["training"] and "full_sequences" in got["training"]
+    assert got["inside full_sequences"] is True and got["evaluation"] is True and got["recomputed"] == "refused"
 
 
 @pytest.mark.parametrize("rank", (0, 1))

@@ -14,11 +14,16 @@ pytest.importorskip("transformers", reason="needs transformers; ci/integrations 
 
 from launching import ACCELERATE, assert_same_steps, launch, launch_both  # noqa: E402
 from tiny_models import CONFIGS, make_documents, make_model  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainingArguments  # noqa: E402
 
 from magi_attention.errors import ContractError, UnsupportedError  # noqa: E402
 from magi_attention.integrations.packing import PackingCollator  # noqa: E402
-from magi_attention.integrations.transformers import ContextParallelTrainer, register, windows_of  # noqa: E402
+from magi_attention.integrations.transformers import (
+    ContextParallelMixin,
+    ContextParallelTrainer,
+    register,
+    windows_of,
+)  # noqa: E402
 
 register()
 
@@ -122,6 +127,77 @@ def test_the_trainer_refuses_what_ranks_cannot_share(tmp_path):
     mixing.mixer = torch.nn.Conv1d(4, 4, 3)
     with pytest.raises(UnsupportedError, match="Conv1d mixes neighbouring tokens, and documents that are packed leak"):
         make_trainer(tmp_path, model=mixing)
+
+
+@pytest.mark.parametrize("name", ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "RLOOTrainer"))
+def test_trainers_of_trl_with_losses_of_their_own_are_refused_by_name(name):
+    kind = getattr(pytest.importorskip("trl"), name)
+    with pytest.raises(UnsupportedError, match=f"{name} of TRL makes batches and losses of its own"):
+        type("OverRanks", (ContextParallelMixin, kind), {})()
+
+
+def test_a_loss_of_a_subclass_has_to_say_that_it_is_by_shard(tmp_path):
+    class Shifting(ContextParallelTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    options = {"args": TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), "train_dataset": make_documents(4)}
+    with pytest.raises(UnsupportedError, match="Shifting has a compute_loss of its own"):
+        Shifting(make_model("llama", "magi"), **options)
+    Shifting.computes_loss_by_shard = True
+    Shifting(make_model("llama", "magi"), **options)
+
+
+def test_batches_that_cannot_be_packed(tmp_path):
+    for example, error, word in (
+        ({"attention_mask": [1, 2, 0]}, ContractError, "give 0 and 1"),
+        ({"attention_mask": [0, 0, 0]}, ContractError, "leaves out all tokens"),
+        ({"attention_mask": [1, 1]}, ContractError, "3 input_ids and 2 attention_mask"),
+        ({"pixel_values": [[0.5, 0.5]]}, UnsupportedError, "'pixel_values' of shape"),
+        ({"labels": [1, 2]}, ContractError, "3 input_ids and 2 labels"),
+        ({"position_ids": [0, 1]}, ContractError, "3 input_ids and 2 position_ids"),
+    ):
+        with pytest.raises(error, match=word):
+            PackingCollator()([{"input_ids": [5, 6, 7], **example}])
+    for collator, error, word in (
+        (lambda examples: {"tokens": 1}, ContractError, "made 'tokens'"),
+        (lambda examples: {"input_ids": torch.zeros(1, 3), "images": torch.zeros(2, 9)}, UnsupportedError, "'images'"),
+    ):
+        with pytest.raises(error, match=word):
+            PackingCollator(inner=collator)([{}])
+    trainer = make_trainer(tmp_path)
+    trainer.data_collator = lambda examples: {"input_ids": torch.tensor([[1, 2, 3]])}
+    with pytest.raises(ContractError, match="A batch has input_ids, and no magi_plans"):
+        trainer.evaluate([{"input_ids": [1, 2, 3]}])
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "gpt_oss"))
+def test_generation_and_padded_evaluation_are_as_without_us(name):
+    """Left-padded prompts, with a cache; torch's attention, or the model's own for sinks."""
+    ours, theirs = (make_model(name, attention) for attention in ("magi", "eager"))
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for is_training in (True, False):
+        a, b = (model.train(is_training).generate(ids, **options) for model in (ours, theirs))
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        a, b = (model.eval()(ids, attention_mask=mask).logits for model in (ours, theirs))
+    assert torch.allclose(a[mask == 1], b[mask == 1], rtol=1e-4, atol=1e-5)
+
+
+def test_models_of_images_are_refused(tmp_path):
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**CONFIGS["llama"]().to_dict(), "model_type": "qwen2_5_vl_text", "layer_types": None}
+    text["rope_parameters"] = rope
+    model = Qwen2_5_VLForConditionalGeneration._from_config(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision), attn_implementation="magi"
+    )
+    with pytest.raises(UnsupportedError, match="Qwen2_5_VLForConditionalGeneration has a part for images"):
+        make_trainer(tmp_path, model=model)
 
 
 def test_attention_refuses_other_batches():

@@ -24,7 +24,8 @@ from transformers import (
 )
 from trl import SFTConfig
 
-from magi_attention.integrations.transformers import ContextParallelTrainer, register
+from magi_attention.errors import ContractError
+from magi_attention.integrations.transformers import ContextParallelTrainer, full_sequences, register
 
 RANK = int(os.environ.get("RANK", 0))
 PAD = 2  # of make_tokenizer
@@ -145,6 +146,27 @@ def forgotten(settings: dict) -> dict:
     trainer.model.set_attn_implementation("sdpa")
     trainer.train()
     return {}
+
+
+def without_plans(settings: dict) -> dict:
+    """A forward of whole sequences, several in a batch, on each rank: where it is refused and where it runs."""
+    model, ids = make_model("llama", "magi"), torch.tensor([[5, 6, 7], [9, 8, 7]])
+    theirs, result = make_model("llama", "eager"), {}
+    try:
+        model(ids)
+    except ContractError as error:
+        result["training"] = str(error)
+    with full_sequences():
+        result["inside full_sequences"] = torch.allclose(model(ids).logits, theirs(ids).logits, atol=1e-5)
+    with torch.no_grad():
+        result["evaluation"] = torch.allclose(model.eval()(ids).logits, theirs(ids).logits, atol=1e-5)
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    try:
+        model(ids, use_cache=False)
+    except ContractError:
+        result["recomputed"] = "refused"
+    return result
 
 
 def run(settings: dict) -> dict:

@@ -78,7 +78,7 @@ class LazyMask:
 
     def refuse_padding(self) -> None:
         padding = self._wanted.get("attention_mask")
-        if padding is not None and not bool(padding.all()):
+        if padding is not None and not padding.is_meta and not bool(padding.all()):
             raise ContractError(
                 "The batch has plans and an attention_mask that leaves tokens out; PackingCollator drops such tokens "
                 "by the attention_mask of each example, so give it there."
@@ -164,7 +164,7 @@ def _by_torch(
                 f"{type(module).__name__} has soft caps or sinks and no eager attention; give it plans."
             )
     if isinstance(mask, LazyMask):
-        mask = mask.tensor(eager_mask if needs_eager else sdpa_mask)
+        mask = None if query.is_meta else mask.tensor(eager_mask if needs_eager else sdpa_mask)
     return attend_here(module, query, key, value, mask, scaling=scaling, dropout=dropout, **others)
 
 

@@ -10,7 +10,7 @@ from transformers import Trainer
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.layer_kinds import text_config
 from magi_attention.integrations.transformers.attention import NAME
-from magi_attention.integrations.validate import of_interface, of_layers
+from magi_attention.integrations.validate import of_forward, of_interface, of_layers
 
 # Classes whose compute_loss is known to take the next token's labels and to divide by num_items_in_batch.
 _KNOWN_LOSSES = {"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"}
@@ -22,7 +22,6 @@ _REMEDIES = {
 
 def check_trainer(trainer: Any, model: Any, cp_size: int) -> None:
     """Raises ``ContractError`` for settings to change, ``UnsupportedError`` for what ranks cannot share."""
-    _check_class(trainer)
     _check_model(trainer, model, cp_size)
     args = trainer.args
     if args.n_gpu > 1:
@@ -36,9 +35,9 @@ def check_trainer(trainer: Any, model: Any, cp_size: int) -> None:
         raise UnsupportedError("ParallelismConfig has tp_size or sp_size above 1; leave both at 1.")
 
 
-def _check_class(trainer: Any) -> None:
-    """A loss that is computed from a batch of its own, or that shifts labels, is not that of a rank's tokens."""
-    for kind in type(trainer).__mro__:
+def check_class(trainer: type) -> None:
+    """Refuses a class whose loss is computed from batches of its own, or may shift labels within a rank."""
+    for kind in trainer.__mro__:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind.__module__.startswith("magi_attention.") or "compute_loss" not in vars(kind) or name in _KNOWN_LOSSES:
             continue
@@ -48,7 +47,7 @@ def _check_class(trainer: Any) -> None:
                 f"{kind.__name__} of TRL makes batches and losses of its own, which are not those of ranks that share "
                 f"sequences; {remedy}."
             )
-        if not trainer.computes_loss_by_shard and issubclass(kind, Trainer):
+        if not getattr(trainer, "computes_loss_by_shard", False) and issubclass(kind, Trainer):
             raise UnsupportedError(
                 f"{kind.__name__} has a compute_loss of its own. Labels are those of the next token already, and a "
                 "rank has a part of them. If it neither shifts them nor takes a mean, but divides a sum by "
@@ -64,13 +63,18 @@ def _check_model(trainer: Any, model: Any, cp_size: int) -> None:
         raise ContractError(
             f"The model's attention is {name!r}; call register() and load it with attn_implementation={NAME!r}."
         )
+    if hasattr(model.config, "vision_config") or hasattr(model.config, "audio_config"):
+        raise UnsupportedError(
+            f"{type(model).__name__} has a part for images or sound, whose rows are not tokens of a rank; train its "
+            "language model alone (AutoModelForCausalLM), or use attend with a plan in a loop of your own."
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{type(model).__name__} has an encoder; documents are packed for decoders.")
-    for finding in of_layers(model, text_config(model.config), cp_size):
+    for finding in (*of_layers(model, text_config(model.config), cp_size), *of_forward(model)):
         if finding.level == "error":
             raise UnsupportedError(f"{finding.text} {finding.remedy}")
     if not trainer.model_accepts_loss_kwargs:
         raise UnsupportedError(f"{type(model).__name__} takes no num_items_in_batch, by which ranks share a loss.")
 
 
-__all__ = ["check_trainer"]
+__all__ = ["check_class", "check_trainer"]

@@ -66,7 +66,7 @@ class EvaluationMixin:
     ) -> tuple[Any, Any, Any]:
         """The loss of the group's batch; logits and labels, if they are wanted, (examples, tokens, ...) with -100 where
         an example has no token or its mask left it out. Labels are of the next token."""
-        plans: LayerPlans = inputs["magi_plans"]
+        plans = plans_of(inputs)
         group_labels = self._count(inputs)
         # The loss is multiplied by the number of processes, so that the sum over the group is its mean by label.
         self._eval_items = group_labels * self.args.world_size
@@ -138,4 +138,14 @@ class EvaluationMixin:
         return parts
 
 
-__all__ = ["BatchesInOrder", "EvaluationMixin"]
+def plans_of(inputs: dict[str, Any]) -> LayerPlans:
+    """The plans of a batch; a batch of another collator has none, and positions would count from 0 on each rank."""
+    if "magi_plans" not in inputs or "position_ids" not in inputs:
+        raise ContractError(
+            f"A batch has {', '.join(inputs)}, and no magi_plans with position_ids; leave the data loaders and "
+            "data_collator of ContextParallelTrainer in their places."
+        )
+    return inputs["magi_plans"]
+
+
+__all__ = ["BatchesInOrder", "EvaluationMixin", "plans_of"]

@@ -19,8 +19,8 @@ from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.layer_kinds import chunks_of, parts_without_text, windows_of
 from magi_attention.integrations.packing import PackingCollator
-from magi_attention.integrations.transformers.checks import check_trainer
-from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin
+from magi_attention.integrations.transformers.checks import check_class, check_trainer
+from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin, plans_of
 from magi_attention.integrations.transformers.loss import LossOfOwnShift
 from magi_attention.integrations.transformers.same_tokens import SameTokens
 
@@ -61,6 +61,7 @@ class ContextParallelMixin(EvaluationMixin):
     computes_loss_by_shard = False
 
     def __init__(self, *args: Any, cp_size: int | None = None, **kwargs: Any) -> None:
+        check_class(type(self))
         collator = _given(super().__init__, "data_collator", args, kwargs)
         super().__init__(*args, **kwargs)
         world, rank = self.args.world_size, self.args.process_index
@@ -159,13 +160,9 @@ class ContextParallelMixin(EvaluationMixin):
         return collator(examples)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if "magi_plans" not in inputs or "position_ids" not in inputs:
-            raise ContractError(
-                f"A batch has {', '.join(inputs)}, and no magi_plans with position_ids; leave the data loaders and "
-                "data_collator of ContextParallelTrainer in their places."
-            )
+        plans = plans_of(inputs)
         inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        return {**inputs, "magi_plans": inputs["magi_plans"].in_group(self.cp_group), "use_cache": False}
+        return {**inputs, "magi_plans": plans.in_group(self.cp_group), "use_cache": False}
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """accelerate's own division of a batch is not wanted: the collator has divided it."""
@@ -174,7 +171,7 @@ class ContextParallelMixin(EvaluationMixin):
     # ---- steps ----------------------------------------------------------------------------------------------
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._attention_check(*inputs["magi_plans"].all()):
+        with self._attention_check(*plans_of(inputs).all()):
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
