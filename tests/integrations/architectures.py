@@ -41,8 +41,10 @@ RIGHT = {
 # Refused, with words of the sentence.
 REFUSED = {
     "Qwen3Next": ({}, "'linear_attention' mix"), "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "'conv' mix"),
-    "FalconH1": ({}, "Conv1d mixes"), "NemotronH": ({}, "mix neighbouring tokens"), "Jamba": ({}, "mix neighbouring"),
-    "MiniMax": ({}, "mix neighbouring"), "RecurrentGemma": ({}, "mix neighbouring"),
+    "FalconH1": ({}, "Conv1d mixes"), "NemotronH": ({}, "mix(es)? neighbouring"),
+    "Jamba": ({}, "mix(es)? neighbouring|attention of its own"),
+    "MiniMax": ({}, "mix neighbouring"),
+    "RecurrentGemma": ({}, "mix(es)? neighbouring|attention of its own"),
     "Bloom": ({"n_layer": 2, "n_head": 4}, "attention of its own"), "XGLM": ({"d_model": 32}, "attention of its own"),
     "Mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "attention of its own"),
     "Falcon": ({}, "attention of their own"),
@@ -50,6 +52,8 @@ REFUSED = {
     "StableLm": ({"num_key_value_heads": 4}, "ran without attention by a plan"),
     "Nemotron": ({}, "ran without attention by a plan"),
 }  # fmt: skip
+# The release of transformers from which on they take their attention from the interface, and hand plans on.
+SINCE = {"GPTJ": 5.24, "CodeGen": 5.24, "GPT2": 5.0, "OPT": 5.0, "BioGpt": 5.0, "NemotronH": 5.0, "Persimmon": 5.0}
 _WITHOUT_HEAD_DIM = ("Falcon", "Phi", "StableLm")
 
 

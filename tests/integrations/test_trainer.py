@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
 pytest.importorskip("trl", reason="needs trl; ci/integrations installs it")
 
+import transformers  # noqa: E402
 from launching import assert_same_steps, launch  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 from use_trainer import documents, padded  # noqa: E402
@@ -50,9 +51,9 @@ CASES = {
         f"sft {x}": ((1, 2), {"case": "sft_evaluated", "lengths": SFT_LENGTHS, "completions": x}) for x in COMPLETIONS
     },
     **{f"train {name}": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], **x}) for name, x in USERS.items()},
-    "autocast": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], "arguments": {"bf16": True}}),
     "generation": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], "generates": True}),
     "without plans": ((2,), {"case": "without_plans"}),
+    "autocast": ((1, 2), {"case": "trained", "lengths": LENGTHS["unequal"], "arguments": {"bf16": True}}),
     "other tokens": (
         (2,), {"case": "trained", "lengths": LENGTHS["unequal"], "other_tokens_on_rank": 1, "fails": True}
     ),
@@ -65,10 +66,13 @@ def runs(tmp_path_factory):
     """``runs(name, processes, rank)``: what a case gave."""
     made: dict[int, list[dict]] = {}
     folder = tmp_path_factory.mktemp("trainer")
+    started: set[int] = set()
 
     def get(name: str, processes: int, rank: int = 0) -> dict:
         names = [n for n, (counts, _) in CASES.items() if processes in counts]
         if processes not in made:
+            assert processes not in started, f"{processes} processes failed before; the first test with them says why"
+            started.add(processes)
             launch(folder, [CASES[n][1] for n in names], processes, script="use_trainer.py")
             files = [folder / f"{processes}.json{f'.{r}' if r else ''}" for r in range(processes)]
             made[processes] = [json.loads(file.read_text())["cases"] for file in files]
@@ -92,6 +96,8 @@ def alone(model: str, examples: list[dict]) -> tuple[list[np.ndarray], list[floa
 
 @pytest.mark.parametrize("name, processes", [(n, p) for n in EVALUATED for p in CASES[f"eval {n}"][0]])
 def test_each_example_is_evaluated_once(name, processes, runs):
+    if name == "one token" and transformers.__version__.startswith("4."):
+        pytest.skip("the mean of transformers 4 takes in the NaN of a batch without labels")
     got = runs(f"eval {name}", processes)
     examples = documents(EVALUATED[name]["lengths"])
     logits, losses, labels = alone(EVALUATED[name]["model"], examples)

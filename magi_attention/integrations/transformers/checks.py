@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.layer_kinds import text_config
-from magi_attention.integrations.transformers.attention import NAME
+from magi_attention.integrations.transformers.interface import NAME
 from magi_attention.integrations.validate import of_forward, of_interface, of_layers
 
 # Classes whose compute_loss is known to take the next token's labels and to divide by num_items_in_batch.

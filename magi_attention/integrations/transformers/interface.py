@@ -23,7 +23,7 @@ from magi_attention.integrations.packing import LayerPlans
 
 NAME = "magi"
 # Models that choose a class of their own by the name of the attention, and would end in a KeyError.
-_TABLES = (("falcon", "FALCON_ATTENTION_CLASSES"), ("gpt_neo", "GPT_NEO_ATTENTION_CLASSES"))
+_TABLES = {"falcon": "FALCON", "gpt_neo": "GPT_NEO", "gptj": "GPTJ"}
 
 
 class _Whole:
@@ -58,9 +58,9 @@ def register(name: str = NAME) -> None:
     """Makes ``attn_implementation=name`` known to transformers."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, LazyMask)
-    for model, table in _TABLES:
+    for model, table in _TABLES.items():
         module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        getattr(module, table, {}).setdefault(name, _OwnAttention)
+        getattr(module, f"{table}_ATTENTION_CLASSES", {}).setdefault(name, _OwnAttention)
 
 
 class LazyMask:
@@ -117,8 +117,12 @@ def attention(
         return _by_torch(module, query, key, value, attention_mask, scaling, dropout, {**others, **given})
     if isinstance(attention_mask, LazyMask):
         attention_mask.refuse_padding()
-    elif attention_mask is not None:
-        raise ContractError("Attention 'magi' takes its mask from the plans; leave attention_mask out of the batch.")
+    elif attention_mask is not None and not query.is_meta:
+        raise ContractError(
+            f"Attention 'magi' got a mask of shape {tuple(attention_mask.shape)}, and plans say the mask. Leave "
+            f"attention_mask out of the batch; if it has none, {type(module).__name__} makes one by itself and cannot "
+            "be used with this release of transformers."
+        )
     if query.shape[0] != 1:
         raise ContractError(f"A batch has {query.shape[0]} rows; PackingCollator packs all of them into one.")
     if dropout:
@@ -137,9 +141,9 @@ def attention(
 
 def _check_whole(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """A forgotten collator must not train each rank on its own tokens."""
-    # generate keeps a cache, and some call it without model.eval(); what is computed anew in training has none
-    is_evaluation = not torch.is_grad_enabled() and (not module.training or bool(others.get("use_cache")))
-    if _WHOLE.depth or is_evaluation or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _WHOLE.depth or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if not torch.is_grad_enabled() and not (module.training and _is_checkpointed()):
         return
     raise ContractError(
         f"Attention 'magi' got no plans in a training step of {dist.get_world_size()} processes; it got "
@@ -148,6 +152,16 @@ def _check_whole(module: torch.nn.Module, others: dict[str, Any]) -> None:
         "its layers and cannot be used. If each process is to train on whole sequences of its own, call the model "
         "inside `with full_sequences():`."
     )
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint runs this forward: its reentrant form has no gradients in training."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _by_torch(
