@@ -69,11 +69,6 @@ def test_validation_and_token_counts(tmp_path):
     assert len(one["eval"]) == 2 and np.allclose(one["eval"], two["eval"], rtol=1e-5)
 
 
-def test_the_page_runs(dense, tmp_path):
-    got = launch(tmp_path, {"page": "docs/frameworks/torchtitan.md"}, 2, SCRIPT)
-    assert got["ours"] and got["cp"] == 2 and len(got["log"]) == STEPS
-
-
 @pytest.mark.parametrize("window", [None, 6])
 def test_sinks_of_gpt_oss(window):
     rope = CosSinRoPE.Config(dim=8, max_seq_len=64, theta=10000.0)

@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import sys
 import tempfile
 import zlib
@@ -19,29 +18,15 @@ from typing import Any
 
 import torch
 
-# torchtitan takes the device that torch names and asks it about memory; on a machine without GPUs torch names none.
-torch._utils._get_available_device_type = lambda: "cpu"
-torch.cpu.get_device_name = lambda device=None: "CPU"
-torch.cpu.get_device_properties = lambda device=None: type("CPU", (), {"total_memory": 2**34})
-torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
-torch.cpu.memory_stats = lambda device=None: {}
-torch.cpu.current_device = lambda: 0
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "frameworks"))
+from torchtitan_on_cpu import IS_NEW, know_cpus  # noqa: E402
+
+know_cpus()  # before torchtitan is imported
 
 import torch.distributed as dist  # noqa: E402
-import torch.distributed._functional_collectives as functional_collectives  # noqa: E402
-
-IS_NEW = hasattr(dist, "set_timeout")  # torch 2.14, which torchtitan 0.3.0 is for
-if not IS_NEW:
-    dist.set_timeout = lambda timeout, group: None
-    # Several functional all-gathers or reduce-scatters under way corrupt the heap with torch 2.13 over gloo, in a plain
-    # loop as well. So each is waited for at once.
-    functional_collectives._maybe_wrap_tensor = functional_collectives.wait_tensor
-
 from titan_parts import DenseAttention, DenseTrainer, Documents, Metrics, NoTokenizer  # noqa: E402
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
-from torchtitan.config.manager import ConfigManager  # noqa: E402
 from torchtitan.config.override import derive  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.distributed.utils import dist_sum  # noqa: E402
@@ -51,7 +36,6 @@ from train_tiny import leave  # noqa: E402
 
 from magi_attention.integrations.torchtitan import MagiTrainer, use_magi  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH, ROWS, STEPS = 96, 2, 4
 WINDOWS = [(15, 0), (-1, 0)]
 POLICIES = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
@@ -68,33 +52,18 @@ def config_of_model(settings: dict) -> Trainer.Config:
     return config
 
 
-def config_of_page(page: Path) -> Trainer.Config:
-    """What torchtitan makes of the page's file and command, for two ranks."""
-    sys.path.insert(0, str(ROOT / "tests" / "docs"))
-    from pages import blocks, commands
-
-    folder = Path(tempfile.mkdtemp())
-    (folder / "my_configs.py").write_text(next(block.text for block in blocks(page) if block.language == "python"))
-    sys.path.insert(0, str(folder))
-    command = next(line for line in commands(page) if "torchtitan.train" in line)
-    flags = re.sub(r"(parallel_degree) \d+", r"\1 2", command.partition("torchtitan.train ")[2]).split()
-    return ConfigManager().parse_args(flags)
-
-
 def make_config(settings: dict) -> Trainer.Config:
-    is_page = "page" in settings
-    config = config_of_page(ROOT / settings["page"]) if is_page else config_of_model(settings)
+    config = config_of_model(settings)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.training = dataclasses.replace(
         config.training, local_batch_size=ROWS // settings.get("dp", 1), seq_len=LENGTH, steps=STEPS, max_norm=1e9,
         mixed_precision_param="float32", disable_cuda_graphs=True,
     )  # fmt: skip
-    sizes = {"data_parallel_shard": settings.get("dp", 1), "tensor_parallel": settings.get("tp", 1)}
-    sizes |= {} if is_page else {"context_parallel": settings.get("cp", 1)}
-    backend = "spmd_types" if IS_NEW else "full_dtensor"
     config.parallelism = dataclasses.replace(
-        config.parallelism, spmd_backend=backend, **{f"{name}_degree": size for name, size in sizes.items()}
-    )
+        config.parallelism, spmd_backend="spmd_types" if IS_NEW else "full_dtensor",
+        data_parallel_shard_degree=settings.get("dp", 1), tensor_parallel_degree=settings.get("tp", 1),
+        context_parallel_degree=settings.get("cp", 1),
+    )  # fmt: skip
     config.optimizer.param_groups[0].optimizer_kwargs["eps"] = 1e-3  # or rounding decides steps of small gradients
     config.dataloader, config.tokenizer = Documents.Config(), NoTokenizer.Config()
     config.metrics, config.dump_folder = Metrics.Config(log_freq=1), tempfile.mkdtemp()
@@ -106,7 +75,7 @@ def make_config(settings: dict) -> Trainer.Config:
     )
     config.debug.spmd_typechecking = settings.get("typechecking", False)
     if not settings.get("dense"):
-        return config if is_page else use_magi(config)
+        return use_magi(config)
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = derive(layer.attention.inner_attention, DenseAttention.Config)
     return derive(config, DenseTrainer.Config)
@@ -152,9 +121,6 @@ def main(out: str, settings: dict) -> None:
     trainer = make_config(settings).build()
     for part in trainer.model_parts:
         fill(part)
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # the same sum by an operation that gloo has
     steps = watch(trainer)
     trainer.train()
     result = {"log": steps, "processes": dist.get_world_size(), "eval": trainer.metrics_processor.validated}

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of examples/frameworks, started by the lines that their first words give: losses fall, and are those of one
+process. And torchtitan's page: its file of configs and its command, as a reader types them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from magi_attention.testing.waiting import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "frameworks"
+sys.path.insert(0, str(ROOT / "tests" / "docs"))
+from pages import blocks, commands  # noqa: E402
+
+TITAN = "torchtitan_configs.py"
+# torchtitan 0.3.0 is for torch 2.14; with 2.13 its default backend does not start on several ranks.
+FOR_OLD_TORCH = () if hasattr(dist, "set_timeout") else ("--parallelism.spmd_backend", "full_dtensor")
+_LOSS = re.compile(r"(?:round (\d+) +)?step:? +(\d+)\b.*?loss:? +(-?[\d.]+)")
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def docstring(name: str) -> str:
+    return ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
+
+
+def lines(name: str) -> list[str]:
+    """The lines of its docstring that start the example."""
+    return re.findall(r"^ +(torchrun .*)$", docstring(name).replace("\\\n", ""), re.MULTILINE)
+
+
+def line(name: str, processes: int) -> str:
+    """Such a line, of two processes, for ``processes``."""
+    return next(x for x in lines(name) if "--nproc-per-node 2 " in x).replace("node 2 ", f"node {processes} ")
+
+
+def start(command: str, folder: Path, *options: str, path: Path = ROOT) -> tuple[list[float], str]:
+    """The loss of each step, and all that the processes said, of a command of torchrun that is given in ``folder``.
+    ``path`` comes first in PYTHONPATH."""
+    words = shlex.split(command)
+    assert words[0] == "torchrun"
+    places = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    alone = {
+        "PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1", "PET_STANDALONE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words[1:], *options],
+        cwd=folder, env={**os.environ, **alone}, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    said = _COLOR.sub("", done.stdout + done.stderr)
+    assert done.returncode == 0, said[-40_000:]
+    steps = {match.groups()[:2]: float(match[3]) for match in _LOSS.finditer(said)}  # each rank may say it
+    return list(steps.values()), said
+
+
+@pytest.mark.parametrize("name", ["dit_video.py", "grpo_log_probs.py", TITAN])
+def test_examples_are_short_and_say_how_to_start(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 150
+    assert line(name, 2) and any("--nproc-per-node 8 " in x for x in lines(name))
+
+
+def start_all(name: str, cp_sizes: list[str], *options: str) -> list[list[float]]:
+    """Losses of the example in one process, and in two of which each of ``cp_sizes`` share a sequence; side by side."""
+    given = [line(name, 1), *(f"{line(name, 2)} --cp-size {cp_size}" for cp_size in cp_sizes)]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda command: start(command, ROOT, *options)[0], given))
+
+
+def test_dit_video():
+    """Both masks. What they compute differs, so the option reaches the plan."""
+    firsts = []
+    for cp_size, options in (("2", ()), ("1", ("--block-frames", "1"))):
+        one, two = start_all("dit_video.py", [cp_size], *options)
+        assert len(one) == 8 and one[-1] < 0.5 * one[0]
+        np.testing.assert_allclose(two, one, rtol=1e-5)
+        firsts.append(one[0])
+    assert abs(firsts[0] - firsts[1]) > 1e-5
+
+
+def test_grpo_log_probs():
+    pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
+    one, *others = start_all("grpo_log_probs.py", ["2", "1"])
+    assert len(one) == 8
+    for losses in (one[:4], one[4:]):  # before the first step of a round the policy is the old one
+        assert abs(losses[0]) < 1e-5 and losses == sorted(losses, reverse=True) and losses[-1] < -0.05
+    for losses in others:
+        np.testing.assert_allclose(losses, one, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_sizes_are_sentences():
+    with pytest.raises(AssertionError, match="--packs is 3; give a multiple of the 2 replicas."):
+        start(line("dit_video.py", 2), ROOT, "--cp-size", "1", "--packs", "3")
+
+
+def check_titan(losses: list[float], said: str, steps: int) -> None:
+    assert "Applied MagiSelectiveAC" in said and "'cp'" in said
+    assert len(losses) == steps and losses[-1] < 0.9 * losses[0]
+
+
+def test_torchtitan_configs_on_cpus(tmp_path):
+    pytest.importorskip("torchtitan", reason="needs torchtitan; ci/integrations installs it")
+    options = ("--training.steps", "4", "--dump_folder", str(tmp_path), *FOR_OLD_TORCH)
+    check_titan(*start(line(TITAN, 2), EXAMPLES, *options), 4)
+
+
+def test_the_page_of_torchtitan(tmp_path):
+    """The command is the page's own. torchtitan is told of CPUs where the interpreter starts."""
+    pytest.importorskip("torchtitan", reason="needs torchtitan; ci/integrations installs it")
+    page = ROOT / "docs" / "frameworks" / "torchtitan.md"
+    (configs,) = (block.text for block in blocks(page) if block.language == "python")
+    assert (EXAMPLES / TITAN).read_text().endswith(configs), "the page and the example differ"
+    here, told = tmp_path / "here", tmp_path / "told"
+    here.mkdir()
+    told.mkdir()
+    (here / "my_configs.py").write_text(configs)
+    (told / "torchtitan_on_cpu.py").write_text((EXAMPLES / "torchtitan_on_cpu.py").read_text())
+    (told / "sitecustomize.py").write_text("import torchtitan_on_cpu\n\ntorchtitan_on_cpu.know_cpus()\n")
+    (command,) = (x for x in commands(page) if "-m torchtitan.train" in x)
+    check_titan(*start(command, here, *FOR_OLD_TORCH, path=told), 10)
