@@ -101,22 +101,24 @@ class AttentionCheck:
         return [module for other, module in self._watched.items() if _is_in(name, other)]
 
     @contextmanager
-    def __call__(self, *plans: Any) -> Iterator[None]:
-        """Checks the forwards in the ``with`` block, which are of batches that have ``plans`` (or keys).
+    def __call__(self, *plans: Any) -> Iterator[list[Any]]:
+        """Checks the forwards in the ``with`` block, which are of batches that have ``plans`` (or keys); what is added
+        to the list that it gives counts, too, as where batches are divided inside.
 
         Raises:
             ContractError: an attention module ran without a call, or with the plan of another batch; or none ran.
         """
         self._forget()
-        yield
-        self._judge(plans)
+        known = list(plans)
+        yield known
+        self._judge(known)
 
     def _forget(self) -> None:
         _LAST.plan = None
         for module in self._watched.values():
             module._attention_use = _Use()
 
-    def _judge(self, plans: tuple[Any, ...]) -> None:
+    def _judge(self, plans: list[Any]) -> None:
         ran = [name for name in self._around if self._watched[name]._attention_use.ran]
         if not ran:
             raise ContractError(

@@ -39,6 +39,8 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from torchtitan.trainer import Trainer
 
+from magi_attention.api import AttentionCheck
+from magi_attention.api.attention_check import note_call
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.packing import LayerPlans, layer_plans
@@ -94,7 +96,9 @@ class MagiAttention(Module):
         sink = None if out_transform is None else _sink_of(out_transform)
         with spmd.no_typecheck():
             # attend as one op, which selective checkpointing can keep; it must not keep tensors from inside.
-            facts = attention_masks.of(self.window)._facts(attention_masks.group)
+            plan = attention_masks.of(self.window)
+            note_call(plan)
+            facts = plan._facts(attention_masks.group)
             out, _ = compiled_attn(q_BLNH[0], k_BLNH[0], v_BLNH[0], sink, facts, scale, 0.0, False)
             return out[None]
 
@@ -133,10 +137,18 @@ class MagiTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, MagiSelectiveAC.Config)
         super().__init__(config)
+        self._attention_check = AttentionCheck(torch.nn.ModuleList(self.model_parts))
+        self._batch_plans: list[Any] = []
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """torchtitan's, with the check that all attention went by the plans of the batch."""
+        with self._attention_check() as self._batch_plans:
+            return super().forward_backward_step(**batch)
 
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Batch:
         self.ntokens_seen += labels.numel() // self.parallel_dims.cp
         batch = _local_batch(self.parallel_dims, self.config.parallelism, self.model_config, input_dict, labels)
+        self._batch_plans += batch[2]["attention_masks"].all()
         if self.parallel_dims.spmd_backend == "spmd_types":
             return annotate_input_spmd_types(self.parallel_dims, *batch)
         return batch
@@ -149,10 +161,16 @@ class MagiValidator(Validator):
     class Config(Validator.Config):
         pass
 
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        with AttentionCheck(torch.nn.ModuleList(model_parts))() as self._batch_plans:
+            super().validate(model_parts, step)
+
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
     ) -> Batch:
-        return _local_batch(self.parallel_dims, self.parallelism, model_parts[0].config, input_dict, labels)
+        batch = _local_batch(self.parallel_dims, self.parallelism, model_parts[0].config, input_dict, labels)
+        self._batch_plans += batch[2]["attention_masks"].all()
+        return batch
 
 
 def use_magi(config: Trainer.Config) -> MagiTrainer.Config:
