@@ -76,6 +76,13 @@ LANES = {
         prepare=(OURS,),
         environment={"MAGI_HOME": "build/launch", "MAGI_ATTENTION_PREBUILD_FFA": "0"},
     ),
+    "strangers": Lane(
+        "programs of transformers and TRL, as they are, on one rank and on two",
+        (("ci/strangers",),),
+        lock="test",
+        prepare=(OURS,),
+        environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
+    ),
     "site": Lane("the documentation site, without a warning", (("ci/site",),)),
     "wheels": Lane(
         "wheels in manylinux images by cibuildwheel, each held to ci/check_wheel.py",

@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from magi_attention.api import Plan, attend
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.integrations.thd_documents import DocumentCache, Documents
+from magi_attention.integrations.shared.thd_documents import DocumentCache, Documents
 from magi_attention.integrations.zigzag import zigzag_plan
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)

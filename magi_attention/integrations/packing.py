@@ -16,7 +16,13 @@ import torch
 from magi_attention.api import Mask, Plan, make_plan
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import ContractError
-from magi_attention.integrations.examples import IGNORE_INDEX, ExampleShape, digest_of, read_example, rows_of_batch
+from magi_attention.integrations.shared.examples import (
+    IGNORE_INDEX,
+    ExampleShape,
+    digest_of,
+    read_example,
+    rows_of_batch,
+)
 
 
 class LayerPlans:

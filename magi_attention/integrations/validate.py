@@ -18,8 +18,8 @@ from torch import nn
 from magi_attention.api import AttentionCheck
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.integrations.layer_kinds import chunks_of, parts_without_text, text_config, windows_of
 from magi_attention.integrations.packing import PackingCollator
+from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_without_text, text_config, windows_of
 from magi_attention.kernels import AttnOptions, Problem, default_registry
 
 # Layers that mix tokens other than by attention, by what configs and classes call them. The tokens of a rank are not

@@ -65,7 +65,7 @@ def start(command: str, folder: Path, *options: str, path: Path = ROOT) -> tuple
     return list(steps.values()), said
 
 
-@pytest.mark.parametrize("name", ["dit_video.py", "grpo_log_probs.py", TITAN])
+@pytest.mark.parametrize("name", sorted(x.name for x in EXAMPLES.glob("*.py") if x.name != "torchtitan_on_cpu.py"))
 def test_examples_are_short_and_say_how_to_start(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 150
     assert line(name, 2) and any("--nproc-per-node 8 " in x for x in lines(name))
@@ -97,6 +97,21 @@ def test_grpo_log_probs():
         assert abs(losses[0]) < 1e-5 and losses == sorted(losses, reverse=True) and losses[-1] < -0.05
     for losses in others:
         np.testing.assert_allclose(losses, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer.py", "trl_sft.py"])
+def test_trainers(name):
+    pytest.importorskip("trl", reason="needs transformers and trl; ci/integrations installs them")
+    one, two = start_all(name, ["2"])
+    assert len(one) == 8 + (name == "hf_trainer.py") and one[7] < 0.8 * one[0]
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+def test_the_page_of_transformers_shows_the_loop():
+    """``test_trl`` runs the page."""
+    page = ROOT / "docs" / "frameworks" / "huggingface.md"
+    program = (EXAMPLES / "hf_loop.py").read_text()
+    assert any(block.text.startswith("import argparse") and program.endswith(block.text) for block in blocks(page))
 
 
 def test_wrong_sizes_are_sentences():

@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from test_megatron_padded import HEAD_DIM, HEADS, KV_HEADS, make  # noqa: E402
 
-from magi_attention.integrations import thd_documents  # noqa: E402
-from magi_attention.integrations.thd_documents import DocumentCache  # noqa: E402
+from magi_attention.integrations.shared import thd_documents  # noqa: E402
+from magi_attention.integrations.shared.thd_documents import DocumentCache  # noqa: E402
 
 
 def cu(*values: int) -> torch.Tensor:

@@ -18,8 +18,6 @@ from launching import assert_same_steps, launch  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 from use_trainer import documents, padded  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("trainer")  # one start for all of them
-
 LENGTHS = {"equal": [20] * 8, "unequal": [5, 9, 30, 17, 4, 22, 8], "one token": [1, 1, 13, 2, 1]}
 EVALUATED = {
     "equal": {"model": "llama", "lengths": LENGTHS["equal"]},

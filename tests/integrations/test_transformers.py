@@ -6,13 +6,15 @@ In processes started by torchrun and accelerate. ci/integrations installs the pa
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
 
-from launching import ACCELERATE, assert_same_steps, launch, launch_both  # noqa: E402
+from launching import ACCELERATE, assert_same_steps, launch  # noqa: E402
 from tiny_models import CONFIGS, make_documents, make_model  # noqa: E402
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainingArguments  # noqa: E402
 
@@ -52,53 +54,87 @@ def test_packed_documents_are_as_if_alone(name):
         assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5), parameter
 
 
+# ---- training over ranks: all cases of as many processes share one start ----------------------------------------
+
+MANY = {"max_steps": 6, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "dataloader_num_workers": 1}
+GROUPS = {"max_steps": 8, "gradient_accumulation_steps": 2}
+COMPILED = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+# name -> (processes that run it, settings); a folder is below that of the start
+TRAINED = {
+    **{name: ((1, 2), {"model": name, "arguments": {"max_steps": 50}}) for name in CONFIGS},
+    "many": ((1, 2), {"model": "gemma3", "arguments": MANY, "evaluate": True}),
+    "groups of one": ((2,), {"model": "llama", "arguments": GROUPS, "cp_size": 1}),
+    "groups of two": ((4,), {"model": "llama", "arguments": GROUPS, "cp_size": 2}),
+    "saved": ((2,), {"model": "llama", "arguments": SAVED, "folder": "run"}),
+    "resumed": ((2,), {"model": "llama", "arguments": SAVED, "folder": "run", "resume": "run/checkpoint-3"}),
+    "compiled": ((2,), {"model": "llama", "arguments": COMPILED}),
+    "seldom": ((1, 2), {"model": "llama", "arguments": {"max_steps": 5, "logging_steps": 100}}),
+    "three steps": ((2,), {"model": "llama", "arguments": {"max_steps": 3}}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """``trained(name, processes)``: what a case gave."""
+    made: dict[int, dict[str, dict]] = {}
+    folder = tmp_path_factory.mktemp("trained")
+
+    def settings(name: str) -> dict:
+        given = TRAINED[name][1]
+        return {**given, **{key: str(folder / given[key]) for key in ("folder", "resume") if key in given}}
+
+    def get(name: str, processes: int) -> dict:
+        if processes not in made:
+            names = [n for n, (counts, _) in TRAINED.items() if processes in counts]
+            made[processes] = {}
+            found = launch(folder, [settings(n) for n in names], processes)["cases"]
+            made[processes] = dict(zip(names, found))
+        return made[processes][name]
+
+    return get
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_train_as_one(name, tmp_path):
-    one, two = launch_both(tmp_path, {"model": name, "arguments": {"max_steps": 50}})
+def test_two_ranks_train_as_one(name, trained):
+    one, two = trained(name, 1), trained(name, 2)
     assert_same_steps(one, two, 50)
     losses = [x["loss"] for x in one["log"] if "grad_norm" in x]
     assert losses[-1] < 0.8 * losses[0], "it learns nothing, so equal losses say little"
 
 
-def test_replicas_of_groups(tmp_path):
+def test_the_mean_loss_of_a_training_that_logs_seldom(trained):
+    """transformers sums up what is not logged yet from one rank."""
+    one, two = (trained("seldom", n)["log"][-1]["train_loss"] for n in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6) and one > 0
+
+
+def test_replicas_of_groups(trained):
     """Two groups of two ranks, beside two groups of one."""
-    settings = {"model": "llama", "arguments": {"max_steps": 8, "gradient_accumulation_steps": 2}}
-    four = launch(tmp_path, {**settings, "cp_size": 2}, 4)
-    assert_same_steps(launch(tmp_path, {**settings, "cp_size": 1}, 2), four, 8)
+    assert_same_steps(trained("groups of one", 2), trained("groups of two", 4), 8)
 
 
-def test_accumulation_checkpointing_workers_and_evaluation(tmp_path):
-    arguments = {
-        "max_steps": 6, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "dataloader_num_workers": 1,
-    }  # fmt: skip
-    one, two = launch_both(tmp_path, {"model": "gemma3", "arguments": arguments, "evaluate": True})
+def test_accumulation_checkpointing_workers_and_evaluation(trained):
+    one, two = trained("many", 1), trained("many", 2)
     assert_same_steps(one, two, 6)
     assert abs(one["eval"]["eval_loss"] - two["eval"]["eval_loss"]) < 1e-5
     a, b = (np.array(result["predicted"]) for result in (one, two))
     assert a.shape == b.shape and np.allclose(a, b, atol=1e-4)
 
 
-def test_resume_gives_the_same_bits(tmp_path):
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    settings = {"model": "llama", "arguments": arguments, "folder": str(tmp_path / "run")}
-    straight = launch(tmp_path / "a", settings, 2)
-    resumed = launch(tmp_path / "b", {**settings, "resume": str(tmp_path / "run" / "checkpoint-3")}, 2)
+def test_resume_gives_the_same_bits(trained):
     tails = [[(x["loss"], x["grad_norm"]) for x in r["log"] if x.get("step", 0) > 3 and "loss" in x]
-             for r in (straight, resumed)]  # fmt: skip
+             for r in (trained("saved", 2), trained("resumed", 2))]  # fmt: skip
     assert len(tails[0]) == 3 and tails[0] == tails[1]
 
 
-def test_compiled(tmp_path):
-    arguments = {"max_steps": 3}
-    plain = launch(tmp_path / "plain", {"model": "llama", "arguments": arguments}, 2)
-    compiled = {**arguments, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    assert_same_steps(plain, launch(tmp_path / "compiled", {"model": "llama", "arguments": compiled}, 2), 3)
+def test_compiled(trained):
+    assert_same_steps(trained("three steps", 2), trained("compiled", 2), 3)
 
 
-def test_started_by_accelerate(tmp_path):
-    settings = {"model": "llama", "arguments": {"max_steps": 3}}
-    by_torchrun = launch(tmp_path / "torchrun", settings, 2)
-    assert launch(tmp_path / "accelerate", settings, 2, by=ACCELERATE)["log"][:3] == by_torchrun["log"][:3]
+def test_started_by_accelerate(trained, tmp_path):
+    (got,) = launch(tmp_path, [TRAINED["three steps"][1]], 2, by=ACCELERATE)["cases"]
+    assert got["log"][:3] == trained("three steps", 2)["log"][:3]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------
@@ -198,6 +234,28 @@ def test_models_of_images_are_refused(tmp_path):
     )
     with pytest.raises(UnsupportedError, match="Qwen2_5_VLForConditionalGeneration has a part for images"):
         make_trainer(tmp_path, model=model)
+
+
+def test_processes_of_which_the_trainer_does_not_know(tmp_path, monkeypatch):
+    """As torchrun on CPUs without use_cpu=True: each would train alone."""
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    assert arguments.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ContractError, match="2 processes were started, and the Trainer knows of 1"):
+        ContextParallelTrainer(make_model("llama", "magi"), arguments, train_dataset=make_documents(4))
+
+
+@pytest.mark.parametrize(
+    "asked, configured, want", ((None, None, 8), (4, None, 4), (None, 2, 2), (2, 2, 2), (4, 2, None))
+)
+def test_cp_size_from_the_config_of_accelerate(asked, configured, want):
+    parallel = SimpleNamespace(cp_enabled=configured is not None, cp_size=configured or 1)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=parallel))
+    if want is None:
+        with pytest.raises(ContractError, match="cp_size is 4, and ParallelismConfig says 2"):
+            ContextParallelMixin._cp_size(trainer, asked, 8)
+    else:
+        assert ContextParallelMixin._cp_size(trainer, asked, 8) == want
 
 
 def test_attention_refuses_other_batches():

@@ -22,4 +22,4 @@ def test_packed_documents(tmp_path, arguments):
 
 
 def test_the_page_runs(tmp_path):
-    assert launch(tmp_path, {"page": "docs/frameworks/huggingface.md"}, 2, "run_page.py")["blocks"] == 4
+    assert launch(tmp_path, {"page": "docs/frameworks/huggingface.md"}, 2, "run_page.py")["blocks"] == 3

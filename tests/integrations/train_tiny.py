@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a tiny model by ``ContextParallelTrainer`` and writes what it logged; to be started by torchrun or accelerate.
+"""Trains tiny models by ``ContextParallelTrainer``, one after another, and writes what they logged; to be started by
+torchrun or accelerate.
 
-torchrun --nproc-per-node 2 tests/integrations/train_tiny.py OUT.json '{"model": "llama", "arguments": {...}}'
+torchrun --nproc-per-node 2 tests/integrations/train_tiny.py OUT.json '[{"model": "llama", "arguments": {...}}]'
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from transformers import TrainingArguments, set_seed
 from magi_attention.integrations.transformers import ContextParallelTrainer, register
 
 
-def main(out: str, settings: dict) -> None:
-    register()
+def train(settings: dict) -> dict:
     set_seed(0)
-    torch.set_num_threads(1)
     model = make_model(settings["model"], "magi")
     folder = settings.get("folder") or tempfile.mkdtemp()
-    given = {"save_strategy": "no", **settings.get("arguments", {})}
+    given = {"save_strategy": "no", "logging_steps": 1, **settings.get("arguments", {})}
     arguments = TrainingArguments(
-        folder, use_cpu=True, per_device_train_batch_size=4, per_device_eval_batch_size=4, logging_steps=1,
+        folder, use_cpu=True, per_device_train_batch_size=4, per_device_eval_batch_size=4,
         report_to=[], learning_rate=3e-3, disable_tqdm=True, **given,
     )  # fmt: skip
     trainer = ContextParallelTrainer(
@@ -36,10 +35,18 @@ def main(out: str, settings: dict) -> None:
         cp_size=settings.get("cp_size"),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=settings.get("resume"))
-    result = {"log": trainer.state.log_history, "processes": arguments.world_size}
+    result = {"log": trainer.state.log_history}
     if settings.get("evaluate"):
         result["eval"] = trainer.evaluate()
         result["predicted"] = trainer.predict(make_documents(4, seed=2)).predictions.tolist()
+    torch.compiler.reset()
+    return result
+
+
+def main(out: str, cases: list[dict]) -> None:
+    register()
+    torch.set_num_threads(1)
+    result = {"cases": [train(settings) for settings in cases], "processes": int(os.environ.get("WORLD_SIZE", 1))}
     if int(os.environ.get("RANK", 0)) == 0:
         Path(out).write_text(json.dumps(result))
 

@@ -11,7 +11,7 @@
 one's own works with ``PackingCollator`` and ``model(**batch)``.
 """
 
-from magi_attention.integrations.layer_kinds import chunks_of, windows_of
+from magi_attention.integrations.shared.layer_kinds import chunks_of, windows_of
 from magi_attention.integrations.transformers.interface import NAME, attention, full_sequences, register
 from magi_attention.integrations.transformers.trainer import ContextParallelMixin, ContextParallelTrainer
 

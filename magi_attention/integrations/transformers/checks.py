@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from transformers import Trainer
 
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.integrations.layer_kinds import text_config
+from magi_attention.integrations.shared.layer_kinds import text_config
 from magi_attention.integrations.transformers.interface import NAME
 from magi_attention.integrations.validate import of_forward, of_interface, of_layers
 
@@ -20,10 +21,19 @@ _REMEDIES = {
 }
 
 
+def check_started(world: int) -> None:
+    """``ContractError`` if the Trainer knows of ``world`` processes, and others were started beside this one."""
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != world:
+        raise ContractError(
+            f"{started} processes were started, and the Trainer knows of {world}, so each would train alone; "
+            "on CPUs say use_cpu=True in TrainingArguments."
+        )
+
+
 def check_trainer(trainer: Any, model: Any, cp_size: int) -> None:
     """Raises ``ContractError`` for settings to change, ``UnsupportedError`` for what ranks cannot share."""
-    _check_model(trainer, model, cp_size)
     args = trainer.args
+    _check_model(trainer, model, cp_size)
     if args.n_gpu > 1:
         raise ContractError("One process drives several GPUs; start one for each by torchrun or accelerate launch.")
     if not args.average_tokens_across_devices:
@@ -77,4 +87,4 @@ def _check_model(trainer: Any, model: Any, cp_size: int) -> None:
         raise UnsupportedError(f"{type(model).__name__} takes no num_items_in_batch, by which ranks share a loss.")
 
 
-__all__ = ["check_class", "check_trainer"]
+__all__ = ["check_class", "check_started", "check_trainer"]

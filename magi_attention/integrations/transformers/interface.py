@@ -18,8 +18,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from magi_attention.api import attend
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.integrations.layer_kinds import limits_of
 from magi_attention.integrations.packing import LayerPlans
+from magi_attention.integrations.shared.layer_kinds import limits_of
 
 NAME = "magi"
 # Models that choose a class of their own by the name of the attention, and would end in a KeyError.
@@ -126,7 +126,10 @@ def attention(
     if query.shape[0] != 1:
         raise ContractError(f"A batch has {query.shape[0]} rows; PackingCollator packs all of them into one.")
     if dropout:
-        raise UnsupportedError(f"Attention dropout is {dropout}; set attention_dropout to 0 in the model's config.")
+        raise UnsupportedError(
+            f"Attention dropout is {dropout}; set it to 0 in the model's config: attention_dropout, attn_pdrop or "
+            "attention_probs_dropout_prob, whichever it has."
+        )
     if position_bias is not None:
         raise UnsupportedError(f"{type(module).__name__} adds a bias by position; take a model with rotary embeddings.")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:

@@ -17,9 +17,9 @@ from transformers.trainer_utils import seed_worker
 from magi_attention.api import AttentionCheck
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.integrations.layer_kinds import chunks_of, parts_without_text, windows_of
 from magi_attention.integrations.packing import PackingCollator
-from magi_attention.integrations.transformers.checks import check_class, check_trainer
+from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_without_text, windows_of
+from magi_attention.integrations.transformers.checks import check_class, check_started, check_trainer
 from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin, plans_of
 from magi_attention.integrations.transformers.loss import LossOfOwnShift
 from magi_attention.integrations.transformers.same_tokens import SameTokens
@@ -65,8 +65,9 @@ class ContextParallelMixin(EvaluationMixin):
         collator = _given(super().__init__, "data_collator", args, kwargs)
         super().__init__(*args, **kwargs)
         world, rank = self.args.world_size, self.args.process_index
-        self.cp_size = self._cp_size(cp_size, world)
         model = self.accelerator.unwrap_model(self.model)
+        check_started(world)
+        self.cp_size = self._cp_size(cp_size, world)
         check_trainer(self, model, self.cp_size)
         self._make_groups(world, rank)
         self._same_tokens = SameTokens(self.cp_size)
@@ -171,8 +172,10 @@ class ContextParallelMixin(EvaluationMixin):
     # ---- steps ----------------------------------------------------------------------------------------------
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss that it gives is the mean over all ranks: the Trainer sums up that of its own rank at the end."""
         with self._attention_check(*plans_of(inputs).all()):
-            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return self.accelerator.reduce(loss, "mean")
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._eval_items is not None:  # TRL passes none in evaluation

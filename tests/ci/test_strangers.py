@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ci/strangers.py: what counts as passed, refused and not run, the table, repositories. No framework is imported."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import strangers  # noqa: E402
+from strangers import Outcome  # noqa: E402
+from strangers_programs import BOTH, NEITHER, PROGRAMS, Program  # noqa: E402
+
+PROGRAM = Program("tiny", "trl", "tests/test_tiny.py::test_train")
+LOSSES = [{"loss": 2.0}, {"train_loss": 1.5}]
+SENTENCE = "DPOTrainer of TRL makes batches of its own; SFTTrainer is the one that works."
+REFUSED = f"E   magi_attention.errors.UnsupportedError: {SENTENCE}\n"
+
+
+def passed(*losses: dict[str, float]) -> Outcome:
+    return Outcome("passed", losses=list(losses))
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "is_test", "state", "why"),
+    [
+        (0, "magi_attention.errors.ContractError: in a warning", False, "passed", ""),
+        (1, f"Traceback\n{REFUSED}more\nRuntimeError: the end", False, "refused", SENTENCE),
+        (1, f"[rank0]: {REFUSED[4:]}", False, "refused", SENTENCE),
+        (2, "E   ImportError: cannot import name 'x'\n", True, "not run", "cannot import name 'x'"),
+        (4, "ERROR: not found: test_tiny.py::test_train\n", True, "not run", "not found: test_tiny"),
+        (1, "E   ImportError: cannot import name 'x'\n", True, "failed", "ImportError: cannot import name 'x'"),
+        (1, "ImportError: cannot import name 'x'\n", False, "failed", "ImportError: cannot import name 'x'"),
+        (1, "ValueError: one\n[rank1]: KeyError: 'two'\nx.ChildFailedError:\n", False, "failed", "KeyError: 'two'"),
+        (7, "nothing", False, "failed", "ended with 7 and named no error"),
+        (None, REFUSED, False, "failed", "had not ended"),
+    ],
+)
+def test_outcome_of_a_run(code, text, is_test, state, why):
+    made = strangers.outcome(code, text, LOSSES, is_test)
+    assert made.state == state and why in made.why
+    assert bool(made.losses) == (state == "passed")
+
+
+def test_losses_are_compared():
+    assert strangers.difference(LOSSES, LOSSES) == 0
+    assert strangers.difference(LOSSES, [{"loss": 2.0}, {"train_loss": 1.5003}]) == pytest.approx(2e-4)
+    for other in ([], LOSSES[:1], [{"loss": 2.0}, {"eval_loss": 1.5}], [{"loss": float("nan")}, LOSSES[1]]):
+        assert strangers.difference(LOSSES, other) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expects", "state", "is_as_expected"),
+    [
+        (passed(*LOSSES), passed(*LOSSES), BOTH, "passed", True),
+        (passed(*LOSSES), passed(*LOSSES), NEITHER, "passed", False),
+        (passed(*LOSSES), passed({"loss": 2.0}, {"train_loss": 1.6}), BOTH, "failed", False),
+        (passed(), passed(), BOTH, "failed", False),
+        (Outcome("refused", SENTENCE), Outcome("refused", SENTENCE), NEITHER, "refused", True),
+        (Outcome("refused", SENTENCE), Outcome("refused", SENTENCE), BOTH, "refused", False),
+        (passed(), Outcome("refused", SENTENCE), ("passed", "refused"), "refused", True),
+        (passed(*LOSSES), Outcome("failed", "KeyError: 1"), BOTH, "failed", False),
+        (Outcome("not run", "no path"), Outcome("not run", "no path"), BOTH, "not run", True),
+    ],
+)
+def test_judgement(one, two, expects, state, is_as_expected):
+    row = strangers.judge(replace(PROGRAM, expects=expects), one, two)
+    assert (row.state, row.is_as_expected) == (state, is_as_expected)
+    assert row.why
+
+
+def test_a_known_difference_is_expected_until_it_is_gone():
+    known = replace(PROGRAM, known="Ranks differ in x.")
+    row = strangers.judge(known, passed({"loss": 1.0}), passed({"loss": 1.1}))
+    assert (row.state, row.is_as_expected) == ("failed", True) and row.why.endswith("differ by 0.1. Ranks differ in x.")
+    row = strangers.judge(known, passed(*LOSSES), passed(*LOSSES))
+    assert not row.is_as_expected and "Losses agree again" in row.why
+    assert not strangers.judge(known, Outcome("failed", "KeyError: 1"), passed(*LOSSES)).is_as_expected
+
+
+def test_table_and_page():
+    good = strangers.judge(PROGRAM, passed(*LOSSES), passed(*LOSSES))
+    bad = strangers.judge(PROGRAM, Outcome("failed", "a | b\n<c>"), passed())
+    made = strangers.table([good, bad])
+    assert "| tiny | trl | passed | passed | passed | 2 losses agree |" in made
+    assert r"| tiny | trl | failed | passed | **failed, not expected** | a \| b &lt;c> |" in made
+    page = strangers.with_table(f"before\n{strangers.BEGIN}\nold\n{strangers.END}\nafter\n", made)
+    assert page == f"before\n{strangers.BEGIN}\n{made}\n{strangers.END}\nafter\n"
+    with pytest.raises(SystemExit, match="put them where the table belongs"):
+        strangers.with_table("no markers", made)
+    assert strangers.summary([good, bad]) == "1 passed, 0 refused, 1 failed, 0 not run"
+
+
+def test_what_is_absent_is_not_run(tmp_path):
+    assert "--trl" in strangers.run(PROGRAM, {}, tmp_path).why
+    row = strangers.run(PROGRAM, {"trl": tmp_path}, tmp_path)
+    assert row.state == "not run" and "tests/test_tiny.py is not in the repository" in row.why
+    row = strangers.run(replace(PROGRAM, reason="It needs a hub."), {"trl": tmp_path}, tmp_path)
+    assert (row.state, row.why) == ("not run", "It needs a hub.")
+    with pytest.raises(SystemExit, match="is not a folder"):
+        strangers.check_folders(argparse.Namespace(transformers=None, trl=tmp_path / "none"))
+
+
+def test_a_git_directory_gives_the_tag_of_the_installed_version(monkeypatch, tmp_path):
+    checkout, folder = tmp_path / "checkout", tmp_path / "unpacked"
+    (checkout / "tests").mkdir(parents=True)
+
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        subprocess.run(["git", *name, *words], cwd=checkout, check=True, capture_output=True)
+
+    git("init")
+    for text in ("old", "new"):
+        (checkout / "tests" / "a.txt").write_text(text)
+        git("add", ".")
+        git("commit", "--message", text)
+        if text == "old":
+            git("tag", "v1.2.3")
+    monkeypatch.setattr(strangers, "version", lambda name: "1.2.3")
+    place, which = strangers.unpacked("trl", checkout / ".git", folder)
+    assert (place / "tests" / "a.txt").read_text() == "old" and which.startswith("v1.2.3 (")
+    monkeypatch.setattr(strangers, "version", lambda name: "9.9.9")
+    place, which = strangers.unpacked("trl", checkout / ".git", tmp_path / "other")
+    assert (place / "tests" / "a.txt").read_text() == "new" and which.startswith("HEAD (")
+    assert strangers.unpacked("trl", checkout, folder)[0] == checkout
+
+
+def test_commands(tmp_path):
+    program = replace(PROGRAM, path="a.py", arguments=("--file={home}/text.txt",), replaced="trl:SFTTrainer")
+    one, two = (strangers.command_of(program, Path("/place"), Path("/home"), n) for n in (1, 2))
+    assert one[2:] == ["trl:SFTTrainer", "/place/a.py", "--file=/home/text.txt"]
+    assert two[-4:] == one[1:] and two[two.index("--nproc-per-node") + 1] == "2"
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").touch()
+    assert strangers.package_beside(PROGRAM, tmp_path) == str(tmp_path)
+    assert strangers.package_beside(program, tmp_path) == ""
+
+
+def test_the_programs():
+    names = [program.name for program in PROGRAMS]
+    assert len(names) == len(set(names))
+    assert {program.source for program in PROGRAMS} == {"transformers", "trl", "trl package"}
+    assert all(program.reason.endswith(".") for program in PROGRAMS if program.reason)
+    page = strangers.PAGE.read_text()
+    assert [name for name in names if f"\n| {name} | " not in page] == []
+    with pytest.raises(SystemExit, match="there is no program 'none'"):
+        strangers.chosen(["none"])
+    assert [program.name for program in strangers.chosen(["sft"])] == ["sft"]
+
+
+def test_the_locked_versions_stand_on_the_page():
+    page = strangers.PAGE.read_text()
+    lock = (ROOT / "ci" / "lock" / "integrations.txt").read_text()
+    for name, shown in (("transformers", "transformers"), ("trl", "TRL"), ("accelerate", "accelerate")):
+        locked = lock.partition(f"\n{name}==")[2].split()[0]
+        assert f"{shown} {locked}" in page, name
