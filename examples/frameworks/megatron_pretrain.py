@@ -27,6 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from magi_attention.api import AttentionCheck
 from magi_attention.integrations.megatron import use_magi
 
 VOCABULARY = 128
@@ -101,13 +102,15 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     cp_rank, replica = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
     model = make_model(args, device)
+    check = AttentionCheck(model)
     masters = [p.detach().float().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=args.learning_rate)
     for step in range(args.steps):
         total = torch.zeros(2, device=device)  # loss and tokens
         for i in range(replica, args.sequences, replicas):
             inputs, has_next = pack(make_documents(args, step * args.sequences + i), cp_size, cp_rank, device)
-            loss = (model(**inputs).float() * has_next).sum()
+            with check():  # all attention went by a plan
+                loss = (model(**inputs).float() * has_next).sum()
             loss.backward()
             total += torch.stack([loss.detach(), has_next.sum()])
         dist.all_reduce(total)

@@ -17,8 +17,12 @@ _IS_ATTENTION = re.compile("Attention|Attn")
 _MAX_LISTED = 4
 
 
+class PlanMark:
+    """Stands for a plan, which has it as ``_mark``, and does not keep it alive."""
+
+
 class _LastCall:
-    """The plan, or key, of the last call of ``attend`` or ``calc_attn`` in the module that runs."""
+    """The mark of the plan, or the key, of the last call of ``attend`` or ``calc_attn`` in the module that runs."""
 
     plan: Any = None
 
@@ -26,10 +30,10 @@ class _LastCall:
 _LAST = _LastCall()
 
 
-def note_call(plan: Any) -> None:
-    """Says that attention is called with ``plan``, a plan or a key. An attribute is written and none read, so that
-    ``torch.compile`` makes neither a guard nor a graph break of it."""
-    _LAST.plan = plan
+def note_call(mark: Any) -> None:
+    """Says that attention is called with the plan of ``mark``, or with a key. An attribute is written and none read, so
+    that ``torch.compile`` makes neither a guard nor a graph break of it."""
+    _LAST.plan = mark
 
 
 class _Use:
@@ -103,7 +107,7 @@ class AttentionCheck:
     @contextmanager
     def __call__(self, *plans: Any) -> Iterator[list[Any]]:
         """Checks the forwards in the ``with`` block, which are of batches that have ``plans`` (or keys); what is added
-        to the list that it gives counts, too, as where batches are divided inside.
+        to the list that it gives counts, too, as where batches are divided inside. With none, any plan will do.
 
         Raises:
             ContractError: an attention module ran without a call, or with the plan of another batch; or none ran.
@@ -134,8 +138,9 @@ class AttentionCheck:
                 "attn_implementation='magi' on every model, and back after generate); for what is not "
                 "self-attention over the sequence, give AttentionCheck exclude=."
             )
-        others = [name for name in ran if not any(plan is mine for plan in used[name] for mine in plans)]
-        if others:
+        marks = [getattr(plan, "_mark", plan) for plan in plans]
+        others = [name for name in ran if not any(mark is mine for mark in used[name] for mine in marks)]
+        if plans and others:
             raise ContractError(
                 f"{self._described(others)} called attention with a plan that is not of this batch; hand the plans of "
                 "the batch to every layer."
@@ -156,4 +161,4 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-__all__ = ["AttentionCheck", "note_call"]
+__all__ = ["AttentionCheck", "PlanMark", "note_call"]

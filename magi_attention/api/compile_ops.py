@@ -30,6 +30,8 @@ _BWD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+# Ranks exchange rows in an op, and tables of a plan are made at its first use: no CUDA graph of torch.compile has it.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _call(runtime: AttnRuntime, tensors: tuple, options: tuple, dropout: tuple, needs_backward: bool) -> tuple:
@@ -42,7 +44,7 @@ def _call(runtime: AttnRuntime, tensors: tuple, options: tuple, dropout: tuple, 
     return call, q, k, v
 
 
-@torch.library.custom_op("magi_attention::dist_attn_fwd", mutates_args=(), schema=_FWD)
+@torch.library.custom_op("magi_attention::dist_attn_fwd", mutates_args=(), schema=_FWD, tags=_TAGS)
 def dist_attn_fwd(
     q, k, v, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap, return_max_logits,
     dropout_p, dropout_seed, needs_backward,
@@ -77,7 +79,7 @@ def _(
     )
 
 
-@torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD)
+@torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD, tags=_TAGS)
 def dist_attn_bwd(
     dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap,
     return_max_logits, dropout_p, dropout_seed,

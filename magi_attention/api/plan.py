@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.attention_check import note_call
+from magi_attention.api.attention_check import PlanMark, note_call
 from magi_attention.api.balance_hint import advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
@@ -189,10 +189,11 @@ class Plan(meta_plan.Plan):
     # ---- inner parts --------------------------------------------------------------------------------
 
     _plan_facts: PlanFacts
+    _mark: PlanMark
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["_plan_facts"] = facts_of_plan(self)
+        self.__dict__["_plan_facts"], self.__dict__["_mark"] = facts_of_plan(self), PlanMark()
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "packed": ahead.packed(self)}
@@ -200,7 +201,7 @@ class Plan(meta_plan.Plan):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__({name: value for name, value in state.items() if name != "packed"})
         ahead.unpack(self, state["packed"])
-        self.__dict__["_plan_facts"] = facts_of_plan(self)
+        self.__dict__["_plan_facts"], self.__dict__["_mark"] = facts_of_plan(self), PlanMark()
 
     def _facts(self, group: Any, policy: AttnPolicy | None = None) -> CompiledFacts:
         """Traced; see ``handles``."""
@@ -341,7 +342,7 @@ def attend(
     (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
     (dicts of rank, lane, stage, start, end). Tensors on the meta device give tensors there.
     """
-    note_call(plan)
+    note_call(plan._mark)
     if q.is_meta and k.is_meta and v.is_meta:
         return _on_meta(q, v, return_max_logits)
     if is_compiling():

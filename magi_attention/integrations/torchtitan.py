@@ -97,7 +97,7 @@ class MagiAttention(Module):
         with spmd.no_typecheck():
             # attend as one op, which selective checkpointing can keep; it must not keep tensors from inside.
             plan = attention_masks.of(self.window)
-            note_call(plan)
+            note_call(plan._mark)
             facts = plan._facts(attention_masks.group)
             out, _ = compiled_attn(q_BLNH[0], k_BLNH[0], v_BLNH[0], sink, facts, scale, 0.0, False)
             return out[None]

@@ -105,6 +105,14 @@ def test_the_plan_of_another_batch_is_found():
         model(X, PLANS[0])
     with check(PLANS[1], PLANS[0]):
         model(X, PLANS[0])
+    with check():  # where the caller does not know the plan
+        model(X, PLANS[0])
+    with check() as plans:
+        plans.append(PLANS[0])
+        model(X, PLANS[0])
+    with pytest.raises(ContractError, match="not of this batch"), check() as plans:
+        plans.append(PLANS[1])
+        model(X, PLANS[0])
 
 
 def test_nothing_ran():

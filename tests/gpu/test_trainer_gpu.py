@@ -14,7 +14,7 @@ import torch
 
 from magi_attention.testing.waiting import DEADLINE_S
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count()
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
@@ -40,8 +40,9 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 
 def trained(folder: Path, *start: str, **options) -> dict:
     out = folder / "out.json"
-    path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", *start, str(HERE / "trainer_case.py"), str(out), json.dumps(options)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    script = ROOT / "tests" / "integrations" / "train_on_gpus.py"
+    command = [sys.executable, "-m", *start, str(script), str(out), json.dumps(options)]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True,
         timeout=DEADLINE_S,

@@ -2,7 +2,7 @@
 """Ten steps of ``ContextParallelTrainer`` on GPUs, in half precision over float32 weights; started by torchrun or by
 ``accelerate launch``, whose config then says how many ranks share a sequence.
 
-torchrun --nproc-per-node 2 tests/gpu/trainer_case.py OUT.json '{"bf16": true}'
+torchrun --nproc-per-node 2 tests/integrations/train_on_gpus.py OUT.json '{"bf16": true}'
 """
 
 from __future__ import annotations
