@@ -5,7 +5,6 @@ New code: ``Mask, make_plan, plan_async, Plan, attend, attend_index, attend_repl
 of the published 1.1.x API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
 """
 
-from magi_attention.api.attention_check import AttentionCheck
 from magi_attention.api.functools import (
     compute_pad_size,
     full_attention_to_varlen_attention,
@@ -64,6 +63,7 @@ from magi_attention.config import (
 )
 from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
+from magi_attention.functional.attention_check import AttentionCheck
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 
 __all__ = [

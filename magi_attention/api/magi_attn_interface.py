@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.attention_check import note_call
 from magi_attention.api.balance_hint import advise_balance, advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
@@ -47,6 +46,7 @@ from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout
+from magi_attention.functional.attention_check import note_call
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
 from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions

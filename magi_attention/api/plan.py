@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.attention_check import PlanMark, note_call
 from magi_attention.api.balance_hint import advise_other_mask
 from magi_attention.api.compile_ops import compiled_attn
 from magi_attention.api.compile_rows import (
@@ -43,6 +42,7 @@ from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
 from magi_attention.functional import ahead, documents
 from magi_attention.functional import layout as token_layout
+from magi_attention.functional.attention_check import PlanMark, note_call
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
 from magi_attention.kernels import default_registry

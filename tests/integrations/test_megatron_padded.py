@@ -108,7 +108,7 @@ def local_rows(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def attend_locally(rank: int, world: int) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
-    """Of each case and seed: rows of the output and the gradients in their places, 0 elsewhere."""
+    """Rows of the output and the gradients in their places, 0 elsewhere, for each case and seed."""
     results = {}
     for name, (kind, options) in CASES.items():
         core = make(kind, dist.group.WORLD if world > 1 else None, **options)

@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "frameworks" / "megatron.md"
 
 
 def launch_lines() -> dict[int, str]:
-    """Of the example's docstring, by the number of processes."""
+    """Launch lines in the example's docstring, by the number of processes."""
     text = ast.get_docstring(ast.parse((ROOT / EXAMPLE).read_text()))
     return {int(n): line for line, n in re.findall(r"^ +(torchrun --nproc-per-node (\d+) .*)$", text, re.MULTILINE)}
 

@@ -153,7 +153,7 @@ def _labels(example: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
 
 
 def _document_lengths(example: Mapping[str, Any], width: int, kept: np.ndarray) -> np.ndarray:
-    """Of the documents in an example, in tokens that are kept; by ``seq_lengths``, or a position 0 begins each."""
+    """Lengths of the documents in an example, in tokens that are kept; ``seq_lengths``, or a position 0 begins each."""
     if example.get("seq_lengths") is not None:
         lengths = _ints(example, "seq_lengths")
         if (lengths < 1).any() or lengths.sum() != width:

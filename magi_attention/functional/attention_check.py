@@ -40,17 +40,19 @@ class _Use:
     """What a module did in the present ``with`` block. ``plan``: of its own last call, calls of modules in it apart."""
 
     def __init__(self) -> None:
-        self.ran, self.plan, self.outer = False, None, None
+        self.ran = False
+        self.plan: Any = None
+        self.outer: Any = None
 
 
 def _begin(module: nn.Module, args: Any) -> None:
-    use = module._attention_use
+    use: Any = module._attention_use
     use.ran, use.outer = True, _LAST.plan
     _LAST.plan = None
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    use = module._attention_use
+    use: Any = module._attention_use
     if _LAST.plan is not None:
         use.plan = _LAST.plan
     _LAST.plan = use.outer
@@ -81,11 +83,12 @@ class AttentionCheck:
             if not any(name == skip or name.startswith(f"{skip}.") for skip in skipped)
         }
         if modules is None:
-            self._watched = {n: m for n, m in named.items() if _IS_ATTENTION.search(type(m).__name__)}
+            watched = {n: m for n, m in named.items() if _IS_ATTENTION.search(type(m).__name__)}
         else:
             wanted = {id(module) for module in modules}
-            self._watched = {n: m for n, m in named.items() if id(m) in wanted}
-        if not self._watched:
+            watched = {n: m for n, m in named.items() if id(m) in wanted}
+        self._watched: dict[str, Any] = watched
+        if not watched:
             raise ContractError(
                 f"{type(model).__name__} has no module with 'Attention' or 'Attn' in the name of its class; name those "
                 "that call attention, by modules=."
@@ -100,7 +103,7 @@ class AttentionCheck:
     def _innermost(self) -> list[str]:
         return [n for n in self._watched if not any(other != n and _is_in(other, n) for other in self._watched)]
 
-    def _modules_around(self, name: str) -> list[nn.Module]:
+    def _modules_around(self, name: str) -> list[Any]:
         """The module itself and the attention modules that it is in."""
         return [module for other, module in self._watched.items() if _is_in(name, other)]
 
