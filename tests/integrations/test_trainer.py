@@ -18,6 +18,7 @@ from launching import assert_same_steps, launch  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 from use_trainer import documents, padded  # noqa: E402
 
+IS_OLD, NAN = transformers.__version__.startswith("4."), "transformers 4 takes the NaN of a batch without labels"
 LENGTHS = {"equal": [20] * 8, "unequal": [5, 9, 30, 17, 4, 22, 8], "one token": [1, 1, 13, 2, 1]}
 EVALUATED = {
     "equal": {"model": "llama", "lengths": LENGTHS["equal"]},
@@ -94,8 +95,8 @@ def alone(model: str, examples: list[dict]) -> tuple[list[np.ndarray], list[floa
 
 @pytest.mark.parametrize("name, processes", [(n, p) for n in EVALUATED for p in CASES[f"eval {n}"][0]])
 def test_each_example_is_evaluated_once(name, processes, runs):
-    if name == "one token" and transformers.__version__.startswith("4."):
-        pytest.skip("the mean of transformers 4 takes in the NaN of a batch without labels")
+    if IS_OLD and name == "one token":
+        pytest.skip(NAN)
     got = runs(f"eval {name}", processes)
     examples = documents(EVALUATED[name]["lengths"])
     logits, losses, labels = alone(EVALUATED[name]["model"], examples)
@@ -126,6 +127,8 @@ def test_predictions_of_padded_examples_have_their_shape(side, runs):
 
 @pytest.mark.parametrize("completions", COMPLETIONS, ids=str)
 def test_trl_evaluates_where_a_rank_has_no_labels(completions, runs):
+    if IS_OLD and not sum(completions[:2]):
+        pytest.skip(NAN)
     one, two = (runs(f"sft {completions}", processes) for processes in (1, 2))
     theirs, sums = make_model("llama", "eager"), []
     for x, n in zip(documents(SFT_LENGTHS), completions):

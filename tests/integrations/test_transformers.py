@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
 
+import transformers  # noqa: E402
 from launching import ACCELERATE, assert_same_steps, launch  # noqa: E402
 from tiny_models import CONFIGS, make_documents, make_model  # noqa: E402
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainingArguments  # noqa: E402
@@ -74,6 +75,10 @@ TRAINED = {
 }
 
 
+if IS_OLD := transformers.__version__.startswith("4."):  # it cannot load a checkpoint on CPUs with a torch of today
+    del TRAINED["resumed"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """``trained(name, processes)``: what a case gave."""
@@ -122,6 +127,7 @@ def test_accumulation_checkpointing_workers_and_evaluation(trained):
     assert a.shape == b.shape and np.allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.skipif(IS_OLD, reason="transformers 4 cannot load a checkpoint on CPUs with a torch of today")
 def test_resume_gives_the_same_bits(trained):
     tails = [[(x["loss"], x["grad_norm"]) for x in r["log"] if x.get("step", 0) > 3 and "loss" in x]
              for r in (trained("saved", 2), trained("resumed", 2))]  # fmt: skip
