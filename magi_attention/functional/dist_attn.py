@@ -123,6 +123,7 @@ def run_backward(
     runtime = call.runtime
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
     with runtime.transport.guard("attention backward"), profiler_range(BACKWARD_RANGE):
+        call.ensure_backward(dout)
         if prepared.fused is not None:
             grads = prepared.fused.attention.backward(prepared.fused.backend, dout, q, k, v, out, lse, options, sink)
             call.record("compute", HOST, start)

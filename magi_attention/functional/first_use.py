@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first use of a plan in a group: the one place that all calls pass which exchange data by a plan.
+"""Do all ranks mean the same? The one place that all calls pass which exchange data by a plan.
 
 Ranks make their plans each for itself, so one that got another batch, or another environment, holds another plan.
 Nothing in the exchange of rows would show that: sizes may fit by chance, and what comes out is wrong. So before a plan
-moves its first row in a group, and before memory that ranks share is made for it, the ranks compare what they hold
-(``comm/transport/consistency.py`` says how). It costs a few messages to the group's store, once for each plan, and for
-attention once for each plan with the same heads, head dims, dtype, sinks and settings; softmax scale and softcap are
-compared then too, but a call that alters only these is no first use, since both may change in every step. Later calls
-look into a set.
+moves its rows in a group, and before memory that ranks share is made for it, the ranks compare what they hold
+(``comm/transport/consistency.py`` says how, and what it costs). On a CPU they do so in every call. On GPUs they do so
+at the first use of each plan, and for attention once for each plan with the same heads, head dims, dtype, sinks and
+settings; later calls go into a checksum that is compared now and then.
 
-``AttnPolicy.check`` adds ``compare_calls``, a collective in every call: it finds calls that are no first use, too.
+``AttnPolicy.check`` has ranks compare every call on GPUs, too, for which their hosts wait for one another.
 
 In the capture of a CUDA graph nothing is compared. What is captured must have run before, as tables are copied to the
 GPU at the first use; a plan that is new there is refused by a sentence.
@@ -18,73 +17,66 @@ GPU at the first use; a plan that is new there is refused by a sentence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 
 import torch
 
 from magi_attention.comm.transport.base import Transport
-from magi_attention.comm.transport.consistency import Record
+from magi_attention.comm.transport.consistency import Record, Use
 from magi_attention.common.slices import areas
-from magi_attention.errors import ContractError, PlanMismatchError
+from magi_attention.errors import ContractError
 from magi_attention.kernels.dropout import Dropout
 from magi_attention.meta.plan import Plan
 
 # Labels of records. Those of a group follow from what stands before them, so the first that differs says enough.
 _CALL, _PLAN = "call", "plan"
+FORWARD, BACKWARD = "attention forward", "attention backward"
 _HEADS = "heads that the plan was made for"
 _OF_PLAN = (("tokens", "ranks"), ("mask",), ("documents",), ("dispatch",), ("stages",), (_HEADS,))
 _MAX_LISTED = 4
 
 
 def ensure_plan(plan: Plan, transport: Transport, x: torch.Tensor, stage: str) -> None:
-    """Compares ``plan`` over the ranks, if the group has not used it yet. ``x`` is a tensor that is about to travel."""
-    if transport.knows(plan.fingerprint):
-        return
-    refuse_capture(x)
-    transport.agree((plan.fingerprint,), {_CALL: stage, **record_of(plan)}, judge, stage)
+    """Compares ``plan`` over the ranks. ``x`` is a tensor that is about to travel."""
+    if not transport.knows(plan.fingerprint):
+        refuse_capture(x)
+    transport.agree(Use(plan.fingerprint, partial(_record_of_exchange, plan), judge, stage, stage), x)
 
 
-def ensure_call(
-    plan: Plan, transport: Transport, settings: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+def _record_of_exchange(plan: Plan, stage: str) -> Record:
+    return {_CALL: stage, **record_of(plan)}
+
+
+def use_of_call(
+    plan: Plan, settings: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     sink: torch.Tensor | None, scale: float, softcap: float, with_max: bool, dropout: Dropout | None,
-) -> str:  # fmt: skip
-    """Compares an attention call over the ranks, if the group has seen none like it yet: before anything travels or
-    memory is shared. Returns its use, which names what may not differ between ranks in all calls alike."""
+) -> Use:  # fmt: skip
+    """What may not differ between ranks in attention calls like this one."""
     shapes, sinks = _shapes(q, k, v), None if sink is None else sink.shape[0]
-    use = repr((plan.fingerprint, *shapes, sinks, with_max, 0 if dropout is None else dropout.p, settings))
-    if transport.knows(use):
-        return use
-    refuse_capture(q)
-    record = {
-        _CALL: "attention",
-        **record_of(plan),
+    name = repr((plan.fingerprint, *shapes, sinks, with_max, 0 if dropout is None else dropout.p, settings))
+    of_call = {
         **dict(zip(("q heads", "k heads", "v heads", "dtype"), shapes)),
         "softmax scale": repr(scale),
         "softcap": repr(softcap),
         "sinks per head": "none" if sink is None else str(sink.shape[0]),
         "return of max logits": str(with_max),
-        "dropout": "none" if dropout is None else f"p {dropout.p!r}, seed {dropout.seed} at the first call",
+        "dropout": "none" if dropout is None else f"p {dropout.p!r}",
         "settings": settings,
     }
-    transport.agree((use, plan.fingerprint), record, judge, "attention forward")
-    return use
+    use = Use(name, partial(_record_of_call, plan, of_call), judge, FORWARD, f"{scale!r} {softcap!r}")
+    return replace(use, also=(plan.fingerprint, use.of(BACKWARD).name))
 
 
-def compare_calls(
-    plan: Plan, transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: Dropout | None
-) -> None:
-    """Compares plans and shapes over the group at every call, so that a mismatch is an error instead of a hang."""
-    shapes = (tuple(x.shape[1:]) for x in (q, k, v))
-    mine = (plan.fingerprint, *shapes, str(q.dtype), str(dropout))
-    everyone = transport.all_gather_object(mine)
-    names = ("plan", "q heads and dim", "k heads and dim", "v heads and dim", "dtype", "dropout")
-    for what, values in zip(names, zip(*everyone)):
-        if len(set(values)) > 1:
-            listing = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-            raise PlanMismatchError(
-                f"The ranks of this group call attention with different {what} ({listing}); "
-                "make the key from the same mask and configuration on every rank."
-            )
+def _record_of_call(plan: Plan, of_call: Record, stage: str) -> Record:
+    return {_CALL: stage, **record_of(plan), **of_call}
+
+
+def ensure_call(use: Use, transport: Transport, x: torch.Tensor, dropout: Dropout | None, is_checked: bool) -> None:
+    """Compares an attention call over the ranks, before anything travels or memory is shared."""
+    if not transport.knows(use.name):
+        refuse_capture(x)
+    transport.agree(use, x, "" if dropout is None else str(dropout), is_checked)
 
 
 def refuse_capture(x: torch.Tensor) -> None:

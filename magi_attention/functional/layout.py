@@ -123,6 +123,14 @@ class TokenLayout:
             ensure_plan(self.plan, self.transport, x, stage)
             yield
 
+    def check_rows_of_all(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
+        """``check_rows`` before an exchange: other ranks are told of a failure."""
+        try:
+            self.check_rows(x, dim, rows, what, is_global)
+        except Exception as exc:
+            self.transport.decline(exc, x, what)
+            raise
+
     def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
         refuse_dtensor("the tensor", x, is_global)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
@@ -302,7 +310,7 @@ def gather(
     Backward: the global gradient is taken to be the same on all ranks and this rank keeps its rows. With
     ``is_partial_grad`` it differs per rank and is summed over ranks, in rank order and in its own dtype.
     """
-    layout.check_rows(x, dim, layout.num_local, "gather (undispatch)")
+    layout.check_rows_of_all(x, dim, layout.num_local, "gather (undispatch)")
     rows = _apply_gather(x.movedim(dim, 0), layout, is_partial_grad)
     if layout.plan.pad_size and not keep_pad:
         rows = rows.narrow(0, 0, layout.plan.total_tokens)
@@ -312,7 +320,7 @@ def gather(
 def sum_shards(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     """This rank's rows of the sum over ranks of global tensors without pads; the gradient of ``gather`` with
     ``is_partial_grad``."""
-    layout.check_rows(x, 0, layout.plan.total_tokens, "sum_shards", is_global=True)
+    layout.check_rows_of_all(x, 0, layout.plan.total_tokens, "sum_shards", is_global=True)
     rows = torch.cat([x, x.new_zeros((layout.plan.pad_size, *x.shape[1:]))]) if layout.plan.pad_size else x
     return _sum_rows(rows, layout)
 
@@ -323,7 +331,7 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values. Documents do not matter:
     the last token of one gets the first of the next. ``labels`` of ``functional.documents`` stops at their ends.
     """
-    layout.check_rows(x, dim, layout.num_local, "roll")
+    layout.check_rows_of_all(x, dim, layout.num_local, "roll")
     return _apply_roll(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)
 
 

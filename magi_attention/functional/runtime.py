@@ -18,13 +18,14 @@ from magi_attention.comm.exchange.choice import NODE_TRANSPORTS, exchange_group
 from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.node_exchange import why_rows_stay
 from magi_attention.comm.transport.base import Transport
+from magi_attention.comm.transport.consistency import Use
 from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.env import comm
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
-from magi_attention.functional.first_use import compare_calls, ensure_call, settings_in_words
+from magi_attention.functional.first_use import BACKWARD, FORWARD, ensure_call, settings_in_words, use_of_call
 from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import check_local_qkv
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
@@ -99,10 +100,11 @@ class Prepared:
     ``forward`` and ``backward`` are for kernels that run while rows travel, ``*_alone`` for others, which may use all
     multiprocessors. ``final`` is the backend, if it can write results in the dtype of the inputs. With ``fused``
     there are no stages, and with ``is_joined`` the only one is waited for. Rows cross between nodes by ``exchange``, or
-    by all-to-all-v. ``use`` names what the ranks have agreed on.
+    by all-to-all-v. ``use`` and ``backward_use`` say what the ranks compare.
     """
 
-    use: str
+    use: Use
+    backward_use: Use
     backend: Backend
     final: FinalBackend | None
     fused: PreparedFused | None
@@ -129,6 +131,12 @@ class AttnCall:
             return None
         positions = self.runtime.positions
         return DropoutMask(self.dropout, positions(queries, device), positions(keys, device))
+
+    def ensure_backward(self, dout: torch.Tensor) -> None:
+        """The ranks compare what they do, as before the forward, unless the backward exchanges nothing."""
+        runtime = self.runtime
+        if not runtime.is_local:
+            ensure_call(self.prepared.backward_use, runtime.transport, dout, self.dropout, runtime.policy.check)
 
     def record(self, lane: str, stage: int, start: float) -> None:
         if self.trace is not None:
@@ -254,13 +262,11 @@ class AttnRuntime:
         prepared = self._prepared.get(key)
         if prepared is None:
             self._check_inputs(q, k, v, sink)
-        if prepared is None or not self.transport.knows(prepared.use):
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            use = ensure_call(
-                self.plan, self.transport, self._settings, q, k, v, sink, scale, softcap, return_max_logits, dropout
-            )
-        if self.policy.check:
-            compare_calls(self.plan, self.transport, q, k, v, dropout)
+            use = use_of_call(self.plan, self._settings, q, k, v, sink, scale, softcap, return_max_logits, dropout)
+        else:
+            use = prepared.use
+        ensure_call(use, self.transport, q, dropout, self.policy.check)
         if prepared is None:
             prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits, dropout, use)
             if len(self._prepared) >= _MAX_PREPARED:
@@ -272,11 +278,15 @@ class AttnRuntime:
 
     def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         rows = self.part.num_tokens // self.head_groups
-        check_local_qkv(q, k, v, sink, rows, self.transport.rank, self.head_groups)
+        try:
+            check_local_qkv(q, k, v, sink, rows, self.transport.rank, self.head_groups)
+        except Exception as exc:
+            self.transport.decline(exc, q, FORWARD)
+            raise
 
     def _prepare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, needs_backward: bool,
-        scale: float, softcap: float, with_max: bool, dropout: Dropout | None, use: str,
+        scale: float, softcap: float, with_max: bool, dropout: Dropout | None, use: Use,
     ) -> Prepared:  # fmt: skip
         policy, share = self.policy, 0.0 if dropout is None else dropout.p
         forward, backward = 0 if self.is_local else policy.fwd_sm_margin, 0 if self.is_local else policy.bwd_sm_margin
@@ -304,7 +314,8 @@ class AttnRuntime:
         attention = self._fused_attention(backend, q) if dropout is None else None
         fused = None if attention is None else PreparedFused(attention, cast(FfaBackend, backend))
         exchange = None if fused is not None or self.is_local else self._exchange(k, v)
-        return Prepared(use, backend, final, fused, fused is None and self._is_joined(q, k, v), exchange, *options)
+        is_joined = fused is None and self._is_joined(q, k, v)
+        return Prepared(use, use.of(BACKWARD), backend, final, fused, is_joined, exchange, *options)
 
     def _is_joined(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Degree 0, or a single stage on GPUs that is not worth hiding. Messages are the same either way."""

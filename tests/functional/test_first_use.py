@@ -131,13 +131,13 @@ def check_differences(all_told: list[dict[str, str]]) -> None:
 
 
 def staying_in_step(rank: int, world: int) -> None:
-    number, compare = [0], consistency.ConsistencyCheck.compare
+    number, add = [0], consistency.KnownUses.add
 
     def counted(*args):
         number[0] += 1
-        return compare(*args)
+        return add(*args)
 
-    consistency.ConsistencyCheck.compare = counted  # type: ignore[method-assign]
+    consistency.KnownUses.add = counted  # type: ignore[method-assign]
     group = dist.new_group()
 
     def count(action) -> int:
@@ -159,31 +159,47 @@ def staying_in_step(rank: int, world: int) -> None:
 
     # More plans than are remembered: all ranks forget the same ones.
     plans = [plan_of([0, n, TOTAL]) for n in range(1, 9)]
-    limit, consistency.MAX_KNOWN = consistency.MAX_KNOWN, 6  # of attention, two entries for each plan
+    limit, consistency.MAX_KNOWN = consistency.MAX_KNOWN, 9  # of attention, three entries for each plan
     for _ in range(2):
         assert count(lambda: [attention(plan, group) for plan in plans]) == len(plans)
     assert count(lambda: [attention(plan if rank else plan_of([0, 8, TOTAL]), group) for plan in plans[-1:]]) == 0
     consistency.MAX_KNOWN = limit
 
-    # A call that fails on one rank before anything has travelled: the group goes on, and compares anew.
-    plan = plan_of([0, 30, TOTAL])
-    with pytest.raises(ContractError if rank == 2 else PeerFailureError, match="rows"):
-        q, k, v = (plan.shard(x, group)[int(rank == 2) :] for x in tensors())
-        api.attend(q, k, v, plan, group)
-    assert count(lambda: check_right(plan_of(), group)) == 1
-
-    # First uses in different orders are different plans.
-    order = [plan_of([0, 50, TOTAL]), plan_of([0, 51, TOTAL])]
-    text = mismatch_of(lambda: attention(order[rank == 1], group))
-    assert "different plans" in text and "rank 1:" in text
+    # A call that fails on one rank before anything has travelled, new or known: the group goes on.
+    check_right(plan_of(), group)
+    for plan in (plan_of([0, 30, TOTAL]), plan_of()):
+        with pytest.raises(ContractError if rank == 2 else PeerFailureError, match="rows"):
+            q, k, v = (plan.shard(x, group)[int(rank == 2) :] for x in tensors())
+            api.attend(q, k, v, plan, group)
+        assert count(lambda: check_right(plan_of(), group)) == 0
+    with pytest.raises(ContractError if rank == 2 else PeerFailureError, match="gather.*rows"):
+        plan_of().gather(plan_of().shard(tensors()[0], group)[int(rank == 2) :], group)
     check_right(plan_of(), group)
 
-    # One rank at its first use while others use what they know. This breaks the group: data are under way.
-    plan = plan_of([0, 52, TOTAL]) if rank == 1 else plan_of()
-    text = mismatch_of(lambda: attention(plan, group))
-    assert "rank 1 is at the first use of a plan, in attention forward, and rank" in text and "went on" in text, text
-    with pytest.raises(PeerFailureError, match="make a new process group"):
-        attention(plan_of(), group)
+    # First uses in different orders, and one rank at its first use while others use what they know.
+    order = [plan_of([0, 50, TOTAL]), plan_of([0, 51, TOTAL])]
+    for plan in (order[rank == 1], order[0] if rank == 1 else plan_of()):
+        text = mismatch_of(partial(attention, plan, group))
+        assert "different plans" in text and "rank 1:" in text
+        check_right(plan_of(), group)
+
+
+def known_plans(rank: int, world: int) -> None:
+    """What differs in calls that each rank has made before."""
+    group, order = dist.new_group(), [plan_of([0, 50, TOTAL]), plan_of([0, 51, TOTAL])]
+    # Plans that all know, in different orders; then the same plan with another scale.
+    for plan in order:
+        attention(plan, group)
+    text = mismatch_of(lambda: attention(order[rank == 1], group))
+    assert "different plans" in text and "rank 1:" in text
+    text = mismatch_of(lambda: attention(plan_of(), group, softmax_scale=0.5 + (rank == 1)))
+    assert "softmax scale 1.5" in text and "rank 1:" in text
+
+    # Forward beside backward.
+    out = attention_with_grad(plan_of(), group)
+    text = mismatch_of(lambda: attention(plan_of(), group) if rank == 1 else out.sum().backward())
+    assert "different calls" in text and "rank 1:" in text
+    check_right(plan_of(), group)
 
 
 def skipping(rank: int, world: int) -> list[str]:
@@ -213,6 +229,7 @@ def attention_with_grad(plan, group) -> torch.Tensor:
 def first_uses(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
     told = differing(rank, world)
     staying_in_step(rank, world)
+    known_plans(rank, world)
     return told, skipping(rank, world)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed between two calls of attention over gloo: the others say so, and go on in a new group."""
+"""A rank is killed at any stage of a training over gloo: the others say so, and go on in a new group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import weakref
+from itertools import count
 
 import pytest
 import torch
@@ -90,3 +91,65 @@ def main(rank: int, world: int, folder: str) -> None:
 def test_a_killed_rank(tmp_path) -> None:
     with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
         run_processes(WORLD, main, str(tmp_path), grace_s=DEADLINE_S)
+
+
+def _die(*_args, **_options) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies_at(name: str, number: int = 1, stage: str = "") -> None:
+    """This process ends when its transport comes to this method, of ``stage``, for the ``number``-th time."""
+    method, calls = getattr(TorchTransport, name), count(1)
+
+    def call(self, *args, **options):
+        if (not stage or args[0] == stage) and next(calls) == number:
+            _die()
+        return method(self, *args, **options)
+
+    setattr(TorchTransport, name, call)
+
+
+# Where rank 2 is killed. Attention of two stages sends keys and values once for each, in the forward and again in the
+# backward, before it returns gradients.
+KILLED_AT = {
+    "import": _die,
+    "transport made": lambda: (TorchTransport(None), _die()),
+    "comparison of plans": lambda: _dies_at("gather_tokens"),
+    "first forward": lambda: _dies_at("guard", 1, "attention forward"),
+    "exchange of rows": lambda: _dies_at("all_to_all_v"),
+    "stage 1": lambda: _dies_at("all_to_all_v", 2),
+    "backward": lambda: _dies_at("guard", 1, "attention backward"),
+    "reduce": lambda: _dies_at("all_to_all_v", 5),
+    "between steps": lambda: _dies_at("guard", 2, "attention forward"),
+    "the end": lambda: None,
+}
+
+
+def staged(rank: int, world: int, stage: str) -> None:
+    if rank == 2:
+        KILLED_AT[stage]()
+    overlap = api.OverlapConfig(degree=2, min_chunk_size=4)
+    config = api.DistAttnConfig(api.DispatchConfig(chunk_size=8), overlap)
+    plan = api.make_plan(api.Mask.causal(TOTAL), world, config=config)
+    assert plan.num_stages == 2
+
+    def step() -> None:
+        x = plan.shard(torch.ones(TOTAL, 2, 16, dtype=torch.float64)).requires_grad_()
+        api.attend(x, x, x, plan)[0].sum().backward()
+
+    def run() -> None:
+        for _ in range(3):
+            step()
+        if rank == 2:
+            _die()
+        TorchTransport(None).meet("the end")
+
+    text = error_of(run)
+    assert "rank 2" in text.lower() and "rank 1" not in text.lower().replace("rank 1 failed", ""), text
+
+
+@pytest.mark.parametrize("stage", KILLED_AT)
+def test_who_was_killed_is_named(stage: str) -> None:
+    """Long before the time limit of the group, half an hour here."""
+    with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
+        run_processes(WORLD, staged, stage, grace_s=DEADLINE_S)

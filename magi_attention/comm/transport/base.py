@@ -19,7 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from magi_attention.comm.transport.consistency import Judge, KnownUses, Record
+from magi_attention.comm.transport.consistency import KnownUses, Use, agree_by_messages, decline_by_messages
+from magi_attention.comm.transport.failure import describe_error
 from magi_attention.comm.transport.progress import Progress
 from magi_attention.comm.transport.waits import Awaited
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
@@ -95,9 +96,18 @@ class Transport(AllToAll, Protocol):
         """Has the group agreed on ``use``? The same answer on all ranks that do the same; costs next to nothing."""
         ...
 
-    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
-        """Compares ``record`` over the ranks, and knows ``uses`` from then on; see ``consistency.py``. Collective.
-        ``PlanMismatchError`` on every rank if records differ."""
+    def agree(self, use: Use, x: torch.Tensor, seed: str = "", is_checked: bool = False) -> None:
+        """Compares ``use`` over the ranks before ``x`` travels; see ``consistency.py``. Collective. ``seed`` is of
+        this call alone. Where ``is_checked``, the host waits for all ranks in every call.
+
+        Raises:
+            PlanMismatchError: on every rank, if uses differ.
+        """
+        ...
+
+    def decline(self, exc: BaseException, x: object, stage: str) -> None:
+        """In place of ``agree``, where this rank cannot make the call because of ``exc``, which it is about to raise:
+        the others raise ``PeerFailureError``. Does nothing for a tensor ``x`` of a GPU; ``guard`` tells there."""
         ...
 
 
@@ -189,11 +199,25 @@ class TransportBase(ABC):
     def knows(self, use: str) -> bool:
         return self.size == 1 or use in self._known_uses
 
-    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
-        records = self.all_gather_object(record)
-        if any(other != record for other in records):
-            raise PlanMismatchError(judge(records))
-        self._known_uses.add(uses)
+    def agree(self, use: Use, x: torch.Tensor, seed: str = "", is_checked: bool = False) -> None:
+        if self.size > 1:
+            agree_by_messages(self, self._known_uses, use, seed)
+
+    def decline(self, exc: BaseException, x: object, stage: str) -> None:
+        if self.size > 1 and self._meets_for(x):
+            try:
+                decline_by_messages(self, describe_error(exc, stage))
+            except (PeerFailureError, PlanMismatchError):
+                return  # why: what stopped this rank comes first, and the others know of a failure
+            mark_reported(exc)
+
+    def _meets_for(self, x: object) -> bool:
+        """Do the hosts of all ranks exchange messages before tensors like this one travel?"""
+        return True
+
+    def gather_tokens(self, token: int) -> list[int]:
+        """The numbers of all ranks, each in [0, 2**63), in rank order. Blocks the host."""
+        return self.all_gather_object(token)
 
     @cached_property
     def _known_uses(self) -> KnownUses:
@@ -317,10 +341,15 @@ class _Guard(AbstractContextManager[None]):
             return
         if not getattr(exc, "_magi_reported", False):
             self._transport.report_failure(exc, self._stage)
-            try:
-                exc._magi_reported = True  # type: ignore[attr-defined]
-            except AttributeError:  # why: exceptions with __slots__ only get reported once per guard
-                pass
+            mark_reported(exc)
+
+
+def mark_reported(exc: BaseException) -> None:
+    """Other ranks know of it, and need not be told again."""
+    try:
+        exc._magi_reported = True  # type: ignore[attr-defined]
+    except AttributeError:  # why: exceptions with __slots__ only get reported once per guard
+        pass
 
 
 class SingleTransport(TransportBase):

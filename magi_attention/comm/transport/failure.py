@@ -251,10 +251,27 @@ class FailureBoard:
         reports = {rank: self._read(f"fail/{rank}") or "" for rank in others}
         return [r for r in others if reports[r].partition("|")[0] not in ("lost", "late") and self._has_left(r)]
 
+    def has_ended(self, rank: int) -> bool:
+        """Is it known that its process has ended?"""
+        seen = self._look(rank)
+        return seen is not None and not seen.is_alive
+
+    def raise_ended(self, awaited: Sequence[int], stage: str) -> None:
+        """``PeerFailureError`` if processes of ``awaited`` ranks have ended, which will not come to ``stage``."""
+        ended = [rank for rank in awaited if self.has_ended(rank)]
+        if not ended:
+            return
+        names = self.names(ended)
+        self.lost = (
+            f"{names[0].upper()}{names[1:]} ended before {stage}.{self.about(ended, stage)} Look at the log of that "
+            "rank; make a new process group to go on."
+        )
+        self.report(self.lost, "lost")
+        raise PeerFailureError(self.lost)
+
     def _has_left(self, rank: int) -> bool:
         """Has it reported a failure of any kind, or ended?"""
-        seen = self._look(rank)
-        return self._has(f"fail/{rank}") or (seen is not None and not seen.is_alive)
+        return self._has(f"fail/{rank}") or self.has_ended(rank)
 
     def meet(self, stage: str, timeout_s: float) -> None:
         """Returns when all ranks are at the same meeting; ``PeerFailureError`` names those who are not in time, or who
@@ -274,6 +291,8 @@ class FailureBoard:
                 raise failure.error(stage)
             if not missing:
                 break
+            if pause == POLL_S:  # for others that wait, too
+                self.raise_ended(missing, stage)
             if time.monotonic() > deadline:
                 text = (
                     f"After {timeout_s:g} s in {stage}, {self.names(missing)} did not arrive."
@@ -297,6 +316,7 @@ class FailureBoard:
         deadline = time.monotonic() + timeout_s
         everyone = range(len(self.ranks))
         while missing := [r for r in everyone if not self._has(f"resume/{r}")]:
+            self.raise_ended(missing, "its return to this process group after a failure")
             if time.monotonic() > deadline:
                 raise PeerFailureError(
                     f"This process group had a failure and {self.names(missing)} did not come back to it "

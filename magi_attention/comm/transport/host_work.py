@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -20,8 +21,9 @@ _GROUP_TIMEOUT = re.compile(r"Timed out waiting (\d+)ms")  # the group's own lim
 class HostWork:
     """A gloo operation. Waits in slices and looks for failed ranks in between."""
 
-    def __init__(self, work: dist.Work, what: str, board: FailureBoard, timeout_s: float, keep: tuple):
-        self._work, self._what, self._board, self._timeout_s = work, what, board, timeout_s
+    def __init__(self, work: dist.Work, what: str, board: FailureBoard, limit: Callable[[], float], keep: tuple):
+        self._work, self._what, self._board = work, what, board
+        self._limit = limit  # seconds; asked by those alone who have to wait
         self._keep: tuple | None = keep  # the tensors must live until the operation ends
 
     def is_completed(self) -> bool:
@@ -30,9 +32,8 @@ class HostWork:
     def wait(self) -> None:
         if self._keep is None:
             return
-        start = time.monotonic()
+        start, left = time.monotonic(), SLICE_S
         while True:
-            left = self._timeout_s - (time.monotonic() - start)
             try:
                 self._work.wait(timedelta(seconds=max(min(SLICE_S, left), 0.001)))
                 self._keep = None
@@ -45,16 +46,18 @@ class HostWork:
                     if not any(word in str(exc) for word in _LOST_CONNECTION):
                         raise
                     self._fail_lost(exc)
-            self._look(time.monotonic() - start)
+            limit_s = self._limit()
+            self._look(time.monotonic() - start, limit_s)
+            left = limit_s - (time.monotonic() - start)
 
-    def _look(self, waited_s: float) -> None:
+    def _look(self, waited_s: float, limit_s: float) -> None:
         """Between slices: raises if a peer failed or the time is over."""
         try:
             failure = self._board.peer_failure()
             if failure is not None:
                 self._raise(failure)
             self._board.look_around()
-            if waited_s < self._timeout_s:
+            if waited_s < limit_s:
                 return
         except (OSError, RuntimeError) as exc:
             if isinstance(exc, (PeerFailureError, PlanMismatchError)):
@@ -63,7 +66,7 @@ class HostWork:
         missing = self._roll_call()
         if self._work.is_completed():
             return
-        text = self._late_text(self._timeout_s, missing) + "raise timeout_s if ranks may be this far apart."
+        text = self._late_text(limit_s, missing) + "raise timeout_s if ranks may be this far apart."
         self._board.report(text, "late")
         raise PeerFailureError(text)
 

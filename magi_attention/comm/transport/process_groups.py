@@ -56,6 +56,15 @@ def check_alive(group: dist.ProcessGroup) -> None:
         raise ContractError(DESTROYED)
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that the group's own operations may take: the longest, where it has a backend for each device."""
+    times = []
+    for device in group._device_types:
+        options = group._get_backend(device).options
+        times.append(options._timeout.total_seconds())
+    return max(times)
+
+
 def attached(group: dist.ProcessGroup) -> dict:
     """What this package remembers of a group. It lives in torch's own table of groups, because a group has no
     attributes and this package keeps no process-wide state below its api layer."""

@@ -131,7 +131,7 @@ def describe(name: str, seen: Sighting | None, last: Sighting | None, own: Progr
     waits in, by default its present call."""
     call = call or own.stage or "this call"
     if seen is None:
-        return f"Nothing is known of {name}: it runs on another host and has not answered."
+        return f"Nothing is known of {name}: it runs on another host, or ended before its first call on this group."
     name = name[0].upper() + name[1:]
     if seen.is_alive:
         return f"{name} is alive and {_activity(seen, own, call)}."

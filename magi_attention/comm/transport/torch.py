@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.comm.transport.base import (
-    DEFAULT_TIMEOUT_S,
     DoneWork,
     PostWork,
     SingleTransport,
@@ -30,7 +29,7 @@ from magi_attention.comm.transport.base import (
     check_all_to_all,
     check_reduce_op,
 )
-from magi_attention.comm.transport.consistency import ConsistencyCheck, Judge, KnownUses, Record
+from magi_attention.comm.transport.consistency import ConsistencyCheck, KnownUses, Use, agree_by_messages
 from magi_attention.comm.transport.failure import ROLL_CALL_S, FailureBoard, describe_error
 from magi_attention.comm.transport.host_work import HostWork
 from magi_attention.comm.transport.process_groups import (
@@ -40,6 +39,7 @@ from magi_attention.comm.transport.process_groups import (
     check_group,
     is_destroyed,
     ranks_in_table,
+    timeout_of,
 )
 from magi_attention.comm.transport.waits import Awaited
 from magi_attention.errors import ContractError, MagiError, PeerFailureError, UnsupportedError
@@ -67,7 +67,7 @@ class TorchTransport(TransportBase):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+        self._timeout_s = None if timeout_s is None else float(timeout_s)
         self._board = _board_of(group, self.rank, self.ranks) if self.size > 1 else None
         self._check: ConsistencyCheck | None = attached(group)["check"] if self._board is not None else None
         self._known = KnownUses() if self._check is None else self._check.known
@@ -76,6 +76,15 @@ class TorchTransport(TransportBase):
         self._backends: dict[str, str] = {}
         self._a2a = dist.AllToAllOptions()
         self._a2a.asyncOp = True
+
+    @property
+    def timeout_s(self) -> float:  # type: ignore[override]
+        """How long a wait may last; by default as long as ``init_process_group`` or ``new_group`` was told."""
+        return timeout_of(self.group) if self._timeout_s is None else self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._timeout_s = float(seconds)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -221,13 +230,29 @@ class TorchTransport(TransportBase):
         # after a failure all ranks meet first, and then compare anew
         return self._board is None or (use in self._known and not self._board.is_down)
 
-    def agree(self, uses: Sequence[str], record: Record, judge: Judge, stage: str) -> None:
-        """Speaks through the store, so no GPU has to answer."""
-        for watch in self._watchers:
-            watch(stage)
-        self._resume()
-        if self._check is not None and uses[0] not in self._known:
-            self._ask_store(partial(self._check.compare, uses, record, judge, stage, self.timeout_s))
+    def agree(self, use: Use, x: torch.Tensor, seed: str = "", is_checked: bool = False) -> None:
+        """Of tensors on a GPU it speaks through the store, so no GPU has to answer, unless ``is_checked``."""
+        check = self._check
+        if check is None:
+            return
+        if is_checked or self._meets_for(x):
+            agree_by_messages(self, self._known, use, seed)
+        elif self.knows(use.name):
+            if not torch.cuda.is_current_stream_capturing():
+                check.follow(use)
+        else:
+            for watch in self._watchers:
+                watch(use.stage)
+            self._resume()
+            self._ask_store(partial(check.compare, use, self.timeout_s))
+
+    def _meets_for(self, x: object) -> bool:
+        device = x.device if isinstance(x, torch.Tensor) else self.object_device()
+        return device.type == "cpu"
+
+    def gather_tokens(self, token: int) -> list[int]:
+        mine = torch.tensor([token], device=self.object_device())
+        return self.all_gather_v(mine, [1] * self.size).tolist()
 
     def blame(self, awaited: Awaited, stage: str) -> tuple[list[int], str]:
         """Asks the store for ``timeout_s`` at most; less if a rank at the end of a chain has failed or ended."""
@@ -271,7 +296,7 @@ class TorchTransport(TransportBase):
         return self._board.private_store
 
     def reference(self) -> Callable[[], TransportBase | None]:
-        known, timeout_s = weakref.ref(self.group), self.timeout_s
+        known, timeout_s = weakref.ref(self.group), self._timeout_s
 
         def get() -> TransportBase | None:
             group = known()
@@ -350,7 +375,7 @@ class TorchTransport(TransportBase):
     def _work(self, work: dist.Work, what: str, x: torch.Tensor, keep: tuple) -> Work:
         if x.device.type != "cpu" or self._board is None:
             return work
-        return HostWork(work, what, self._board, self.timeout_s, keep)
+        return HostWork(work, what, self._board, lambda: self.timeout_s, keep)
 
     def check_alive(self) -> None:
         check_alive(self.group)

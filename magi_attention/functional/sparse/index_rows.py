@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from magi_attention.comm.transport.base import mark_reported
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.common.scalars import as_int
@@ -37,6 +38,7 @@ from magi_attention.kernels.types import accumulation_dtype
 _STARTS: Kind[torch.device, torch.Tensor] = Kind("first rows of shards", on_gpu)
 _MAX_LISTED = 4
 _INT32 = torch.iinfo(torch.int32).max
+_FAILED = -2  # in place of max_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,37 +57,73 @@ class IndexExchange:
     got_counts: tuple[int, ...]
 
 
-def make_exchange(indices: torch.Tensor, layout: TokenLayout, max_rows: int | None = None) -> IndexExchange:
-    """``prepare_index_exchange`` by the layout of a plan."""
+def make_exchange(
+    indices: torch.Tensor, layout: TokenLayout, max_rows: int | None = None, failure: ContractError | None = None
+) -> IndexExchange:
+    """``prepare_index_exchange`` by the layout of a plan. What is wrong on one rank, here or before (``failure``), is
+    told to all with the numbers of rows, so that all raise alike and the group goes on."""
     world, me = layout.transport.size, layout.rank
-    with layout.exchange(indices, "index attention, lists of keys"):
-        bound = -1 if max_rows is None else min(as_int(max_rows, "max_rows", at_least=0), _INT32)
-        refuse_dtensor("indices", indices)
-        items = _items(indices, layout)
-        heads = indices.shape[1]
-        starts = _starts(layout, indices.device) * heads
-        own_start, own_rows = sum(layout.plan.shard_sizes[:me]) * heads, layout.num_local * heads
-        is_own = (items >= own_start) & (items < own_start + own_rows)
-        # One place more, for what is fetched from nobody.
-        is_needed = torch.zeros(layout.plan.padded_tokens * heads + 1, dtype=torch.bool, device=items.device)
-        is_needed.index_fill_(0, torch.where(is_own, -1, items).flatten() % len(is_needed), True)
-        is_needed[-1] = False
-        before = is_needed.cumsum(0, dtype=torch.int32)  # rows needed up to here
-        counts = torch.cat([before.new_zeros(1), before])[starts].diff()
-        table = _tell(torch.cat([counts, counts.new_tensor([bound])]), layout)
+    with layout.exchange(_tensor_of(indices), "index attention, lists of keys"):
+        wanted = None
+        if failure is None:
+            try:
+                wanted = _wanted_rows(indices, layout, max_rows)
+            except ContractError as exc:
+                failure = exc
+        table = _tell(None if wanted is None else wanted.told, layout, indices)
+        _raise_of_all(table, failure, layout)
+    assert wanted is not None
     _check_bounds(table)
     got, sent = tuple(table[me][:world]), tuple(row[me] for row in table)
+    items, before, starts, heads = wanted.items, wanted.before, wanted.starts, indices.shape[1]
+    own_rows = layout.num_local * heads
     with layout.transport.guard("index attention, requests"):
-        place = torch.where(is_needed, before - 1, sum(got)).long()
-        wanted = torch.empty(sum(got) + 1, dtype=torch.int64, device=items.device)
-        wanted.scatter_(0, place, torch.arange(len(place), device=items.device))
-        wanted = wanted[:-1] - torch.repeat_interleave(starts[:-1], counts, output_size=sum(got))
-        requests = wanted.new_empty(sum(sent))
-        layout.transport.all_to_all_v(requests, wanted, sent, got).wait()
+        place = torch.where(wanted.is_needed, before - 1, sum(got)).long()
+        rows = torch.empty(sum(got) + 1, dtype=torch.int64, device=items.device)
+        rows.scatter_(0, place, torch.arange(len(place), device=items.device))
+        rows = rows[:-1] - torch.repeat_interleave(starts[:-1], wanted.told[:-1], output_size=sum(got))
+        requests = rows.new_empty(sum(sent))
+        layout.transport.all_to_all_v(requests, rows, sent, got).wait()
         fetched = own_rows + place[items.clamp(min=0)]
-        rows = torch.where(items < 0, -1, torch.where(is_own, items - own_start, fetched))
+        rows = torch.where(items < 0, -1, torch.where(wanted.is_own, items - starts[me], fetched))
         lists = prepare_indices(rows.flatten(0, 1)[:, None], own_rows + sum(got))
     return IndexExchange(lists, heads, requests, sent, got)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Rows that the lists of this rank name. ``items``: as of ``_items``; ``is_own``: held by this rank. By row of all
+    shards, with one more for what is fetched from nobody: ``is_needed`` from other ranks, and ``before``, how many are
+    up to here. ``starts``: first row of each shard. ``told``: how many rows of each rank, then max_rows or -1."""
+
+    items: torch.Tensor
+    is_own: torch.Tensor
+    is_needed: torch.Tensor
+    before: torch.Tensor
+    starts: torch.Tensor
+    told: torch.Tensor
+
+
+def _wanted_rows(indices: torch.Tensor, layout: TokenLayout, max_rows: int | None) -> _Wanted:
+    bound = -1 if max_rows is None else min(as_int(max_rows, "max_rows", at_least=0), _INT32)
+    refuse_dtensor("indices", indices)
+    items = _items(indices, layout)
+    heads = indices.shape[1]
+    starts = _starts(layout, indices.device) * heads
+    own_start, own_rows = sum(layout.plan.shard_sizes[: layout.rank]) * heads, layout.num_local * heads
+    is_own = (items >= own_start) & (items < own_start + own_rows)
+    is_needed = torch.zeros(layout.plan.padded_tokens * heads + 1, dtype=torch.bool, device=items.device)
+    is_needed.index_fill_(0, torch.where(is_own, -1, items).flatten() % len(is_needed), True)
+    is_needed[-1] = False
+    before = is_needed.cumsum(0, dtype=torch.int32)
+    counts = torch.cat([before.new_zeros(1), before])[starts].diff()
+    told = torch.cat([counts, counts.new_tensor([bound])])
+    return _Wanted(items, is_own, is_needed, before, starts, told)
+
+
+def _tensor_of(indices: object) -> torch.Tensor:
+    """What travels is int64, on the device of ``indices``, or of a CPU where these are no tensor."""
+    return indices if isinstance(indices, torch.Tensor) else torch.empty(0, dtype=torch.int64)
 
 
 def _items(indices: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -113,11 +151,29 @@ def _starts(layout: TokenLayout, device: torch.device) -> torch.Tensor:
     return layout.cache.get(_STARTS, device, make)
 
 
-def _tell(counts: torch.Tensor, layout: TokenLayout) -> list[list[int]]:
-    """How many rows each rank fetches from every rank, and its ``max_rows`` or -1: a list for each rank."""
+def _tell(told: torch.Tensor | None, layout: TokenLayout, indices: object) -> list[list[int]]:
+    """How many rows each rank fetches from every rank, and its ``max_rows`` or -1: a list for each rank. A rank with
+    None has failed: its list ends in ``_FAILED``."""
     world = layout.transport.size
-    told: list[list[int]] = layout.transport.all_gather_v(counts, [world + 1] * world).view(world, -1).tolist()
-    return told
+    if told is None:
+        told = torch.full((world + 1,), _FAILED, dtype=torch.int32, device=_tensor_of(indices).device)
+    table: list[list[int]] = layout.transport.all_gather_v(told, [world + 1] * world).view(world, -1).tolist()
+    return table
+
+
+def _raise_of_all(table: list[list[int]], failure: ContractError | None, layout: TokenLayout) -> None:
+    """The same ``ContractError`` on every rank, if one of them has failed."""
+    failed = [r for r, row in enumerate(table) if row[-1] == _FAILED]
+    if not failed:
+        return
+    texts = layout.transport.all_gather_object(None if failure is None else str(failure))
+    if len(table) == 1 and failure is not None:
+        raise failure
+    listed = " ".join(f"Rank {r}: {texts[r]}" for r in failed[:_MAX_LISTED])
+    rest = f" And {len(failed) - _MAX_LISTED} more ranks." if len(failed) > _MAX_LISTED else ""
+    error = ContractError(f"{listed}{rest} Nothing was sent, and the group goes on.")
+    mark_reported(error)
+    raise error from failure
 
 
 def _check_bounds(table: list[list[int]]) -> None:
@@ -186,19 +242,20 @@ def attend_index(
     softcap: float, deterministic: bool, max_rows: int | None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
-    with layout.transport.guard("index attention, input check"):
+    failure, width = None, 0
+    try:
         q, k, v = cast_operands(q, k, v)
         width = width_of_values(k, v, head_dim_v)
         _check(q, k, k if v is None else v, sink, layout)
-        if not isinstance(indices, IndexExchange) and indices.shape[1:2] != k.shape[1:2]:
-            raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
-        if isinstance(indices, IndexExchange) and indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:
-            raise ContractError(
-                f"The exchange is for {indices.num_heads_kv} kv heads and {len(indices.lists.counts)} rows of this "
-                f"rank, k is {tuple(k.shape)}; prepare an exchange of these lists."
-            )
+        _check_lists(indices, k)
+    except ContractError as exc:
+        failure = exc
     if not isinstance(indices, IndexExchange):
-        indices = make_exchange(indices.to(q.device), layout, max_rows)
+        is_movable = isinstance(indices, torch.Tensor) and isinstance(q, torch.Tensor)
+        indices = make_exchange(indices.to(q.device) if is_movable else indices, layout, max_rows, failure)
+    elif failure is not None:
+        with layout.transport.guard("index attention, input check"):
+            raise failure
     tokens, heads = k.shape[:2]
     group = q.shape[1] // heads
     keys, *values = _apply_fetch(indices, layout, k, *([] if v is None else [v]))
@@ -211,6 +268,17 @@ def attend_index(
         deterministic=deterministic, sm_margin=0, return_max_logits=False,
     )  # fmt: skip
     return out.view(*q.shape[:2], width), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
+
+
+def _check_lists(indices: torch.Tensor | IndexExchange, k: torch.Tensor) -> None:
+    if not isinstance(indices, IndexExchange):
+        if indices.shape[1:2] != k.shape[1:2]:
+            raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
+    elif indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:
+        raise ContractError(
+            f"The exchange is for {indices.num_heads_kv} kv heads and {len(indices.lists.counts)} rows of this rank, k "
+            f"is {tuple(k.shape)}; prepare an exchange of these lists."
+        )
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout) -> None:
