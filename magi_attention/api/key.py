@@ -22,11 +22,12 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.env import comm
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional.attention_check import PlanMark
 
 
 @dataclass(frozen=True, eq=False)
 class DistAttnRuntimeKey:
-    """Frozen and hashable; equality is over all fields but ``_manager`` and ``_facts``. Ranges and totals count pads.
+    """Frozen and hashable; equality is over all fields whose names have no underscore. Ranges and totals count pads.
 
     ``flags`` is the environment as it was when the key was made. ``dispatch_identity`` tells keys apart that
     borrow the dispatch of another mask: the partition they use, or None for a dispatch of their own. A key keeps
@@ -50,6 +51,7 @@ class DistAttnRuntimeKey:
     dispatch_identity: tuple[tuple[int, ...], ...] | None = None
     _manager: list = field(default_factory=list, repr=False)
     _facts: Any = field(default=None, repr=False)  # CompiledFacts of the manager
+    _mark: PlanMark = field(default_factory=PlanMark, repr=False)
 
     @cached_property
     def _content(self) -> tuple:

@@ -301,7 +301,7 @@ def calc_attn(
     the key while a CUDA graph that was captured with it is replayed: of keys that nobody holds the least recently used
     go, with their tables on the GPU.
     """
-    note_call(key)
+    note_call(getattr(key, "_mark", None))
     if is_compiling():
         return compiled_attn(q, k, v, sink, _facts(key), softmax_scale, softcap, return_max_logits)
     return _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 
 from magi_attention.api.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
 from magi_attention.api.policy import policy_from_flags
+from magi_attention.comm.transport.process_groups import at_destruction, check_alive, is_destroyed
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnRole
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -276,8 +280,11 @@ class DistAttnRuntimeDict(OrderedDict):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        _, manager = self.popitem(last=False)
-        self._bytes.pop(id(manager), None)
+        self.drop(next(iter(self)))
+
+    def drop(self, key: DistAttnRuntimeKey) -> None:
+        """Forgets a key that is there."""
+        self._bytes.pop(id(self.pop(key)), None)
 
     def _weigh(self) -> None:
         """Tables are made when a key is first used, so the newest keys are weighed when another one comes."""
@@ -288,6 +295,14 @@ class DistAttnRuntimeDict(OrderedDict):
 
     def get_most_recent_key(self):
         return next(reversed(self)) if len(self) else None
+
+
+def _drop_destroyed(cached: weakref.ref[DistAttnRuntimeDict]) -> None:
+    """Drops the keys of groups that were destroyed: with each go its threads and file handles."""
+    found = cached()
+    for key in [] if found is None else list(found.keys()):
+        if isinstance(key.cp_group, ProcessGroup) and is_destroyed(key.cp_group):
+            found.drop(key)  # type: ignore[union-attr]
 
 
 class DistAttnRuntimeDictManager:
@@ -317,7 +332,13 @@ class DistAttnRuntimeDictManager:
 
     def __setitem__(self, key, manager: RuntimeManager) -> None:
         manager.is_cleared = False
-        self._dict(key.cp_ranks)[key] = manager
+        cached = self._dict(key.cp_ranks)
+        group = key.cp_group
+        if isinstance(group, ProcessGroup):
+            check_alive(group)
+            if not any(other.cp_group is group for other in cached.keys()):
+                at_destruction(group, partial(_drop_destroyed, weakref.ref(cached)))
+        cached[key] = manager
 
     def keys(self, cp_group: Any = None) -> list:
         """Keys of one group, or of all."""

@@ -18,11 +18,11 @@ _MAX_LISTED = 4
 
 
 class PlanMark:
-    """Stands for a plan, which has it as ``_mark``, and does not keep it alive."""
+    """Stands for a plan or a key, which has it as ``_mark``, and does not keep it alive."""
 
 
 class _LastCall:
-    """The mark of the plan, or the key, of the last call of ``attend`` or ``calc_attn`` in the module that runs."""
+    """The mark of the plan, or of the key, of the last call of ``attend`` or ``calc_attn`` in the module that runs."""
 
     plan: Any = None
 
@@ -31,7 +31,7 @@ _LAST = _LastCall()
 
 
 def note_call(mark: Any) -> None:
-    """Says that attention is called with the plan of ``mark``, or with a key. An attribute is written and none read, so
+    """Says that attention is called with the plan, or the key, of ``mark``. An attribute is written and none read, so
     that ``torch.compile`` makes neither a guard nor a graph break of it."""
     _LAST.plan = mark
 
@@ -141,7 +141,7 @@ class AttentionCheck:
                 "attn_implementation='magi' on every model, and back after generate); for what is not "
                 "self-attention over the sequence, give AttentionCheck exclude=."
             )
-        marks = [getattr(plan, "_mark", plan) for plan in plans]
+        marks = [plan._mark for plan in plans]
         others = [name for name in ran if not any(mark is mine for mark in used[name] for mine in marks)]
         if plans and others:
             raise ContractError(

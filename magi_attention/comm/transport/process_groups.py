@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -49,6 +50,11 @@ def ranks_in_table(group: dist.ProcessGroup) -> _Ranks:
     if not isinstance(table[group], _Ranks):
         table[group] = _Ranks(table[group])
     return table[group]
+
+
+def at_destruction(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Has ``action`` called when the group is destroyed, and not at the end of the process. It must not refer to it."""
+    weakref.finalize(ranks_in_table(group), action).atexit = False
 
 
 def check_alive(group: dist.ProcessGroup) -> None:

@@ -34,11 +34,11 @@ from magi_attention.comm.transport.failure import ROLL_CALL_S, FailureBoard, des
 from magi_attention.comm.transport.host_work import HostWork
 from magi_attention.comm.transport.process_groups import (
     DESTROYED,
+    at_destruction,
     attached,
     check_alive,
     check_group,
     is_destroyed,
-    ranks_in_table,
     timeout_of,
 )
 from magi_attention.comm.transport.waits import Awaited
@@ -318,7 +318,7 @@ class TorchTransport(TransportBase):
                 return
             action()
 
-        weakref.finalize(ranks_in_table(self.group), run).atexit = False
+        at_destruction(self.group, run)
 
     # -- devices ------------------------------------------------------------------------------------------
     def object_device(self) -> torch.device:
