@@ -31,6 +31,7 @@ from magi_attention.native.compile import ninja
 from magi_attention.native.compile.ninja import Job
 from magi_attention.native.compile.report import Unit, as_json, check_units, read_unit, table
 from magi_attention.native.families import Family
+from magi_attention.native.intact import sealed
 from magi_attention.native.toolchain import COMM, FFA_SM90, GIN, HOST, LIB, PLANNER, library_file
 from magi_attention.version import __version__
 
@@ -62,13 +63,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def install(source: Path, target: Path) -> None:
-    """Copies ``source`` to ``target`` atomically, unless the bytes are there already."""
-    if target.exists() and target.read_bytes() == source.read_bytes():
+    """Copies ``source`` to ``target`` with a seal, atomically, unless the bytes are there already."""
+    data = sealed(source.read_bytes())
+    if target.exists() and target.read_bytes() == data:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        shutil.copy2(source, partial)
+        partial.write_bytes(data)
+        shutil.copymode(source, partial)
         os.replace(partial, target)  # processes that mapped the old file keep it
     finally:
         partial.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from magi_attention.env import build as env
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, families, loader, toolchain
+from magi_attention.native.intact import why_damaged
 
 _log = logging.getLogger("magi_attention.native")
 
@@ -105,7 +106,8 @@ def _library(folder: Path, arch: str) -> Path:
 
 
 def _is_usable(library: Path) -> bool:
-    return library.is_file() and not env.is_force_jit_build()
+    """Is it there, and whole? What was cut off, by a full disk, say, is compiled again."""
+    return not env.is_force_jit_build() and library.is_file() and why_damaged(library) is None
 
 
 def _require_writable(folder: Path) -> None:

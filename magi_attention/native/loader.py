@@ -12,6 +12,7 @@ from types import ModuleType
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.native import abi, families, info, wheels
 from magi_attention.native.comm import abi as comm_abi
+from magi_attention.native.intact import why_damaged
 from magi_attention.native.toolchain import COMM, GIN, HOST, HOST_MODULE, LIB, PLANNER, library_file
 
 
@@ -65,6 +66,7 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
         extra = {PLANNER: "", COMM: "nvshmem", GIN: ""}.get(name, name.rpartition("_")[2])
         wheel = f"run `pip install 'magi_attention[{extra}]'`, or " if extra and folder == LIB else ""
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {wheel}{remedy}.")
+    _refuse_damaged(path, remedy)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -81,6 +83,14 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
             f"{path} has ABI version {version}, this package needs {abi.ABI_VERSION}; {remedy} to replace it."
         )
     return library
+
+
+def _refuse_damaged(path: Path, remedy: str) -> None:
+    if damage := why_damaged(path):
+        raise UnsupportedError(
+            f"{path} {damage}, as after a full disk or a loss of power; install the package again "
+            f"(`pip install --force-reinstall`), or {remedy}."
+        )
 
 
 def build_info(library: ctypes.CDLL) -> info.BuildInfo:
@@ -106,6 +116,7 @@ def _load_host(folder: Path) -> ModuleType:
     path, remedy = folder / library_file(HOST), _remedy("host")
     if not path.is_file():
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {remedy}.")
+    _refuse_damaged(path, remedy)
     spec = importlib.util.spec_from_file_location(HOST_MODULE, path)
     try:
         module = importlib.util.module_from_spec(spec)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ LIB = PACKAGE / "lib"
 PLANNER, HOST, COMM, GIN = "planner", "host", "comm", "gin"
 FFA_SM90 = families.SM90.library
 HOST_MODULE = "_magi_host"
+_LEAST_NCCL = (2, 30)  # csrc/comm/gin.cu does not compile with 2.28, and 2.29 was not tried
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
 
 
@@ -92,13 +94,28 @@ def require_nvshmem() -> Path:
 
 def require_nccl() -> Path:
     """The folder of NCCL with its headers, those of the device API among them, out of its package."""
-    found = _nvidia_package("nccl")
-    if found and (found / "include" / "nccl_device.h").is_file():
+    found, least = _nvidia_package("nccl"), ".".join(map(str, _LEAST_NCCL))
+    version = None if found is None else _nccl_version(found / "include" / "nccl.h")
+    remedy = f"run `pip install 'nvidia-nccl-cu13>={least}'`, or the package of your CUDA version"
+    if version is not None and version < _LEAST_NCCL:
+        raise BuildError(
+            f"Transfers over NCCL's device API need NCCL {least} or newer, and {found} has "
+            f"{'.'.join(map(str, version))}: {remedy}. torch has to load that one, too: use a torch that is built with "
+            "it, or MAGI_ATTENTION_NODE_TRANSPORT=nvshmem, which needs no such version."
+        )
+    if found and version is not None and (found / "include" / "nccl_device.h").is_file():
         return found
     raise BuildError(
-        "Transfers over NCCL's device API need its headers, and there are none: run `pip install nvidia-nccl-cu13`, or "
-        "the package of your CUDA version, of the version that torch uses."
+        f"Transfers over NCCL's device API need its headers, and there are none: {remedy}, of the version that torch "
+        "uses."
     )
+
+
+def _nccl_version(header: Path) -> tuple[int, ...] | None:
+    """The version that a header nccl.h tells; None if there is none."""
+    text = header.read_text(encoding="utf-8", errors="replace") if header.is_file() else ""
+    found = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    return tuple(int(part[1]) for part in found if part) if all(found) else None
 
 
 def find_csrc() -> Path:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from forward_oracle import Result, assert_right, make_inputs
 from test_ffa_forward import attend, explicit_backend, pytestmark  # noqa: F401
 
 from magi_attention.errors import UnsupportedError
+from magi_attention.native.abi import KEY_BLOCK_SIZES
 from magi_attention.testing import masks
 
 TOKENS, DOCUMENT = 1_000_000, 1_250
@@ -38,9 +40,16 @@ def test_a_million_tokens():
 
 
 def test_more_keys_than_the_kernel_counts():
-    tokens = 65_535 * 128 + 1
+    """The limit is that of the kernel, whose key blocks have the size that its head dim allows."""
+    tokens = 65_535 * max(KEY_BLOCK_SIZES) + 1
     x = make_inputs(2, type(masks.full(1))([[0, 1, 0, 5, 0]]), 1, tokens, (1, 1), (8, 8))
-    with pytest.raises(UnsupportedError, match="8388481 keys are more than the 8388480"):
+    with pytest.raises(UnsupportedError, match=f"{tokens} keys are more than the ") as refused:
+        attend(x, False)
+    most = int(re.search(r"more than the (\d+)", str(refused.value))[1])
+    assert most % 65_535 == 0 and most // 65_535 in KEY_BLOCK_SIZES
+    tokens = most + 1
+    x = replace(x, k=x.k[:tokens], v=x.v[:tokens])
+    with pytest.raises(UnsupportedError, match=f"{tokens} keys are more than the {most}"):
         attend(x, False)
     last = slice(tokens - 6, tokens - 1)
     most = type(x.slices)([[0, 1, 0, 5, 0], [0, 1, last.start, last.stop, 0]])

@@ -18,6 +18,7 @@ from small_tree import HOST_SOURCE, ROOT, need
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, loader, toolchain
 from magi_attention.native.compile import report as compile_report
+from magi_attention.native.intact import sealed
 from magi_attention.testing.waiting import DEADLINE_S
 
 SPILLING_KERNEL = """
@@ -112,7 +113,7 @@ def test_loader_errors_say_what_to_do(tree, tmp_path):
     with pytest.raises(UnsupportedError, match="not built.*native.build --only ffa"):
         loader.load("ffa_sm90", tmp_path)
     assert "native.build --only planner" in loader.why_absent("planner", tmp_path)
-    (tmp_path / "libmagi_planner.so").write_bytes(b"no library")
+    (tmp_path / "libmagi_planner.so").write_bytes(sealed(b"\x7fELF but of no machine"))
     with pytest.raises(UnsupportedError, match="cannot be loaded"):
         loader.load("planner", tmp_path)
     source = tree / "planner" / "plan.cpp"

@@ -61,7 +61,22 @@ def test_the_nccl_that_runs_is_found():
 
 def test_without_the_package_the_sentence_names_it(monkeypatch):
     monkeypatch.setattr(toolchain, "_nvidia_package", lambda name: None)
-    with pytest.raises(BuildError, match="pip install nvidia-nccl-cu13"):
+    with pytest.raises(BuildError, match="pip install 'nvidia-nccl-cu13>=2.30'"):
+        toolchain.require_nccl()
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.28.9", False), ("2.30.0", True), ("3.0.1", True)])
+def test_an_nccl_that_is_too_old_is_refused_before_anything_is_compiled(version, fits, tmp_path, monkeypatch):
+    include = tmp_path / "include"
+    include.mkdir()
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    (include / "nccl.h").write_text("".join(f"#define NCCL_{name} {value}\n" for name, value in parts))
+    (include / "nccl_device.h").touch()
+    monkeypatch.setattr(toolchain, "_nvidia_package", lambda name: tmp_path)
+    if fits:
+        assert toolchain.require_nccl() == tmp_path
+        return
+    with pytest.raises(BuildError, match=rf"need NCCL 2.30 or newer, and {tmp_path} has {version}: run `pip install"):
         toolchain.require_nccl()
 
 

@@ -17,6 +17,7 @@ from small_tree import KERNEL_SOURCE, ROOT, need
 
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.native import abi, build, jit, loader, toolchain
+from magi_attention.native.intact import sealed
 from magi_attention.testing.waiting import DEADLINE_S, wait_until
 
 COMPILE = (
@@ -171,11 +172,33 @@ def test_what_is_missing_is_a_sentence(tree, tmp_path, monkeypatch):
         jit.compile_variant(jit.variant_for("bf16", 64, 64, tree), tree)
 
 
+@pytest.mark.parametrize("data", [b"", b"no library", sealed(b"\x7fELF")[:-1]])
+def test_a_library_of_the_cache_that_was_cut_off_is_compiled_again(tree, monkeypatch, data):
+    variant = jit.variant_for("bf16", 64, 64, tree)
+    library = jit.cache_folder(tree) / variant.stem / "lib" / "libmagi_ffa_sm90.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(data)
+
+    class Compiled(Exception):
+        pass
+
+    def compile_again(*_args, **_options):
+        raise Compiled
+
+    monkeypatch.setattr(build, "build", compile_again)
+    monkeypatch.setattr(toolchain, "require_nvcc", lambda: Path("nvcc"))
+    monkeypatch.setattr(build, "ffa_job", lambda *_args, **_options: None)
+    with pytest.raises(Compiled):
+        jit.compile_variant(variant, tree)
+    library.write_bytes(sealed(b"\x7fELF"))
+    assert jit.compile_variant(variant, tree) == library.parent
+
+
 def test_a_damaged_library_of_the_cache_says_where_it_lies(tree, monkeypatch):
     monkeypatch.setattr(toolchain, "find_csrc", lambda: tree)
     folder = jit.cache_folder(tree) / "fwd_bf16_d64_dv64" / "lib"
     folder.mkdir(parents=True)
-    (folder / "libmagi_ffa_sm90.so").write_bytes(b"no library")
+    (folder / "libmagi_ffa_sm90.so").write_bytes(sealed(b"\x7fELF but of no machine"))
     with pytest.raises(UnsupportedError, match=f"cannot be loaded.*delete {folder} to have that done again"):
         jit.load_variant("bf16", 64, 64)
 
