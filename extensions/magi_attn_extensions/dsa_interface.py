@@ -26,7 +26,7 @@ def dsa_attn_func(
     softmax_scale: float | None = None, backend: str = "flex", *, index_sparse_indices: torch.Tensor | None = None,
     deterministic: bool = False, sparse_k_block_size: int = 128,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Each query attends to its own list of keys: ``(out (Tq, Hq, Dv), lse (Tq, Hq))``; out has gradients.
+    """Each query attends to its own list of keys: ``(out (Tq, Hq, Dv), lse (Tq, Hq))``, both with gradients.
 
     Args:
         q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv).

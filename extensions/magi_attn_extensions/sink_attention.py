@@ -13,7 +13,8 @@ batch      (B, Tq, Hq, D)          (B, Hq, Tq)            (B, Tq, S, Hq)
 varlen     (total_q, Hq, D)        (Hq, total_q)          (total_q, S, Hq)
 =========  ======================  =====================  ==================================
 
-The lse includes the sink and has no gradient. A query without keys gives out 0; its lse is that of the sink, or -inf.
+The lse includes the sink, and both have gradients. A query without keys gives out 0; its lse is that of the sink, or
+-inf.
 """
 
 from __future__ import annotations

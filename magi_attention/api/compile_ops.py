@@ -27,7 +27,7 @@ _OPTIONS = (
 )
 _FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BWD = (
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # Ranks exchange rows in an op, and tables of a plan are made at its first use: no CUDA graph of torch.compile has it.
@@ -81,8 +81,8 @@ def _(
 
 @torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD, tags=_TAGS)
 def dist_attn_bwd(
-    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale, softcap,
-    return_max_logits, dropout_p, dropout_seed,
+    dout, dlse, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale,
+    softcap, return_max_logits, dropout_p, dropout_seed,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink or empty)`` in the dtypes of q, k, v and sink."""
     runtime = runtime_of(handle, group, policy)
@@ -90,7 +90,7 @@ def dist_attn_bwd(
     call, *qkv = _call(runtime, (q, k, v, sink), options, dropout, True)
     tail = (k_tail, v_tail) if runtime.keeps_tail else ()
     dtype = qkv[0].dtype
-    dq, dk, dv, dsink = run_backward(call, dout.to(dtype), *qkv, sink, out.to(dtype), lse, tail)
+    dq, dk, dv, dsink = run_backward(call, dout.to(dtype), *qkv, sink, out.to(dtype), lse, tail, dlse)
     dk, dv = dk.to(k.dtype), dv.to(v.dtype)
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():  # which results of an op must not be
         dv = dv.clone()
@@ -98,7 +98,7 @@ def dist_attn_bwd(
 
 
 @dist_attn_bwd.register_fake
-def _(dout, q, k, v, out, lse, k_tail, v_tail, sink, *_options):
+def _(dout, dlse, q, k, v, out, lse, k_tail, v_tail, sink, *_options):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     return *grads, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
@@ -108,12 +108,15 @@ def _save(ctx, inputs, output) -> None:
     out, lse, max_logits, k_tail, v_tail = output
     ctx.save_for_backward(q, k, v, out, lse, k_tail, v_tail, sink)
     ctx.options = options
-    ctx.mark_non_differentiable(lse, max_logits, k_tail, v_tail)
+    ctx.mark_non_differentiable(max_logits, k_tail, v_tail)
+    ctx.set_materialize_grads(False)  # that of lse would be made for every loss that does not use it
 
 
-def _grad(ctx, dout, *_):
+def _grad(ctx, dout, dlse, *_):
     *saved, sink = ctx.saved_tensors  # under checkpointing they can be read once
-    dq, dk, dv, dsink = dist_attn_bwd(dout, *saved, sink, *ctx.options)
+    if dout is None:
+        dout = torch.zeros_like(saved[3])
+    dq, dk, dv, dsink = dist_attn_bwd(dout, dlse, *saved, sink, *ctx.options)
     return dq, dk, dv, None if sink is None else dsink, *[None] * 11
 
 

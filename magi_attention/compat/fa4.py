@@ -81,7 +81,7 @@ def ffa_fa4_func(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, "sh",
         options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
     )  # fmt: skip
-    return out, lse.detach()
+    return out, lse
 
 
 is_fa4_installed = True  # the functions above can be called everywhere

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.query_moves import Forward, backward_with_moves, forward_with_moves
 from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
-from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels import AttnOptions, Grads, Problem
 from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.dropout import Dropout
 from magi_attention.kernels.instruments import BACKWARD_RANGE, FORWARD_RANGE, profiler_range
-from magi_attention.kernels.reference.operands import row_delta
+from magi_attention.kernels.reference.operands import delta_with_dlse, row_delta
 from magi_attention.kernels.rows.kernels import rounded
+from magi_attention.kernels.types import FinalBackend
 
 
 def dist_attn(
@@ -50,7 +52,7 @@ def dist_attn(
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``: this rank's tokens, any strides. ``sink`` is
     ``(S, Hq)``, the same on all ranks, and so is ``dropout``. Returns out ``(T, Hq, Dv)`` in q's dtype, lse
     ``(T, Hq)`` (natural log, float32, or float64 for float64 inputs) and max_logits ``(Hq,)`` over all ranks or None.
-    Collective over the group; differentiable in q, k, v and sink. If a rank fails, the others raise
+    Collective over the group; out and lse are differentiable in q, k, v and sink. If a rank fails, the others raise
     ``PeerFailureError``. Under autocast q, k and v take its dtype, and so does out.
     """
     with runtime.transport.guard("attention forward, input check"):
@@ -74,27 +76,30 @@ class _DistAttn(torch.autograd.Function):
         got = run_forward(call, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, got.out, got.lse, *got.tail)
         ctx.call = call
-        ctx.mark_non_differentiable(got.lse, *(() if got.max_logits is None else (got.max_logits,)))
-        ctx.set_materialize_grads(False)  # those of lse and max_logits would be made and never read
+        if got.max_logits is not None:
+            ctx.mark_non_differentiable(got.max_logits)
+        ctx.set_materialize_grads(False)  # that of lse would be made for every loss that does not use it
         return got.out, got.lse, got.max_logits
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, _dlse: object, _dmax: object) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _dmax: object
+    ) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return _backward(ctx, dout)
+            return _backward(ctx, dout, dlse)
         with torch.no_grad():
-            grads = _backward(ctx, dout)
-        return once_differentiable(grads, (dout, *ctx.saved_tensors[:4]))
+            grads = _backward(ctx, dout, dlse)
+        return once_differentiable(grads, (dout, dlse, *ctx.saved_tensors[:4]))
 
 
 _apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = _DistAttn.apply
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, sink, out, lse, *tail = ctx.saved_tensors
     if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
         dout = torch.zeros_like(out)
-    return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail)), None
+    return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail), dlse), None
 
 
 def run_forward(
@@ -117,32 +122,50 @@ def run_forward(
 
 def run_backward(
     call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor, tail: tuple[torch.Tensor, ...] = (),
+    out: torch.Tensor, lse: torch.Tensor, tail: tuple[torch.Tensor, ...] = (), dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink."""
-    runtime = call.runtime
+    """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink. ``dlse``: the gradient of lse;
+    what a rank gives changes no message, so some may have one and others None."""
+    runtime, delta = call.runtime, delta_with_dlse(out, dout, lse, dlse)
+    if delta is not None:
+        call = _taking_delta(call, q, k, v, sink)
     prepared, options, start = call.prepared, call.prepared.backward_alone, time.perf_counter()
     with runtime.transport.guard("attention backward"), profiler_range(BACKWARD_RANGE):
         call.ensure_backward(dout)
         if prepared.fused is not None:
-            grads = prepared.fused.attention.backward(prepared.fused.backend, dout, q, k, v, out, lse, options, sink)
+            attention, backend = prepared.fused
+            grads = attention.backward(backend, dout, q, k, v, out, lse, options, sink, delta)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.queries is not None:
-            grads = backward_with_moves(call, dout, q, k, v, sink, out, lse)
+            grads = backward_with_moves(call, dout, q, k, v, sink, out, lse, delta)
             reduce_dsink(call, grads.dsink)
             grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
         elif runtime.is_local and prepared.final is not None:
             run, dropout = prepared.final.backward_final, call.dropout_mask(HOST, q.device)
-            grads = run(dout, q, k, v, out, lse, runtime.part.host, options, sink, dropout)
+            grads = run(dout, q, k, v, out, lse, runtime.part.host, options, sink, dropout, delta)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         else:
-            state = _Backward(call, dout, q, k, v, sink, out, lse)
+            state = _Backward(call, dout, q, k, v, sink, out, lse, delta)
             grads = state.run_blocking() if prepared.is_joined and not runtime.is_local else state.run_staged(tail)
             grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
     dsink = None if grads.dsink is None or sink is None else grads.dsink.to(sink.dtype)
     return grads.dq, grads.dk, grads.dv, dsink
+
+
+def _taking_delta(
+    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> AttnCall:
+    """The call with a backend for its backward that takes delta."""
+    prepared = call.prepared
+    backend = call.runtime.registry.taking_delta(
+        prepared.backend, lambda: Problem.of(q, k, v, prepared.backward, sink, needs_backward=True)
+    )
+    if backend is prepared.backend:
+        return call
+    final = backend if isinstance(backend, FinalBackend) else None
+    return replace(call, prepared=replace(prepared, backend=backend, final=final))
 
 
 def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
@@ -231,13 +254,13 @@ class _Backward:
 
     def __init__(
         self, call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self.call, self.runtime = call, call.runtime
         self.dout, self.q, self.k, self.v, self.sink, self.out, self.lse = dout, q, k, v, sink, out, lse
         self.dtype = accumulation_dtype(q.dtype)
         self.dq: torch.Tensor | None = None
-        self.delta: torch.Tensor | None = None
+        self.delta = delta
 
     def _attend(
         self, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, keys: int, options: AttnOptions,

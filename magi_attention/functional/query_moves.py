@@ -72,13 +72,14 @@ def _greater(a: Partial, b: Partial) -> torch.Tensor | None:
 
 def backward_with_moves(
     call: AttnCall, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None = None,
 ) -> Grads:  # fmt: skip
-    """Gradients in the accumulation dtype, or in q's; dsink is that of this rank's queries."""
+    """Gradients in the accumulation dtype, or in q's; dsink is that of this rank's queries. ``delta``: if known."""
     runtime = call.runtime
     assert runtime.queries is not None
     dout, q, k, v, out, lse = (rows_by_group(x, runtime.head_groups) for x in (dout, q, k, v, out, lse))
-    delta, dout = row_delta(out, dout, None), dout.to(q.dtype)
+    delta = row_delta(out, dout, None) if delta is None else rows_by_group(delta, runtime.head_groups)
+    dout = dout.to(q.dtype)
     keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q, dout, lse, delta)
     part = runtime.part
     assert part.queries is not None

@@ -8,6 +8,7 @@ joins by ``default_registry().with_backend(mine, before="sdpa_ol")``, which give
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -20,6 +21,7 @@ from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
 from magi_attention.kernels.tables import SliceTables
 from magi_attention.kernels.types import Backend, Problem
+from magi_attention.kernels.wheel_backend import WheelBackend
 
 _log = logging.getLogger("magi_attention.kernels")
 
@@ -86,6 +88,16 @@ class Registry:
         reason = f"Backend '{usable[0].name}' runs in place of '{prefer}': {refusals[prefer]}"
         _warn_once(reason)
         return usable[0], reason
+
+    def taking_delta(self, backend: Backend, problem: Callable[[], Problem]) -> Backend:
+        """``backend``, or, where the kernels of a wheel want to work delta out themselves, the first other that can run
+        the problem, which one log line says."""
+        if not isinstance(backend, WheelBackend):
+            return backend
+        others = [b for b in self.backends if not isinstance(b, WheelBackend)]
+        taken, _ = replace(self, backends=tuple(others)).select(problem())
+        _warn_once(f"Backend '{backend.name}' takes no gradient of lse; '{taken.name}' runs such a backward.")
+        return taken
 
     def answers(self, problem: Problem) -> dict[str, str | None]:
         """What each backend says to a problem, in order: None if it can run it, else a sentence why not."""

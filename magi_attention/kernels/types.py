@@ -105,8 +105,8 @@ class Partial:
 class Grads:
     """Gradients with the shapes of q, k, v and sink; ``dsink`` is None when no sink was given.
 
-    ``delta`` (Tq, Hq) is the sum of out * dout over each row if the backend had to compute it and kept it: the next
-    stage of the same backward need not do so again.
+    ``delta`` (Tq, Hq) is the sum of out * dout over each row, less the gradient of lse, if the backend knows it and
+    kept it: the next stage of the same backward need not compute it again.
     """
 
     dq: torch.Tensor
@@ -203,9 +203,9 @@ class Backend(Protocol):
         """Gradients of the pairs of ``slices``.
 
         ``out`` and ``lse`` are the final ones of each row, over all stages and with the sink, so that
-        ``exp(s - lse)`` is the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has
-        it. With ``init`` the gradients are added to its tensors in place and ``init`` is returned; without, the result
-        may carry the ``delta`` that was computed.
+        ``exp(s - lse)`` is the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has it, less the
+        gradient of lse if there is one (``delta_with_dlse``). With ``init`` the gradients are added to its tensors in
+        place and ``init`` is returned; without, the result may carry the ``delta`` that was computed.
         """
         ...
 
@@ -242,5 +242,5 @@ class FinalBackend(Backend, Protocol):
         delta: torch.Tensor | None = None,
     ) -> Grads:
         """Gradients in the dtype of q, that of the sink in the accumulation dtype. With ``delta``, as of
-        ``row_delta``, nobody reads out."""
+        ``row_delta`` or ``delta_with_dlse``, nobody reads out."""
         ...

@@ -60,7 +60,7 @@ class IndexBwdKeysParams(ctypes.Structure):
         *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin", "num_head_splits")),
         ("softmax_scale", c_float),
         *_strides("q", "k", "v", "out", "dout"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")),
         *((name, c_void_p) for name in ("lists", "counts", "workspace")),
         ("workspace_bytes", c_int64),
         ("stream", c_void_p),

@@ -164,7 +164,7 @@ def call(name, case):
         arguments |= {"q": q, "k": k, "v": v}
     out, lse, *rest = wrapper(name)(**arguments)
     assert len(rest) == name.startswith("fa2") and all(x.numel() == 0 for x in rest)
-    assert lse.is_contiguous() and not lse.requires_grad
+    assert lse.is_contiguous()
     if case.batch:
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
     return out, lse.t()

@@ -38,14 +38,20 @@ def dense_attention(q, k, v, mask, scale, softcap=0.0, sink=None):
     total = mass.sum(2, keepdim=True)
     weights = mass[:, :, : k.shape[0]] / total.clamp_min(torch.finfo(q.dtype).tiny)
     out = torch.einsum("hqk,khd->qhd", weights, values)
-    return out, (torch.log(total) + peak)[..., 0].t(), logits
+    is_empty = total == 0  # whose log would give NaN as a gradient
+    lse = (total.masked_fill(is_empty, 1.0).log() + peak).masked_fill(is_empty, float("-inf"))
+    return out, lse[..., 0].t(), logits
 
 
-def truth(q, k, v, mask, dout, scale, softcap=0.0, sink=None) -> Truth:
+def truth(q, k, v, mask, dout, scale, softcap=0.0, sink=None, dlse=None) -> Truth:
+    """Gradients of ``sum(out * dout)``, and of ``sum(lse * dlse)`` over the rows that see something."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     sink = None if sink is None else sink.detach().clone().requires_grad_()
     out, lse, logits = dense_attention(*leaves, mask, scale, softcap, sink)
-    (out * dout).sum().backward()
+    loss = (out * dout).sum()
+    if dlse is not None:
+        loss = loss + (lse * dlse)[lse.isfinite()].sum()
+    loss.backward()
     grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves]
     dsink = None if sink is None else sink.grad
     return Truth(out.detach(), lse.detach(), logits.detach().amax(dim=(1, 2)), *grads, dsink)

@@ -79,7 +79,7 @@ def test_every_option_is_as_in_a_dense_softmax(case, monkeypatch):
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(meta.lse, lse.detach())
     torch.testing.assert_close(meta.max_logits, largest.detach())
-    assert not meta.lse.requires_grad and not meta.max_logits.requires_grad
+    assert meta.lse.requires_grad and not meta.max_logits.requires_grad
     inputs = leaves if sink is None else [*leaves, sink]
     dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(seed))
     for got, wanted in zip(*(torch.autograd.grad(x, inputs, dout) for x in (out, want))):
@@ -185,8 +185,9 @@ def test_ops_are_registered_soundly(has_v):
     for extra, top in ((None, False), (sink, True)):
         torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))
         out, lse, _ = index_fwd(q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True)
-        back = [None if x is None else x.detach() for x in (torch.ones_like(out), q, k, v)]
-        back += [width, out.detach(), lse]
+        dlse = torch.ones_like(lse) if top else None
+        back = [None if x is None else x.detach() for x in (torch.ones_like(out), dlse, q, k, v)]
+        back += [width, out.detach(), lse.detach()]
         extra = None if extra is None else extra.detach()
         torch.library.opcheck(
             index_bwd,

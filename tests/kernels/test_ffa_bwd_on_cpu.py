@@ -19,6 +19,7 @@ from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import tile_steps
+from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -87,6 +88,31 @@ def check_dropout(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool
         exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
         error = (getattr(got, name).double() - exact_grad).abs().max().item()
         assert error <= 0.02 * scale, f"{seed=} {name}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_lse(hopper, seed):
+    """With delta the kernels do not read out, whatever is in it; with softcap, sinks and in order."""
+    sink = (2, HEADS[0][0]) if seed else None
+    x = random_inputs(seed, 200, softcap=(0.0, 8.0, 0.0)[seed], sink_shape=sink)
+    dout, forward, options = make_dout(x, seed), dense(x, torch.float64), replace(options_of(x), deterministic=seed > 1)
+    exact = [t.double() for t in (x.q, x.k, x.v)]
+    delta = delta_with_dlse(forward.out, dout.double(), forward.lse, forward.lse.sin())
+    sink = None if x.sink is None else x.sink.double()
+    wanted = [
+        SdpaBackend().backward(dout.double(), *exact, forward.out, forward.lse, x.slices, options, sink, d)
+        for d in (delta, None)
+    ]
+    poison, lse = torch.full_like(dout, float("nan")), forward.lse.float().contiguous()
+    hopper.use((1, 2, 3)[seed], seed)
+    got = hopper.backend.backward_final(
+        dout, x.q, x.k, x.v, poison, lse, x.slices, options, x.sink, delta=delta.float().contiguous()
+    )
+    for name in ("dq", "dk", "dsink"):
+        mine, want, without = (getattr(grads, name) for grads in (got, *wanted))
+        if want is not None:
+            error, scale = (mine.double() - want).abs().max().item(), want.abs().max().item()
+            assert error <= 0.02 * scale < (want - without).abs().max().item(), f"{seed=} {name}"
 
 
 @pytest.mark.parametrize("seed", range(8))

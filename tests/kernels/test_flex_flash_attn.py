@@ -47,7 +47,7 @@ def test_against_dense_autograd(backend, sink_shape, monkeypatch):
         *inputs, *case.slices.tensors(), sink=sink, sink_layout=case.sink_layout,
         softmax_scale=case.scale, softcap=case.softcap, return_max_logits=True,
     )  # fmt: skip
-    assert isinstance(meta, AttnForwardMeta) and not meta.lse.requires_grad
+    assert isinstance(meta, AttnForwardMeta) and meta.lse.requires_grad
     got = {"out": out.detach(), "lse": meta.lse, "max_logits": meta.max_logits}
     got |= grads_of(out, inputs + ([] if sink is None else [sink]), case.dout)
     want = truth(case).tensors()
@@ -128,6 +128,7 @@ def test_custom_op_registration_is_sound():
         torch.library.opcheck(torch_ops.flex_fwd, args)
         out, lse, _ = torch_ops.flex_fwd(*args)
         back = [x.detach() for x in (case.dout, q, k, v, out, lse)]
+        back.insert(1, torch.randn_like(back[-1]) if top else None)
         plain_sink = None if sink is None else sink.detach()
         torch.library.opcheck(
             torch_ops.flex_bwd, (*back, *mask, plain_sink, "sh", 0.3, 0.0, False, 0, ""),

@@ -16,6 +16,7 @@ from magi_attention.kernels.index_attn.backward_choice import keeps_keys
 from magi_attention.kernels.index_attn.prepare import lists_of_blocks
 from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
+from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
 from magi_attention.native.index_abi import IndexBwdKeysParams
@@ -84,9 +85,10 @@ class Call:
         self.out, self.lse = aligned(out.to(dtype)), aligned(lse.float())
         self.problem = IndexProblem.of_lists(self.q, self.k, self.v, self.options, self.lists, needs_backward=True)
 
-    def backward(self) -> tuple[torch.Tensor, ...]:
+    def backward(self, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         assert keeps_keys(self.problem, self.lists)
-        return ffa.IndexFfa().backward(self.problem, self.dout, self.q, self.k, self.v, self.out, self.lse, self.lists)
+        x = self.q, self.k, self.v
+        return ffa.IndexFfa().backward(self.problem, self.dout, *x, self.out, self.lse, self.lists, delta)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,9 +102,29 @@ def test_gradients(library, name, monkeypatch):
     print(f"seed {seed}")
     call = Call(case, seed)
     library.use(case[10], seed)
-    for label, got, want in zip(("dq", "dk", "dv"), call.backward(), call.grads):
+    assert_near(call.backward(), call.grads)
+
+
+def assert_near(grads: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for label, got, want in zip(("dq", "dk", "dv"), grads, wanted):
         off, allowed = (got.double() - want).abs().max(), 0.02 * (1 + want.abs().max())
         assert torch.isfinite(got).all() and off <= allowed, f"{label} is off by {off}, allowed {allowed}"
+
+
+def test_gradients_of_lse(library, monkeypatch):
+    """With delta the kernel does not read out, whatever is in it."""
+    monkeypatch.setenv("MAGI_ATTENTION_INDEX_BACKWARD", "keys")
+    monkeypatch.setattr(ffa.IndexFfa, "_library", staticmethod(lambda: library))
+    call = Call(CASES["key blocks of 16"], 31)
+    exact = [x.double() for x in (call.q, call.k, call.v)]
+    problem = IndexProblem.of_lists(*exact, call.options, call.lists, needs_backward=True)
+    out, lse = IndexReference().forward(problem, *exact, call.lists)
+    delta = delta_with_dlse(out, call.dout.double(), lse, lse.sin())
+    wanted = IndexReference().backward(problem, call.dout.double(), *exact, out, lse, call.lists, delta)
+    call.out.fill_(float("nan"))
+    library.use(3, 31)
+    assert_near(call.backward(aligned(delta.float())), wanted)
+    assert (wanted[0] - call.grads[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("seed", range(6))

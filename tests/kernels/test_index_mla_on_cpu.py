@@ -15,6 +15,7 @@ from magi_attention.kernels.index_attn import ffa
 from magi_attention.kernels.index_attn.prepare import prepare_indices
 from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem
+from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
 
@@ -118,6 +119,25 @@ def test_in_order_the_same_bits(library, name, monkeypatch):
     for label, got, want in zip(("out", "lse", "dq", "dk"), found[0], (call.out, call.lse, *call.grads)):
         assert_near(label, got, want, 2.0)
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_lse(library, deterministic):
+    """With delta the kernels do not read out, whatever is in it."""
+    call = Call(CASES["8 heads on 2, narrow"], 6)
+    exact = call.q.double(), call.k.double(), None
+    delta = delta_with_dlse(call.out, call.dout.double(), call.lse, call.lse.sin())
+    rest = call.lists, delta
+    wanted = IndexReference().backward(
+        call.problem(*exact[:2]), call.dout.double(), *exact, call.out, call.lse, *rest
+    )
+    assert (wanted[0] - call.grads[0]).abs().max() > 0.1
+    library.use(2, 6)
+    poison, lse = torch.full_like(call.out, float("nan")).to(call.q.dtype), aligned(call.lse.float())
+    problem = call.problem(call.q, call.k, deterministic)
+    grads = ffa.IndexFfa().backward(problem, call.dout, call.q, call.k, None, aligned(poison), lse, *rest)
+    for label, got, want in zip(("dq", "dk"), grads, wanted):
+        assert_near(label, got, want, 2.0)
 
 
 def test_which_head_dims(library):

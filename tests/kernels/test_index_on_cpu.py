@@ -15,6 +15,7 @@ from magi_attention.kernels.index_attn import ffa
 from magi_attention.kernels.index_attn.prepare import prepare_indices
 from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem
+from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
 from magi_attention.native.index_abi import IndexBwdParams, IndexFwdParams, IndexSumParams
@@ -199,3 +200,22 @@ def test_the_backend(kernels, name, monkeypatch):
             assert_near(label, got, want, 3.0)
     assert library.calls == 3 + 1 + 2 * call.lists.rows.shape[0]
     assert all(torch.equal(a, b) for a, b in zip(*grads[1:]))
+    check_gradients_of_lse(call)
+
+
+def check_gradients_of_lse(call: Call) -> None:
+    """With delta the kernels do not read out, whatever is in it."""
+    x, exact = (call.q, call.k, call.v), [x.double() for x in (call.q, call.k, call.v)]
+    delta = delta_with_dlse(call.out, call.dout.double(), call.lse, call.lse.sin())
+    for deterministic in (False, True):
+        options = options_of(SCALE, 0.0, "sh", deterministic, 0)
+        wanted = IndexProblem.of_lists(*exact, options, call.lists, needs_backward=True)
+        wanted = IndexReference().backward(
+            wanted, call.dout.double(), *exact, call.out, call.lse, call.lists, delta
+        )
+        assert (wanted[0] - call.grads[0]).abs().max() > 0.1
+        problem = IndexProblem.of_lists(*x, options, call.lists, needs_backward=True)
+        poison = torch.full_like(call.out16, float("nan"))
+        grads = ffa.IndexFfa().backward(problem, call.dout, *x, poison, call.lse32, call.lists, delta.float())
+        for label, got, want in zip(("dq", "dk", "dv"), grads, wanted):
+            assert_near(label, got, want, 3.0)

@@ -13,8 +13,12 @@ import pytest
 import torch
 from stand_in_wheels import CudnnFlex, FlashAttention4
 
+from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import UnsupportedError
+from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.kernels import registry as registry_module
 from magi_attention.kernels.cudnn_flex import backend as cudnn_flex
 from magi_attention.kernels.cudnn_flex.backend import CudnnFlexBackend
 from magi_attention.kernels.fa4 import backend as fa4
@@ -25,6 +29,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.registry import Registry
 from magi_attention.kernels.types import AttnOptions, Backend, Problem
+from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 
 GOOD = Problem("cuda", torch.bfloat16, 8, 2, 128, 128, AttnOptions(0.1), needs_backward=True, capability=(9, 0))
@@ -96,6 +101,29 @@ def test_both_directions_are_those_of_the_dense_backend(case, seed):
     assert torch.equal(out, got.out) and torch.equal(lse, got.lse) and (top is None) == (got.max_logits is None)
     final = ours.backward_final(dout, q, k, v, want.out, want.lse, slices, options, sink)
     assert all(torch.equal(getattr(final, name), getattr(grads, name)) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_of_lse_go_to_a_backend_that_takes_them(case, world, monkeypatch, caplog):
+    """The kernels of a wheel work delta out themselves. Another backend takes such a backward, and says so."""
+    monkeypatch.setattr(type(case.backend), "why_not", lambda self, problem: None)
+    plan = build_plan(SliceTable(np.array([[0, 30, 0, 30, 1], [30, 64, 10, 64, 0]])), 64, world)
+    tensors, found = inputs(3, 64, 64), []
+    for registry in (Registry((case.backend, SdpaBackend())), Registry((SdpaBackend(),))):
+
+        def rank(transport, registry=registry):
+            layout = TokenLayout(plan, transport)
+            policy = AttnPolicy(backend=registry.names[0], is_backend_explicit=True)
+            runtime = AttnRuntime(plan, transport, registry, policy)
+            q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
+            out, lse, _ = dist_attn(q, k, v, runtime)
+            loss = (out * dout.detach()).sum() + lse.nan_to_num(neginf=0.0).square().sum()
+            return [gather(x, layout) for x in torch.autograd.grad(loss, (q, k, v))]
+
+        found.append(FakeWorld(world).run(rank)[0])
+    assert all(near(a, b) for a, b in zip(*found))
+    assert any(f"Backend '{case.backend.name}' takes no gradient of lse" in r.message for r in caplog.records)
+    registry_module._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("seed", range(10))

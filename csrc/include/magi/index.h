@@ -146,8 +146,11 @@ typedef struct {
   int64_t out_stride_token, out_stride_head;
   int64_t dout_stride_token, dout_stride_head;
   const void *q, *k, *v;
-  const void *out, *dout;
+  const void* out; /* or NULL: then delta is read */
+  const void* dout;
   const float* lse; /* (total_q, heads_q) */
+  float* delta;     /* (total_q, heads_q), sum(out * dout) of each row: written if out is given; or
+                       NULL */
   void *dq, *dk, *dv;
   const int32_t* lists;
   const int32_t* counts; /* device memory (lists, heads_kv): entries of each list */

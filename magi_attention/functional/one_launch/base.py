@@ -58,8 +58,9 @@ class OneLaunch(ABC):
     def backward(
         self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """dq, dk, dv in the inputs' dtype."""
+        """dq, dk, dv in the inputs' dtype. With ``delta`` nobody reads out."""
 
     @abstractmethod
     def _made(self, shapes: Shapes, wire: torch.dtype, before: Any) -> Any:

@@ -54,6 +54,7 @@ class NodeFusedAttention(OneLaunch):
     def backward(
         self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:  # fmt: skip
         group = self._group
         group.check(_BACKWARD)
@@ -61,7 +62,7 @@ class NodeFusedAttention(OneLaunch):
         cast, reduce = launches.exchange.cast, launches.exchange.reduce
         with group.ordered(is_beside=False) as turn:
             cast.copy_in((k, v))
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink)
+            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
             reduce.run(turn.stream)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.add(sums, to, 0, turn.stream)

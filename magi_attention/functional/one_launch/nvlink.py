@@ -57,13 +57,14 @@ class FusedAttention(OneLaunch):
     def backward(
         self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
+        delta: torch.Tensor | None = None,
     ) -> Grads:  # fmt: skip
         launches, k, v = self._of(q, k, v)
         stream = backend.runtime.stream(k.get_device())
         launches.check("attention backward")
         event = launches.group.enter(stream)
         try:
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink)
+            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.reduce(sums, to, event, stream)
         except BaseException:

@@ -49,7 +49,7 @@ def index_attn_func(
 
     Returns:
         ``(out, meta)``: out (Tq, Hq, Dv) in q's dtype; ``meta.lse`` (Tq, Hq) and ``meta.max_logits`` (Hq,) or None,
-        float32 (float64 for float64 inputs), without gradient.
+        float32 (float64 for float64 inputs). lse is differentiable as out is, max_logits has no gradient.
 
     Raises:
         ContractError: shapes, dtypes or devices that do not fit together, and an entry beyond k; ``prepare_indices``
@@ -99,7 +99,7 @@ def attend_lists(
         as_float(softcap, "softcap"),
         bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,
     )  # fmt: skip
-    return out, AttnForwardMeta(lse.detach(), max_logits.detach() if return_max_logits else None)
+    return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
 
 
 __all__ = ["attend_lists", "index_attn_func"]

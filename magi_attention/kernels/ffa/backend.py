@@ -274,9 +274,10 @@ class FfaBackend:
         remote: RemoteKeys,
         options: AttnOptions,
         sink: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> RemoteGrads:
-        """Gradients of ``forward_fused``; those of remote keys go to their owners."""
-        x = Operands(dout, q, k, v, out, lse, None)
+        """Gradients of ``forward_fused``; those of remote keys go to their owners. With ``delta`` nobody reads out."""
+        x = Operands(dout, q, k, v, out if delta is None else None, lse, delta)
         return self.calls_of(q).backward.run_fused(self.runtime, x, remote, options, sink)
 
     def prepared(

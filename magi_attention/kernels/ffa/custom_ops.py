@@ -2,7 +2,7 @@
 """The attention call as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees two opaque nodes.
 
 ``magi_attention::flex_fwd`` and ``magi_attention::flex_bwd`` take the mask as tensors, read it by value
-and run the backend that the registry selects. The gradient of ``lse`` and ``max_logits`` is ignored.
+and run the backend that the registry selects. ``out`` and ``lse`` have gradients, ``max_logits`` has none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import check_disjoint, table_from_tensors
 from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
@@ -150,21 +151,25 @@ def _(
     "magi_attention::flex_bwd",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
+        f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
         "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def flex_bwd(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
+    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink."""
+    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink. ``dlse``
+    (Tq, Hq): the gradient of lse, or None."""
     step = default_registry().instruments.steps()
     with step("bwd_prepare"):
         options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
-        backend = select_backend(Problem.of(q, k, v, options, sink, needs_backward=True), prefer)
+        problem, delta = Problem.of(q, k, v, options, sink, needs_backward=True), delta_with_dlse(out, dout, lse, dlse)
+        backend = select_backend(problem, prefer)
+        if delta is not None:
+            backend = default_registry().taking_delta(backend, lambda: problem)
         is_ffa = isinstance(backend, FfaBackend)
         mask = _mask(k, q_ranges, k_ranges, attn_type_map) if is_ffa else _slices(q_ranges, k_ranges, attn_type_map)
         if isinstance(backend, FfaBackend):
@@ -172,9 +177,9 @@ def flex_bwd(
             mask = mask if slices is None else slices
     with step("bwd_run"):
         if isinstance(backend, FfaBackend):
-            got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink)
+            got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink, delta=delta)
         else:
-            got = backend.backward(dout, q, k, v, out, lse, cast(SliceTable, mask), options, sink)
+            got = backend.backward(dout, q, k, v, out, lse, cast(SliceTable, mask), options, sink, delta)
     with step("bwd_cast"):
         dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
         return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink
@@ -182,8 +187,8 @@ def flex_bwd(
 
 @flex_bwd.register_fake
 def _(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
+    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
     sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
@@ -192,15 +197,19 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, q_ranges, k_ranges, types, sink, *options = inputs
-    out, lse, _ = output
+    out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, q_ranges, k_ranges, types, sink)
     ctx.options = options
+    ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)  # that of lse would be made for every loss that does not use it
 
 
-def _grad(ctx: Any, dout: torch.Tensor, _dlse: object, _dmax_logits: object) -> tuple[torch.Tensor | None, ...]:
+def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[torch.Tensor | None, ...]:
     layout, scale, softcap, deterministic, sm_margin, _, prefer, _ = ctx.options
     tensors = ctx.saved_tensors
-    dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
+    if dout is None:
+        dout = torch.zeros_like(tensors[3])
+    dq, dk, dv, dsink = flex_bwd(dout, dlse, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
     sink = tensors[-1]
     return dq, dk, dv, None, None, None, None if sink is None else dsink, *[None] * 8
 

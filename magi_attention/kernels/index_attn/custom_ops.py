@@ -3,7 +3,7 @@
 
 ``magi_attention::index_fwd`` and ``magi_attention::index_bwd`` take prepared lists and run what ``choose`` gives. With
 v None the values are the first ``head_dim_v`` columns of k. Sinks join here, by the lse, so that no implementation has
-to know them. Gradients of ``lse`` and ``max_logits`` are ignored.
+to know them. ``out`` and ``lse`` have gradients, ``max_logits`` has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.index_attn.choice import choose
 from magi_attention.kernels.index_attn.reference import largest_logits
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
-from magi_attention.kernels.reference.correction import correct_attn_out_lse_with_sink, sink_bwd
+from magi_attention.kernels.reference.correction import correct_attn_out_lse_with_sink, sink_bwd_from_delta
+from magi_attention.kernels.reference.operands import delta_with_dlse, row_delta
 from magi_attention.kernels.types import accumulation_dtype, options_of
 
 _KV = "Tensor k, Tensor? v, SymInt head_dim_v"
@@ -67,32 +68,37 @@ def _(
 @torch.library.custom_op(
     "magi_attention::index_bwd", mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
+        f"(Tensor dout, Tensor? dlse, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )  # fmt: skip
 def index_bwd(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
     lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
     k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
     sm_margin: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink.
 
-    Without v ``dv`` is empty, and the gradient of the values is in ``dk``.
+    Without v ``dv`` is empty, and the gradient of the values is in ``dk``. ``dlse`` (Tq, Hq): the gradient of lse, or
+    None.
     """
     lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     problem = IndexProblem.of_lists(q, k, v, options, lists, sink, True, head_dim_v)
-    dq, dk, dv = choose(problem).backward(problem, dout, q, k, v, out, lse, lists)
-    dsink = lse.new_empty(0) if sink is None else sink_bwd(sink, lse, out, dout, sink_layout)
+    delta = delta_with_dlse(out, dout, lse, dlse)
+    dq, dk, dv = choose(problem).backward(problem, dout, q, k, v, out, lse, lists, delta)
+    if sink is None:
+        dsink = lse.new_empty(0)
+    else:
+        dsink = sink_bwd_from_delta(sink, lse, row_delta(out, dout, delta), sink_layout).to(sink.dtype)
     dv = k.new_empty(0) if dv is None else dv.to(k.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dsink
 
 
 @index_bwd.register_fake
 def _(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
     lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
     k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
     sm_margin: int,
@@ -107,13 +113,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, rows, counts, k_start, k_end, sink)
     ctx.head_dim_v, ctx.blocks, ctx.options = head_dim_v, (q_block, k_block), options[:5]
-    ctx.mark_non_differentiable(lse, max_logits)
+    ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)  # that of lse would be made for every loss that does not use it
 
 
-def _grad(ctx: Any, dout: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, rows, counts, k_start, k_end, sink = ctx.saved_tensors
     lists = rows, counts, *ctx.blocks, k_start, k_end
-    dq, dk, dv, dsink = index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsink = index_bwd(dout, dlse, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options)
     return dq, dk, None if v is None else dv, *[None] * 7, None if sink is None else dsink, *[None] * 7
 
 

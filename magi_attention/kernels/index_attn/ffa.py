@@ -92,14 +92,15 @@ class IndexFfa:
 
     def backward(
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
-        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices, delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         operands = self._operands(problem, q=q, k=k, v=v, dout=dout.to(q.dtype))
         out, lse = dense(out.to(q.dtype)), lse.contiguous()
-        if "v" in operands and keeps_keys(problem, lists):
-            dq, grads = self._backward_by_keys(problem, operands, out, lse, lists)
-        else:
-            dq, grads = self._backward_by_queries(problem, operands, out, lse, lists)
+        if delta is not None:
+            delta = delta.to(torch.float32).contiguous()
+        by_keys = "v" in operands and keeps_keys(problem, lists)
+        run = self._backward_by_keys if by_keys else self._backward_by_queries
+        dq, grads = run(problem, operands, out, lse, lists, delta)
         if problem.has_v:
             return dq, grads["dk"], grads["dv"]
         dk = grads["dk"].float()
@@ -117,11 +118,13 @@ class IndexFfa:
 
     def _backward_by_queries(
         self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-        lists: PreparedIndices,
+        lists: PreparedIndices, delta: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """dq in q's dtype, the others in float32."""
         q, k = operands["q"], operands["k"]
-        dq, delta, takes_v = q.new_empty(q.shape), torch.empty_like(lse), "v" in operands
+        dq, takes_v = q.new_empty(q.shape), "v" in operands
+        first_out = out.data_ptr() if delta is None else None  # without out the kernels read delta
+        delta = torch.empty_like(lse) if delta is None else delta
         grads = {
             f"d{n}": operands[n].new_zeros(operands[n].shape, dtype=torch.float32) for n in ("k", "v") if n in operands
         }
@@ -133,10 +136,10 @@ class IndexFfa:
         }  # fmt: skip
         with torch.cuda.device(q.device):
             if not problem.options.deterministic:
-                library.backward(**call, out=out.data_ptr(), list_begin=0, list_end=lists.rows.shape[0])
+                library.backward(**call, out=first_out, list_begin=0, list_end=lists.rows.shape[0])
             else:
                 for begin, end in _list_ranges(lists, tiles * sum(x.shape[2] for x in grads.values())):
-                    given = out.data_ptr() if begin == 0 else None  # later calls read the delta that this one wrote
+                    given = first_out if begin == 0 else None  # later calls read the delta that this one wrote
                     owners = _owners(lists, held["key_counts"], begin, end).unsqueeze(2).expand(-1, -1, tiles, -1)
                     shares = {f"{n}_partials": x.new_empty((owners.numel(), x.shape[2])) for n, x in grads.items()}
                     library.backward(**call, **_addresses(**shares), out=given, list_begin=begin, list_end=end)
@@ -147,7 +150,7 @@ class IndexFfa:
 
     def _backward_by_keys(
         self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-        lists: PreparedIndices,
+        lists: PreparedIndices, delta: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """All gradients in q's dtype."""
         q = operands["q"]
@@ -161,7 +164,8 @@ class IndexFfa:
         with torch.cuda.device(q.device):
             self._library().backward_by_keys(
                 allocate, **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
-                **_addresses(**operands, out=out, lse=lse, **grads, lists=lists.rows, counts=lists.counts),
+                **_addresses(**operands, lse=lse, **grads, lists=lists.rows, counts=lists.counts),
+                **_addresses(**({"out": out} if delta is None else {"delta": delta})),
                 num_head_splits=HEAD_SPLITS, stream=_stream(q),
             )  # fmt: skip
         return grads.pop("dq"), grads

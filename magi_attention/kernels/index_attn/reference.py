@@ -15,7 +15,7 @@ import torch
 
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.kernels.reference.correction import safe_lse, safe_subtract
-from magi_attention.kernels.reference.operands import as_kernel, reference_why_not
+from magi_attention.kernels.reference.operands import as_kernel, reference_why_not, row_delta
 from magi_attention.kernels.types import AttnOptions, accumulation_dtype
 
 BUDGET = 1 << 25  # 128 MiB of float32
@@ -119,19 +119,20 @@ class IndexReference:
     @as_kernel
     def backward(
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
-        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices, delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """See ``IndexBackend.backward``; dk and dv in the accumulation dtype."""
         dq, width = torch.empty_like(q), problem.head_dim_v
         dk = k.new_zeros((k.shape[0] * k.shape[1], k.shape[2]), dtype=lse.dtype)
         dv = None if v is None else dk.new_zeros((len(dk), width))
+        deltas = row_delta(out, dout, delta)[..., None]
         for part in _parts(q, k, lists, width if problem.has_v else 0):
             logits, slope = part.logits(problem.options)
             grad, values = part.grouped(dout), part.values(v, width)
-            delta = (grad * part.grouped(out)).sum(-1, keepdim=True)
             total = lse[part.queries].unflatten(1, (part.heads, -1))[..., None]
             weights = torch.exp(safe_subtract(logits, total))
-            dlogits = weights * (torch.matmul(grad, values.transpose(-1, -2)) - delta) * problem.options.softmax_scale
+            dweights = torch.matmul(grad, values.transpose(-1, -2)) - part.grouped(deltas)
+            dlogits = weights * dweights * problem.options.softmax_scale
             if slope is not None:
                 dlogits = dlogits * slope
             dkeys, dvalues = (torch.matmul(a.transpose(-1, -2), b) for a, b in ((dlogits, part.q), (weights, grad)))

@@ -92,9 +92,10 @@ class IndexBackend(Protocol):
 
     def backward(
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
-        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices,
+        out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices, delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """``(dq, dk, dv)`` in any floating dtype; out and lse are the final ones of each row, with the sink.
+        ``delta`` (Tq, Hq), as of ``Backend.backward``, is given where lse has a gradient.
 
         Without v ``dv`` is None, and the gradient of the values is in the first columns of ``dk``.
         """

@@ -24,6 +24,7 @@ _ENDS: Kind[None, tuple[int, int]] = Kind("ends of the slices")
 _UNSEEN: Kind[tuple[int, int], tuple[np.ndarray | None, np.ndarray | None]] = Kind("rows without a pair")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_DELTA_VALUES = 1 << 24  # of out, that are taken at a time
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -149,3 +150,24 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor | None)
     """``sum_d out * dout`` (Tq, Hq) in the accumulation dtype, unless given."""
     acc = accumulation_dtype(out.dtype)
     return (out.to(acc) * dout.to(acc)).sum(-1) if delta is None else delta.to(acc)
+
+
+def delta_with_dlse(
+    out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor | None:
+    """``sum_d out * dout - dlse`` (Tq, Hq) in the accumulation dtype; None without ``dlse``, the gradient of lse.
+
+    A logit moves lse by its weight p, so its gradient is ``p * (dp - delta + dlse)``, and that of a sink
+    ``p * (dlse - delta)``: wherever a backward uses delta, less dlse is all that it has to know of dlse. A row that
+    sees nothing gets 0, whatever its dout and dlse hold. Rows are taken in blocks, so that no float copy of all of out
+    is made.
+    """
+    if dlse is None:
+        return None
+    acc = accumulation_dtype(out.dtype)
+    # The slope of a loss at -inf may be inf or NaN.
+    delta = dlse.to(acc).masked_fill(lse == float("-inf"), 0.0).neg_()
+    rows = max(_DELTA_VALUES // max(out[0].numel(), 1), 1) if len(out) else 1
+    for part, out_part, dout_part in zip(delta.split(rows), out.split(rows), dout.split(rows)):
+        part += (out_part.to(acc) * dout_part.to(acc)).masked_fill_(out_part == 0, 0.0).sum(-1)
+    return delta

@@ -37,6 +37,7 @@ void index_keys_params(const magi_ffa_index_bwd_keys_params& a, int sms, IndexKe
   r.out = a.out;
   r.dout = a.dout;
   r.lse = a.lse;
+  r.delta = a.delta;
   r.stats = floats(w.stats);
   r.dq_accum = floats(w.dq_accum);
   r.workspace = words(0);

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of lse, such as a z-loss: gradients are those of dense attention in float64, on one rank and on several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from oracle import dense_attention, truth
+from test_dist_attn import TOLERANCE, Case, cases, make_policy, make_problem
+from test_dist_attn_with_moves import with_moves
+from test_index_rows import draw, make
+
+from magi_attention.api import attend_index, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
+from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.errors import UnsupportedError
+from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.fa4 import ffa_fa4_func
+from magi_attention.functional.flex_flash_attn import flex_flash_attn_func as one_device
+from magi_attention.kernels import default_registry
+from magi_attention.kernels.dropout import Dropout
+from magi_attention.meta.planner import build_plan
+from magi_attention.testing.masks import random_slices
+
+F64, NEG_INF = torch.float64, float("-inf")
+
+
+def slope(lse: torch.Tensor) -> torch.Tensor:
+    """Of the z-loss ``sum(lse ** 2)``: infinite for a row that sees nothing."""
+    return 2 * lse
+
+
+def check_over_ranks(case: Case, problem, uses_out: bool = True) -> None:
+    """Every second rank takes the loss of its lse alone where ``uses_out`` is False, and the others that of out."""
+    plan, slices, total, tensors, sink = problem
+    mask = torch.from_numpy(to_dense(slices.array, total, total))
+    lse = truth(*tensors[:3], mask, tensors[3], 8**-0.5, case.softcap, sink).lse
+    owner = np.empty(plan.padded_tokens, dtype=np.int64)
+    for r in range(case.cp):
+        owner[plan.position_array(r)] = r
+    has_out, has_lse = (torch.from_numpy(uses_out | (owner[:total] % 2 == i)) for i in (1, 0))
+    dout, dlse = tensors[3] * has_out[:, None, None], torch.where(has_lse[:, None], slope(lse), 0.0)
+    expected = truth(*tensors[:3], mask, dout, 8**-0.5, case.softcap, sink, dlse)
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case))
+        leaves = [shard(x, layout).detach().requires_grad_() for x in tensors[:3]]
+        own_sink = None if sink is None else sink.clone().requires_grad_()
+        out, lse, _ = dist_attn(*leaves, runtime, own_sink, None, case.softcap)
+        losses = []
+        if uses_out or transport.rank % 2 == 1:
+            losses.append((out * shard(tensors[3], layout)).sum())
+        if uses_out or transport.rank % 2 == 0:
+            is_real = torch.from_numpy(plan.position_array(transport.rank)) < total  # a pad row may see a sink
+            losses.append(lse[is_real].square().sum())
+        sum(losses).backward()
+        return *(gather(x.grad, layout) for x in leaves), None if sink is None else own_sink.grad
+
+    for got in FakeWorld(case.cp).run(rank):
+        for name, x in zip(("dq", "dk", "dv", "dsink"), got):
+            want = getattr(expected, name)
+            if want is not None:
+                assert x.isfinite().all(), name
+                assert (x - want).abs().max() <= TOLERANCE * 10, name
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(case=cases, uses_out=st.booleans())
+def test_over_ranks(case: Case, uses_out: bool) -> None:
+    note(f"seed {case.seed}")
+    torch.set_num_threads(1)
+    check_over_ranks(case, make_problem(case), uses_out)
+
+
+@settings(max_examples=50, deadline=None, print_blob=True)
+@given(case=cases, uses_out=st.booleans())
+def test_where_queries_move(case: Case, uses_out: bool) -> None:
+    note(f"seed {case.seed}")
+    torch.set_num_threads(1)
+    check_over_ranks(case, with_moves(case), uses_out)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 10**6),
+    softcap=st.sampled_from([0.0, 3.0]),
+    layout=st.sampled_from(["", "sh", "ssh"]),
+    function=st.sampled_from(["flex", "fa4"]),
+)
+def test_on_one_device(seed: int, softcap: float, layout: str, function: str) -> None:
+    """Beside numerical derivatives, which know of no formula for any gradient."""
+    rng, gen = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    tq, tk = (int(n) for n in rng.integers(1, 12, 2))
+    q_ranges, k_ranges, types = SliceTable(random_slices(rng, tq, tk, max_slices=4)).tensors()
+    shapes = [(tq, 4, 8), (tk, 2, 8), (tk, 2, 4)]
+    sink_shape = {"": None, "sh": (2, 4), "ssh": (tq, 2, 4)}[layout if function == "flex" else ""]
+    inputs = [torch.randn(s, generator=gen, dtype=F64).requires_grad_() for s in [*shapes, sink_shape] if s]
+
+    def loss(q, k, v, sink=None):
+        if function == "fa4":
+            out, lse = ffa_fa4_func(q, k, v, q_ranges, k_ranges, types, softcap=softcap)
+        else:
+            options = dict(softcap=softcap, sink=sink, sink_layout=layout or "sh")
+            out, meta = flex_flash_attn_func(q, k, v, q_ranges, k_ranges, types, **options)
+            lse = meta.lse
+        return out.sin().sum(), lse.masked_fill(lse == NEG_INF, 0.0).square().sum()
+
+    assert torch.autograd.gradcheck(loss, inputs, atol=1e-5, rtol=1e-3, fast_mode=True)
+
+
+@pytest.mark.parametrize("is_blocks", [False, True])
+def test_rows_that_see_nothing(is_blocks: bool) -> None:
+    """The slope of their loss is infinite or NaN, and their dout may be NaN; nothing of it shows."""
+    q, k, v = (torch.randn(12, 2, 8, dtype=F64, requires_grad=True) for _ in range(3))
+    if is_blocks:
+        blocks = torch.tensor([[True, False, False], [False, False, False], [True, True, False]])
+        out, meta = block_sparse_attn_func(q, k, v, blocks, 4)
+    else:
+        ranges = torch.tensor([[0, 4], [8, 12]])
+        out, meta = one_device(q, k, v, ranges, ranges, torch.tensor([1, 0]))
+    assert (meta.lse[4:8] == NEG_INF).all() and meta.lse[:4].isfinite().all()
+    dout = torch.randn_like(out)
+    dout[4:8] = float("nan")
+    dlse = torch.ones_like(meta.lse)
+    dlse[4:6], dlse[6:8] = float("inf"), float("nan")
+    grads = torch.autograd.grad((out, meta.lse), (q, k, v), (dout, dlse))
+    assert all(x.isfinite().all() for x in grads) and not grads[0][4:8].any() and grads[0][:4].any()
+
+
+def test_a_row_that_sees_its_sink_alone() -> None:
+    """Its lse is that of the sink, and so is the slope."""
+    q, k, v = (torch.randn(4, 2, 8, dtype=F64, requires_grad=True) for _ in range(3))
+    sink = torch.randn(3, 2, dtype=F64, requires_grad=True)
+    nothing = torch.zeros((0, 2), dtype=torch.int32)
+    _, meta = flex_flash_attn_func(q, k, v, nothing, nothing, sink=sink)
+    (dsink,) = torch.autograd.grad(meta.lse.sum(), sink)
+    torch.testing.assert_close(dsink, 4 * sink.softmax(0))
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_index_attention_over_ranks(case: int) -> None:
+    """Beside one softmax over all tokens; values of their own and columns of the keys."""
+    total, world, seed, has_v = 22 + case, (1, 2, 4)[case % 3], 900 + case, case % 2 == 0
+    print(f"seed {seed}")
+    plan, gen = make(total, world, 3), torch.Generator().manual_seed(seed)
+    (q, k, v), indices = draw(total, (4, 2), 5, seed)
+    weight, dlse = torch.randn(total, 4, 5, generator=gen, dtype=F64), torch.randn(total, 4, generator=gen, dtype=F64)
+    sink = torch.randn(2, 4, generator=gen, dtype=F64) if case >= 3 else None
+    seen = (indices[..., None] == torch.arange(total)).any(2).permute(1, 0, 2).repeat_interleave(2, 0)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    extra = None if sink is None else sink.clone().requires_grad_()
+    out, lse, _ = dense_attention(*leaves[:2], leaves[2] if has_v else leaves[1][..., :5], seen, 0.4, 2.0, extra)
+    named = [*leaves[: 2 + has_v], *([] if extra is None else [extra])]
+    want = torch.autograd.grad((out * weight).sum() + (lse * dlse)[lse.isfinite()].sum(), named)
+
+    def rank(transport):
+        own = [plan.shard(x, transport).detach().requires_grad_() for x in (q, k, v)]
+        own_sink = None if sink is None else sink.clone().requires_grad_()
+        lists = plan.shard(indices, transport, -1)
+        values = dict(v=own[2]) if has_v else dict(v=None, head_dim_v=5)
+        out, meta = attend_index(
+            *own[:2], indices=lists, plan=plan, group=transport, sink=own_sink, softmax_scale=0.4, softcap=2.0, **values
+        )
+        grad_of_lse = plan.shard(dlse, transport).masked_fill(meta.lse == NEG_INF, NEG_INF)
+        loss = (out, meta.lse), (plan.shard(weight, transport), grad_of_lse)
+        inputs = [*own[: 2 + has_v], *([] if own_sink is None else [own_sink])]
+        grads = torch.autograd.grad(loss[0], inputs, loss[1])
+        return [plan.gather(x, transport) for x in grads[: 2 + has_v]], grads[2 + has_v :]
+
+    results = FakeWorld(world).run(rank)
+    for got, _ in results:
+        for name, a, b in zip(("dq", "dk", "dv"), got, want):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=name)
+    if sink is not None:
+        torch.testing.assert_close(sum(x[0] for _, x in results), want[-1], atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("cp", [1, 3])
+def test_dropout_leaves_lse_alone(cp: int) -> None:
+    """lse is that of all weights, so the gradient of a loss of lse alone is the one without dropout."""
+    case = Case(31, cp, 2, False, 0, (4, 2), "sdpa_ol", True, 0.0, False, False, True)
+    plan, _, _, tensors, sink = make_problem(case)
+
+    def rank(transport, dropout, uses_out):
+        layout = TokenLayout(plan, transport)
+        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case))
+        leaves = [shard(x, layout).detach().requires_grad_() for x in tensors[:3]]
+        leaves.append(sink.clone().requires_grad_())
+        out, lse, _ = dist_attn(*leaves[:3], runtime, leaves[3], dropout=dropout)
+        dlse = torch.cos(lse.detach()).nan_to_num()
+        losses = [(out * shard(tensors[3], layout)).sum()] * (uses_out is not False)
+        losses += [(lse * dlse)[lse.isfinite()].sum()] * (uses_out is not True)
+        return torch.autograd.grad(sum(losses), leaves)
+
+    world, dropped = FakeWorld(cp), Dropout(0.4, 5)
+    of_lse, plain = world.run(rank, dropped, False), world.run(rank, None, False)
+    of_out, of_both = world.run(rank, dropped, True), world.run(rank, dropped, None)
+    for a, b, c, d in zip(of_lse, plain, of_out, of_both):
+        for x, y, z, w in zip(a, b, c, d):
+            torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-11)
+            torch.testing.assert_close(x + z, w, atol=1e-11, rtol=1e-11)
+        assert of_lse[0][0].any() and not a[2].any()
+
+
+def test_nothing_changes_where_nobody_uses_lse() -> None:
+    """The backend is then asked for delta as before, and gets none."""
+    seen = []
+
+    class Watched(type(default_registry().backends[-1])):
+        def backward(self, *args, **kwargs):
+            seen.append(args[9] if len(args) > 9 else kwargs.get("delta"))
+            return super().backward(*args, **kwargs)
+
+    registry = default_registry().with_backend(Watched())
+    plan = build_plan(SliceTable(np.array([[0, 16, 0, 16, 1]])), 16, 1)
+    runtime = AttnRuntime(plan, SingleTransport(0), registry, AttnPolicy(backend="sdpa", is_backend_explicit=True))
+    q = torch.randn(16, 2, 8, dtype=F64, requires_grad=True)
+    for uses_lse in (False, True):
+        out, lse, top = dist_attn(q, q, q, runtime, return_max_logits=True)
+        assert lse.requires_grad and not top.requires_grad
+        (out.sum() + (lse.sum() if uses_lse else 0)).backward()
+        assert (seen.pop() is not None) is uses_lse
+
+
+def test_a_graph_of_the_gradients_of_lse_is_refused() -> None:
+    q, k, v = (torch.randn(8, 2, 8, dtype=F64, requires_grad=True) for _ in range(3))
+    lists = torch.randint(0, 8, (8, 2, 3))
+    ranges = torch.tensor([[0, 8]])
+    for call in (lambda: flex_flash_attn_func(q, k, v, ranges, ranges), lambda: index_attn_func(q, k, v, lists)):
+        (grad,) = torch.autograd.grad(call()[1].lse.square().sum(), q, create_graph=True)
+        with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+            grad.sum().backward()
+
+
+def test_deterministic_calls_repeat_their_bits() -> None:
+    case = Case(77, 4, 2, False, 0, (4, 2), "sdpa_ol", True, 0.0, True, False, True)
+    plan, _, _, tensors, sink = make_problem(replace(case, sink=True))
+
+    def rank(transport):
+        layout = TokenLayout(plan, transport)
+        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case, deterministic=True))
+        leaves = [shard(x.float(), layout).detach().requires_grad_() for x in tensors[:3]]
+        out, lse, _ = dist_attn(*leaves, runtime, sink.float())
+        return torch.autograd.grad(out.sum() + lse.square().nan_to_num(posinf=0.0).sum(), leaves)
+
+    first, second = (FakeWorld(4).run(rank) for _ in range(2))
+    assert all(torch.equal(a, b) for x, y in zip(first, second) for a, b in zip(x, y))
