@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from magi_attention.api.plan import Plan
+from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general
 from magi_attention.functional.sparse import index_rows
@@ -76,6 +76,7 @@ def attend_index(
     not fit the plan and entries beyond its tokens (on a GPU with ``MAGI_ATTENTION_SANITY_CHECK=1``; without, they are
     none).
     """
+    check_plan(plan)
     if deterministic is None:
         deterministic = general.is_deterministic_mode_enable()
     return index_rows.attend_index(
@@ -93,6 +94,7 @@ def prepare_index_exchange(
     ``indices`` and ``max_rows`` as there, ``indices`` on the device of q. Collective over the group. What comes back
     serves any number of calls, forward and backward, with as many kv heads.
     """
+    check_plan(plan)
     return index_rows.make_exchange(indices, plan._layout(group), max_rows)
 
 

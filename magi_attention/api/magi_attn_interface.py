@@ -49,6 +49,7 @@ from magi_attention.functional import layout as token_layout
 from magi_attention.functional.attention_check import note_call
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
+from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
 
 GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
@@ -82,7 +83,7 @@ def magi_attn_flex_key(
     "full", "causal", "inv_causal", "bi_causal" or the enum), in unpadded coordinates; slices must be disjoint.
     The group is a process group or a 1-D or 2-D device mesh. ``pad_size`` and ``chunk_size`` are deprecated: padding
     is computed, the chunk size belongs into ``DispatchConfig`` and is an upper bound. Errors: ``ValueError``
-    (unknown type, empty ranges, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
+    (unknown type, empty or overlapping slices, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
     lengths), ``NotImplementedError`` (cross-attention flags).
     """
     check_ranges(q_ranges, k_ranges)
@@ -98,8 +99,6 @@ def magi_attn_flex_key(
     config = with_nodes(config, group, mesh, flags)
     check_heads(num_heads_q, num_heads_kv, head_dim)
     mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
-    if flags.sanity_check:
-        mask.check()
     cp_size, uneven = as_transport(group).size, config.dispatch_config.uneven_shard
     chunk = resolve_chunk_size(mask.total_q, cp_size, config.dispatch_config.chunk_size, flags.min_chunks_per_rank)
     pad = chunking.pad_size(mask.total_q, cp_size, chunk, uneven)
@@ -114,6 +113,7 @@ def magi_attn_flex_key(
     )  # fmt: skip
 
     def make() -> RuntimeManager:
+        mask.check()
         plan = build(config=config)
         if as_transport(group).rank == 0:
             advise_balance(plan, config, build)
@@ -201,10 +201,9 @@ def make_flex_key_for_new_mask_after_dispatch(
         config,
         dispatch_identity=old.plan.partitions,
     )
-    if key.flags.sanity_check:
-        mask.check()
 
     def make() -> RuntimeManager:
+        mask.check()
         plan = plan_for_partitions(
             mask.slices,
             total,
@@ -359,8 +358,7 @@ def clear_cache(cp_group: Any = None) -> None:
 
 
 def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key does not exist!") -> RuntimeManager:
-    if not isinstance(key, DistAttnRuntimeKey):
-        raise UnknownKeyError(f"{missing} key is {type(key).__name__}; make one with magi_attn_flex_key.")
+    _check_key(key, missing)
     manager = dist_attn_runtime_dict_mgr.get(key)
     if manager is not None:
         return manager
@@ -373,7 +371,17 @@ def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key 
     )
 
 
+def _check_key(key: object, missing: str = "The dist attn runtime key does not exist!") -> None:
+    if isinstance(key, DistAttnRuntimeKey):
+        return
+    remedy = "make one with magi_attn_flex_key or magi_attn_varlen_key"
+    if isinstance(key, (Mask, Plan)):
+        remedy = f"{remedy}, or use attend(q, k, v, plan), which takes the plan that make_plan makes of a Mask"
+    raise UnknownKeyError(f"{missing} key is {type(key).__name__}; {remedy}.")
+
+
 def _facts(key: DistAttnRuntimeKey) -> CompiledFacts:
+    _check_key(key)
     return NO_FACTS if key._facts is None else key._facts
 
 

@@ -146,6 +146,7 @@ class Plan(meta_plan.Plan):
         this plan's mask, and so are its documents where the new mask knows none. ``overlap`` stands for itself: rates
         of this plan do not complete it."""
         _check_square(mask, self.total_tokens)
+        mask.check()
         plan = plan_for_partitions(
             mask.slices,
             self.total_tokens,
@@ -255,15 +256,15 @@ def make_plan(
     num_heads_q: int = 1,
     num_heads_kv: int = 1,
     head_dim: int = 1,
-    check: bool | None = None,
+    check: bool = True,
     balance: float | None = DEFAULT_BALANCE,
     query_moves: str = "never",
     rates: MachineRates | None = None,
 ) -> Plan:
     """Plans ``mask`` over ``cp_size`` ranks: a pure function on the CPU, the same on every rank.
 
-    Head counts and head dim enter the predicted bytes and times only. ``check`` proves that slices are disjoint
-    (default: on if ``MAGI_ATTENTION_SANITY_CHECK=1``). ``balance`` is the tolerated ratio of the heaviest rank to
+    Head counts and head dim enter the predicted bytes and times only. ``check`` proves, once for each mask,
+    that slices are disjoint. ``balance`` is the tolerated ratio of the heaviest rank to
     the mean where the chunk size is left open; None keeps the first choice. ``query_moves``: with "always" queries may
     travel to the keys, and outputs back, where that is cheaper than keys and values to the queries; with "auto" if it
     saves 5% of the modelled time, by ``rates`` or those of H100 GPUs; head counts matter then. ``rates`` of the
@@ -276,9 +277,9 @@ def make_plan(
     if not isinstance(mask, Mask):
         raise ContractError(f"mask is {type(mask).__name__}; build one with Mask.causal(...), Mask.varlen(...) etc.")
     _check_square(mask, mask.total_q)
-    flags = RuntimeFlags.from_env()
-    if flags.sanity_check if check is None else check:
+    if check:
         mask.check()
+    flags = RuntimeFlags.from_env()
     return build_plan(
         mask.slices,
         mask.total_q,
@@ -302,6 +303,20 @@ def _check_square(mask: Mask, total: int) -> None:
             f"The mask has {mask.total_q} queries and {mask.total_k} keys; distributed self-attention over "
             f"{total} tokens needs as many of both."
         )
+
+
+def check_plan(plan: object) -> None:
+    """``ContractError`` for what stands in the place of a plan and is none."""
+    if isinstance(plan, Plan):
+        return
+    if isinstance(plan, Mask):
+        given, remedy = "a Mask", "plan it once, make_plan(mask, cp_size), and give that plan to every call"
+    elif hasattr(plan, "cp_group"):
+        given, remedy = "a key", "give the plan of make_plan, or use calc_attn, which takes keys"
+    else:
+        given = "a tensor" if isinstance(plan, torch.Tensor) else f"of type {type(plan).__name__}"
+        remedy = "give the plan of make_plan(mask, cp_size); what the mask is, a Mask says: Mask.from_dense of a matrix"
+    raise ContractError(f"plan is {given}; {remedy}.")
 
 
 def _on_meta(q: torch.Tensor, v: torch.Tensor, return_max_logits: bool) -> tuple[torch.Tensor, AttnForwardMeta]:
@@ -342,6 +357,7 @@ def attend(
     (``sum_gradients``; ``set_gradient_sum`` for DDP and FSDP2), do not average them. ``trace`` collects timed steps
     (dicts of rank, lane, stage, start, end). Tensors on the meta device give tensors there.
     """
+    check_plan(plan)
     note_call(plan._mark)
     if q.is_meta and k.is_meta and v.is_meta:
         return _on_meta(q, v, return_max_logits)

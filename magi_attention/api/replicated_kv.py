@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from magi_attention.api.handles import layout_of
-from magi_attention.api.plan import Plan
+from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.env import general
@@ -48,6 +48,7 @@ def attend_replicated_kv(
 
     ``ContractError`` if rows, documents and plan do not fit together.
     """
+    check_plan(plan)
     refuse_dtensor("q", q)
     refuse_dtensor("k", k, is_global=True)
     refuse_dtensor("v", v, is_global=True)

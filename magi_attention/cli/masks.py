@@ -66,6 +66,12 @@ def _read_array(path: Path):
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"The mask file {path} cannot be read: {error}. Write it with numpy.save.") from None
+    from magi_attention.common.scalars import as_bools
+
+    try:
+        array = as_bools(array, "The array")
+    except MagiError as error:
+        raise UsageError(f"{path} is no mask: {error}") from None
     return _dense(path, array, (0, 1), "True (or 1) where a query sees a key, and False (or 0) elsewhere")
 
 

@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common import slices
+from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.infer import dense_slices
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.rows import RowIntervals
+from magi_attention.common.scalars import as_bools
 from magi_attention.common.slices import INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 
@@ -55,9 +57,7 @@ class AttnMask:
                 raise ContractError(
                     f"A {name} range ends at {end}, beyond total_seqlen_{name} {total}; raise the total."
                 )
-        overlap = slices.first_overlap(array)
-        if overlap is not None:
-            raise ContractError(f"Slices {overlap[0]} and {overlap[1]} share a (q, k) pair; cut one of them.")
+        check_disjoint(table)
         return self
 
     # ---- constructors -----------------------------------------------------------------------------
@@ -85,17 +85,18 @@ class AttnMask:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | NDArray[np.generic] | Sequence[Sequence[int]]) -> AttnMask:
-        """From a matrix ``(total_q, total_k)`` of zeros and ones; the slices found reproduce it exactly.
+        """From a matrix ``(total_q, total_k)`` of booleans, or of the integers 0 and 1; the slices found reproduce it
+        exactly.
 
         Where the keys of every row are one interval these are the published ones: FULL and CAUSAL, rows
         ascending, rows without keys in a CAUSAL slice (``RowIntervals.to_slices``). ``Mask.from_dense`` finds
         fewer for windows.
         """
-        dense = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
+        dense = as_bools(mask, "mask")
         if dense.ndim != 2:
             raise ContractError(f"The mask has {dense.ndim} dimensions; give a (total_q, total_k) matrix.")
-        rows = RowIntervals.of_dense(dense != 0)
-        return cls._of(SliceTable(dense_slices(dense != 0) if rows is None else rows.to_slices()), *dense.shape)
+        rows = RowIntervals.of_dense(dense)
+        return cls._of(SliceTable(dense_slices(dense) if rows is None else rows.to_slices()), *dense.shape)
 
     @staticmethod
     def make_causal_mask(

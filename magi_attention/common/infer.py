@@ -15,33 +15,61 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.scalars import as_int, as_int_array, as_pairs, as_window
-from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, INVCAUSAL, cut_k, trim
+from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, INVCAUSAL, MOST_TOKENS, cut_k, trim
 from magi_attention.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
 
 CuSeqlens: TypeAlias = "Sequence[int] | NDArray[np.integer] | torch.Tensor"
+_LENGTHS = "If these are the lengths of documents, Mask.from_lengths takes them."
 
 
 def as_cu_seqlens(value: object, name: str = "cu_seqlens") -> NDArray[np.int64]:
     """Cumulative lengths as int64 ``(n + 1,)`` from a list, array or tensor (CPU or CUDA).
 
-    ``ContractError`` unless they are integers in one dimension that start at 0 and never decrease.
+    ``ContractError`` unless they are integers in one dimension that start at 0 and never decrease; it says what they
+    may be in place of that: lengths, or cumulative lengths whose array is filled up behind them.
     """
     cu = as_int_array(value, name)
     if cu.ndim != 1 or not len(cu):
         raise ContractError(f"{name} has shape {cu.shape}; give a 1-D array of integers such as [0, 512, 2048].")
+    negative = np.flatnonzero(cu < 0)
+    if cu[0] == 0 and len(negative) and (np.diff(cu[: negative[0]]) >= 0).all():
+        end = int(negative[0])
+        raise ContractError(
+            f"{name} is {cu[end]} from entry {end} on, behind the total {cu[end - 1]}, as what fills up an array; give "
+            f"the entries before it, {name}[:{end}]."
+        )
     if cu[0] != 0:
-        raise ContractError(f"{name} starts at {cu[0]}; the first entry must be 0.")
+        hint = f" {_LENGTHS}" if (cu > 0).all() else ""
+        raise ContractError(f"{name} starts at {cu[0]}; the first entry must be 0.{hint}")
     falls = np.flatnonzero(np.diff(cu) < 0)
     if len(falls):
         i = int(falls[0])
+        hint = "" if len(negative) else f" {_LENGTHS}"
         raise ContractError(
-            f"{name} decreases from {cu[i]} to {cu[i + 1]} at entry {i + 1}; give cumulative lengths, not lengths, "
-            "without what fills up the array behind them."
+            f"{name} decreases from {cu[i]} to {cu[i + 1]} at entry {i + 1}; give cumulative lengths "
+            f"[0, n0, n0 + n1, ...] that never decrease.{hint}"
         )
     return cu
+
+
+def cumulative(lengths: object, name: str = "lengths") -> NDArray[np.int64]:
+    """``[0, n0, n0 + n1, ...]``, int64 ``(n + 1,)``, of document lengths from a list, array or tensor.
+
+    ``ContractError`` unless they are integers >= 0 in one dimension.
+    """
+    sizes = as_int_array(lengths, name)
+    if sizes.ndim != 1:
+        raise ContractError(f"{name} has shape {sizes.shape}; give a 1-D array of integers such as [512, 1536].")
+    if (sizes < 0).any():
+        i = int(np.flatnonzero(sizes < 0)[0])
+        raise ContractError(f"{name}[{i}] is {sizes[i]}; lengths count tokens and must be >= 0.")
+    total = sum(sizes.tolist())  # Python's integers, which never overflow
+    if total >= MOST_TOKENS:
+        raise ContractError(f"{name} add up to {total:,} tokens; give fewer than 2**60.")
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def documents(cu_seqlens: CuSeqlens, total: int) -> tuple[int, ...]:
@@ -157,12 +185,11 @@ def _as_blocks(blocks: Iterable[Iterable[int]], cu: NDArray[np.int64]) -> NDArra
     return pairs
 
 
-def dense_slices(mask: NDArray[np.generic]) -> NDArray[np.int64]:
+def dense_slices(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Exact disjoint slices of a boolean mask: every run of a row joins the diagonal it continues."""
-    mask = np.asarray(mask)
     if mask.ndim != 2:
         raise ContractError(f"A dense mask has two dimensions (queries, keys), not {mask.ndim}.")
-    edges = np.diff(mask.astype(bool).astype(np.int8), axis=1, prepend=0, append=0)
+    edges = np.diff(mask.astype(np.int8), axis=1, prepend=0, append=0)
     rows, starts = np.nonzero(edges == 1)
     ends = np.nonzero(edges == -1)[1]
     open_slices: dict[tuple[int, int], list[int]] = {}  # last row's (k0, k1) -> slice, step in k0 and k1

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common import infer
+from magi_attention.common.disjoint import check_disjoint, disjoint_table, overlap_of
 from magi_attention.common.infer import CuSeqlens
-from magi_attention.common.scalars import as_int, as_int_array, as_window
+from magi_attention.common.scalars import as_bools, as_int, as_int_array, as_window
 from magi_attention.common.slices import (
     CAUSAL,
     FULL,
@@ -20,7 +21,6 @@ from magi_attention.common.slices import (
     SliceTable,
     check_countable,
     empty_slices,
-    first_overlap,
     merge,
     to_dense,
 )
@@ -35,7 +35,7 @@ class Mask:
     """Immutable attention mask of ``total_q`` queries by ``total_k`` keys (token counts).
 
     Build one with a constructor below; ``slices`` is what plans and kernels read. Slices must be disjoint:
-    ``check`` proves it and names the first two that are not.
+    ``make_plan`` proves it by ``check``, which names two that are not.
 
     ``cu_seqlens`` says which tokens form a document, which attention does not need, but labels and positions do:
     ``(0, n0, n0 + n1, ...)``, empty documents left out, or None where the constructor cannot know. ``full``, ``causal``
@@ -108,7 +108,23 @@ class Mask:
         array = infer.varlen_slices(cu_q, cu_k, causal, window, global_prefix)
         name = "varlen window" if as_window(window) != (-1, -1) else f"varlen {'causal' if causal else 'full'}"
         documents = _unchecked(cu_q) if np.array_equal(cu_q, cu_k) else None
-        return cls(SliceTable(array), int(cu_q[-1]), int(cu_k[-1]), name, documents)
+        return cls(disjoint_table(array), int(cu_q[-1]), int(cu_k[-1]), name, documents)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: CuSeqlens,
+        lengths_k: CuSeqlens | None = None,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+        global_prefix: int = 0,
+    ) -> Mask:
+        """``varlen`` of documents given by their lengths ``[n0, n1, ...]`` (list, array or tensor of tokens, >= 0)."""
+        cu_k = None if lengths_k is None else infer.cumulative(lengths_k, "lengths_k")
+        return cls.varlen(
+            infer.cumulative(lengths), cu_k, causal=causal, window=window, global_prefix=global_prefix
+        )
 
     @classmethod
     def sliding_window(cls, total: int, window: tuple[int, int], *, global_prefix: int = 0) -> Mask:
@@ -147,7 +163,7 @@ class Mask:
         """
         cu = _as_documents(cu_seqlens)
         array = infer.causal_slices_with_blocks(cu, blocks, window)
-        return cls(SliceTable(array), int(cu[-1]), int(cu[-1]), "causal with blocks", _unchecked(cu))
+        return cls(disjoint_table(array), int(cu[-1]), int(cu[-1]), "causal with blocks", _unchecked(cu))
 
     @classmethod
     def prefix_lm(cls, cu_seqlens: CuSeqlens | int, prefix: int | Sequence[int]) -> Mask:
@@ -220,7 +236,7 @@ class Mask:
             columns = (bounds[node], bounds[node + 1], bounds[seen], bounds[seen + 1])
             kind = np.full(len(node), FULL if distance else CAUSAL)
             rows[last[node] - distance] = np.stack([*columns, kind], axis=1)
-        return cls(SliceTable(rows), int(bounds[-1]), int(bounds[-1]), "prefix tree", _unchecked(None))
+        return cls(disjoint_table(rows), int(bounds[-1]), int(bounds[-1]), "prefix tree", _unchecked(None))
 
     @classmethod
     def block_sparse(
@@ -232,21 +248,21 @@ class Mask:
         """``blocks[i, j]`` says whether all queries of block i see all keys of block j, for all heads alike.
 
         Args:
-            blocks: boolean (query blocks, key blocks), an array or a tensor.
+            blocks: boolean (query blocks, key blocks), or the integers 0 and 1, an array or a tensor.
             q_sizes: tokens of a query block, one number for all or one for each.
             k_sizes: the same of key blocks; None where they are as the query blocks.
         Raises:
-            ContractError: sizes below 1, or not as many as blocks.
+            ContractError: sizes below 1, or not as many as blocks; blocks of other values.
         """
-        array = blocks.detach().cpu().numpy() if hasattr(blocks, "detach") else np.asarray(blocks)
+        array = as_bools(blocks, "blocks")
         if array.ndim != 2:
             raise ContractError(f"blocks has shape {array.shape}; give one row for each query block.")
         q = _block_bounds(q_sizes, array.shape[0], "q_sizes")
         k = _block_bounds(q_sizes if k_sizes is None else k_sizes, array.shape[1], "k_sizes")
-        edges = np.diff(np.pad(array.astype(bool), ((0, 0), (1, 1))).astype(np.int8), axis=1)
+        edges = np.diff(np.pad(array, ((0, 0), (1, 1))).astype(np.int8), axis=1)
         (row, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)  # runs of blocks, row by row
         rows = np.stack([q[row], q[row + 1], k[first], k[end], np.full(len(row), FULL)], axis=1).astype(np.int64)
-        return cls(SliceTable(merge(rows)), int(q[-1]), int(k[-1]), "block sparse")
+        return cls(disjoint_table(merge(rows)), int(q[-1]), int(k[-1]), "block sparse")
 
     @classmethod
     def from_slices(
@@ -273,10 +289,11 @@ class Mask:
     def from_dense(
         cls, mask: NDArray[np.generic] | torch.Tensor | Sequence[Sequence[bool]], cu_seqlens: CuSeqlens | None = None
     ) -> Mask:
-        """Exact slices of a boolean matrix (array or tensor), True where attention is allowed; ``cu_seqlens`` as of
-        ``from_slices``."""
-        array = mask.detach().cpu().numpy() if hasattr(mask, "detach") else np.asarray(mask)
-        table = SliceTable(infer.dense_slices(array))
+        """Exact slices of a matrix (array or tensor) of booleans, or of the integers 0 and 1, True where attention is
+        allowed; ``cu_seqlens`` as of ``from_slices``. ``ContractError`` for floats: of a mask that is added to logits
+        (0 and -inf) give ``mask == 0``."""
+        array = as_bools(mask, "mask")
+        table = disjoint_table(infer.dense_slices(array))
         total_q, total_k = array.shape
         return cls(table, total_q, total_k, "dense", _unchecked(cu_seqlens))
 
@@ -290,7 +307,9 @@ class Mask:
             documents += [q + end for end in (mask.cu_seqlens or ())[1:]]
             q, k = q + mask.total_q, k + mask.total_k
         knows = all(mask.cu_seqlens is not None for mask in masks)
-        return cls(SliceTable(np.concatenate(parts)), q, k, "batched", tuple(documents) if knows else None)
+        is_disjoint = all(overlap_of(mask.slices) is None for mask in masks)
+        table = (disjoint_table if is_disjoint else SliceTable)(np.concatenate(parts))
+        return cls(table, q, k, "batched", tuple(documents) if knows else None)
 
     @classmethod
     def _one_slice(cls, total: int, total_k: int | None, kind: int, name: str) -> Mask:
@@ -299,14 +318,14 @@ class Mask:
         if min(total, total_k) < 0:
             raise ContractError("A total is negative; totals count tokens and must be >= 0.")
         array = as_int_array([[0, total, 0, total_k, kind]], "total")
-        return cls(SliceTable(array), total, total_k, name, (0, total) if total == total_k else None)
+        return cls(disjoint_table(array), total, total_k, name, (0, total) if total == total_k else None)
 
     @classmethod
     def _from_rows(
         cls, rows: Sequence[Sequence[int]], name: str, total: int, cu_seqlens: CuSeqlens | None = None
     ) -> Mask:
         array = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        return cls(SliceTable(array), total, total, name, _unchecked(cu_seqlens))
+        return cls(disjoint_table(array), total, total, name, _unchecked(cu_seqlens))
 
     # ---- reading ----------------------------------------------------------------------------------
 
@@ -320,15 +339,9 @@ class Mask:
         return to_dense(self.slices.array, self.total_q, self.total_k)
 
     def check(self) -> Mask:
-        """Raises ``ContractError`` naming two slices that share a pair; returns itself otherwise."""
-        hit = first_overlap(self.slices.array)
-        if hit is not None:
-            first, second = (self.slices.array[i].tolist() for i in hit)
-            raise ContractError(
-                f"Slices {hit[0]} and {hit[1]} overlap (q [{first[0]}, {first[1]}) k [{first[2]}, {first[3]}) "
-                f"type {first[4]} and q [{second[0]}, {second[1]}) k [{second[2]}, {second[3]}) type "
-                f"{second[4]}); slices must be disjoint, so cut one of them."
-            )
+        """Raises ``ContractError`` naming two slices that share a pair; returns itself otherwise. Plans check so, once
+        for each mask; what other constructors than ``from_slices`` make is disjoint."""
+        check_disjoint(self.slices)
         return self
 
 

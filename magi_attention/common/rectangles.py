@@ -9,11 +9,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges, NaiveRanges, check_slice_assignment
 from magi_attention.common.rectangle import AttnRectangle
-from magi_attention.common.slices import SliceTable, first_overlap, trim
+from magi_attention.common.slices import SliceTable, trim
 from magi_attention.errors import ContractError
 
 Sides = tuple[AttnRectangle | None, AttnRectangle | None]
@@ -39,11 +40,11 @@ class AttnRectangles:
         Raises:
             ContractError: the lists differ in length, or ``check`` and two slices overlap.
         """
-        array = SliceTable.from_ranges(q_ranges, k_ranges, mask_types).array
-        if check and (pair := first_overlap(array)) is not None:
-            raise ContractError(f"Slices {pair[0]} and {pair[1]} share a (q, k) pair; cut one of them.")
+        table = SliceTable.from_ranges(q_ranges, k_ranges, mask_types)
+        if check:
+            check_disjoint(table)
         out = AttnRectangles()
-        for row in array.tolist():
+        for row in table.array.tolist():
             if len(trim(np.array([row]))):
                 q_range, k_range = AttnRange(*row[0:2]), AttnRange(*row[2:4])
                 out._rects.append(AttnRectangle(q_range, k_range, mask_type=row[4]))

@@ -62,6 +62,33 @@ def as_int_array(value: Any, name: str) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def as_bools(value: Any, name: str) -> NDArray[np.bool_]:
+    """``value`` (nested sequences, array or tensor on any device) as a boolean array of its shape.
+
+    Booleans and the integers 0 and 1 are taken; what has no element is, too. ``ContractError`` for other integers and
+    for floats: a mask that is added to logits has 0 where a pair is allowed, so its truth values say the opposite.
+    """
+    to_bools = "astype(bool)"
+    if hasattr(value, "detach"):
+        value, to_bools = value.detach().cpu(), "bool()"
+        value = (value.float() if value.is_floating_point() else value).numpy()  # NumPy has no bfloat16
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ContractError(f"{name} is no array ({error}); give rows of one length.") from None
+    if array.dtype == np.bool_ or not array.size:
+        return array.astype(bool)
+    if np.issubdtype(array.dtype, np.integer):
+        other = array[(array != 0) & (array != 1)]
+        if other.size:
+            raise ContractError(f"{name} holds the integer {int(other[0])}; give booleans, or 0 and 1.")
+        return array == 1
+    raise ContractError(
+        f"{name} holds values of dtype {array.dtype}; give booleans: of a mask that is added to logits (0 and -inf), "
+        f"allowed pairs are `mask == 0`; of zeros and ones, `mask.{to_bools}`."
+    )
+
+
 def as_pairs(ranges: Any, name: str) -> NDArray[np.int64]:
     """``(n, 2)`` int64 from an array, a tensor or any iterable of pairs; ``ContractError`` for anything else."""
     is_array = hasattr(ranges, "dtype")

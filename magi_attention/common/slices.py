@@ -258,26 +258,6 @@ def diagonal_bounds(slices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArr
     return low, high
 
 
-def first_overlap(slices: NDArray[np.int64]) -> tuple[int, int] | None:
-    """Indices of two slices that share an allowed pair, or None. Exact; O(N log N) plus candidates."""
-    order = np.argsort(slices[:, Q0], kind="stable")
-    s = slices[order]
-    low, high = diagonal_bounds(s)
-    stop = np.searchsorted(s[:, Q0], s[:, Q1], side="left")
-    for i in range(len(s)):
-        j = slice(i + 1, max(int(stop[i]), i + 1))
-        q0, q1 = s[j, Q0], np.minimum(s[j, Q1], s[i, Q1])
-        k0, k1 = np.maximum(s[j, K0], s[i, K0]), np.minimum(s[j, K1], s[i, K1])
-        # Every diagonal between the corners of a non-empty rectangle holds an integer point of it.
-        d0 = np.maximum(np.maximum(low[j], low[i]), k0 - q1 + 1)
-        d1 = np.minimum(np.minimum(high[j], high[i]), k1 - 1 - q0)
-        hit = np.flatnonzero((q1 > q0) & (k1 > k0) & (d0 <= d1))
-        if len(hit):
-            first, second = sorted((int(order[i]), int(order[i + 1 + hit[0]])))
-            return first, second
-    return None
-
-
 def row_bounds(row: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Half-open allowed key range of every row of one slice: two int64 arrays of length sq."""
     q0, q1, k0, k1, kind = (int(x) for x in row)

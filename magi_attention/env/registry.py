@@ -87,7 +87,7 @@ _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 _INDEX_FORWARDS, _INDEX_BACKWARDS = ("auto", "gather", "blocks"), ("auto", "queries", "keys")
 _GENERAL = (
     Variable(PREFIX + "LOG_LEVEL", "level", "WARN", _G, "Level of the package logger; unknown is WARN.", _LEVELS),
-    _flag("SANITY_CHECK", _G, "Expensive checks, among them that slices are disjoint."),
+    _flag("SANITY_CHECK", _G, "Expensive checks, such as overlapping slices of a kernel call, and indices on GPUs."),
     _choice("KERNEL_BACKEND", _G, "Kernel backend.", "ffa", ("ffa", "sdpa", "sdpa_ol", "fa4", "cudnn_flex")),
     _flag("SDPA_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=sdpa."),
     _flag("FA4_BACKEND", _G, "Earlier spelling of KERNEL_BACKEND=fa4."),

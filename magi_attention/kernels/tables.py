@@ -8,13 +8,9 @@ import threading
 import numpy as np
 import torch
 
-from magi_attention.common.plan_cache import Kind
 from magi_attention.common.scalars import as_int_array, as_pairs
-from magi_attention.common.slices import FULL, SliceTable, areas, first_overlap, trim, type_code
+from magi_attention.common.slices import FULL, SliceTable, type_code
 from magi_attention.errors import ContractError, RangeError
-
-_OVERLAP: Kind[None, tuple[int, int] | None] = Kind("two slices that overlap")
-
 
 _MAX_TABLES = 32
 
@@ -137,24 +133,3 @@ def _table(array: np.ndarray) -> SliceTable:
             f"attn_type_map[{bad[0]}] is {array[bad[0], 4]}; use 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)."
         )
     return SliceTable(array)
-
-
-def check_disjoint(slices: SliceTable) -> None:
-    """Raises ``ContractError`` that names two slices if any two share an allowed pair."""
-
-    def find() -> tuple[int, int] | None:
-        live = np.flatnonzero(areas(slices.array) > 0)  # what trim keeps, in order
-        hit = first_overlap(trim(slices.array))
-        return None if hit is None else (int(live[hit[0]]), int(live[hit[1]]))
-
-    hit = slices.cache.get(_OVERLAP, None, find)
-    if hit is not None:
-        a, b = (slices.array[i].tolist() for i in hit)
-        raise ContractError(
-            f"Slices {hit[0]} and {hit[1]} overlap: {_text(a)} and {_text(b)} share an allowed pair. "
-            "Slices must be disjoint; cut one of the two."
-        )
-
-
-def _text(row: list[int]) -> str:
-    return f"q [{row[0]}, {row[1]}) x k [{row[2]}, {row[3]}) type {row[4]}"

@@ -76,6 +76,8 @@ def _check(q, k, v, mask, layout: str, backend: str) -> None:
         raise ContractError(f"backend={backend!r} is unknown; use 'sdpa' or 'torch'.")
     if q.shape[1] % k.shape[1] or k.shape != (*v.shape[:2], k.shape[2]):
         raise ContractError(f"Heads of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit.")
+    if mask.is_floating_point():
+        raise ContractError(f"mask is {mask.dtype}; give booleans: `mask == 0` of one that is added to logits.")
     if tuple(mask.shape) != (len(q), len(k)):
         raise ContractError(f"mask has shape {tuple(mask.shape)}; give {(len(q), len(k))}.")
 

@@ -189,10 +189,8 @@ def test_bad_keys_say_what_to_do(group, error, words, make) -> None:
     assert dist_attn_runtime_dict_mgr.keys(group) == []
 
 
-def test_overlap_is_named_when_checking_is_on(group, monkeypatch) -> None:
+def test_overlap_is_named(group) -> None:
     twice = ranges((0, 8), (4, 8)), ranges((0, 8), (6, 7))
-    magi_attn_flex_key(*twice, "full", 8, 8, 4, 2, 8, 0, group)
-    monkeypatch.setenv("MAGI_ATTENTION_SANITY_CHECK", "1")
     with pytest.raises(ValueError, match="Slices 0 and 1 overlap"):
         magi_attn_flex_key(*twice, "full", 8, 8, 4, 2, 8, 0, group)
 

@@ -121,8 +121,11 @@ def test_explain_a_dense_mask(form, seed, tmp_path):
     [
         (np.zeros((3, 4), bool), "(3 x 4, bool); it must be square"),
         (np.zeros(9, bool), "(9, bool)"),
-        (np.full((3, 3), 0.5), "True (or 1) where a query sees a key"),
-        (np.full((3, 3), -np.inf), "True (or 1) where"),
+        (np.full((3, 3), 2), "holds the integer 2; give booleans, or 0 and 1"),
+        (np.ones((3, 3)), "dtype float64; give booleans"),
+        (np.zeros((3, 3)), "of a mask that is added to logits (0 and -inf), allowed pairs are `mask == 0`"),
+        (np.triu(np.full((3, 3), -np.inf), 1), "`mask == 0`"),
+        (np.zeros((0, 0), bool), "it must be square"),
         (np.array([[None]]), "cannot be read: Object arrays"),
         (None, "Write it with numpy.save"),
     ],

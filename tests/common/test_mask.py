@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magi_attention.common.attn_mask import AttnMask
+from magi_attention.common.disjoint import first_overlap
 from magi_attention.common.infer import dense_slices, window_slices
 from magi_attention.common.mask import Mask
-from magi_attention.common.slices import areas, first_overlap, to_dense
+from magi_attention.common.slices import areas, to_dense
 from magi_attention.errors import ContractError
 
 
@@ -157,8 +159,8 @@ def test_from_dense_is_exact(seed, density) -> None:
 
 
 def test_from_dense_finds_diagonals() -> None:
-    assert dense_slices(np.tril(np.ones((6, 6)))).tolist() == [[0, 6, 0, 6, 1]]
-    assert len(dense_slices(np.triu(np.tril(np.ones((40, 40)), 3), -2))) == 3
+    assert dense_slices(np.tri(6, dtype=bool)).tolist() == [[0, 6, 0, 6, 1]]
+    assert len(dense_slices(np.triu(np.tri(40, k=3, dtype=bool), -2))) == 3
     same(Mask.from_dense(torch.ones(5, 5).tril().bool()), np.tril(np.ones((5, 5), bool)))
 
 
@@ -167,6 +169,15 @@ def test_from_dense_finds_diagonals() -> None:
     [
         (lambda: Mask.varlen([1, 4]), "must be 0"),
         (lambda: Mask.varlen([0, 4, 2]), "decreases from 4 to 2"),
+        (lambda: Mask.varlen([0, 4, 2]), "Mask.from_lengths takes them"),
+        (lambda: Mask.varlen([4, 2, 7]), "must be 0. If these are the lengths .* Mask.from_lengths"),
+        (lambda: Mask.varlen(torch.tensor([300, 512])), "Mask.from_lengths"),
+        (lambda: Mask.varlen([0, 4, 9, -1, -1]), r"is -1 from entry 3 on, .* give the entries before it"),
+        (lambda: Mask.from_lengths([4, -1]), r"lengths\[1\] is -1; lengths count tokens"),
+        (lambda: Mask.from_lengths([[4]]), r"lengths has shape \(1, 1\)"),
+        (lambda: Mask.from_lengths([4.0]), "lengths holds floats"),
+        (lambda: Mask.from_lengths([2**62, 2**62, 2**62]), "fewer than 2"),
+        (lambda: Mask.from_lengths([4], [2, 2]), "same number of samples"),
         (lambda: Mask.varlen([[0, 4]]), "1-D"),
         (lambda: Mask.varlen([0.0, 4.0]), "integers"),
         (lambda: Mask.varlen([0, 4], [0, 2, 4]), "same number of samples"),
@@ -183,7 +194,7 @@ def test_from_dense_finds_diagonals() -> None:
         (lambda: Mask.prefix_tree([1, 1], [-1, 1]), "earlier nodes"),
         (lambda: Mask.from_slices([[0, 9]], [[0, 4]], "full", total_q=8, total_k=8), "beyond the 8 q tokens"),
         (lambda: Mask.from_slices([[0, 4]], [[0, 4]], "triangular"), "'inv_causal'"),
-        (lambda: Mask.from_dense(np.ones(3)), "two dimensions"),
+        (lambda: Mask.from_dense(np.ones(3, bool)), "two dimensions"),
         (lambda: Mask.full(-1), "must be >= 0"),
         (lambda: Mask.from_slices([[0, 4], [2, 6]], [[0, 4], [3, 8]], "full").check(), "Slices 0 and 1 overlap"),
     ],
@@ -210,10 +221,57 @@ def test_block_sparse(seed: int) -> None:
 
 
 def test_block_sparse_merges_and_refuses() -> None:
-    assert len(Mask.block_sparse(np.ones((16, 16)), 128).slices) == 1
-    assert len(Mask.block_sparse(np.zeros((3, 3)), 4).slices) == 0
+    assert len(Mask.block_sparse(np.ones((16, 16), bool), 128).slices) == 1
+    assert len(Mask.block_sparse(np.zeros((3, 3), bool), 4).slices) == 0
     for sizes, words in (((0,), "smallest 0, for 2 blocks"), (([1, 2, 3],), "3 sizes"), ((4, [1]), "k_sizes has 1")):
         with pytest.raises(ContractError, match=words):
-            Mask.block_sparse(np.ones((2, 2)), *sizes)
+            Mask.block_sparse(np.ones((2, 2), bool), *sizes)
     with pytest.raises(ContractError, match="one row for each query block"):
-        Mask.block_sparse(np.ones(4), 2)
+        Mask.block_sparse(np.ones(4, bool), 2)
+
+
+def additive(allowed: np.ndarray) -> np.ndarray:
+    """The mask that is added to logits."""
+    return np.where(allowed, 0.0, -np.inf)
+
+
+DOORS = {"from_dense": Mask.from_dense, "from_mask": AttnMask.from_mask, "blocks": lambda x: Mask.block_sparse(x, 2, 3)}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_dense_mask_is_booleans_or_zeros_and_ones(door) -> None:
+    """What is added to logits is 0 where a pair is allowed, so its truth values would say the opposite."""
+    allowed = np.array([[True, False, True], [False, True, True]])
+    want = door(allowed)
+    for good in (allowed.astype(int), allowed.astype(np.uint8), allowed.tolist(), allowed.astype(int).tolist()):
+        assert door(good) == want
+    for dtype in (torch.bool, torch.int64, torch.uint8):
+        assert door(torch.from_numpy(allowed).to(dtype)) == want
+    for dtype in (np.float16, np.float32, np.float64):
+        with pytest.raises(ContractError, match=r"`mask == 0`; of zeros and ones, `mask.astype\(bool\)`"):
+            door(additive(allowed).astype(dtype))
+        with pytest.raises(ContractError, match="give booleans"):
+            door(allowed.astype(dtype))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with pytest.raises(ContractError, match=r"`mask == 0`; of zeros and ones, `mask.bool\(\)`"):
+            door(torch.from_numpy(additive(allowed)).to(dtype))
+    for other in (allowed * 2, -allowed.astype(int), allowed.astype(int) - 5):
+        with pytest.raises(ContractError, match="holds the integer .*; give booleans, or 0 and 1"):
+            door(other)
+    for other in (allowed.astype(str), allowed.astype(complex), [[1, 0], [1]]):
+        with pytest.raises(ContractError, match="give booleans|rows of one length"):
+            door(other)
+    assert door(additive(allowed) == 0) == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), max_size=8), causal=st.booleans())
+def test_from_lengths_is_varlen(lengths, causal) -> None:
+    cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    want = Mask.varlen(cu, causal=causal)
+    for given_as in (lengths, np.array(lengths, dtype=np.int32), torch.tensor(lengths, dtype=torch.int64)):
+        assert Mask.from_lengths(given_as, causal=causal) == want
+    keys = [n + 2 for n in lengths]
+    cu_k = [sum(keys[:i]) for i in range(len(keys) + 1)]
+    assert Mask.from_lengths(lengths, keys, window=(3, 1)) == Mask.varlen(cu, cu_k, window=(3, 1))
+    assert Mask.from_lengths(lengths, window=(2, 0), global_prefix=1) == Mask.varlen(cu, window=(2, 0), global_prefix=1)

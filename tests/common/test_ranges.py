@@ -142,8 +142,8 @@ RANGE_USES = {
     "slices": lambda r: SliceTable.from_ranges([OTHER], [r]),
     "mask": lambda r: Mask.from_slices([r], [OTHER]),
     "window": lambda r: infer_attn_mask_from_sliding_window(r, OTHER, (2, 0)),
-    "sub_mask": lambda r: AttnMask.from_mask(np.tri(40)).make_sub_mask(r, OTHER),
-    "sub_area": lambda r: AttnMask.from_mask(np.tri(40)).calc_sub_area(OTHER, r),
+    "sub_mask": lambda r: AttnMask.from_mask(np.tri(40, dtype=bool)).make_sub_mask(r, OTHER),
+    "sub_area": lambda r: AttnMask.from_mask(np.tri(40, dtype=bool)).calc_sub_area(OTHER, r),
     "pickle": lambda r: pickle.loads(pickle.dumps(r)),
 }
 LIST_USES = {

@@ -10,6 +10,7 @@ from magi_attention.common import (
     AttnRanges,
     AttnRectangle,
     AttnRectangles,
+    disjoint,
     protocols,
     rectangle,
     slices,
@@ -74,7 +75,7 @@ def test_everything_against_dense(seed):
         dense = pairs(rect)
         before = rect.clone()
         s = rect.to_slices()
-        assert len(s) <= 3 and slices.first_overlap(s) is None
+        assert len(s) <= 3 and disjoint.first_overlap(s) is None
         assert (slices.to_dense(s, 16, 16) == dense).all()
         assert rect.area() == dense.sum()
         assert rect.is_valid() == dense.any()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magi_attention.common.disjoint import first_overlap
 from magi_attention.common.intervals import (
     Packing,
     as_intervals,
@@ -22,7 +23,6 @@ from magi_attention.common.slices import (
     areas,
     cut_k,
     cut_q,
-    first_overlap,
     merge,
     pairs_before,
     row_bounds,

@@ -163,9 +163,9 @@ def test_repeated_ends_are_empty_documents():
 @pytest.mark.parametrize(
     ("real", "padded", "words"),
     (
-        ([0, 4, 12, -1], None, "cu_seqlens_q decreases from 12 to -1 at entry 3"),
-        ([0, 3, 8, -1], [0, 4, 12, -1], "decreases .* without what fills up the array"),
-        ([0, 3, 8], [0, 4, -1], "cu_seqlens_q_padded decreases from 4 to -1"),
+        ([0, 4, 12, -1], None, r"cu_seqlens_q is -1 from entry 3 on, .*give .* cu_seqlens_q\[:3\]"),
+        ([0, 3, 8, -1], [0, 4, 12, -1], r"cu_seqlens_q is -1 .*cu_seqlens_q\[:3\]"),
+        ([0, 3, 8], [0, 4, -1], r"cu_seqlens_q_padded is -1 .*cu_seqlens_q_padded\[:2\]"),
         ([0, 8, 4, 12], None, "decreases from 8 to 4"),
         ([4, 8, 12], None, "starts at 4"),
         ([0, 5, 8], [0, 4, 12], r"cu_seqlens_q is \[0, 5, 8\], and cu_seqlens_q_padded is \[0, 4, 12\]; give both"),

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_attention.common.slices import CAUSAL, FULL, SliceTable, empty_slices, to_dense, trim
-from magi_attention.errors import ContractError, RangeError
+from magi_attention.errors import RangeError
 from magi_attention.kernels.reference.block_iter import TileMask, block_walk
 from magi_attention.kernels.reference.sdpa import allowed_pairs
 from magi_attention.kernels.tables import (
     SliceTables,
-    check_disjoint,
     table_from_attn_arg,
     table_from_host_ranges,
     table_from_tensors,
@@ -96,10 +95,3 @@ def test_tables_that_were_not_asked_for_lately_go():
     assert died() is not None and len(tables) == 32
     tables.clear()
     assert died() is None and (len(tables), tables.nbytes) == (0, 0) and len(first) == 1
-
-
-def test_overlap_is_named():
-    table = SliceTable(np.array([[0, 4, 0, 0, FULL], [0, 4, 0, 4, FULL], [3, 5, 3, 5, CAUSAL]]))
-    with pytest.raises(ContractError, match="Slices 1 and 2 overlap"):
-        check_disjoint(table)
-    check_disjoint(SliceTable(np.array([[0, 4, 0, 4, FULL], [4, 5, 0, 4, FULL]])))

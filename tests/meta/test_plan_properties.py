@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from magi_attention.common.disjoint import first_overlap
 from magi_attention.common.enum import AttnOverlapMode
-from magi_attention.common.slices import SliceTable, first_overlap
+from magi_attention.common.slices import SliceTable
 from magi_attention.config import (
     BatchToppHeapDispatchAlg,
     BSDispatchAlg,

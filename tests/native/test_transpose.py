@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.common.slices import SliceTable, first_overlap, to_dense, trim
+from magi_attention.common.disjoint import first_overlap
+from magi_attention.common.slices import SliceTable, to_dense, trim
 from magi_attention.errors import ContractError
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing import masks

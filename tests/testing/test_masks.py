@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from magi_attention.common import slices
+from magi_attention.common import disjoint, slices
 from magi_attention.testing import masks
 
 
@@ -14,7 +14,7 @@ def test_random_slices_are_disjoint_and_inside(seed):
     tq, tk = (int(x) for x in rng.integers(1, 60, size=2))
     s = masks.random_slices(rng, tq, tk, max_slices=12)
     assert s.shape == (len(s), 5) and s.dtype == np.int64 and len(s) <= 12
-    assert slices.first_overlap(s) is None
+    assert disjoint.first_overlap(s) is None
     assert (s[:, 0] >= 0).all() and (s[:, 1] <= tq).all() and (s[:, 2] >= 0).all() and (s[:, 3] <= tk).all()
     assert slices.areas(s).sum() == slices.to_dense(s, tq, tk).sum()
 
@@ -30,7 +30,7 @@ def test_random_slices_reach_the_hard_cases():
         seen["empty_row"] += bool((~slices.to_dense(s, 40, 40).any(1)).any())
         full = s.copy()
         full[:, 4] = 0
-        seen["crossing"] += slices.first_overlap(full) is not None
+        seen["crossing"] += disjoint.first_overlap(full) is not None
         seen["repeat_q"] += len(set(map(tuple, s[:, :2].tolist()))) < len(s)
     assert seen.pop("types") == {0, 1, 2, 3}
     assert all(count > 10 for count in seen.values()), seen
@@ -51,7 +51,7 @@ def test_families(total):
     families = masks.mask_families(total)
     dense = {name: slices.to_dense(t.array, total, total) for name, t in families.items()}
     for name, table in families.items():
-        assert slices.first_overlap(table.array) is None, name
+        assert disjoint.first_overlap(table.array) is None, name
         assert table.area == dense[name].sum(), name
     assert dense["full"].all()
     assert (dense["causal"] == (j <= i)).all()

@@ -175,7 +175,7 @@ def test_matrices(tmp_path):
     utils.vis_attn_mask(torch.eye(3).bool(), str(tmp_path / "mask.png"))
     from magi_attention.common import AttnMask
 
-    AttnMask.from_mask(np.tri(3)).visualize(str(tmp_path / "attn.png"))
+    AttnMask.from_mask(np.tri(3, dtype=int)).visualize(str(tmp_path / "attn.png"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["attn.png", "eye.png", "layout.png", "mask.png"]
     with pytest.raises(ContractError):
         utils.repr_matrix(np.zeros(3))

@@ -12,6 +12,7 @@ from magi_attention.functional.autocast import cast_operands
 from magi_attention.functional.inputs import check_devices, check_qkv, width_of_values
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.kernels.index_attn.custom_ops import index_fwd
+from magi_attention.kernels.index_attn.prepare import check_tensor
 from magi_attention.kernels.reference.correction import check_sink
 from magi_attention.kernels.types import as_scale
 
@@ -60,6 +61,7 @@ def index_attn_func(
     check_qkv(q, k, k if v is None else v)
     width = width_of_values(k, v, head_dim_v)
     if not isinstance(indices, PreparedIndices):
+        check_tensor(indices, ", or what prepare_indices made")
         if tuple(indices.shape[:2]) != (q.shape[0], k.shape[1]):
             raise ContractError(
                 f"indices are {tuple(indices.shape)} with q {tuple(q.shape)} and k {tuple(k.shape)}; give integers "

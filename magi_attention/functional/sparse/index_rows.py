@@ -31,7 +31,7 @@ from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.sparse.index_attn import attend_lists
 from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
-from magi_attention.kernels.index_attn.prepare import check_lists
+from magi_attention.kernels.index_attn.prepare import check_lists, check_tensor
 from magi_attention.kernels.reference.correction import check_sink
 from magi_attention.kernels.types import accumulation_dtype
 
@@ -107,6 +107,7 @@ class _Wanted:
 def _wanted_rows(indices: torch.Tensor, layout: TokenLayout, max_rows: int | None) -> _Wanted:
     bound = -1 if max_rows is None else min(as_int(max_rows, "max_rows", at_least=0), _INT32)
     refuse_dtensor("indices", indices)
+    check_tensor(indices)
     items = _items(indices, layout)
     heads = indices.shape[1]
     starts = _starts(layout, indices.device) * heads
@@ -272,6 +273,7 @@ def attend_index(
 
 def _check_lists(indices: torch.Tensor | IndexExchange, k: torch.Tensor) -> None:
     if not isinstance(indices, IndexExchange):
+        check_tensor(indices, ", or what prepare_index_exchange made")
         if indices.shape[1:2] != k.shape[1:2]:
             raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
     elif indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:

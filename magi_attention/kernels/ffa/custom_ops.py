@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.double_backward import refuse_double_backward
@@ -19,7 +20,7 @@ from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.registry import default_registry
-from magi_attention.kernels.tables import check_disjoint, table_from_tensors
+from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
 
 _MASK = "Tensor q_ranges, Tensor k_ranges, Tensor? attn_type_map, Tensor? sink"

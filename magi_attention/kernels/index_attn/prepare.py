@@ -87,7 +87,18 @@ def check_lists(indices: torch.Tensor, total_k: int) -> None:
         _refuse(indices, indices >= total_k, total_k, 1)
 
 
+def check_tensor(indices: object, taken: str = "") -> None:
+    """``ContractError`` for lists that are no tensor. ``taken``: what else the caller takes."""
+    if not isinstance(indices, torch.Tensor):
+        given = type(indices).__name__
+        raise ContractError(
+            f"indices are a {given}; give a tensor, int32 or int64 (queries, kv heads, keys){taken}. Lists of unequal "
+            "length are filled up with -1."
+        )
+
+
 def _check_form(indices: torch.Tensor) -> None:
+    check_tensor(indices)
     if indices.dim() != 3 or indices.dtype not in _INTEGERS:
         raise ContractError(
             f"indices are {tuple(indices.shape)} {indices.dtype}; give int32 or int64 (queries, kv heads, keys)."
