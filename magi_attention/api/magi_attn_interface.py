@@ -53,6 +53,7 @@ from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
 
 GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
+_MISSING = "The dist attn runtime key does not exist!"
 
 dist_attn_runtime_dict_mgr = DistAttnRuntimeDictManager()
 
@@ -81,9 +82,9 @@ def magi_attn_flex_key(
 
     Slice i lets rows ``q_ranges[i]`` see keys ``k_ranges[i]`` under ``attn_mask_type`` (one for all, or one each:
     "full", "causal", "inv_causal", "bi_causal" or the enum), in unpadded coordinates; slices must be disjoint.
-    The group is a process group or a 1-D or 2-D device mesh. ``pad_size`` and ``chunk_size`` are deprecated: padding
-    is computed, the chunk size belongs into ``DispatchConfig`` and is an upper bound. Errors: ``ValueError``
-    (unknown type, empty or overlapping slices, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
+    The group is a process group or a 1-D or 2-D device mesh. ``pad_size`` and ``chunk_size`` are deprecated: padding is
+    computed, the chunk size belongs into ``DispatchConfig`` and is an upper bound. Errors: ``ValueError`` (unknown
+    type, empty or overlapping slices, conflicting chunk sizes), ``AssertionError`` (ranges beyond the totals, unequal
     lengths), ``NotImplementedError`` (cross-attention flags).
     """
     check_ranges(q_ranges, k_ranges)
@@ -191,16 +192,9 @@ def make_flex_key_for_new_mask_after_dispatch(
     padded = _pad(q_ranges, k_ranges, types, total, old.plan.pad_size)
     totals = (old.plan.padded_tokens, old.plan.padded_tokens)
     key = init_dist_attn_runtime_key(
-        *padded,
-        *totals,
-        *heads,
-        old.plan.pad_size,
-        old.plan.chunk_size,
-        group,
-        mesh,
-        config,
+        *padded, *totals, *heads, old.plan.pad_size, old.plan.chunk_size, group, mesh, config,
         dispatch_identity=old.plan.partitions,
-    )
+    )  # fmt: skip
 
     def make() -> RuntimeManager:
         mask.check()
@@ -357,7 +351,7 @@ def clear_cache(cp_group: Any = None) -> None:
 # ---- inner parts ------------------------------------------------------------------------------------
 
 
-def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key does not exist!") -> RuntimeManager:
+def _manager(key: DistAttnRuntimeKey, missing: str = _MISSING) -> RuntimeManager:
     _check_key(key, missing)
     manager = dist_attn_runtime_dict_mgr.get(key)
     if manager is not None:
@@ -371,12 +365,12 @@ def _manager(key: DistAttnRuntimeKey, missing: str = "The dist attn runtime key 
     )
 
 
-def _check_key(key: object, missing: str = "The dist attn runtime key does not exist!") -> None:
+def _check_key(key: object, missing: str = _MISSING) -> None:
     if isinstance(key, DistAttnRuntimeKey):
         return
     remedy = "make one with magi_attn_flex_key or magi_attn_varlen_key"
     if isinstance(key, (Mask, Plan)):
-        remedy = f"{remedy}, or use attend(q, k, v, plan), which takes the plan that make_plan makes of a Mask"
+        remedy += ", or use attend(q, k, v, plan), which takes the plan that make_plan makes of a Mask"
     raise UnknownKeyError(f"{missing} key is {type(key).__name__}; {remedy}.")
 
 
