@@ -145,7 +145,8 @@ def flex_flash_attn_func(
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Attention over AttnSlices: query row i sees key row j if a slice allows the pair.
 
-    Slices must be disjoint; with ``MAGI_ATTENTION_SANITY_CHECK=1`` an overlap is an error. A row that sees
+    Slices should be disjoint: a pair that two of them allow counts twice, on every device; backends ``fa4`` and
+    ``cudnn_flex`` refuse such slices, and so does ``MAGI_ATTENTION_SANITY_CHECK=1`` everywhere. A row that sees
     nothing gives out 0, lse -inf and gradients 0. Inputs may have any strides. Under
     ``torch.compile(fullgraph=True)`` the call is one custom op. Under ``torch.autocast`` q, k and v take its dtype.
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.slices import K0, K1, Q0, Q1, diagonal_bounds
+from magi_attention.errors import ContractError
 
 
 class KeyIntervals(NamedTuple):
@@ -22,7 +23,7 @@ class KeyIntervals(NamedTuple):
 
 
 def key_intervals(slices: NDArray[np.int64]) -> KeyIntervals:
-    """The intervals of disjoint slices (N, 5)."""
+    """The intervals of slices (N, 5). ``ContractError`` if two overlap: an interval cannot hold a key twice."""
     # The keys of each row of each slice are one interval.
     heights = slices[:, Q1] - slices[:, Q0]
     of = np.repeat(np.arange(len(slices)), heights)
@@ -33,7 +34,14 @@ def key_intervals(slices: NDArray[np.int64]) -> KeyIntervals:
     # Sort by row and key, and join intervals that touch.
     order = np.lexsort((starts, rows))
     order = order[starts[order] < ends[order]]
-    rows, starts, ends = rows[order], starts[order], ends[order]
+    rows, starts, ends, of = rows[order], starts[order], ends[order], of[order]
+    twice = np.flatnonzero((rows[1:] == rows[:-1]) & (starts[1:] < ends[:-1]))
+    if len(twice):
+        first, second = (slices[of[twice[0] + i]].tolist() for i in (0, 1))
+        raise ContractError(
+            f"Slices {first} and {second} (q start and end, k start and end, type) overlap: query {rows[twice[0]]} has "
+            f"key {starts[twice[0] + 1]} twice, which kernels that take intervals cannot count; cut one of the two."
+        )
     is_first = np.ones(len(rows), dtype=bool)
     is_first[1:] = (rows[1:] != rows[:-1]) | (starts[1:] != ends[:-1])
     is_last = np.append(is_first[1:], True)[: len(rows)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.common.slices import SliceTable, row_bounds
 
 NEG_INF = float("-inf")
 
@@ -86,16 +86,17 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> Truth:
         x.requires_grad_()
     group = q.shape[1] // k.shape[1]
     kr, vr = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    allowed = torch.from_numpy(to_dense(case.slices.array, q.shape[0], k.shape[0]))[None]
+    counts = _counts(case.slices.array, q.shape[0], k.shape[0])
     s = torch.einsum("qhd,khd->hqk", q, kr) * case.scale
     if case.softcap > 0:
         s = case.softcap * torch.tanh(s / case.softcap)
-    s = s.masked_fill(~allowed, NEG_INF)
+    s = s.masked_fill(counts == 0, NEG_INF)
+    full = s + counts.clamp(min=1).to(dtype).log()  # a pair that two slices allow counts twice
     if sink is None:
-        full = s
+        pass
     else:
         columns = sink.T[:, None].expand(-1, q.shape[0], -1) if sink.dim() == 2 else sink.permute(2, 0, 1)
-        full = torch.cat([s, columns], dim=-1)
+        full = torch.cat([full, columns], dim=-1)
     # Appending a column of zeros' weight would bias rows; an empty row is cut out of the softmax instead.
     if full.shape[-1] == 0:
         empty, lse = torch.ones(s.shape[:2], dtype=torch.bool), s.new_full(s.shape[:2], NEG_INF)
@@ -113,6 +114,15 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> Truth:
     top = s.detach().flatten(1)
     top = top.amax(1) if top.shape[1] else top.new_full((q.shape[1],), NEG_INF)
     return Truth(out.detach(), lse.detach().T, top, *grads[:3], None if sink is None else grads[3])
+
+
+def _counts(slices: np.ndarray, tq: int, tk: int) -> torch.Tensor:
+    """(1, tq, tk): how many slices allow each pair."""
+    counts, columns = np.zeros((tq, tk), dtype=np.int64), np.arange(tk)
+    for row in slices:
+        start, end = row_bounds(row)
+        counts[row[0] : row[1]] += (columns >= start[:, None]) & (columns < end[:, None])
+    return torch.from_numpy(counts)[None]
 
 
 def dropout_weights(seed: int, share: float, heads: int, q: np.ndarray, k: np.ndarray) -> torch.Tensor:

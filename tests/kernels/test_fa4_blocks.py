@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from magi_attention.common.slices import to_dense, trim
+from magi_attention.errors import ContractError
 from magi_attention.kernels.fa4 import blocks
 from magi_attention.kernels.fa4.blocks import BlockSize, mask_blocks
 from magi_attention.testing.masks import random_slices
@@ -54,3 +57,24 @@ def test_blocks_are_counted_in_parts(monkeypatch):
 def test_a_mask_without_pairs():
     made = mask_blocks(np.zeros((0, 5), dtype=np.int64), 100, 50, BlockSize(64, 32))
     assert not any(lists.counts.any() for lists in made[:4]) and (made.endpoints == blocks.NEVER).all()
+
+
+def test_slices_that_overlap_are_refused():
+    """Intervals hold a key once, and the CUDA kernels count a pair of two slices twice."""
+    total, found = 40, 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        slices = random_slices(rng, total, total, max_slices=6)
+        extra = np.append(np.sort(rng.integers(0, total + 1, (2, 2)), axis=1), rng.integers(4))[None]
+        slices = trim(np.concatenate([slices, extra]))
+        counts = sum(to_dense(row[None], total, total).astype(int) for row in slices)
+        if not len(slices) or counts.max() <= 1:
+            mask_blocks(slices, total, total, BlockSize(16, 16))
+            continue
+        found += 1
+        words = r"overlap: query \d+ has key \d+ twice, .*cut one of the two"
+        with pytest.raises(ContractError, match=words) as caught:
+            mask_blocks(slices, total, total, BlockSize(16, 16))
+        query, key = map(int, re.search(r"query (\d+) has key (\d+)", str(caught.value)).groups())
+        assert counts[query, key] > 1, f"seed {seed}"
+    assert found > 20

@@ -84,9 +84,12 @@ def test_one_slice_of_each_type(backend, kind, size):
 
 
 @each_backend
-def test_overlapping_slices_are_a_union(backend):
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+def test_a_pair_of_two_slices_counts_twice(backend, softcap):
     slices = np.array([[0, 50, 0, 60, CAUSAL], [10, 40, 5, 64, FULL], [0, 50, 20, 64, INVCAUSAL]])
-    check(backend, make_case(3, 50, 64, slices))
+    check(backend, make_case(3, 50, 64, slices, softcap=softcap, sink_shape=(2, 4)))
+    again = np.array([[0, 50, 0, 64, FULL], [0, 50, 0, 64, FULL], [0, 25, 0, 64, FULL]])
+    check(backend, make_case(4, 50, 64, again, softcap=softcap))
 
 
 @each_backend

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from magi_attention.common.slices import CAUSAL, FULL, SliceTable, empty_slices, to_dense, trim
 from magi_attention.errors import RangeError
 from magi_attention.kernels.reference.block_iter import TileMask, block_walk
-from magi_attention.kernels.reference.sdpa import allowed_pairs
+from magi_attention.kernels.reference.sdpa import count_pairs
 from magi_attention.kernels.tables import (
     SliceTables,
     table_from_attn_arg,
@@ -36,7 +36,7 @@ def test_tiles_tell_the_dense_mask(seed, size, blocks, transposed):
     rng = np.random.default_rng(seed)
     slices = random_slices(rng, *size, max_slices=40)
     dense = to_dense(slices, *size)
-    assert np.array_equal(allowed_pairs(trim(slices), *size), dense)
+    assert np.array_equal(count_pairs(trim(slices), *size), dense)
     got = np.zeros(size, dtype=int)
     mask = TileMask(*blocks, torch.float32, torch.device("cpu"), transposed)
     for block in block_walk(SliceTable(slices), *blocks):

@@ -42,6 +42,18 @@ def test_intervals_are_the_mask(tile, groups):
         plan.words[0] = 3
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pair_of_two_slices_is_visited_twice(seed):
+    """As ``flex_flash_attn_func`` counts it on every device."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        ranges = np.sort(rng.integers(0, 65, (int(rng.integers(1, 6)), 2, 2)), axis=2).reshape(-1, 4)
+        slices = np.concatenate([ranges, rng.integers(0, 4, (len(ranges), 1))], axis=1)
+        want = sum(to_dense(row[None], 64, 64).astype(int) for row in slices)
+        assert np.array_equal(pairs(TilePlan.build(slices, 64, 64, 32, 2)), want), slices.tolist()
+
+
 def test_a_damaged_plan_is_found():
     mask = Mask.causal(64)
     plan = TilePlan.build(mask.slices, 64, 64, 16, 2)

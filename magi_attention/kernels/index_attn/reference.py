@@ -15,6 +15,7 @@ import torch
 
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.kernels.reference.correction import safe_lse, safe_subtract
+from magi_attention.kernels.reference.numerics import compute_dtype, own_or_given
 from magi_attention.kernels.reference.operands import as_kernel, reference_why_not, row_delta
 from magi_attention.kernels.types import AttnOptions, accumulation_dtype
 
@@ -25,8 +26,10 @@ _NEG_INF = float("-inf")
 class _Part:
     """Some of the queries with their keys: n queries, N keys for each, G query heads per kv head."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, queries: slice) -> None:
-        self.queries, self.heads, self.acc = queries, k.shape[1], accumulation_dtype(q.dtype)
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, queries: slice, dtype: torch.dtype
+    ) -> None:
+        self.queries, self.heads, self.acc = queries, k.shape[1], dtype
         keys, seen = _keys(lists, queries)
         self.seen = seen[:, :, None]  # (n, Hk, 1, N)
         self.sees_any = seen.any(-1)[:, :, None, None]  # (n, Hk, 1, 1)
@@ -57,7 +60,9 @@ class _Part:
         return logits.masked_fill(~self.seen, _NEG_INF), slope
 
     def add(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds (n, Hk, N, D) to their rows of ``total`` (Tk * Hk, D), in one order always."""
+        """Adds (n, Hk, N, D) to their rows of ``total`` (Tk * Hk, D), in one order always. What is not seen adds
+        nothing to row 0, not even the NaN of a query's own row."""
+        values = values.masked_fill(~self.seen.transpose(-1, -2), 0).to(total.dtype)
         rows, values = (self.keys * self.heads + self.head).flatten(), values.flatten(0, 2)
         if total.is_cuda:  # where index_add_ adds in any order, and this one sorts
             total.index_put_((rows,), values, accumulate=True)
@@ -81,13 +86,16 @@ def _keys(lists: PreparedIndices, queries: slice) -> tuple[torch.Tensor, torch.T
     return keys.flatten(2), seen.flatten(2)
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, dim_v: int) -> Iterator[_Part]:
+def _parts(
+    q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices, dim_v: int, options: AttnOptions
+) -> Iterator[_Part]:
+    dtype = compute_dtype(q, k, options)
     if k.shape[0] == 0:  # there is no row 0 to stand for what is not seen
         lists = lists._replace(rows=lists.rows[..., :0])
     numbers = k.shape[1] * max(lists.rows.shape[2] * lists.k_block_size, 1) * (k.shape[2] + dim_v)
     step = max(BUDGET // numbers, 1)
     for start in range(0, q.shape[0], step):
-        yield _Part(q, k, lists, slice(start, min(start + step, q.shape[0])))
+        yield _Part(q, k, lists, slice(start, min(start + step, q.shape[0])), dtype)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class IndexReference:
         width = problem.head_dim_v
         out = q.new_empty((*q.shape[:2], width), dtype=acc if problem.has_sink else q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=acc)
-        for part in _parts(q, k, lists, width if problem.has_v else 0):
+        for part in _parts(q, k, lists, width if problem.has_v else 0, problem.options):
             logits, _ = part.logits(problem.options)
             total = safe_lse(logits, keepdim=True)
             weights = torch.exp(safe_subtract(logits, total))
@@ -126,10 +134,12 @@ class IndexReference:
         dk = k.new_zeros((k.shape[0] * k.shape[1], k.shape[2]), dtype=lse.dtype)
         dv = None if v is None else dk.new_zeros((len(dk), width))
         deltas = row_delta(out, dout, delta)[..., None]
-        for part in _parts(q, k, lists, width if problem.has_v else 0):
+        for part in _parts(q, k, lists, width if problem.has_v else 0, problem.options):
             logits, slope = part.logits(problem.options)
             grad, values = part.grouped(dout), part.values(v, width)
-            total = lse[part.queries].unflatten(1, (part.heads, -1))[..., None]
+            total = lse[part.queries].unflatten(1, (part.heads, -1))[..., None].to(part.acc)
+            if part.acc != lse.dtype:
+                total = own_or_given(safe_lse(logits, keepdim=True), total, lse.dtype)
             weights = torch.exp(safe_subtract(logits, total))
             dweights = torch.matmul(grad, values.transpose(-1, -2)) - part.grouped(deltas)
             dlogits = weights * dweights * problem.options.softmax_scale
@@ -149,8 +159,8 @@ class IndexReference:
 def largest_logits(options: AttnOptions, q: torch.Tensor, k: torch.Tensor, lists: PreparedIndices) -> torch.Tensor:
     """``max_logits`` (Hq,) as of ``Partial``, in the accumulation dtype; reads the keys once more."""
     largest = q.new_full((q.shape[1],), _NEG_INF, dtype=accumulation_dtype(q.dtype))
-    for part in _parts(q, k, lists, 0):
+    for part in _parts(q, k, lists, 0, options):
         logits, _ = part.logits(options)
         if logits.numel():
-            largest = torch.maximum(largest, logits.amax((0, 3)).flatten())
+            largest = torch.maximum(largest, logits.amax((0, 3)).flatten().to(largest.dtype))
     return largest

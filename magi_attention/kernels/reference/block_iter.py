@@ -2,8 +2,8 @@
 """Which (query block, key block) tiles hold allowed pairs, and the mask of a tile.
 
 Query blocks and key blocks lie on fixed grids. The walk over the slices is vectorised and costs one array
-row per (slice, tile). A tile is *full* if one unmasked piece covers it; its mask is the union of its pieces,
-so overlapping slices count once, as in the dense mask.
+row per (slice, tile). A tile is *full* if one unmasked piece covers it; its mask is the union of its pieces.
+Of slices that overlap, ``counts`` tells how many allow a pair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from magi_attention.common.slices import (
     merge,
     trim,
 )
-from magi_attention.kernels.reference.sdpa import allowed_pairs
+from magi_attention.kernels.reference.sdpa import count_pairs
 
 _MANY_PIECES = 16  # above this many per tile, one vectorised pass is cheaper than a loop over pieces
 _MERGE_LIMIT = 8192
@@ -125,12 +125,16 @@ class TileMask:
     def _box(self, x: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
         return x[keys, rows] if self._transposed else x[rows, keys]
 
+    def counts(self, pieces: np.ndarray, rows: int, keys: int) -> torch.Tensor:
+        """How many of ``pieces`` allow each pair, (rows, keys) or, if transposed, (keys, rows), in the mask's dtype."""
+        counts = torch.from_numpy(count_pairs(pieces, rows, keys)).to(self._diagonal)
+        return counts.T if self._transposed else counts
+
     def ceiling(self, pieces: np.ndarray, rows: int, keys: int) -> torch.Tensor:
         """Ceiling (rows, keys), or (keys, rows) if transposed, of the union of ``pieces``."""
         like = self._box(self._diagonal, slice(rows), slice(keys))
         if len(pieces) > _MANY_PIECES:
-            allowed = torch.from_numpy(allowed_pairs(pieces, rows, keys)).to(like.device)
-            allowed = allowed.T if self._transposed else allowed
+            allowed = self.counts(pieces, rows, keys) > 0
             return torch.where(allowed, float("inf"), float("-inf")).to(like.dtype).contiguous()
         out = torch.full(like.shape, float("-inf"), dtype=like.dtype, device=like.device)
         for q0, q1, k0, k1, kind in pieces.tolist():

@@ -7,36 +7,38 @@
     dq = scale * ds k        dk = scale * ds^T q
 
 With dropout, whose weights w are 0 or 1 / (1 - its p): out = (w p) v, dv = (w p)^T dout, dp = w dout v^T.
-Memory is O(Hq * Tq * Tk). It computes in float64 for float64 inputs and in float32 else, on any device.
+Memory is O(Hq * Tq * Tk). It computes in float64 for float64 inputs and large logits and in float32 else, on any
+device. A pair that several slices allow counts as often, as in the CUDA kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from magi_attention.common.disjoint import overlap_of
 from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable, trim
 from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.correction import safe_lse, safe_softmax, sink_bwd_from_delta
+from magi_attention.kernels.reference.numerics import Operands, load_operands, masked_product, own_or_given
 from magi_attention.kernels.reference.operands import (
     as_kernel,
     check_operands,
     finish_backward,
     finish_forward,
-    heads_first,
     reference_why_not,
     row_delta,
     tokens_first,
-    unseen_rows,
 )
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
 
 
-def allowed_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Boolean (rows, cols), True where a (trimmed) slice allows the pair; no Python loop over slices.
+def count_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """How many of the (trimmed) slices allow each pair, int32 (rows, cols); no Python loop over slices.
 
     Each slice row opens at its first allowed key and closes after its last; a running sum along the keys
     counts the open ones. Meant for many small slices; costs four bytes per pair while it works.
@@ -51,7 +53,7 @@ def allowed_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
     open_count = np.zeros((rows, cols + 1), dtype=np.int32)
     np.add.at(open_count, (own[:, Q0] + i, first), 1)
     np.add.at(open_count, (own[:, Q0] + i, end), -1)
-    return np.cumsum(open_count[:, :-1], axis=1) > 0
+    return np.cumsum(open_count[:, :-1], axis=1)
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,16 @@ class SdpaBackend:
         """See ``Backend.forward``."""
         check_operands(q, k, v, slices)
         check_dropout(options, dropout, q, k)
-        _, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
-        logits, _ = _logits(q, k, slices, options)
-        lse = safe_lse(logits)
-        p = safe_softmax(logits, lse)
+        x, acc = load_operands(q, k, v, slices, options), accumulation_dtype(q.dtype)
+        logits = _logits(x, slices, options)
+        lse = safe_lse(logits.weighted)
+        p = safe_softmax(logits.weighted, lse)
         if dropout is not None:
             p *= _drop_weights(dropout, p)
-        out = torch.matmul(p, heads_first(v, v.shape[1], k_unseen))
-        new = Partial(tokens_first(out), tokens_first(lse))
+        out = _product(x, p, logits.allowed, x.v_HTD[:, None])
+        new = Partial(tokens_first(out).to(acc), tokens_first(lse).to(acc))
         if options.return_max_logits:
-            new.max_logits = _max_per_head(logits)
+            new.max_logits = _max_per_head(logits.plain).to(acc)
         return finish_forward(new, options, sink, init)
 
     @as_kernel
@@ -109,49 +111,62 @@ class SdpaBackend:
         """See ``Backend.backward``."""
         check_operands(q, k, v, slices)
         check_dropout(options, dropout, q, k)
-        heads = k.shape[1]
-        q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
         delta = row_delta(out, dout, delta)
-        logits, slope = _logits(q, k, slices, options)
-        p = safe_softmax(logits, heads_first(lse[..., None], heads)[..., 0])
-        do_h = heads_first(dout, heads, q_unseen)
-        dp = torch.matmul(do_h, heads_first(v, heads, k_unseen).transpose(-1, -2))
+        x = load_operands(q, k, v, slices, options, dout, lse, delta)
+        assert x.do_HGTD is not None and x.lse_HGT1 is not None and x.delta_HGT1 is not None
+        logits = _logits(x, slices, options)
+        lse_HGT1 = x.lse_HGT1
+        if x.is_large:
+            lse_HGT1 = own_or_given(safe_lse(logits.weighted, keepdim=True), lse_HGT1, lse.dtype)
+        p = safe_softmax(logits.weighted, lse_HGT1)
+        dp = torch.matmul(x.do_HGTD, x.v_HTD[:, None].transpose(-1, -2))
         weights = None if dropout is None else _drop_weights(dropout, p)
         if weights is not None:
             dp *= weights
-        ds = p * (dp - heads_first(delta[..., None], heads, q_unseen))
+        ds = p * (dp - x.delta_HGT1)
         if weights is not None:
             p *= weights
-        if slope is not None:
-            ds *= slope
+        if logits.slope is not None:
+            ds *= logits.slope
         ds *= options.softmax_scale
+        back = logits.allowed.T
         grads = Grads(
-            dq=tokens_first(torch.matmul(ds, heads_first(k, heads, k_unseen))),
-            dk=_sum_group(torch.matmul(ds.transpose(-1, -2), heads_first(q, heads, q_unseen))),
-            dv=_sum_group(torch.matmul(p.transpose(-1, -2), do_h)),
+            dq=tokens_first(_product(x, ds, logits.allowed, x.k_HTD[:, None])),
+            dk=_sum_group(_product(x, ds.transpose(-1, -2), back, x.q_HGTD)),
+            dv=_sum_group(_product(x, p.transpose(-1, -2), back, x.do_HGTD)),
         )
-        grads.delta = delta
+        grads = Grads(*(g.to(delta.dtype) for g in (grads.dq, grads.dk, grads.dv)), delta=delta)
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
         return finish_backward(grads, init)
 
 
-def _logits(
-    q: torch.Tensor, k: torch.Tensor, slices: SliceTable, options: AttnOptions
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits (Hk, G, Tq, Tk) with -inf at forbidden pairs, and the slope of the softcap or None."""
-    heads = k.shape[1]
-    q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
-    logits = torch.matmul(heads_first(q, heads, q_unseen), heads_first(k, heads, k_unseen).transpose(-1, -2)).mul_(
-        options.softmax_scale
-    )
+class _Logits(NamedTuple):
+    """Logits (Hk, G, Tq, Tk), -inf at forbidden pairs; with the logarithm of how many slices allow a pair added; the
+    slope of the softcap or None; allowed pairs (Tq, Tk)."""
+
+    plain: torch.Tensor
+    weighted: torch.Tensor
+    slope: torch.Tensor | None
+    allowed: torch.Tensor
+
+
+def _logits(x: Operands, slices: SliceTable, options: AttnOptions) -> _Logits:
+    logits = torch.matmul(x.q_HGTD, x.k_HTD[:, None].transpose(-1, -2)).mul_(options.softmax_scale)
     slope = None
     if options.softcap > 0:
         logits = torch.tanh(logits / options.softcap)
         slope = 1 - logits**2
         logits = logits * options.softcap
-    allowed = allowed_pairs(trim(slices.array), q.shape[0], k.shape[0])
-    return logits.masked_fill_(~torch.from_numpy(allowed).to(q.device), float("-inf")), slope
+    counts = torch.from_numpy(count_pairs(trim(slices.array), *logits.shape[2:])).to(logits.device)
+    logits.masked_fill_(counts == 0, float("-inf"))
+    is_disjoint = overlap_of(slices) is None
+    weighted = logits if is_disjoint else logits + counts.clamp(min=1).to(logits.dtype).log()
+    return _Logits(logits, weighted, slope, counts > 0)
+
+
+def _product(x: Operands, weights: torch.Tensor, allowed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(weights, values) if x.is_tame else masked_product(weights, allowed, values)
 
 
 def _drop_weights(dropout: DropoutMask, p_HGTT: torch.Tensor) -> torch.Tensor:
@@ -166,4 +181,4 @@ def _max_per_head(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_group(x_HGTD: torch.Tensor) -> torch.Tensor:
-    return x_HGTD.sum(1).transpose(0, 1).to(accumulation_dtype(x_HGTD.dtype)).contiguous()
+    return x_HGTD.sum(1).transpose(0, 1).contiguous()

@@ -18,24 +18,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from magi_attention.common.disjoint import overlap_of
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.block_iter import KeyTile, TileMask, block_walk
 from magi_attention.kernels.reference.correction import sink_bwd_from_delta
+from magi_attention.kernels.reference.numerics import Operands, load_operands, masked_product, own_or_given
 from magi_attention.kernels.reference.operands import (
     as_kernel,
     check_operands,
     finish_backward,
     finish_forward,
-    heads_first,
     reference_why_not,
     row_delta,
     tokens_first,
-    unseen_rows,
 )
 from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
 
@@ -74,8 +73,9 @@ class SdpaOnlineBackend:
         check_operands(q, k, v, slices)
         check_dropout(options, dropout, q, k)
         tq, hq, _ = q.shape
-        run = _Forward(self, q, k, v, slices, options, dropout)
-        new = Partial(run.k_HTD.new_zeros(tq, hq, v.shape[2]), run.k_HTD.new_full((tq, hq), float("-inf")), None)
+        run = _Forward(self, load_operands(q, k, v, slices, options), slices, options, dropout)
+        acc = accumulation_dtype(q.dtype)
+        new = Partial(q.new_zeros(tq, hq, v.shape[2], dtype=acc), q.new_full((tq, hq), float("-inf"), dtype=acc), None)
         if options.return_max_logits:
             new.max_logits = new.lse.new_full((hq,), float("-inf"))
         for block in block_walk(slices, self.block_q, self.block_k):
@@ -102,13 +102,14 @@ class SdpaOnlineBackend:
         check_operands(q, k, v, slices)
         check_dropout(options, dropout, q, k)
         delta = row_delta(out, dout, delta)
-        run = _Backward(self, dout, q, k, v, lse, delta, slices, options, dropout)
+        operands = load_operands(q, k, v, slices, options, dout, lse, delta)
+        run = _Backward(self, operands, slices, options, dropout, lse.dtype)
         for block in block_walk(slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles)
         grads = Grads(
-            dq=tokens_first(run.dq_HGTD.mul_(options.softmax_scale)),
-            dk=run.dk_HTD.mul_(options.softcap or _LN2).transpose(0, 1).contiguous(),  # scale / q_factor
-            dv=run.dv_HTD.transpose(0, 1).contiguous(),
+            dq=tokens_first(run.dq_HGTD.mul_(options.softmax_scale).to(delta.dtype)),
+            dk=run.dk_HTD.mul_(options.softcap or _LN2).to(delta.dtype).transpose(0, 1).contiguous(),  # scale / factor
+            dv=run.dv_HTD.to(delta.dtype).transpose(0, 1).contiguous(),
         )
         grads.delta = delta
         if sink is not None:
@@ -120,32 +121,21 @@ class _Tiles:
     """What forward and backward share: operands heads first, one tile buffer set, logits of a tile."""
 
     def __init__(
-        self,
-        sizes: SdpaOnlineBackend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        dropout: DropoutMask | None,
-        buffers: int,
-        transposed: bool,
-    ) -> None:
-        heads, self.dropout = k.shape[1], dropout
-        self.q_unseen, self.k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
+        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
+        dropout: DropoutMask | None, buffers: int, transposed: bool,
+    ) -> None:  # fmt: skip
+        self.operands, self.dropout, self.transposed = operands, dropout, transposed
+        self.k_HTD, self.v_HTD = operands.k_HTD, operands.v_HTD
         cap = options.softcap
         # With a cap the product is s / cap; without, it is s in base 2 already.
-        q_factor = options.softmax_scale / cap if cap > 0 else options.softmax_scale * _LOG2E
+        self.q_HGTD = operands.q_HGTD.mul_(options.softmax_scale / cap if cap > 0 else options.softmax_scale * _LOG2E)
         self.cap_base2 = cap * _LOG2E if cap > 0 else None
-        self.q_HGTD = heads_first(q, heads, self.q_unseen).mul_(q_factor)
-        self.k_HTD = heads_first(k, heads, self.k_unseen)[:, 0]
-        self.v_HTD = heads_first(v, heads, self.k_unseen)[:, 0]
-        self.heads, self.group = heads, q.shape[1] // heads
-        block_q, block_k = min(sizes.block_q, q.shape[0]), min(sizes.block_k, k.shape[0])
-        self.transposed = transposed
-        self.mask = TileMask(block_q, block_k, self.k_HTD.dtype, q.device, transposed)
+        self.heads, self.group = self.q_HGTD.shape[:2]
+        block_q, block_k = min(sizes.block_q, self.q_HGTD.shape[2]), min(sizes.block_k, self.k_HTD.shape[1])
+        self.mask = TileMask(block_q, block_k, self.k_HTD.dtype, self.k_HTD.device, transposed)
+        self.is_disjoint = overlap_of(slices) is None
         # One set of buffers for all tiles: fresh ones of this size cost page faults on every tile.
-        size = heads * self.group * block_q * block_k
+        size = self.heads * self.group * block_q * block_k
         self._buffers = [self.k_HTD.new_empty(size) for _ in range(buffers)]
 
     def buffer(self, which: int, *shape: int) -> torch.Tensor:
@@ -155,14 +145,34 @@ class _Tiles:
         """(Hk, G * rows, D): the rows of all query heads of a kv head side by side, one matmul for all."""
         return x_HGTD[:, :, q0:q1].reshape(self.heads, self.group * (q1 - q0), x_HGTD.shape[3])
 
-    def apply_mask(self, s: torch.Tensor, tile: KeyTile, pieces: np.ndarray, rows: int) -> None:
-        keys = tile.k1 - tile.k0
-        ceiling = self.mask.ceiling(pieces, rows, keys)
-        if self.transposed:
-            view, ceiling = s.view(self.heads, keys, self.group, rows), ceiling[:, None]
-        else:
-            view = s.view(self.heads, self.group, rows, keys)
+    def apply_mask(self, s: torch.Tensor, tile: KeyTile, rows: int) -> torch.Tensor | None:
+        """Makes forbidden logits -inf. Returns where pairs are allowed if that must be known later, else None."""
+        if tile.pieces is None:
+            return None
+        ceiling = self.mask.ceiling(tile.pieces, rows, tile.k1 - tile.k0)
+        if not self.operands.is_tame:  # the minimum with NaN is NaN
+            allowed = self.of_heads(ceiling > 0)
+            s.masked_fill_(~allowed, float("-inf"))
+            return allowed
+        view, ceiling = self.by_group(s, rows), ceiling[:, None] if self.transposed else ceiling
         torch.minimum(view, ceiling, out=view)
+        return None
+
+    def count(self, p: torch.Tensor, tile: KeyTile, rows: int) -> None:
+        """Multiplies weights by how many slices allow a pair."""
+        if not self.is_disjoint and tile.pieces is not None:
+            counts = self.mask.counts(tile.pieces, rows, tile.k1 - tile.k0)
+            self.by_group(p, rows).mul_(counts[:, None] if self.transposed else counts)
+
+    def by_group(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """A tile (Hk, G * rows, keys) or (Hk, keys, G * rows) with the query heads in a dimension of their own."""
+        if self.transposed:
+            return x.view(self.heads, x.shape[1], self.group, rows)
+        return x.view(self.heads, self.group, rows, x.shape[2])
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """A tile (rows, keys) or (keys, rows) for the query heads of one kv head."""
+        return x.repeat(1, self.group) if self.transposed else x.repeat(self.group, 1)
 
     def drop_weights(self, dropout: DropoutMask, q0: int, q1: int, tile: KeyTile) -> torch.Tensor:
         """What dropout multiplies the weights of a tile by, in the layout of its scores."""
@@ -171,48 +181,48 @@ class _Tiles:
         return rows.transpose(1, 2) if self.transposed else rows
 
 
+def _add_product(total: torch.Tensor, weights: torch.Tensor, x: torch.Tensor, allowed: torch.Tensor | None) -> None:
+    """``total += weights @ x``, over ``allowed`` pairs alone if these are told."""
+    if allowed is None:
+        total.baddbmm_(weights, x)
+    else:
+        total.add_(masked_product(weights, allowed, x))
+
+
 class _Forward(_Tiles):
     def __init__(
-        self,
-        sizes: SdpaOnlineBackend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
+        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
         dropout: DropoutMask | None,
-    ) -> None:
-        super().__init__(sizes, q, k, v, slices, options, dropout, buffers=1, transposed=False)
+    ) -> None:  # fmt: skip
+        super().__init__(sizes, operands, slices, options, dropout, buffers=1, transposed=False)
 
     def block(self, q0: int, q1: int, tiles: tuple[KeyTile, ...], result: Partial) -> None:
         q_HRD = self.rows(self.q_HGTD, q0, q1)
         m_old: torch.Tensor | None = None
         m: torch.Tensor
-        mass: torch.Tensor
-        acc: torch.Tensor
+        mass = q_HRD.new_zeros(*q_HRD.shape[:2], 1)
+        acc = q_HRD.new_zeros(*q_HRD.shape[:2], self.v_HTD.shape[2])
         for tile in tiles:
             s = self.buffer(0, *q_HRD.shape[:2], tile.k1 - tile.k0)
             torch.bmm(q_HRD, self.k_HTD[:, tile.k0 : tile.k1].transpose(1, 2), out=s)
             if self.cap_base2 is not None:
                 s.tanh_().mul_(self.cap_base2)
-            if tile.pieces is not None:
-                self.apply_mask(s, tile, tile.pieces, q1 - q0)
+            allowed = self.apply_mask(s, tile, q1 - q0)
             m = s.amax(-1, keepdim=True)
             if tile.pieces is not None:
                 # A row may be empty in this tile: a finite maximum makes its weights exp2(-inf) = 0.
                 m.clamp_(min=torch.finfo(m.dtype).min)
             if m_old is not None:
                 m = torch.maximum(m, m_old)
+                decay = m_old.sub_(m).exp2_()
+                mass.mul_(decay)
+                acc.mul_(decay)
             p = s.sub_(m).exp2_()
-            v_HKD, in_tile = self.v_HTD[:, tile.k0 : tile.k1], p.sum(-1, keepdim=True)
+            self.count(p, tile, q1 - q0)
+            mass.add_(p.sum(-1, keepdim=True))
             if self.dropout is not None:
                 p.mul_(self.drop_weights(self.dropout, q0, q1, tile))
-            if m_old is None:
-                mass, acc = in_tile, torch.bmm(p, v_HKD)
-            else:
-                decay = m_old.sub_(m).exp2_()
-                mass.mul_(decay).add_(in_tile)
-                acc.mul_(decay).baddbmm_(p, v_HKD)
+            _add_product(acc, p, self.v_HTD[:, tile.k0 : tile.k1], allowed)
             m_old = m
         self._store(q0, q1, m, mass, acc, result)
 
@@ -225,7 +235,7 @@ class _Forward(_Tiles):
         result.out[q0:q1] = acc.view(*shape, -1).permute(2, 0, 1, 3).reshape(q1 - q0, heads, -1)
         result.lse[q0:q1] = mass.log_().add_(m).view(shape).permute(2, 0, 1).reshape(q1 - q0, heads)
         if result.max_logits is not None:
-            top = m.view(heads, q1 - q0).amax(1)
+            top = m.view(heads, q1 - q0).amax(1).to(result.max_logits.dtype)
             torch.maximum(result.max_logits, top, out=result.max_logits)
 
 
@@ -233,26 +243,17 @@ class _Backward(_Tiles):
     """Tiles are (keys, rows): then two of the three gradient products need no transposed left operand."""
 
     def __init__(
-        self,
-        sizes: SdpaOnlineBackend,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        dropout: DropoutMask | None,
-    ) -> None:
+        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
+        dropout: DropoutMask | None, lse_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         buffers = 2 if options.softcap == 0 else 3
-        super().__init__(sizes, q, k, v, slices, options, dropout, buffers=buffers, transposed=True)
-        heads, acc = self.heads, accumulation_dtype(q.dtype)
-        self.do_HGTD = heads_first(dout.to(acc), heads, self.q_unseen)
+        super().__init__(sizes, operands, slices, options, dropout, buffers=buffers, transposed=True)
+        self.lse_dtype = lse_dtype
+        assert operands.do_HGTD is not None and operands.lse_HGT1 is not None and operands.delta_HGT1 is not None
+        self.do_HGTD = operands.do_HGTD
         # A row with lse -inf sees nothing, so it is among the blanked ones and its shift is 0.
-        minus_lse = lse.to(acc) * -_LOG2E
-        self.minus_lse_HGTD = heads_first(minus_lse[..., None], heads, self.q_unseen)
-        self.minus_delta_HGTD = heads_first(-delta[..., None], heads, self.q_unseen)
+        self.minus_lse_HGTD = operands.lse_HGT1.mul_(-_LOG2E)
+        self.minus_delta_HGTD = operands.delta_HGT1.neg_()
         self.dq_HGTD = torch.zeros_like(self.q_HGTD)
         self.dk_HTD = torch.zeros_like(self.k_HTD)
         self.dv_HTD = torch.zeros_like(self.v_HTD)
@@ -262,32 +263,54 @@ class _Backward(_Tiles):
         do_HRD = self.rows(self.do_HGTD, q0, q1)
         minus_lse = self.rows(self.minus_lse_HGTD, q0, q1).transpose(1, 2)
         minus_delta = self.rows(self.minus_delta_HGTD, q0, q1).transpose(1, 2)
+        if self.operands.is_large:
+            minus_lse = self._own_minus_lse(q_HRD, q1 - q0, tiles, minus_lse)
         dq_HRD = torch.zeros_like(q_HRD)
         for tile in tiles:
-            shape = (self.heads, tile.k1 - tile.k0, q_HRD.shape[1])
             k_HKD = self.k_HTD[:, tile.k0 : tile.k1]
             v_HKD = self.v_HTD[:, tile.k0 : tile.k1]
-            slope = None
-            s = self.buffer(0, *shape)
-            if self.cap_base2 is None:
-                torch.baddbmm(minus_lse, k_HKD, q_HRD.transpose(1, 2), out=s)
-            else:
-                torch.bmm(k_HKD, q_HRD.transpose(1, 2), out=s)
-                slope = torch.mul(s.tanh_(), s, out=self.buffer(2, *shape)).neg_().add_(1.0)
-                s.mul_(self.cap_base2).add_(minus_lse)
-            if tile.pieces is not None:
-                self.apply_mask(s, tile, tile.pieces, q1 - q0)
-            p, ds = s.exp2_(), self.buffer(1, *shape)
+            s, slope, allowed = self._logits(q_HRD, q1 - q0, tile, minus_lse)
+            p, ds = s.exp2_(), self.buffer(1, *s.shape)
+            self.count(p, tile, q1 - q0)
+            dv_HKD = self.dv_HTD[:, tile.k0 : tile.k1]
             if self.dropout is None:
-                self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p, do_HRD)
+                _add_product(dv_HKD, p, do_HRD, allowed)
                 torch.baddbmm(minus_delta, v_HKD, do_HRD.transpose(1, 2), out=ds)
             else:
                 weights = self.drop_weights(self.dropout, q0, q1, tile)
-                self.dv_HTD[:, tile.k0 : tile.k1].baddbmm_(p * weights, do_HRD)
+                _add_product(dv_HKD, p * weights, do_HRD, allowed)
                 torch.bmm(v_HKD, do_HRD.transpose(1, 2), out=ds).mul_(weights).add_(minus_delta)
             ds.mul_(p)
             if slope is not None:
                 ds.mul_(slope)
-            self.dk_HTD[:, tile.k0 : tile.k1].baddbmm_(ds, q_HRD)
-            dq_HRD.baddbmm_(ds.transpose(1, 2), k_HKD)
+            _add_product(self.dk_HTD[:, tile.k0 : tile.k1], ds, q_HRD, allowed)
+            _add_product(dq_HRD, ds.transpose(1, 2), k_HKD, None if allowed is None else allowed.T)
         self.dq_HGTD[:, :, q0:q1] = dq_HRD.view(self.heads, self.group, q1 - q0, -1)
+
+    def _logits(
+        self, q_HRD: torch.Tensor, rows: int, tile: KeyTile, shift: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Logits (Hk, keys, G * rows) plus ``shift`` (Hk, 1, G * rows), the slope of the softcap, allowed pairs."""
+        k_HKD, slope = self.k_HTD[:, tile.k0 : tile.k1], None
+        shape = (self.heads, tile.k1 - tile.k0, q_HRD.shape[1])
+        s = self.buffer(0, *shape)
+        if self.cap_base2 is None:
+            torch.baddbmm(shift, k_HKD, q_HRD.transpose(1, 2), out=s)
+        else:
+            torch.bmm(k_HKD, q_HRD.transpose(1, 2), out=s)
+            slope = torch.mul(s.tanh_(), s, out=self.buffer(2, *shape)).neg_().add_(1.0)
+            s.mul_(self.cap_base2).add_(shift)
+        return s, slope, self.apply_mask(s, tile, rows)
+
+    def _own_minus_lse(
+        self, q_HRD: torch.Tensor, rows: int, tiles: tuple[KeyTile, ...], given: torch.Tensor
+    ) -> torch.Tensor:
+        """``given`` to base 2, or minus the lse over these tiles where the two are the same but for rounding."""
+        own = torch.full_like(given, float("-inf"))
+        for tile in tiles:
+            s, _, _ = self._logits(q_HRD, rows, tile, torch.zeros_like(given))
+            top = s.amax(1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
+            p = s.sub_(top).exp2_()
+            self.count(p, tile, rows)
+            own = torch.logaddexp2(own, p.sum(1, keepdim=True).log2_().add_(top))
+        return own_or_given(own.neg_(), given, self.lse_dtype)
