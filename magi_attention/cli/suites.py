@@ -16,6 +16,7 @@ from magi_attention.cli.common import UsageError, child_environment, num_cores, 
 
 # suite -> marker expression of pytest
 SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode"}
+WORKERS_PER_GPU = 8
 NODES, RANKS_PER_NODE = 2, 2  # of the multinode suite where nothing else is asked for
 
 
@@ -30,12 +31,10 @@ def command_test(args: argparse.Namespace) -> int:
     extra = list(args.pytest_arguments)
     if args.suite:
         extra = ["-m", SUITES[args.suite], *extra]
-    # Two processes on one GPU would disturb each other's memory and timing.
-    can_spread = importlib.util.find_spec("xdist") and args.suite != "gpu"
     workers = []
-    if can_spread and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
-        # One more than cores, because many tests wait for processes of their own. Who has none left takes from others.
-        workers = ["-n", str(min(2, num_cores()) + 1), "--dist", "worksteal"]
+    if importlib.util.find_spec("xdist") and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
+        # Who has none left takes from others.
+        workers = ["-n", str(num_workers(args.suite == "gpu")), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *workers, *extra]
     if args.dry_run:
         print(shlex.join(command))
@@ -47,6 +46,15 @@ def command_test(args: argparse.Namespace) -> int:
     code = run_child(command, child_environment(1))
     print(f"The tests took {time.perf_counter() - started:.0f} s.")
     return code
+
+
+def num_workers(is_on_gpus: bool) -> int:
+    """Processes of pytest at a time. Tests on GPUs wait for the CPU as much as for the GPU, which they share."""
+    if not is_on_gpus:
+        return min(2, num_cores()) + 1  # one more than cores, because many tests wait for processes of their own
+    import torch
+
+    return max(1, min(WORKERS_PER_GPU * torch.cuda.device_count(), num_cores() - 1))
 
 
 def run_gpu_suite(command: list[str]) -> int:

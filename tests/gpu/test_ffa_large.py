@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from forward_oracle import Result, assert_right, make_inputs
-from test_ffa_forward import attend, explicit_backend, pytestmark  # noqa: F401
+from test_ffa_forward import attend, explicit_backend  # noqa: F401
+from test_ffa_forward import pytestmark as on_hopper
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native.abi import KEY_BLOCK_SIZES
 from magi_attention.testing import masks
+
+pytestmark = [*on_hopper, pytest.mark.whole_gpu]
 
 TOKENS, DOCUMENT = 1_000_000, 1_250
 

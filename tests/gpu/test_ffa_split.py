@@ -155,6 +155,7 @@ def test_long_tiles_with_options_and_stages():
     assert_right(x, Result(part.out, part.lse, part.max_logits))
 
 
+@pytest.mark.whole_gpu
 def test_margin_leaves_multiprocessors_free():
     """With all but one of them left free, the same work takes many times as long."""
     x = make_inputs(5, masks.causal(8_192), 8_192, 8_192, (16, 2), (128, 128))

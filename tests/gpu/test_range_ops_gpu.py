@@ -237,6 +237,7 @@ def test_group_collectives_are_those_of_the_cpu(dtype):
                     assert same, (seed, world, wire, rank, i)
 
 
+@pytest.mark.whole_gpu
 def test_rows_beyond_four_gigabytes():
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:
         pytest.skip("needs 14 GiB of GPU memory")
