@@ -82,7 +82,7 @@ def as_bools(value: Any, name: str) -> NDArray[np.bool_]:
         other = array[(array != 0) & (array != 1)]
         if other.size:
             raise ContractError(f"{name} holds the integer {int(other[0])}; give booleans, or 0 and 1.")
-        return array == 1
+        return array.astype(bool)
     raise ContractError(
         f"{name} holds values of dtype {array.dtype}; give booleans: of a mask that is added to logits (0 and -inf), "
         f"allowed pairs are `mask == 0`; of zeros and ones, `mask.{to_bools}`."

@@ -131,11 +131,11 @@ class SdpaBackend:
         ds *= options.softmax_scale
         back = logits.allowed.T
         grads = Grads(
-            dq=tokens_first(_product(x, ds, logits.allowed, x.k_HTD[:, None])),
-            dk=_sum_group(_product(x, ds.transpose(-1, -2), back, x.q_HGTD)),
-            dv=_sum_group(_product(x, p.transpose(-1, -2), back, x.do_HGTD)),
+            dq=tokens_first(_product(x, ds, logits.allowed, x.k_HTD[:, None])).to(delta.dtype),
+            dk=_sum_group(_product(x, ds.transpose(-1, -2), back, x.q_HGTD)).to(delta.dtype),
+            dv=_sum_group(_product(x, p.transpose(-1, -2), back, x.do_HGTD)).to(delta.dtype),
         )
-        grads = Grads(*(g.to(delta.dtype) for g in (grads.dq, grads.dk, grads.dv)), delta=delta)
+        grads.delta = delta
         if sink is not None:
             grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
         return finish_backward(grads, init)
