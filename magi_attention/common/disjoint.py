@@ -27,7 +27,8 @@ from magi_attention.common.slices import (
 from magi_attention.errors import ContractError
 
 _OVERLAP: Kind[None, tuple[int, int] | None] = Kind("two slices that overlap")
-_FEW = 4  # so many slices are compared pair by pair
+_FEW = 4  # so many slices with common rows are compared pair by pair,
+_SMALL = 24  # or so many in all
 Ints = NDArray[np.int64]
 Hit = tuple[int, int]
 
@@ -59,6 +60,10 @@ def first_overlap(slices: Ints) -> Hit | None:
     """Indices of two slices that share an allowed pair, the smaller one first, or None. Exact."""
     if (slices[:-1, Q1] <= slices[1:, Q0]).all():  # packed documents, windows, blocks of frames: no common row
         return None
+    if len(slices) <= _SMALL:
+        return _first_pair(slices, *np.triu_indices(len(slices), 1))
+    if _are_in_order(slices):
+        return None
     live, index = trim_with_index(slices)  # now every row of a slice has a key
     order = np.argsort(live[:, Q0], kind="stable")
     live, index = live[order], index[order]
@@ -72,6 +77,17 @@ def first_overlap(slices: Ints) -> Hit | None:
         return None
     first, second = sorted(int(index[i]) for i in hit)
     return first, second
+
+
+def _are_in_order(slices: Ints) -> bool:
+    """Whether the rectangles follow one another row by row, each in keys behind the one before or in rows behind all
+    before, as of trees and blocks. They need not, to be disjoint."""
+    q0, q1 = slices[:, Q0], slices[:, Q1]
+    above = np.maximum.accumulate(q1[:-1])
+    is_new = q0[1:] >= above
+    is_behind = slices[:-1, K1] <= slices[1:, K0]
+    start = np.maximum.accumulate(np.where(is_new, above, 0))  # rows of the groups before
+    return bool((is_new | is_behind).all() and (q0[1:] >= start).all())
 
 
 def _groups(live: Ints) -> tuple[Ints, Ints]:

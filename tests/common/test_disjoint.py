@@ -33,6 +33,7 @@ def some_slices(rng: np.random.Generator, total: int) -> np.ndarray:
 def test_overlaps_are_found_exactly(seed, few, monkeypatch) -> None:
     print(f"seed {seed}")
     monkeypatch.setattr(disjoint, "_FEW", few)  # few slices take the way of many, too
+    monkeypatch.setattr(disjoint, "_SMALL", 24 * (few > 1))
     rng, found = np.random.default_rng(seed), 0
     for _ in range(100):
         total = int(rng.integers(4, 26))
