@@ -22,6 +22,7 @@ git_version = __version__
 
 # Resolved on first use, so that `import magi_attention` costs little and `magi_attention.config` alone needs no torch.
 _MODULES = ("api", "comm", "config", "env", "functional", "magi_attn_comm", "magi_attn_ext")
+_ALSO_PUBLISHED = ("common", "dist_attn_runtime_mgr", "meta", "utils")  # not named by `from magi_attention import *`
 _NAMES = {
     "DistAttnConfig": "magi_attention.config",
     "Mask": "magi_attention.api",
@@ -36,7 +37,7 @@ __all__ = ["__version__", "git_version", *_MODULES, *_NAMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _MODULES or name in _ALSO_PUBLISHED:
         return import_module(f"magi_attention.{name}")
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)

@@ -3,7 +3,8 @@
 
 Paths below are relative to ``magi_attention``. ``MODULES`` gives a published path its module, which is then one module
 with two names. ``NAMES`` gives a module of ours names that it has in the published package alone. Both are looked up
-when a program asks; importing the package costs one entry of ``sys.meta_path``.
+when a program asks; importing the package costs one entry of ``sys.meta_path``. Once ``magi_attention.api`` is
+imported, all paths that the published package imports with itself are in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ MODULES: dict[str, str] = {
     "utils.metaclass": "compat.names",
     "utils.sparse_utils": "compat.sparse_utils",
 }
+
+# The published package imports all other paths of the table with itself; here the import of api does.
+LATE = (
+    "benchmarking.image_grid benchmarking.utils meta.solver.dynamic_solver_vis testing.utils utils.dtype"
+).split()  # fmt: skip
 
 # module -> where its names are -> these names
 NAMES: dict[str, dict[str, str]] = {
@@ -153,6 +159,10 @@ class _NamesLoader(Loader):
         if _has_children(self._name) and not hasattr(module, "__path__"):
             module.__path__ = []
         _publish(module, self._name)
+        if self._name == "api":
+            for path in MODULES:
+                if path not in LATE:
+                    import_module(f"{_PACKAGE}.{path}")
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._loader, attribute)
@@ -174,7 +184,7 @@ def _publish(module: ModuleType, path: str) -> None:
                     value = getattr(import_module(f"{_PACKAGE}.{home}"), attribute)
                     setattr(module, attribute, value)
                     return value
-            if f"{known}.{attribute}" in MODULES:
+            if f"{known}.{attribute}" in MODULES or f"{known}.{attribute}" in NAMES:
                 return import_module(f"{_PACKAGE}.{known}.{attribute}")
         if own is not None:
             return own(attribute)
@@ -195,7 +205,7 @@ class PublishedPaths(MetaPathFinder):
         name = fullname[len(_PACKAGE) + 1 :]
         if name in MODULES:
             return ModuleSpec(fullname, _AliasLoader(name), is_package=_has_children(name))
-        if name in NAMES or _has_children(name):
+        if name == "api" or name in NAMES or _has_children(name):
             spec = PathFinder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _NamesLoader(spec.loader, name)

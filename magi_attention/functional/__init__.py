@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run time: token layout, distributed attention, the kernel function and the correction helpers."""
 
-from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.functional.layout import TokenLayout, gather, positions, shard
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
@@ -26,7 +25,6 @@ __all__ = [
     "correct_attn_out_lse",
     "correct_attn_out_lse_with_sink",
     "correct_attn_out_with_sink",
-    "dist_attn",
     "flex_flash_attn_func",
     "gather",
     "block_sparse_attn_func",

@@ -99,6 +99,38 @@ def test_a_bare_import_loads_none_of_it() -> None:
     assert done.stdout.split("\n")[:3] == [table, "False", table], done.stderr
 
 
+# What the published 1.1.1 imports with itself, as far as it is here.
+EAGER = """
+comm comm.functional comm.primitive comm.primitive._all2all_v comm.primitive._all_gather_v comm.primitive._scatter_v
+comm.primitive.grpcoll comm.primitive.grpcoll._buffer comm.primitive.grpcoll._config comm.primitive.grpcoll._mgr
+comm.primitive.grpcoll._group_collective comm.work common common.enum common.forward_meta common.jit common.mask
+common.range common.range_op common.ranges config dist_attn_runtime_mgr env env.build env.comm env.general functional
+functional.dispatch functional.dist_attn functional.fa4 functional.flex_flash_attn functional.roll functional.sdpa
+functional.sdpa_online functional.utils magi_attn_comm magi_attn_ext meta meta._make_attn_meta meta._make_dispatch_meta
+meta.algorithms meta.algorithms.base meta.algorithms.binary_greedy meta.algorithms.binary_greedy_parallel
+meta.algorithms.fast_snf meta.algorithms.grg meta.algorithms.ncq meta.algorithms.snf meta.collection
+meta.collection.calc_meta meta.collection.comm_meta meta.collection.dispatch_meta meta.container meta.container.bucket
+meta.container.chunk meta.container.rank_entry meta.container.slice meta.solver meta.solver.dispatch_solver
+meta.solver.dist_attn_solver meta.solver.dynamic_attn_solver meta.solver.overlap_solver utils utils._utils utils.debug
+utils.metaclass utils.nvtx utils.sparse_utils
+""".split()
+
+
+@pytest.mark.parametrize("first", ["magi_attention", "magi_attention.api"])
+def test_what_the_published_package_imports_with_itself(first) -> None:
+    """Programs name such modules by attributes alone. Once api is imported they are in ``sys.modules``, too."""
+    code = (
+        f"import functools, sys, {first}\n"
+        f"absent = [p for p in {EAGER} if 'magi_attention.' + p not in sys.modules]\n"
+        f"assert not absent or {first != 'magi_attention.api'}, absent\n"
+        f"for path in {EAGER}:\n"
+        "    module = functools.reduce(getattr, path.split('.'), magi_attention)\n"
+        "    assert module is sys.modules['magi_attention.' + path], path\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
 def test_threads_that_import_the_same_path_at_once() -> None:
     code = (
         "import threading, importlib, sys\n"
