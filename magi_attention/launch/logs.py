@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from magi_attention.launch.plan import Step
 from magi_attention.launch.spec import LaunchSpec
 
 _RANK = re.compile(r"^\[rank (\d+)\]: ?")
+_ERROR_BYTES = 2000  # of what a command that failed wrote last
 _NODE = re.compile(r"^\[node (\d+)\]: ?")
 
 
@@ -60,21 +63,22 @@ def select(lines: Iterator[str], selection: Selection) -> Iterator[str]:
 
 def lines_of(step: Step) -> Iterator[str]:
     """What a command prints, as it does; ``LaunchError`` if it fails."""
-    try:
-        process = subprocess.Popen(step.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except OSError as error:
-        raise LaunchError(f"{step.argv[0]} cannot be started ({error.strerror}).") from None
-    try:
-        for line in process.stdout:
-            yield line.decode("utf-8", "replace").rstrip("\n")
-        words = process.stderr.read().decode("utf-8", "replace").strip()
-        if process.wait() != 0:
-            raise LaunchError(f"`{step.text()}` failed: {words}")
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    with tempfile.TemporaryFile() as errors:  # why no pipe: nobody reads it before the end, and a full one stops it
+        try:
+            process = subprocess.Popen(step.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+        except OSError as error:
+            raise LaunchError(f"{step.argv[0]} cannot be started ({error.strerror}).") from None
+        try:
+            for line in process.stdout:
+                yield line.decode("utf-8", "replace").rstrip("\n")
+            if process.wait() != 0:
+                errors.seek(max(errors.seek(0, os.SEEK_END) - _ERROR_BYTES, 0))
+                words = errors.read().decode("utf-8", "replace").strip()
+                raise LaunchError(f"`{step.text()}` failed: {words}")
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def read_lines(path: Path, is_running: Callable[[], bool] | None = None, poll_s: float = 0.2) -> Iterator[str]:
