@@ -56,7 +56,7 @@ def measure(way: str, seq_len: int, options: argparse.Namespace) -> dict:
     }  # fmt: skip
     sequences = 1 if way == "magi" else options.ranks
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(options.ranks), str(SCRIPT), "--out", folder, "--device", options.device]
         command += ["--cp", str(options.ranks // sequences), "--attention", "sdpa" if way == "sdpa" else "magi"]
         command += ["--config", options.config, "--dtype", options.dtype, "--steps", str(options.steps)]

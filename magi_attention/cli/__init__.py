@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from magi_attention.cli import launch
+from magi_attention.cli import launch, output
 from magi_attention.cli.bench import add_bench
 from magi_attention.cli.common import UsageError
 from magi_attention.cli.completion import add_completion
@@ -130,8 +130,15 @@ def _add_explain(commands) -> None:
     explain.add_argument("--json", action="store_true", help="print the numbers as JSON, and nothing else")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Without a word argparse goes on where its help cannot be written."""
+
+    def print_help(self, file=None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="magi", description="Context-parallel attention: run, explain, test.")
+    top = _Parser(prog="magi", description="Context-parallel attention: run, explain, test.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser(
@@ -232,7 +239,23 @@ def add_launcher(commands: argparse._SubParsersAction) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code. What follows ``--`` goes to what is run."""
-    top, words = parser(), list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _carry_out(words)
+        output.flush()
+        return code
+    except SystemExit:  # of argparse, which has told what is wrong, or printed the help
+        output.flush_or_exit()
+        raise
+    except OSError as error:
+        if (why := output.trouble(error)) is None:
+            raise
+        output.tell(f"magi: {why}")
+        return 1
+
+
+def _carry_out(words: list[str]) -> int:
+    top = parser()
     words, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     args, rest = top.parse_known_args(words)
     optional = OPTIONAL_WORDS.get(args.command)
@@ -245,17 +268,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.function(args)
     except (UsageError, MagiError, ValueError) as error:
-        print(f"magi {args.command}: {error}", file=sys.stderr)
+        output.tell(f"magi {args.command}: {error}")
         return 2
-    except BrokenPipeError:
-        # The reader went away, as in `magi env | head`; the interpreter must not flush into the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except OSError as error:
         if error.filename is None:
             raise  # nothing that the user named
-        print(f"magi {args.command}: {error.filename} cannot be used ({error.strerror}).", file=sys.stderr)
+        output.tell(f"magi {args.command}: {error.filename} cannot be used ({error.strerror}).")
         return 1
     except KeyboardInterrupt:
-        print(f"\nmagi {args.command}: interrupted; nothing is left running.", file=sys.stderr)
+        output.tell(f"\nmagi {args.command}: interrupted; nothing is left running.")
         return 130

@@ -23,6 +23,7 @@ from magi_attention.cli.common import (
     num_cores,
     run_child,
     source_file,
+    torchrun,
 )
 from magi_attention.cli.run import choose_device
 
@@ -199,7 +200,7 @@ def commands_of(args: argparse.Namespace, folder: Path, device: str, ranks: int)
     script, words = str(source_file("benchmarks", benchmark.script)), script_arguments(args, device)
     start = [sys.executable]
     if benchmark.by_torchrun:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        start += torchrun(ranks)
     if args.benchmark == "train":
         words = ["--ranks", str(ranks), *words]
     if args.benchmark != "kernel":

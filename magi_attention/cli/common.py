@@ -71,7 +71,10 @@ def show_table(title: str, rows: list[list[str]]) -> None:
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in body:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    with console.capture() as text:  # why not printed by it: it ends the program in silence where a pipe is closed
+        console.print(table)
+    print(text.get(), end="")
 
 
 def run_child(command: list[str], environment: dict[str, str], log: Path | None = None) -> int:
@@ -107,6 +110,13 @@ def run_child(command: list[str], environment: dict[str, str], log: Path | None 
         signal.signal(signal.SIGTERM, previous)
         if stderr:
             stderr.close()
+
+
+def torchrun(ranks: int) -> list[str]:
+    """torchrun on this machine, for Python. The ranks meet at the loopback address: torchrun would look the host's name
+    up, which waits for ever where there is no network."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*words, "--nproc-per-node", str(ranks)]
 
 
 def child_environment(threads: int) -> dict[str, str]:

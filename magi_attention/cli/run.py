@@ -18,6 +18,7 @@ from magi_attention.cli.common import (
     num_cores,
     run_child,
     source_file,
+    torchrun,
 )
 from magi_attention.cli.explain import plan_for
 from magi_attention.cli.masks import read_mask
@@ -82,9 +83,8 @@ def command_run(args: argparse.Namespace) -> int:
         shared += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.data is not None:
         shared += ["--data", args.data]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    torchrun += ["--tee", "2", "--log-dir", str(folder / "ranks")]  # so that each line of the log has its rank
-    phases = [("training", [*torchrun, str(train), *shared], max(num_cores() // ranks, 1))]
+    start = torchrun(ranks) + ["--tee", "2", "--log-dir", str(folder / "ranks")]  # each line of the log has its rank
+    phases = [("training", [*start, str(train), *shared], max(num_cores() // ranks, 1))]
     if args.replay:
         phases.append(("replay", [str(train), *shared, "--curve", "replay"], num_cores()))
     if args.dry_run:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, show_table
+from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, show_table, torchrun
 from magi_attention.cli.run import choose_device
 
 MODULE = "magi_attention.benchmarking.tune"
@@ -39,8 +39,7 @@ def command_tune(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {args.ranks}, and links are between several; give at least 2.")
     device, ranks = choose_device(args.device, args.ranks or _all_gpus(args.device))
     ranks = (args.ranks or 2) if device == "cpu" else ranks
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", MODULE, "--device", device, "--file", str(path.absolute())]
+    command = [sys.executable, *torchrun(ranks), "-m", MODULE, "--device", device, "--file", str(path.absolute())]
     if args.dry_run:
         print(shlex.join(command))
         return 0

@@ -114,7 +114,7 @@ def check_bandwidth(system: System) -> Finding:
         return Finding("nccl", SKIPPED, reason)
     if len(system.gpus) < 2:
         return Finding("nccl", SKIPPED, "one GPU has nobody to talk to")
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     argv += [
         "--nproc-per-node",
         str(len(system.gpus)),

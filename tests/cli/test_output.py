@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standard output that cannot be written: a sentence and exit code 1, and nothing that runs is lost by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magi_attention.testing.waiting import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tests" / "launch" / "rank_script.py")
+FULL = Path("/dev/full")  # writing to it fails as on a full disk
+COMMANDS = (["env"], ["env", "--json"], ["--help"], ["run", "--help"], ["status"], ["render", "local", "a"])
+
+
+def magi(words, home, stdout, buffered=True) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "MAGI_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    if not buffered:
+        environment["PYTHONUNBUFFERED"] = "1"
+    argv = [sys.executable, "-m", "magi_attention.cli", *words]
+    return subprocess.run(
+        argv, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S, cwd=ROOT
+    )
+
+
+def check(done: subprocess.CompletedProcess, words: str) -> None:
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"magi: {words}"), done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_full_disk(words, buffered, tmp_path):
+    with FULL.open("w") as full:
+        check(magi(words, tmp_path, full, buffered), "the output cannot be written (No space left on device)")
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_closed_pipe(words, buffered, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        check(magi(words, tmp_path, write, buffered), "the reader of the output ended before it")
+    finally:
+        os.close(write)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+def test_a_run_goes_on(tmp_path):
+    """Its ranks end by themselves, and its log is whole."""
+    with FULL.open("w") as full:
+        done = magi(["run", SCRIPT, "--name", "one", "--no-preflight", "--", "hello"], tmp_path, full)
+    check(done, "the output cannot be written")
+    log = (tmp_path / "sessions" / "one" / "runs" / "001" / "output.log").read_text()
+    assert "[rank 0]: rank 0 of 1 says hello" in log and "[rank 0]: rank 0 on stderr" in log
+    status = subprocess.run(
+        [sys.executable, "-m", "magi_attention.cli", "status", "one"],
+        env={**os.environ, "MAGI_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert "001 done" in status.stdout
+
+
+def test_no_output_at_all(tmp_path):
+    """Nobody asked for any, as with `>&-`."""
+    line = f"{sys.executable} -m magi_attention.cli version >&-"
+    done = subprocess.run(
+        ["sh", "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and done.stderr == ""
