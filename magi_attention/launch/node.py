@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     address.add_argument("--master-addr-from", metavar="VARIABLE", help="environment variable that holds it")
     top.add_argument("--master-port", type=int, default=29500)
     top.add_argument("--timeout", type=int, default=120, help="seconds for all nodes to arrive")
+    top.add_argument("--resolve-timeout", type=int, default=10, help="seconds for the address of node 0 to resolve")
     top.add_argument("--grace", type=int, default=10, help="seconds from SIGTERM to SIGKILL")
     top.add_argument("--max-restarts", type=int, default=0)
     top.add_argument("--log-dir", help="folder of this run; its node<k>/ is made")
@@ -112,6 +113,7 @@ def prepare_folder(log_dir: str | None, node: int) -> Path | None:
     folder = Path(log_dir).expanduser() / f"node{node}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # what ranks print may hold secrets
         (folder / ".probe").write_bytes(b"x" * 4096)
         (folder / ".probe").unlink()
         free = shutil.disk_usage(folder).free
@@ -196,6 +198,7 @@ class NodeRunner:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        self.token = os.environ.pop(rollcall.TOKEN, "")  # the ranks have no use for it
         self.stopped = ""  # why, once it has to stop
         self.is_meeting = True
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -216,12 +219,15 @@ class NodeRunner:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def meet(self, facts: rollcall.NodeFacts) -> None:
-        """Waits for the other nodes; with one node only sees that the port is free."""
+        """Waits for the other nodes; with one node only sees that the port is free and that the address leads here."""
         args = self.args
+        rollcall.find_address(args.master_addr, args.resolve_timeout)
         if args.nodes > 1:
-            rollcall.meet(facts, args.master_addr, args.master_port, args.timeout)
+            rollcall.meet(
+                facts, args.master_addr, args.master_port, args.timeout, self.token, lambda text: say(args, text)
+            )
         else:
-            rollcall.listen(args.master_port).close()
+            rollcall.see_own_port(args.master_addr, args.master_port)
         self.is_meeting = False
 
     def run(self, argv: list[str], folder: Path | None) -> int:
