@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from magi_attention.env import launch as env
+from magi_attention.env import secrets
 from magi_attention.version import __version__
 
 MARK = "PAIRWISE "
@@ -53,7 +53,7 @@ def own_facts(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": versions,
-        "environment": {n: env.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_COMPARED)},
+        "environment": {n: secrets.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_COMPARED)},
         "mtu": mtus,
     }
 

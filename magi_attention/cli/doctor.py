@@ -18,9 +18,11 @@ from magi_attention.cli.common import ROOT, UsageError
 from magi_attention.doctor import finding, group_checks, registry
 from magi_attention.doctor.finding import Finding
 from magi_attention.doctor.system import System
-from magi_attention.env import launch as env
+from magi_attention.env import secrets
 from magi_attention.launch import provenance, service, session
+from magi_attention.launch.engines import k8s, slurm
 from magi_attention.launch.plan import LaunchPlan
+from magi_attention.launch.textfile import open_private
 
 PAIRWISE = ["-m", "magi_attention.benchmarking.collective"]
 _SHOWN = ("MAGI_", "NCCL_", "NVSHMEM_", "TORCH", "CUDA_", "NVIDIA_", "GLOO_", "OMP_", "LD_", "SLURM_", "PYTHONPATH")
@@ -91,7 +93,7 @@ def pairwise(args: argparse.Namespace) -> list[Finding] | None:
 
 def shown_environment() -> dict[str, str]:
     """Variables that matter here; values of those that may be secrets are left out."""
-    return {n: env.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SHOWN)}
+    return {n: secrets.shown(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SHOWN)}
 
 
 def collected() -> dict[str, Any]:
@@ -100,7 +102,7 @@ def collected() -> dict[str, Any]:
     findings = registry.examine(system, registry.QUICK)
     return {
         "collected": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **provenance.facts(sys.argv),
+        **provenance.facts([secrets.shown_argument(word) for word in sys.argv]),
         "installed_from": str(ROOT),
         "torch_cuda": system.torch_cuda(),
         "libraries": {name: "loads" if why is None else why for name, (_, why) in system.native_libraries().items()},
@@ -118,8 +120,9 @@ def vars_of(found: Finding) -> dict[str, str]:
 def run_files(name: str, number: str | None) -> tuple[Path, list[Path]]:
     """Folder of a run and the files of it that tell what happened, rendered manifests and logs."""
     current = session.find_run(session.read_session(name), number)
-    wanted = {".json", ".log", ".sbatch", ".out", ".err"}
-    return current.folder, sorted(p for p in current.folder.rglob("*") if p.is_file() and p.suffix in wanted)
+    wanted, left_out = {".json", ".log", ".sbatch", ".out", ".err"}, {k8s.SECRETS, slurm.SECRETS}
+    files = (p for p in current.folder.rglob("*") if p.suffix in wanted and p.name not in left_out)
+    return current.folder, sorted(p for p in files if p.is_file())
 
 
 def command_collect_env(args: argparse.Namespace) -> int:
@@ -137,15 +140,24 @@ def command_collect_env(args: argparse.Namespace) -> int:
         print(text)
         return 0
     out = Path(args.output or f"magi-{args.session}-{folder.name}.tar.gz")
+    hide = secrets.hider(session.read_session(args.session).spec.environment)
     try:
-        archive = tarfile.open(out, "w:gz")
+        with open(open_private(out), "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            _add(archive, "environment.json", hide(text), time.time())
+            for path in files:
+                content = path.read_text(encoding="utf-8", errors="surrogateescape")
+                _add(archive, str(path.relative_to(folder)), hide(content), path.stat().st_mtime)
     except OSError as error:
-        raise UsageError(f"{out} cannot be written ({error.strerror}); name another place with --output.") from None
-    with archive:
-        head = tarfile.TarInfo("environment.json")
-        head.size, head.mtime = len(text.encode()), int(time.time())
-        archive.addfile(head, io.BytesIO(text.encode()))
-        for path in files:
-            archive.add(path.resolve(), arcname=str(path.relative_to(folder)))
+        raise UsageError(
+            f"{error.filename or out} cannot be used ({error.strerror}); free space there, or name another place for "
+            "the archive with --output."
+        ) from None
     print(out)
     return 0
+
+
+def _add(archive: tarfile.TarFile, name: str, text: str, seconds: float) -> None:
+    data = text.encode("utf-8", "surrogateescape")
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = len(data), int(seconds), 0o600
+    archive.addfile(entry, io.BytesIO(data))

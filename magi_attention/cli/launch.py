@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -35,7 +36,12 @@ _FIELDS = {
     "timeout": "rendezvous.timeout_s",
     "hosts": "ssh.hosts_file",
     "template": "k8s.template",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "namespace": "k8s.namespace",
+    "queue": "k8s.queue",
 }
+_OF_QUEUES = ("time", "gpus_per_node")  # both slurm and k8s have these fields
 
 
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +64,13 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--python", help="interpreter on the nodes")
     group.add_argument("--workdir", help="working folder on the nodes")
     group.add_argument("--max-restarts", type=int, help="by torchrun, of all ranks; 0 without it")
+    group = parser.add_argument_group("for a queue")
+    group.add_argument("--time", help="limit of a run: minutes, hours:minutes:seconds, or days-hours")
+    group.add_argument("--gpus-per-node", type=int, help="as many as ranks without it; 0 for none")
+    group.add_argument("--partition", help="of Slurm")
+    group.add_argument("--account", help="of Slurm, which the run is charged to")
+    group.add_argument("--namespace", help="of Kubernetes")
+    group.add_argument("--queue", help="of Kueue on Kubernetes")
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +79,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 def launch_options_given(args: argparse.Namespace) -> list[str]:
     """Names of the launcher's options that the user gave."""
-    given = [name for name in (*_FIELDS, "spec", "session") if getattr(args, name, None) is not None]
+    given = [name for name in (*_FIELDS, *_OF_QUEUES, "spec", "session") if getattr(args, name, None) is not None]
     given += [name for name in ("mount", "env", "no_preflight") if getattr(args, name, None)]
     return [f"--{name.replace('_', '-')}" for name in given]
 
@@ -74,11 +87,18 @@ def launch_options_given(args: argparse.Namespace) -> list[str]:
 def spec_from(args: argparse.Namespace) -> LaunchSpec:
     """The spec of --spec with the options put over it."""
     spec = read_spec(args.spec) if args.spec else LaunchSpec()
-    for option, name in _FIELDS.items():
+    engine = args.engine or spec.engine
+    for option, name in {**_FIELDS, **{name: f"{engine}.{name}" for name in _OF_QUEUES}}.items():
         value = getattr(args, option, None)
         if value is None:
             continue
         table, _, key = name.rpartition(".")
+        if (table in ("slurm", "k8s") or option in _OF_QUEUES) and (table != engine or engine not in ("slurm", "k8s")):
+            belongs = "slurm or k8s" if option in _OF_QUEUES else table
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for engine {belongs}, and the engine is {engine}; leave it out, or "
+                "choose another --engine."
+            )
         if option == "hosts":
             spec = dataclasses.replace(spec, ssh=dataclasses.replace(spec.ssh, hosts=()))
         if table:
@@ -101,7 +121,8 @@ def spec_from(args: argparse.Namespace) -> LaunchSpec:
 
 
 def say(text: str) -> None:
-    print(f"magi: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # why: nobody may be left to read it, and the run goes on
+        print(f"magi: {text}", file=sys.stderr, flush=True)
 
 
 def new_name(args: argparse.Namespace, stem: str) -> str:
@@ -157,7 +178,6 @@ def _launch_in(made: session.Session, args: argparse.Namespace, command: list[st
         print(service.plan_run(made, command).text(), end="")
         return 0
     current, outcome = service.run(made, command, say)
-    sys.stdout.flush()
     if current.state == session.SUBMITTED:
         print(f"{outcome.reason}\n  magi status {made.name}\n  magi logs {made.name}")
         return 0
@@ -189,7 +209,7 @@ def command_status(args: argparse.Namespace) -> int:
     rows = [["session", "state", "engine", "nodes x ranks", "runs", "last run"]]
     for row in found:
         last = row["runs"][-1] if row["runs"] else None
-        text = f"{last['run']} {last['state']} {last['queue']}".strip() if last else "none"
+        text = ", ".join(filter(None, (f"{last['run']} {last['state']}", last["queue"]))) if last else "none"
         shape = f"{row['nodes']} x {row['ranks_per_node']}"
         rows.append([row["session"], row["state"], row["engine"], shape, str(len(row["runs"])), text])
     if found:
@@ -251,6 +271,9 @@ def command_render(args: argparse.Namespace, command: list[str]) -> int:
     folder = str(args.output or session.sessions_folder() / name / "runs" / "001")
     plan = engine_of(spec.engine).run(spec, Target(name, "001", f"{name}-001", folder, folder))
     if args.dry_run or not args.output:
+        for file in plan.files:
+            if file.is_secret and not args.dry_run:
+                say(f"secret variables are not shown; it takes them from {file.path}, which --output FOLDER writes.")
         print(plan.files[0].text if plan.files and not args.dry_run else plan.text(), end="")
         return 0
     commands = RenderedFile(str(args.output / "commands.txt"), plan.text())

@@ -8,8 +8,7 @@ import warnings
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.gpu_checks import no_gpu
 from magi_attention.doctor.system import UNLIMITED, System
-from magi_attention.env import launch as env
-from magi_attention.env import registry
+from magi_attention.env import registry, secrets
 
 GIB = 2**30
 SHM_BYTES, SHM_LEAST_BYTES = 8 * GIB, GIB
@@ -179,5 +178,5 @@ def check_environment(system: System) -> Finding:
         if have is not None and (value == "*" or have.upper() == value):
             return Finding("env", WARNING, f"{name}={have} {effect}", f"unset {name}")
     prefixes = (registry.PREFIX, "NCCL_", "NVSHMEM_", "TORCH_NCCL_")
-    known = [f"{n}={env.shown(n, v)}" for n, v in sorted(system.environ.items()) if n.startswith(prefixes)]
+    known = [f"{n}={secrets.shown(n, v)}" for n, v in sorted(system.environ.items()) if n.startswith(prefixes)]
     return Finding("env", OK, ", ".join(known) or "no variable of MAGI_ATTENTION_, NCCL_ or NVSHMEM_ is set")

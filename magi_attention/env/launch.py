@@ -5,19 +5,10 @@ from __future__ import annotations
 
 from magi_attention.env import registry
 
-# Parts of names whose values stay out of reports and records, which people send to others.
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH")
-LEFT_OUT = "(left out)"
-
 
 def magi_home() -> str:
     """Folder that holds the sessions; ``~/.magi`` if unset. Nothing is created."""
     return registry.get("MAGI_HOME") or "~/.magi"
-
-
-def shown(name: str, value: str) -> str:
-    """``value``, or words in its place if the name says that it is a secret."""
-    return LEFT_OUT if any(word in name.upper() for word in _SECRET) else value
 
 
 def is_magi_home_set() -> bool:

@@ -13,19 +13,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from magi_attention.env import launch as env
+from magi_attention.env import secrets
 from magi_attention.errors import LaunchError
-from magi_attention.launch import processes, provenance, session
+from magi_attention.launch import processes, provenance, rollcall, session
 from magi_attention.launch.engines import docker, engine_of
 from magi_attention.launch.node import check_command
 from magi_attention.launch.plan import LaunchPlan
 from magi_attention.launch.session import Run, Session
 from magi_attention.launch.spec import LaunchSpec, check_name, check_spec
 from magi_attention.launch.supervise import Outcome, Supervisor, run_steps, write_files
+from magi_attention.launch.textfile import open_private
 
 STEP_TIMEOUT_S = 60.0
 IMAGE_TIMEOUT_S = 1800.0  # an image may have to be pulled
 QUEUE_GRACE_S = 60.0  # a queue may not show a job at once
+LEFT_QUEUE = "not in the queue"
 Report = Callable[[str], None]
 
 
@@ -68,6 +70,8 @@ def check_here(spec: LaunchSpec) -> None:
     """``LaunchError`` if what is to be run is not there; on other machines the nodes see to it themselves."""
     if spec.engine == "local":
         check_command(spec.command, has_same_python=not spec.python and "PYTHONPATH" not in spec.environment)
+        if spec.rendezvous.address:
+            rollcall.find_address(spec.rendezvous.address, 0)
 
 
 def plan_run(made: Session, command: Sequence[str]) -> LaunchPlan:
@@ -87,8 +91,8 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
     with session.locked(made):
         target = session.next_target(made)
         plan = engine.run(spec, target)
-        hide = without_secrets(spec)
-        facts = provenance.facts([hide(word) for word in sys.argv])
+        hide = secrets.hider(spec.environment)
+        facts = provenance.facts([hide(secrets.shown_argument(word)) for word in sys.argv])
         facts.update(command=list(spec.command), plan=hide(plan.text()))
         facts.update(nodes=spec.nodes, world_size=spec.world_size)
         facts["image"] = _image(spec)
@@ -100,7 +104,7 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
                 current.data["job"] = answer
                 session.end_run(current, session.SUBMITTED, None, "")
                 return current, Outcome(0, f"Submitted: {answer}")
-            outcome = _supervise(plan, current, spec.grace_s, _print_line if show else lambda line: None)
+            outcome = _supervise(plan, current, spec.grace_s, Terminal() if show else lambda line: None)
         except LaunchError as error:
             session.end_run(current, session.FAILED, None, str(error))
             raise
@@ -114,20 +118,6 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
         return current, outcome
 
 
-def without_secrets(spec: LaunchSpec) -> Callable[[str], str]:
-    """A function that leaves the values of secret variables of the spec out of a text."""
-    pairs = [(value, env.shown(name, value)) for name, value in spec.environment.items()]
-    # A short one, such as that of TOKENIZERS_PARALLELISM=false, is no secret and stands in many a word.
-    hidden = sorted((p for p in pairs if p[0] != p[1] and len(p[0]) >= 8), key=lambda p: -len(p[0]))
-
-    def hide(text: str) -> str:
-        for value, words in hidden:
-            text = text.replace(value, words)
-        return text
-
-    return hide
-
-
 def _image(spec: LaunchSpec) -> dict[str, str] | None:
     """The image and, where this machine knows it, its digest."""
     if not spec.container.image:
@@ -136,17 +126,26 @@ def _image(spec: LaunchSpec) -> dict[str, str] | None:
     return {"name": spec.container.image, "digest": known or "unknown here"}
 
 
-def _print_line(line: bytes) -> None:
-    try:
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
-    except (BrokenPipeError, ValueError):  # why go on: the log has it all
-        pass
+class Terminal:
+    """Standard output for the lines of a run. Once it cannot be written any more the run goes on, for the log has it
+    all; who writes to it next is told."""
+
+    def __init__(self) -> None:
+        self._is_broken = False
+
+    def __call__(self, line: bytes) -> None:
+        if self._is_broken or sys.stdout is None:
+            return
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+        except (OSError, ValueError):  # full, or its reader is gone
+            self._is_broken = True
 
 
 def _supervise(plan: LaunchPlan, current: Run, grace_s: float, show: Callable[[bytes], None]) -> Outcome:
     try:
-        log = (current.folder / "output.log").open("wb")
+        log = open(open_private(current.folder / "output.log"), "wb")
     except OSError as error:
         raise LaunchError(f"{current.folder / 'output.log'} cannot be made ({error.strerror}).") from None
     try:
@@ -180,7 +179,7 @@ def _ask_queue(engine: Any, spec: LaunchSpec, current: Run) -> None:
     if answer is None:
         current.data["queue"] = f"unknown, `{step.text()}` failed"
         return
-    current.data["queue"] = ", ".join(sorted({line for line in answer.splitlines() if line})) or "gone"
+    current.data["queue"] = ", ".join(sorted({line for line in answer.splitlines() if line})) or LEFT_QUEUE
     code_file = current.folder / "exit_code"
     text = code_file.read_text().strip() if code_file.exists() else ""
     if text:  # it is empty for a moment before the job writes it
@@ -189,7 +188,7 @@ def _ask_queue(engine: Any, spec: LaunchSpec, current: Run) -> None:
     elif current.data["queue"] in ("Succeeded", "Failed"):
         is_done = current.data["queue"] == "Succeeded"
         session.end_run(current, session.DONE if is_done else session.FAILED, int(not is_done), "")
-    elif current.data["queue"] == "gone" and time.time() - current.data["started"] > QUEUE_GRACE_S:
+    elif current.data["queue"] == LEFT_QUEUE and time.time() - current.data["started"] > QUEUE_GRACE_S:
         session.end_run(current, session.FAILED, None, "It left the queue without a result; its log may say why.")
 
 
@@ -201,7 +200,9 @@ def describe(made: Session, runs: Sequence[Run]) -> dict[str, Any]:
         seconds = (data.get("ended") or time.time()) - data["started"]
         row = {"run": current.target.run, "state": current.state, "seconds": round(seconds, 1)}
         row.update(command=data["command"], exit_code=data.get("exit_code"), reason=data.get("reason") or "")
-        rows.append({**row, "queue": data.get("queue", ""), "folder": current.target.folder})
+        # What the queue says only matters as long as the run is its own.
+        queue = data.get("queue", "") if current.state == session.SUBMITTED else ""
+        rows.append({**row, "queue": queue, "folder": current.target.folder})
     spec = made.spec
     facts = {"session": made.name, "state": made.state, "engine": spec.engine, "nodes": spec.nodes}
     return {**facts, "ranks_per_node": spec.ranks_per_node, "folder": str(made.folder), "runs": rows}

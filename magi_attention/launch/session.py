@@ -23,6 +23,7 @@ from magi_attention.errors import LaunchError
 from magi_attention.launch import processes
 from magi_attention.launch.plan import Target
 from magi_attention.launch.spec import LaunchSpec, check_name
+from magi_attention.launch.textfile import write_private
 from magi_attention.launch.toml import build
 
 UP, DOWN = "up", "down"
@@ -52,7 +53,7 @@ def write_json(path: Path, data: Any) -> None:
     """Replaces the file in one step, so that a reader never sees half of it."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_private(part, json.dumps(data, indent=1) + "\n")
         os.replace(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -70,8 +71,10 @@ def make_session(name: str, spec: LaunchSpec, is_implicit: bool = False) -> Sess
     if (folder / "session.json").exists() and read_session(name).state == UP:
         raise LaunchError(f"Session {name} is up already; `magi down {name}` ends it, or choose another --name.")
     try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # the spec may hold secrets for the ranks
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)  # the spec may hold secrets for the ranks, and logs what they print
+        folder.chmod(0o700)
+        (folder / "runs").mkdir(exist_ok=True)
     except OSError as error:
         raise LaunchError(
             f"The session folder {folder} cannot be made ({error.strerror}); make it writable, or set MAGI_HOME to "
@@ -141,9 +144,8 @@ def next_target(session: Session) -> Target:
     numbers = [int(p.name) for p in (session.folder / "runs").glob("*") if p.name.isdecimal()]
     run = f"{max(numbers, default=0) + 1:03d}"
     folder = session.folder / "runs" / run
-    return Target(
-        session.name, run, f"{session.name}-{run}-{secrets.token_hex(3)}", str(folder), _node_folder(session, run)
-    )
+    run_id, token = f"{session.name}-{run}-{secrets.token_hex(3)}", secrets.token_hex(16)
+    return Target(session.name, run, run_id, str(folder), _node_folder(session, run), token)
 
 
 def _node_folder(session: Session, run: str) -> str:
@@ -161,7 +163,8 @@ def start_run(session: Session, target: Target, facts: dict[str, Any]) -> Run:
         raise LaunchError(f"{target.folder} cannot be made ({error.strerror}); free space, or set MAGI_HOME.") from None
     own = os.getpid()
     launcher = {"pid": own, "start_time": processes.start_time(own), "boot": _boot_id()}
-    data = {"target": dataclasses.asdict(target), "state": RUNNING, "started": time.time(), "launcher": launcher}
+    recorded = dataclasses.asdict(dataclasses.replace(target, token=""))
+    data = {"target": recorded, "state": RUNNING, "started": time.time(), "launcher": launcher}
     run = Run(target, RUNNING, {**data, **facts})
     try:
         (run.folder / RESERVE).write_bytes(b"0" * RESERVE_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,11 @@ from magi_attention.launch.toml import build, read_toml
 ENGINES = ("local", "docker", "ssh", "slurm", "k8s")
 K8S_TEMPLATES = ("jobset", "lws", "pytorchjob")
 DEFAULT_PORT = 29500
-RESERVED = ("MAGI_RUN_ID", "MAGI_RUN_FOLDER")
+HEAD = "MAGI_RUN_HEAD"  # the variable in which a job of Slurm keeps the address of node 0
+RESERVED = ("MAGI_RUN_ID", "MAGI_RUN_FOLDER", "MAGI_RUN_TOKEN", HEAD)
+# Of Slurm, which Kubernetes takes here, too: minutes, minutes:seconds, hours:minutes:seconds, each behind days-.
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+_ENDLESS = ("UNLIMITED", "INFINITE")
 # Also a DNS label with room for what engines add, because k8s makes host names of it.
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -64,23 +68,28 @@ class Ssh:
 
 @dataclass(frozen=True)
 class Slurm:
-    """``gpus_per_node`` is passed as ``--gpus-per-node`` if not 0. ``directives`` are further #SBATCH options."""
+    """``gpus_per_node`` is passed as ``--gpus-per-node`` if not 0; without it there are as many as ranks.
+    ``directives`` are further #SBATCH options, as they stand in a script."""
 
     partition: str = ""
     account: str = ""
     time: str = "01:00:00"
-    gpus_per_node: int = 0
+    gpus_per_node: int | None = None
     exclusive: bool = True
     directives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class K8s:
-    """``rdma_resource`` names the extended resource of the RDMA device plugin, such as rdma/ib."""
+    """``gpus_per_node`` is 0 for none; without it there are as many as ranks. ``rdma_resource`` names the extended
+    resource of the RDMA device plugin, such as rdma/ib. ``queue`` is a local queue of Kueue. ``time`` as for Slurm;
+    no limit without it."""
 
     template: str = "jobset"
     namespace: str = "default"
-    gpus_per_node: int = 0
+    queue: str = ""
+    time: str = ""
+    gpus_per_node: int | None = None
     rdma_resource: str = ""
     max_restarts: int = 0
     host_network: bool = False
@@ -115,6 +124,27 @@ class LaunchSpec:
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def gpus_per_node(self, asked: int | None) -> int:
+        """What a queue is asked for: ``asked``, or a GPU for each rank unless the containers are to have none."""
+        if asked is not None:
+            return asked
+        return 0 if self.container.gpus == "none" else self.ranks_per_node
+
+
+def seconds_of(time: str) -> int | None:
+    """Seconds of a time limit as Slurm writes it; None for no limit, ``ValueError`` if it is none."""
+    if time.upper() in _ENDLESS:
+        return None
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise ValueError(time)
+    days, first, second, third = (int(match[name] or 0) for name in ("days", "first", "second", "third"))
+    if match["days"] is not None:  # days-hours:minutes:seconds
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match["third"] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
 
 
 def read_spec(path: Path) -> LaunchSpec:
@@ -162,14 +192,17 @@ def check_spec(spec: LaunchSpec) -> LaunchSpec:
     for name, value in (("nodes", spec.nodes), ("ranks_per_node", spec.ranks_per_node)):
         if value < 1:
             raise LaunchError(f"{name} is {value}; give at least 1.")
-    for name, value in (("max_restarts", spec.max_restarts), ("k8s.max_restarts", spec.k8s.max_restarts)):
-        if value < 0:
+    counts = {"max_restarts": spec.max_restarts, "k8s.max_restarts": spec.k8s.max_restarts}
+    counts |= {"slurm.gpus_per_node": spec.slurm.gpus_per_node, "k8s.gpus_per_node": spec.k8s.gpus_per_node}
+    for name, value in counts.items():
+        if value is not None and value < 0:
             raise LaunchError(f"{name} is {value}; give 0 for none.")
     if spec.rendezvous.timeout_s < 1 or spec.grace_s < 1:
         raise LaunchError("rendezvous.timeout_s and grace_s are seconds; give at least 1.")
     port = spec.rendezvous.port
     if port is not None and not 1024 <= port <= 65535:
         raise LaunchError(f"rendezvous.port is {port}; use one from 1024 to 65535.")
+    _check_texts(spec)
     if any(character.isspace() for character in spec.rendezvous.address):
         raise LaunchError(f"rendezvous.address is {spec.rendezvous.address!r}; give one host name or IP address.")
     for name in spec.environment:
@@ -184,6 +217,28 @@ def check_spec(spec: LaunchSpec) -> LaunchSpec:
     return spec
 
 
+def _check_texts(spec: LaunchSpec) -> None:
+    """No word may end before its end: a NUL ends an argument, a line break a line of a script or of a file."""
+    for where, text in _texts(dataclasses.asdict(spec)):
+        if "\0" in text:
+            raise LaunchError(f"{where} has a NUL character, which no command line can hold; leave it out.")
+        is_for_ranks = where.partition(".")[0] in ("command", "environment")  # these may have line breaks
+        if not is_for_ranks and text.splitlines() not in ([], [text]):
+            raise LaunchError(f"{where} is {text!r}; it must be one line.")
+
+
+def _texts(value: object, where: str = "") -> Iterator[tuple[str, str]]:
+    """(field, text) of all texts of a spec."""
+    if isinstance(value, str):
+        yield where or "the spec", value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{where}.{name}" if where else name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner, where)
+
+
 def _check_engine(spec: LaunchSpec) -> None:
     """What only one engine asks for."""
     if spec.engine in ("docker", "k8s") and not spec.container.image:
@@ -192,10 +247,41 @@ def _check_engine(spec: LaunchSpec) -> None:
         raise LaunchError(
             "engine local starts processes without a container; use engine docker, or leave the image out."
         )
-    if spec.engine == "k8s" and spec.k8s.template not in K8S_TEMPLATES:
+    if spec.engine == "k8s":
+        _check_k8s(spec)
+    elif spec.engine == "slurm":
+        _check_slurm(spec)
+    elif spec.engine == "ssh":
+        _check_ssh(spec)
+
+
+def _check_time(name: str, time: str) -> None:
+    try:
+        seconds_of(time)
+    except ValueError:
+        raise LaunchError(f"{name} is {time!r}; write it as 30 (minutes), 04:00:00, or 2-00 (days-hours).") from None
+
+
+def _check_k8s(spec: LaunchSpec) -> None:
+    if spec.k8s.template not in K8S_TEMPLATES:
         raise LaunchError(f"k8s.template is {spec.k8s.template!r}; use one of {', '.join(K8S_TEMPLATES)}.")
-    if spec.engine != "ssh":
-        return
+    if spec.k8s.time:
+        _check_time("k8s.time", spec.k8s.time)
+        if spec.k8s.template == "lws":
+            raise LaunchError("k8s.time is set, and a LeaderWorkerSet runs until it is deleted; leave the time out.")
+
+
+def _check_slurm(spec: LaunchSpec) -> None:
+    _check_time("slurm.time", spec.slurm.time)
+    for line in spec.slurm.directives:
+        if not line.startswith("-"):
+            raise LaunchError(f"slurm.directives has {line!r}; write an option of sbatch, such as --qos=high.")
+    for mount in spec.container.mounts:
+        if "," in mount:
+            raise LaunchError(f"container.mounts has {mount!r}; Slurm reads the comma as the end of a mount.")
+
+
+def _check_ssh(spec: LaunchSpec) -> None:
     if len(spec.ssh.hosts) < spec.nodes:
         raise LaunchError(
             f"engine ssh has {len(spec.ssh.hosts)} hosts for {spec.nodes} nodes; name them in ssh.hosts or with "

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO
 
 from magi_attention.errors import LaunchError
 from magi_attention.launch.failure import FailureReport, describe_code
 from magi_attention.launch.node import REFUSED, STOPPED
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
+from magi_attention.launch.textfile import write_private
 
 OTHERS_GRACE_S = 5.0  # for the other nodes, whose last lines may tell more about a failure
 REFUSED_GRACE_S = 1.0  # where a node did not even start, they have less to tell
@@ -54,7 +54,7 @@ class _Node:
 def write_files(files: tuple[RenderedFile, ...]) -> None:
     for file in files:
         try:
-            Path(file.path).write_text(file.text, encoding="utf-8")
+            write_private(file.path, file.text)
         except OSError as error:
             raise LaunchError(f"{file.path} cannot be written ({error.strerror}); free space there.") from None
 
@@ -72,13 +72,12 @@ def run_steps(plan: LaunchPlan, timeout_s: float, report: Callable[[str], None])
             done = subprocess.run(
                 step.argv,
                 env={**os.environ, **step.environment},
-                stdin=subprocess.DEVNULL,
+                input=step.stdin,  # and then its end
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
                 timeout=timeout_s,
             )
+            printed = done.stdout.decode("utf-8", "replace")
         except OSError as error:
             raise LaunchError(
                 f"{step.argv[0]} cannot be started ({error.strerror}), which was to {step.label}; install it or "
@@ -86,11 +85,11 @@ def run_steps(plan: LaunchPlan, timeout_s: float, report: Callable[[str], None])
             ) from None
         except subprocess.TimeoutExpired:
             raise LaunchError(f"{step.text()} had not ended after {timeout_s:g} s ({step.label}).") from None
-        is_tolerated = bool(step.tolerated) and step.tolerated.lower() in done.stdout.lower()
+        is_tolerated = bool(step.tolerated) and step.tolerated.lower() in printed.lower()
         if done.returncode != 0 and not is_tolerated:
-            words = " ".join(done.stdout.split())[-600:] or "it printed nothing"
+            words = " ".join(printed.split())[-600:] or "it printed nothing"
             raise LaunchError(f"{step.label}: `{step.text()}` ended with code {done.returncode}: {words}")
-        outputs.append(done.stdout)
+        outputs.append(printed)
     return outputs
 
 
@@ -166,6 +165,8 @@ class Supervisor:
         self._nodes.append(node)
         self._open += 1
         threading.Thread(target=self._read, args=(node,), daemon=True).start()
+        if step.stdin:  # in a thread: it may not fit into the pipe, and nobody may come to read it
+            threading.Thread(target=_write_all, args=(process.stdin.fileno(), step.stdin), daemon=True).start()
 
     def _read(self, node: _Node) -> None:
         for line in node.process.stdout:
@@ -272,6 +273,12 @@ class Supervisor:
         last = f": {' '.join(lines[-3:])[-600:]}" if lines else " and printed nothing."
         ending = describe_code(node.process.returncode)
         return f"{node.step.label[0].upper()}{node.step.label[1:]} ended with {ending}{last}"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # why: the command is gone, which the supervisor sees
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def _interrupt(number: int, frame: object) -> None:

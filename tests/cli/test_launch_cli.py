@@ -43,7 +43,7 @@ def test_dry_run_of_every_verb_prints_and_makes_nothing(home, spec, capsys):
         "run --spec {spec}": "sbatch --parsable",
         "run --nodes 2 train.py": "-- train.py",
         "run --nodes 2 train.py --ranks-per-node 3 -- train.py": "-- train.py train.py",
-        "run": "torch.distributed.run --standalone",
+        "run": "torch.distributed.run --standalone --local-addr 127.0.0.1",
         "test": "-m pytest",
         "test --suite cpu": "'not gpu and not multinode'",
         "test --suite multinode": "magi_attention.testing.rank_pytest -m multinode tests/multinode",
@@ -82,10 +82,61 @@ def test_render_writes_files(spec, tmp_path, capsys):
     assert "torch" not in (out / "commands.txt").read_text() and "a.py" in (out / "commands.txt").read_text()
 
 
+def test_a_queue_is_asked_for_a_gpu_of_each_rank(capsys):
+    def gpus(*words: str) -> str:
+        assert main(["render", *words, "a.py", "--ranks-per-node", "4"]) == 0
+        return capsys.readouterr().out
+
+    assert "#SBATCH --gpus-per-node=4" in gpus("slurm")
+    assert "#SBATCH --gpus-per-node=2" in gpus("slurm", "--gpus-per-node", "2")
+    assert "gpus-per-node" not in gpus("slurm", "--gpus-per-node", "0") + gpus("slurm", "--gpus", "none")
+    for template in ("jobset", "lws", "pytorchjob"):
+        assert gpus(template, "--image", "i").count('"nvidia.com/gpu": 4') == 2  # limits and requests
+        assert "nvidia.com" not in gpus(template, "--image", "i", "--gpus", "none")
+
+
+def test_options_of_queues(spec, capsys):
+    words = ["--partition", "gpu", "--account", "lab", "--time", "2-00", "--gpus-per-node", "8"]
+    assert main(["render", "slurm", "--spec", spec, *words]) == 0
+    printed = capsys.readouterr().out
+    for line in ("--partition=gpu", "--account=lab", "--time=2-00", "--gpus-per-node=8"):
+        assert f"#SBATCH {line}\n" in printed
+    words = ["--namespace", "lab", "--queue", "long", "--time", "1:00:30", "--gpus-per-node", "8"]
+    assert main(["render", "jobset", "--spec", spec, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metadata"]["namespace"] == "lab"
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "long"
+    assert found["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3630
+    assert main(["render", "pytorchjob", "--spec", spec, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3630
+
+
+def test_rendered_secrets_go_to_a_file_of_their_own(spec, tmp_path, capsys):
+    out = tmp_path / "out"
+    for target, file in (("slurm", "secrets.env"), ("jobset", "secrets.json")):
+        words = ["render", target, "--spec", spec, "--env", "API_KEY=s3cr3ts3cr3t"]
+        assert main(words) == 0
+        printed = capsys.readouterr()
+        assert "s3cr3t" not in printed.out + printed.err and file in printed.err
+        assert main([*words, "--output", str(out)]) == 0
+        assert str(out / file) in capsys.readouterr().out
+        assert "s3cr3ts3cr3t" in (out / file).read_text()
+        assert "s3cr3t" not in (out / "commands.txt").read_text()
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o600}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["run", "--nodes", "2"], "There is nothing to run"),
+        (["run", "a.py", "--partition", "gpu"], "--partition is for engine slurm, and the engine is local"),
+        (["render", "jobset", "a.py", "--image", "i", "--account", "x"], "--account is for engine slurm"),
+        (["render", "slurm", "a.py", "--queue", "x"], "--queue is for engine k8s"),
+        (["up", "--time", "10"], "--time is for engine slurm or k8s"),
+        (["render", "slurm", "a.py", "--time", "soon"], "slurm.time is 'soon'; write it as 30 (minutes)"),
+        (["render", "lws", "a.py", "--image", "i", "--time", "3"], "a LeaderWorkerSet runs until it is deleted"),
+        (["render", "slurm", "a.py", "--partition", "a\nb"], "slurm.partition is 'a\\nb'; it must be one line"),
+        (["run", __file__, "--address", "no-such-host.invalid"], "does not resolve on"),
         (["run", "a.py", "--steps", "3"], "--steps belongs to the built-in example"),
         (["run", "a.py", "--no-replay"], "--no-replay belongs to the built-in example"),
         (["run", "--", "--steps"], "belong to a script"),

@@ -14,6 +14,9 @@ FOREVER_S = 3600  # the test ends the ranks long before
 mode, *rest = sys.argv[1:]
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"rank {rank} of {world} says {mode} {rest} {os.environ.get('GREETING', '')}", flush=True)
+for name in rest:
+    if name in os.environ:
+        print(f"{name} is {os.environ[name]}", flush=True)
 print(f"rank {rank} on stderr", file=sys.stderr, flush=True)
 if mode == "crash" and rank == rest[0]:
     sys.exit(7)

@@ -136,6 +136,10 @@ else:
     subprocess.Popen(["bash", sys.argv[2]], env=environment, stdout=open(log, "wb"), stderr=subprocess.STDOUT)
     print("4711;cluster")
 """
+SCONTROL = """
+import sys
+print("node0\\nnode1" if sys.argv[1] == "show" else "NodeName=node0 NodeAddr=127.0.0.1 NodeHostName=node0")
+"""
 SRUN = """
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -152,7 +156,7 @@ def slurm(magi, tmp_path):
     programs = tmp_path / "bin"
     stand_in(programs, "sbatch", SBATCH)
     stand_in(programs, "srun", SRUN)
-    stand_in(programs, "scontrol", "print('127.0.0.1'); print('another-host')")
+    stand_in(programs, "scontrol", SCONTROL)
     stand_in(programs, "squeue", "")
     stand_in(programs, "scancel", "import sys; open(__file__ + '.log', 'a').write(' '.join(sys.argv[1:]) + '\\n')")
     magi.environment["PATH"] = f"{programs}:{os.environ['PATH']}"
@@ -161,12 +165,15 @@ def slurm(magi, tmp_path):
 
 def test_slurm_job_runs_as_rendered(slurm, tmp_path):
     words = ("--engine", "slurm", "--nodes", "2", "--ranks-per-node", "2", "--port", str(free_port()))
-    words += ("--python", sys.executable, "--env", "GREETING=good day")
-    done = slurm("run", SCRIPT, *words, "--name", "job", "--", "hello", "a b")
+    words += ("--python", sys.executable, "--env", "GREETING=good day", "--env", "API_KEY=it's s3cr3t")
+    done = slurm("run", SCRIPT, *words, "--name", "job", "--", "hello", "a b", "API_KEY")
     assert done.returncode == 0 and "4711" in done.stdout, done.stderr
     wait_until(lambda: (slurm.folder("job") / "exit_code").exists(), "the job has ended")
-    assert "[rank 3]: rank 3 of 4 says hello ['a b'] good day" in slurm("logs", "job", "--rank", "3").stdout
-    assert slurm.status("job")["runs"][0]["state"] == "done"
+    assert "[rank 3]: rank 3 of 4 says hello ['a b', 'API_KEY'] good day" in slurm("logs", "job", "--rank", "3").stdout
+    assert "[rank 0]: API_KEY is it's s3cr3t" in slurm.output("job")
+    row = slurm.status("job")["runs"][0]
+    assert (row["state"], row["queue"]) == ("done", "") and "001 done" in slurm("status").stdout
+    assert "queue" not in slurm("status").stdout and "gone" not in slurm("status").stdout
     assert slurm("down", "job").returncode == 0
     assert "--name magi-job-001-" in (tmp_path / "bin" / "scancel.log").read_text()
 
@@ -174,7 +181,8 @@ def test_slurm_job_runs_as_rendered(slurm, tmp_path):
 def test_a_slurm_job_that_vanishes(slurm, tmp_path):
     stand_in(tmp_path / "bin", "sbatch", "print('4712')")
     assert slurm("run", SCRIPT, "--engine", "slurm", "--name", "lost", "--", "hello").returncode == 0
-    assert slurm.status("lost")["runs"][0]["queue"] == "gone"
+    assert slurm.status("lost")["runs"][0]["queue"] == "not in the queue"
+    assert "001 submitted, not in the queue" in slurm("status").stdout
     path = slurm.folder("lost") / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1.0}))
     row = slurm.status("lost")["runs"][0]
@@ -204,10 +212,12 @@ if words[0] == "image":
     print('sha256:1234 ["me/magi@sha256:5678"]')
 if words[0] == "run" and "--interactive" in words:
     command = words[words.index("me/magi:1") + 1:]
-    command[command.index("--log-dir") + 1] = words[words.index("--user") + 3].split(":")[0]
+    command[command.index("--log-dir") + 1] = words[words.index("--mount") + 1].split(",")[1].split("=", 1)[1]
     command[command.index("--master-addr") + 1] = "127.0.0.1"
-    environment = dict(words[i + 1].split("=", 1) for i, w in enumerate(words) if w == "--env")
-    os.execvpe(command[0], command, {**os.environ, **environment})
+    given = [words[i + 1] for i, w in enumerate(words) if w == "--env"]
+    environment = dict(w.split("=", 1) if "=" in w else (w, os.environ[w]) for w in given)
+    kept = {n: v for n, v in os.environ.items() if n in ("PATH", "PYTHONPATH", "MAGI_HOME", "HOME")}
+    os.execvpe(command[0], command, {**kept, **environment})
 """
 
 
@@ -223,12 +233,14 @@ def docker(magi, tmp_path):
 def test_docker_runs_its_argv(docker):
     name = f"dock-{os.getpid()}"
     words = ("--engine", "docker", "--image", "me/magi:1", "--python", sys.executable, "--nodes", "2")
-    words += ("--port", str(free_port()), "--name", name, "--gpus", "none")
-    done = docker("run", SCRIPT, *words, "--", "hello")
+    words += ("--port", str(free_port()), "--name", name, "--gpus", "none", "--env", "GREETING=good day")
+    done = docker("run", SCRIPT, *words, "--env", "API_KEY=s3cr3ts3cr3t", "--", "hello", "API_KEY")
     assert done.returncode == 0 and "[rank 1]: rank 1 of 2 says hello" in done.stdout, done.stderr
+    assert "good day" in done.stdout and "API_KEY is s3cr3ts3cr3t" in done.stdout
     facts = json.loads((docker.folder(name) / "run.json").read_text())
     assert facts["image"] == {"name": "me/magi:1", "digest": 'sha256:1234 ["me/magi@sha256:5678"]'}
     log = docker.docker_log.read_text()
+    assert "s3cr3ts3cr3t" not in log + (docker.folder(name) / "run.json").read_text() and "--env API_KEY" in log
     assert f"network create --label com.magi.session={name} magi-{name}" in log
     assert f"network rm magi-{name}" in log, "a session of its own is taken down after the run"
 

@@ -138,6 +138,30 @@ def test_lines_of_a_command():
         list(lines_of(Step("logs", ("/no/such/program",))))
 
 
+def test_lines_of_a_command_that_warns_a_lot():
+    """More on standard error than a pipe holds, before the last line and in front of a failure."""
+    code = "import sys; print('first', flush=True); sys.stderr.write('w' * 300_000 + '{}'); print('last'); sys.exit({})"
+    argv = (sys.executable, "-c")
+    assert list(lines_of(Step("logs", (*argv, code.format("", 0))))) == ["first", "last"]
+    with pytest.raises(LaunchError, match="no such pod$") as told:
+        list(lines_of(Step("logs", (*argv, code.format("no such pod", 1)))))
+    assert len(str(told.value)) < 5000
+
+
+def test_variables_by_standard_input():
+    """More than a pipe holds, to nodes that read them late or never, and what follows them is left for the node."""
+    step = Step("x", (), exports={"A": "it's", "B": "b" * 100_000, "C": "c" * 100_000})
+    shell = f'eval "$(head -c {len(step.stdin)})" && echo "${{A}} ${{#B}} ${{#C}}" && exec cat'
+    steps = [Step("node 0", ("sh", "-c", shell), exports=step.exports), Step("node 1", ("true",), exports=step.exports)]
+    log = io.BytesIO()
+    supervisor = Supervisor(LaunchPlan("test", tuple(steps), is_concurrent=True), log, lambda line: None, DEADLINE_S)
+    supervisor._stop_at = 0.0  # the end of standard input is what ends cat
+    assert supervisor.run().exit_code == 0
+    assert log.getvalue().decode() == "[node 0]: it's 100000 100000\n"
+    look = Step("look", ("sh", "-c", shell), exports=step.exports)
+    assert run_steps(LaunchPlan("steps", (look,)), DEADLINE_S, lambda text: None) == ["it's 100000 100000\n"]
+
+
 def test_following_a_log(tmp_path):
     path, writes = tmp_path / "output.log", iter(["a\nb", "c\n", "d"])
     path.write_text("")

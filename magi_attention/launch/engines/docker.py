@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 from collections.abc import Sequence
 
-from magi_attention.launch.engines.node_command import SESSION_LABEL, container_name, docker_look, docker_run, node_argv
+from magi_attention.launch.engines.node_command import (
+    SESSION_LABEL,
+    container_name,
+    docker_look,
+    docker_run,
+    docker_variables,
+    node_argv,
+)
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.spec import LaunchSpec
 
@@ -22,7 +31,8 @@ def up(spec: LaunchSpec, session: str) -> LaunchPlan:
     image = spec.container.image
     if spec.preflight:
         look = docker_look(spec, ["--user", f"{os.getuid()}:{os.getgid()}"])
-        steps = [Step(f"doctor in {image}, which is pulled if it is not here", tuple(look))]
+        label = f"doctor in {image}, which is pulled if it is not here"
+        steps = [Step(label, tuple(look), docker_variables(spec))]
     else:
         argv = ("docker", "run", "--rm", "--entrypoint", "true", image)
         steps = [Step(f"see that {image} is here, or pull it", argv)]
@@ -39,7 +49,7 @@ def image_digest(spec: LaunchSpec) -> Step:
 
 def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
     network = network_name(spec, target.session)
-    extra = ["--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{target.folder}:{LOGS}"]
+    extra = ["--user", f"{os.getuid()}:{os.getgid()}", "--mount", _mount(target.folder, LOGS)]
     # With the host's network there is nothing to find by name: all nodes are this machine.
     head = "127.0.0.1" if network == "host" else container_name(target, 0)
     steps = []
@@ -51,10 +61,19 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
             ("--node-rank", str(node)),
             ("--master-addr", spec.rendezvous.address or head),
             LOGS,
+            is_late_name=network != "host",
         )
-        steps.append(Step(f"node {node}", (*docker_run(spec, target, node, network, extra), *argv)))
+        argv = (*docker_run(spec, target, node, network, extra), *argv)
+        steps.append(Step(f"node {node}", argv, docker_variables(spec, target)))
     title = f"run {target.run_id}: {spec.nodes} containers x {spec.ranks_per_node} ranks on this machine"
     return LaunchPlan(title, tuple(steps), is_concurrent=True)
+
+
+def _mount(source: str, where: str) -> str:
+    """A value for ``--mount``, which docker reads as CSV: a path may hold a colon or a comma."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(["type=bind", f"source={source}", f"target={where}"])
+    return line.getvalue()
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:

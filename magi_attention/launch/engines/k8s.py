@@ -2,7 +2,7 @@
 """Engine ``k8s``: one object per run, a JobSet; LeaderWorkerSet and PyTorchJob are other templates for it.
 
 Manifests are JSON, which kubectl reads as it does YAML. The runner finds its number and node 0 by variables that the
-controllers set; if one is missing it says so rather than run alone.
+controllers set; if one is missing it says so rather than run alone. Secret variables are in a Secret of the run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from magi_attention.launch.engines.node_command import CONTAINER_LOGS, DOCTOR, RUN_LABEL, SESSION_LABEL, node_argv
+from magi_attention.env import secrets
+from magi_attention.launch.engines.node_command import (
+    CONTAINER_LOGS,
+    DOCTOR,
+    RUN_LABEL,
+    SESSION_LABEL,
+    node_argv,
+    token_of,
+)
 from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step, Target
 from magi_attention.launch.processes import MARK
-from magi_attention.launch.spec import LaunchSpec
+from magi_attention.launch.spec import LaunchSpec, seconds_of
 
 IS_QUEUE = True
+SECRETS = "secrets.json"  # in the run's folder
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 NODES = "nodes"  # name of the one replicated job of a JobSet
 # template -> resource name for kubectl
 RESOURCES = {
@@ -34,28 +44,49 @@ def _labels(target: Target) -> dict[str, str]:
 
 
 def _runner(spec: LaunchSpec, target: Target, rank: Sequence[str], address: Sequence[str]) -> list[str]:
-    argv = node_argv(spec, target, spec.python or "python", rank, address, CONTAINER_LOGS, watch_stdin=False)
+    python = spec.python or "python"
+    argv = node_argv(spec, target, python, rank, address, CONTAINER_LOGS, watch_stdin=False, is_late_name=True)
     return [_literal(word) for word in argv]
 
 
 def _literal(text: str) -> str:
-    """Kubernetes would put the value of NAME in place of $(NAME)."""
-    return text.replace("$(", "$$(")
+    """Kubernetes would put the value of NAME in place of $(NAME), and $ in place of $$."""
+    return text.replace("$", "$$")
+
+
+def _hidden(spec: LaunchSpec, target: Target) -> dict[str, str]:
+    """Variables for the Secret of a run. An account needs the right to make one only where there are any: without
+    them the nodes know one another by the run's id."""
+    hidden = secrets.split(spec.environment)[1]
+    return {**hidden, **token_of(target)} if hidden else {}
+
+
+def _variables(spec: LaunchSpec, target: Target) -> list[dict]:
+    plain = {**secrets.split(spec.environment)[0], MARK: target.run_id}
+    entries: list[dict] = [{"name": name, "value": _literal(value)} for name, value in plain.items()]
+    for name in _hidden(spec, target):
+        entries.append({"name": name, "valueFrom": {"secretKeyRef": {"name": object_name(target), "key": name}}})
+    return sorted(entries, key=lambda entry: entry["name"])
+
+
+def secret(spec: LaunchSpec, target: Target) -> dict:
+    """The Secret of a run; its values are not expanded."""
+    metadata = {"name": object_name(target), "namespace": spec.k8s.namespace, "labels": _labels(target)}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": _hidden(spec, target)}
 
 
 def pod_spec(spec: LaunchSpec, target: Target, command: list[str], container_name: str = "node") -> dict:
     """One node: all its GPUs, memory for /dev/shm, and the right to pin memory where RDMA is asked for."""
     limits: dict[str, object] = {}
-    if spec.k8s.gpus_per_node:
-        limits["nvidia.com/gpu"] = spec.k8s.gpus_per_node
+    if gpus := spec.gpus_per_node(spec.k8s.gpus_per_node):
+        limits["nvidia.com/gpu"] = gpus
     if spec.k8s.rdma_resource:
         limits[spec.k8s.rdma_resource] = 1
-    variables = {**spec.environment, MARK: target.run_id}
     container: dict[str, object] = {
         "name": container_name,
         "image": spec.container.image,
         "command": command,
-        "env": [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())],
+        "env": _variables(spec, target),
         "ports": [{"name": "rendezvous", "containerPort": spec.port}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
         "readinessProbe": {
@@ -90,8 +121,14 @@ def _quantity(size: str) -> str:
     return f"{size[:-1]}{size[-1].upper()}i" if size[-1:] in "kmg" else size
 
 
+def _deadline(spec: LaunchSpec) -> dict[str, int]:
+    seconds = seconds_of(spec.k8s.time) if spec.k8s.time else None
+    return {} if seconds is None else {"activeDeadlineSeconds": seconds}
+
+
 def _object(api_version: str, kind: str, spec: LaunchSpec, target: Target, body: dict) -> dict:
-    metadata = {"name": object_name(target), "namespace": spec.k8s.namespace, "labels": _labels(target)}
+    labels = _labels(target) | ({QUEUE_LABEL: spec.k8s.queue} if spec.k8s.queue else {})
+    metadata = {"name": object_name(target), "namespace": spec.k8s.namespace, "labels": labels}
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": body}
 
 
@@ -106,6 +143,7 @@ def jobset(spec: LaunchSpec, target: Target) -> dict:
         "completions": spec.nodes,
         "parallelism": spec.nodes,
         "backoffLimit": 0,  # one pod that fails fails the job; the policy below decides about another try
+        **_deadline(spec),
         "template": {"metadata": {"labels": _labels(target)}, "spec": pod},
     }
     body = {
@@ -140,7 +178,8 @@ def pytorchjob(spec: LaunchSpec, target: Target) -> dict:
     replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": template}}
     if spec.nodes > 1:
         replicas["Worker"] = {"replicas": spec.nodes - 1, "restartPolicy": "Never", "template": template}
-    body = {"runPolicy": {"backoffLimit": spec.k8s.max_restarts}, "pytorchReplicaSpecs": replicas}
+    policy = {"backoffLimit": spec.k8s.max_restarts, **_deadline(spec)}
+    body = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return _object("kubeflow.org/v1", "PyTorchJob", spec, target, body)
 
 
@@ -148,17 +187,27 @@ TEMPLATES: dict[str, Callable[[LaunchSpec, Target], dict]] = {"jobset": jobset, 
 
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
-    argv = ("kubectl", "--namespace", spec.k8s.namespace, "auth", "can-i", "create", RESOURCES[spec.k8s.template])
-    step = Step("see that this account may start runs", argv)
-    return LaunchPlan(f"up: session {session}, each run a {spec.k8s.template} of Kubernetes", (step,))
+    resources = [RESOURCES[spec.k8s.template], *(["secrets"] if secrets.split(spec.environment)[1] else [])]
+    steps = [
+        Step(f"see that this account may make {name}", _kubectl(spec, "auth", "can-i", "create", name))
+        for name in resources
+    ]
+    return LaunchPlan(f"up: session {session}, each run a {spec.k8s.template} of Kubernetes", tuple(steps))
 
 
 def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
     path = f"{target.folder}/{spec.k8s.template}.json"
     text = json.dumps(TEMPLATES[spec.k8s.template](spec, target), indent=2) + "\n"
-    step = Step("submit", ("kubectl", "apply", "--filename", path))
+    files = [RenderedFile(path, text)]
+    if _hidden(spec, target):
+        own = json.dumps(secret(spec, target), indent=2) + "\n"
+        files.append(RenderedFile(f"{target.folder}/{SECRETS}", own, is_secret=True))
+    argv = ["kubectl", "apply"]
+    for file in reversed(files):  # the pods want their Secret
+        argv += ["--filename", file.path]
+    step = Step("submit", tuple(argv))
     title = f"run {target.run_id}: {spec.nodes} pods x {spec.ranks_per_node} ranks as a {spec.k8s.template}"
-    return LaunchPlan(title, (step,), (RenderedFile(path, text),))
+    return LaunchPlan(title, (step,), tuple(files))
 
 
 def _kubectl(spec: LaunchSpec, *words: str) -> tuple[str, ...]:
@@ -179,6 +228,7 @@ def logs(spec: LaunchSpec, target: Target, follow: bool = False) -> Step | None:
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
-    argv = _kubectl(spec, "delete", RESOURCES[spec.k8s.template], "--ignore-not-found")
+    resources = RESOURCES[spec.k8s.template] + (",secrets" if secrets.split(spec.environment)[1] else "")
+    argv = _kubectl(spec, "delete", resources, "--ignore-not-found")
     steps = [Step(f"delete run {t.run}", (*argv, object_name(t))) for t in targets]
     return LaunchPlan(f"down: session {session}", tuple(steps))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from magi_attention.launch.engines.node_command import DOCTOR, node_argv
+from magi_attention.launch.engines.node_command import DOCTOR, node_argv, token_of
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.processes import MARK
 from magi_attention.launch.spec import LaunchSpec
@@ -47,7 +47,7 @@ def _environment(spec: LaunchSpec, target: Target) -> dict[str, str]:
     own = {"PYTHONPATH": os.pathsep.join(paths)}
     if "OMP_NUM_THREADS" not in os.environ:  # the nodes share the cores of one machine
         own["OMP_NUM_THREADS"] = str(max(num_cores() // spec.world_size, 1))
-    return {**own, **spec.environment, MARK: target.run_id}
+    return {**own, **spec.environment, **token_of(target), MARK: target.run_id}
 
 
 def num_cores() -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from magi_attention.env import secrets
 from magi_attention.launch.plan import Target
+from magi_attention.launch.processes import MARK
+from magi_attention.launch.rollcall import TOKEN
 from magi_attention.launch.spec import Container, LaunchSpec
 
 SESSION_LABEL, RUN_LABEL = "com.magi.session", "com.magi.run"
@@ -21,13 +24,16 @@ def node_argv(
     address: Sequence[str],
     log_dir: str,
     watch_stdin: bool = True,
+    is_late_name: bool = False,
 ) -> tuple[str, ...]:
     """argv of the node runner. ``rank`` and ``address`` are options with their value, such as ``--node-rank 1`` or
-    ``--node-rank-from SLURM_NODEID``."""
+    ``--node-rank-from SLURM_NODEID``. ``is_late_name``: the address may resolve only once node 0 is there."""
     argv = [python, "-m", "magi_attention.launch.node", "--run-id", target.run_id]
     argv += ["--nodes", str(spec.nodes), *rank, "--ranks-per-node", str(spec.ranks_per_node)]
     argv += [*address, "--master-port", str(spec.port), "--timeout", str(spec.rendezvous.timeout_s)]
     argv += ["--grace", str(spec.grace_s)]
+    if is_late_name and not spec.rendezvous.address:
+        argv += ["--resolve-timeout", str(spec.rendezvous.timeout_s)]
     if spec.max_restarts:
         argv += ["--max-restarts", str(spec.max_restarts)]
     argv += ["--log-dir", log_dir]
@@ -59,11 +65,23 @@ def container_flags(container: Container) -> list[str]:
     return [*flags, *container.flags]
 
 
-def place_flags(spec: LaunchSpec) -> list[str]:
-    """Environment and working folder of a container."""
+def token_of(target: Target) -> dict[str, str]:
+    """The variable by which the nodes of a run know one another."""
+    return {TOKEN: target.token} if target.token else {}
+
+
+def docker_variables(spec: LaunchSpec, target: Target | None = None) -> dict[str, str]:
+    """Variables of a container that docker takes from its own environment, because argv is no place for secrets."""
+    return {**secrets.split(spec.environment)[1], **(token_of(target) if target else {})}
+
+
+def place_flags(spec: LaunchSpec, target: Target | None = None) -> list[str]:
+    """Environment and working folder of a container; of ``docker_variables`` the names alone."""
     flags = []
-    for name, value in sorted(spec.environment.items()):
+    for name, value in sorted(secrets.split(spec.environment)[0].items()):
         flags += ["--env", f"{name}={value}"]
+    for name in sorted(docker_variables(spec, target)):
+        flags += ["--env", name]
     return flags + (["--workdir", spec.workdir] if spec.workdir else [])
 
 
@@ -74,10 +92,10 @@ def docker_look(spec: LaunchSpec, extra: Sequence[str] = ()) -> list[str]:
 
 
 def docker_run(spec: LaunchSpec, target: Target, node: int, network: str, extra: Sequence[str] = ()) -> list[str]:
-    """``docker run`` of one node, up to and including the image. Standard input stays open, so that the node sees
-    when the launcher is gone."""
+    """``docker run`` of one node, up to and including the image, for a shell with ``docker_variables``. Standard input
+    stays open, so that the node sees when the launcher is gone."""
     argv = ["docker", "run", "--rm", "--interactive", "--init", "--name", container_name(target, node)]
     argv += ["--label", f"{SESSION_LABEL}={target.session}", "--label", f"{RUN_LABEL}={target.run_id}"]
     argv += ["--network", network, *container_flags(spec.container), *extra]
-    argv += ["--env", f"MAGI_RUN_ID={target.run_id}", *place_flags(spec)]
+    argv += ["--env", f"{MARK}={target.run_id}", *place_flags(spec, target)]
     return [*argv, spec.container.image]

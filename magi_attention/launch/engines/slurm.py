@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine ``slurm``: one sbatch script per run; srun starts the runner once per node, in a container by pyxis."""
+"""Engine ``slurm``: one sbatch script per run; srun starts the runner once per node, in a container by pyxis.
+
+Secret variables are in a file beside the script, because Slurm keeps scripts and shows command lines.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
+from magi_attention.env import secrets
+from magi_attention.errors import LaunchError
 from magi_attention.launch.engines.node_command import node_argv
-from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step, Target
+from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step, Target, export_script
 from magi_attention.launch.processes import MARK
-from magi_attention.launch.spec import LaunchSpec
+from magi_attention.launch.rollcall import TOKEN
+from magi_attention.launch.spec import HEAD, LaunchSpec
 
 IS_QUEUE = True
+SECRETS = "secrets.env"  # in the run's folder
+# sbatch takes a backslash before any character; it blanks these two words in a line wherever they stand.
+_SPECIAL = re.compile(r"[^A-Za-z0-9=/_.,:@+-]|(?<=h)e(?=tjob)|(?<=p)a(?=ckjob)", re.IGNORECASE)
 
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
@@ -24,24 +34,29 @@ def job_name(target: Target) -> str:
 
 
 def directives(spec: LaunchSpec, target: Target) -> list[str]:
-    own = spec.slurm
+    """Options of sbatch as they stand behind #SBATCH. Those of the user are words of sbatch already."""
+    own, gpus = spec.slurm, spec.gpus_per_node(spec.slurm.gpus_per_node)
     found = [f"--job-name={job_name(target)}", f"--nodes={spec.nodes}", "--ntasks-per-node=1"]
-    found += [f"--time={own.time}", f"--output={target.folder}/output.log"]
+    found += [f"--time={own.time}", f"--output={target.folder.replace('%', '%%')}/output.log"]
     if own.exclusive:
         found.append("--exclusive")
-    if own.gpus_per_node:
-        found.append(f"--gpus-per-node={own.gpus_per_node}")
+    if gpus:
+        found.append(f"--gpus-per-node={gpus}")
     if own.partition:
         found.append(f"--partition={own.partition}")
     if own.account:
         found.append(f"--account={own.account}")
-    return [*found, *own.directives]
+    return [*map(_quoted, found), *own.directives]
+
+
+def _quoted(word: str) -> str:
+    return _SPECIAL.sub(r"\\\g<0>", word)
 
 
 def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
     """srun of one runner per node; the first that fails ends the others."""
     argv = ["srun", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1"]
-    argv += ["--kill-on-bad-exit=1", "--unbuffered"]
+    argv += ["--kill-on-bad-exit=1", "--unbuffered", "--export=ALL"]
     if spec.container.image:
         argv += [f"--container-image={spec.container.image}", "--no-container-mount-home"]
         mounts = [*spec.container.mounts, f"{target.folder}:{target.folder}"]  # the last for the logs of the ranks
@@ -49,43 +64,65 @@ def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
         if spec.workdir:
             argv.append(f"--container-workdir={spec.workdir}")
         # Without this the image's own values win over those of the job.
-        argv.append(f"--container-env={','.join(sorted([*spec.environment, MARK]))}")
+        argv.append(f"--container-env={','.join(sorted([*spec.environment, HEAD, MARK, TOKEN]))}")
     elif spec.workdir:
         argv.append(f"--chdir={spec.workdir}")
     return argv
 
 
 def script(spec: LaunchSpec, target: Target) -> str:
-    """The sbatch script. Node 0 is found on the batch host, where scontrol is, and never guessed."""
-    head = shlex.quote(spec.rendezvous.address) if spec.rendezvous.address else ""
+    """The sbatch script. Node 0 is found on the batch host, where scontrol is, and never guessed. A token for the
+    nodes is made there, too, so that it stands in no file."""
+    address = ("--master-addr", spec.rendezvous.address)
+    if not spec.rendezvous.address:
+        address = ("--master-addr-from", HEAD)
     runner = node_argv(
         spec,
         target,
         spec.python or ("python" if spec.container.image else "python3"),
         ("--node-rank-from", "SLURM_NODEID"),
-        ("--master-addr", "@HEAD@"),
+        address,
         target.folder,
         watch_stdin=False,
     )
+    plain, hidden = secrets.split(spec.environment)
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {line}" for line in directives(spec, target)), ""]
-    lines += ["set -euo pipefail", f"trap 'echo $? > {shlex.quote(target.folder + '/exit_code')}' EXIT"]
-    if head:
-        lines.append(f"head={head}")
-    else:
-        lines.append('hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST}")')
-        lines.append("head=${hosts%%$'\\n'*}")
-        lines.append('[[ -n "${head}" ]] || { echo "Slurm named no host for this job." >&2; exit 2; }')
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
-    lines.append(f"export {MARK}={shlex.quote(target.run_id)}")
-    command = shlex.join([*srun_argv(spec, target), *runner]).replace("@HEAD@", '"${head}"')
-    return "\n".join([*lines, "", command, ""])
+    lines += ["set -euo pipefail", f"folder={shlex.quote(target.folder)}", *_FINISH]
+    if not spec.rendezvous.address:
+        lines += _FIND_HEAD
+    lines += export_script({**plain, MARK: target.run_id}).splitlines()
+    lines += [f'source "${{folder}}/{SECRETS}"'] if hidden else []
+    lines += [f"{TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')", f"export {TOKEN}"]
+    return "\n".join([*lines, "", shlex.join([*srun_argv(spec, target), *runner]), ""])
+
+
+_FINISH = ('finish() { echo "$?" > "${folder}/exit_code"; }', "trap finish EXIT")
+# The address is the one by which Slurm itself reaches the node, whose name need not resolve.
+_FIND_HEAD = (
+    'hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST}")',
+    "host=${hosts%%$'\\n'*}",
+    '[[ -n "${host}" ]] || { echo "Slurm named no host for this job." >&2; exit 2; }',
+    'facts=" $(scontrol --oneliner show node "${host}") " || facts=""',
+    "address=${facts#* NodeAddr=}",
+    f"{HEAD}=${{host}}",
+    f'[[ "${{address}}" == "${{facts}}" ]] || {HEAD}=${{address%% *}}',
+    f"export {HEAD}",
+)
 
 
 def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
-    path = f"{target.folder}/job.sbatch"
+    if spec.container.image and set(target.folder) & set(",:"):
+        raise LaunchError(
+            f"The session folder {target.folder} has a comma or a colon, which separate the mounts of a container of "
+            "Slurm; set MAGI_HOME to another folder."
+        )
+    path, hidden = f"{target.folder}/job.sbatch", secrets.split(spec.environment)[1]
     step = Step("submit", ("sbatch", "--parsable", path))
     title = f"run {target.run_id}: {spec.nodes} nodes x {spec.ranks_per_node} ranks as a job of Slurm"
-    return LaunchPlan(title, (step,), (RenderedFile(path, script(spec, target)),))
+    files = [RenderedFile(path, script(spec, target))]
+    if hidden:
+        files.append(RenderedFile(f"{target.folder}/{SECRETS}", export_script(hidden), is_secret=True))
+    return LaunchPlan(title, (step,), tuple(files))
 
 
 def status(spec: LaunchSpec, target: Target) -> Step:

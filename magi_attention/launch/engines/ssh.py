@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine ``ssh``: node k is host k of a list. Hosts need the package (or docker and the image) and a key."""
+"""Engine ``ssh``: node k is host k of a list. Hosts need the package (or docker and the image) and a key.
+
+Variables go over the standard input of ssh: neither here nor there do they stand in a command line.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from magi_attention.launch.engines.node_command import (
     CONTAINER_LOGS,
@@ -12,7 +16,9 @@ from magi_attention.launch.engines.node_command import (
     container_name,
     docker_look,
     docker_run,
+    docker_variables,
     node_argv,
+    token_of,
 )
 from magi_attention.launch.plan import LaunchPlan, Step, Target
 from magi_attention.launch.processes import MARK
@@ -34,14 +40,25 @@ def ssh_argv(spec: LaunchSpec, host: str, remote: str) -> tuple[str, ...]:
     return (*argv, *spec.ssh.options, "--", host, remote)
 
 
-def _in_workdir(spec: LaunchSpec, argv: Sequence[str]) -> str:
-    """A line for the shell of the host; ``exec``, so that the shell does not stay in between."""
-    change = f"cd {shlex.quote(spec.workdir)} && " if spec.workdir else ""
-    return f"{change}exec {shlex.join(argv)}"
+def _step(
+    spec: LaunchSpec, label: str, host: str, argv: Sequence[str], workdir: str, variables: Mapping[str, str], **more
+) -> Step:
+    """``argv`` on a host, with ``variables``; ``exec``, so that no shell stays in between. sh runs the line, whatever
+    the shell of the account is."""
+    line = f"cd -- {shlex.quote(workdir)} && exec {shlex.join(argv)}" if workdir else f"exec {shlex.join(argv)}"
+    step = Step(label, (), exports=variables, **more)
+    if step.stdin:  # so many bytes are the script; what follows is for the program
+        line = f'eval "$(head -c {len(step.stdin)})" && {line}'
+    return dataclasses.replace(step, argv=ssh_argv(spec, host, f"exec sh -c {shlex.quote(line)}"))
 
 
 def _python(spec: LaunchSpec) -> str:
     return spec.python or ("python" if spec.container.image else "python3")
+
+
+def _workdir(spec: LaunchSpec) -> str:
+    """Of the shell on a host; that of a container is docker's business."""
+    return "" if spec.container.image else spec.workdir
 
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
@@ -51,11 +68,11 @@ def up(spec: LaunchSpec, session: str) -> LaunchPlan:
         if spec.container.image:
             pull = ["docker", "run", "--rm", "--entrypoint", "true", spec.container.image]
             argv = docker_look(spec) if spec.preflight else pull
-            label = f"{host}: reach it and see that {spec.container.image} runs"
+            label, variables = f"{host}: reach it and see that {spec.container.image} runs", docker_variables(spec)
         else:
             argv = [_python(spec), *(DOCTOR if spec.preflight else ("-m", "magi_attention.launch.node", "--help"))]
-            label = f"{host}: reach it and find the package"
-        steps.append(Step(label, ssh_argv(spec, host, _in_workdir(spec, argv))))
+            label, variables = f"{host}: reach it and find the package", spec.environment
+        steps.append(_step(spec, label, host, argv, _workdir(spec), variables))
     return LaunchPlan(f"up: session {session} on {len(steps)} hosts", tuple(steps))
 
 
@@ -69,11 +86,10 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
         argv = list(node_argv(spec, target, _python(spec), rank, address, folder))
         if in_container:
             argv = docker_run(spec, target, node, spec.container.network or "host") + argv
-            remote = f"exec {shlex.join(argv)}"
+            variables = docker_variables(spec, target)
         else:
-            pairs = [f"{name}={value}" for name, value in sorted(spec.environment.items())]
-            remote = _in_workdir(spec, ["env", *pairs, f"{MARK}={target.run_id}", *argv])
-        steps.append(Step(f"node {node} ({host})", ssh_argv(spec, host, remote)))
+            variables = {**spec.environment, **token_of(target), MARK: target.run_id}
+        steps.append(_step(spec, f"node {node} ({host})", host, argv, _workdir(spec), variables))
     title = f"run {target.run_id}: {spec.nodes} hosts x {spec.ranks_per_node} ranks over ssh, meeting at {head}"
     return LaunchPlan(title, tuple(steps), is_concurrent=True)
 
@@ -95,5 +111,5 @@ def leftovers(spec: LaunchSpec, target: Target) -> LaunchPlan:
             argv = [_python(spec), "-m", "magi_attention.launch.node", "--run-id", target.run_id]
             argv, tolerated = [*argv, "--grace", str(spec.grace_s), "--sweep"], ""
         label = f"{host}: end what run {target.run} left"
-        steps.append(Step(label, ssh_argv(spec, host, _in_workdir(spec, argv)), tolerated=tolerated))
+        steps.append(_step(spec, label, host, argv, _workdir(spec), {}, tolerated=tolerated))
     return LaunchPlan(f"leftovers of run {target.run}", tuple(steps))
