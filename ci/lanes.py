@@ -90,6 +90,13 @@ LANES = {
         prepare=(OURS,),
         environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
     ),
+    "clusters": Lane(
+        "the launcher with a real Slurm of two nodes and a real sshd on this machine",
+        (("ci/clusters",),),
+        lock="test",
+        prepare=(OURS,),
+        environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
+    ),
     "site": Lane("the documentation site, without a warning", (("ci/site",),)),
     "wheels": Lane(
         "wheels in manylinux images by cibuildwheel, each held to ci/check_wheel.py",

@@ -182,6 +182,7 @@ def test_a_slurm_job_that_vanishes(slurm, tmp_path):
     stand_in(tmp_path / "bin", "sbatch", "print('4712')")
     assert slurm("run", SCRIPT, "--engine", "slurm", "--name", "lost", "--", "hello").returncode == 0
     assert slurm.status("lost")["runs"][0]["queue"] == "not in the queue"
+    slurm.environment["COLUMNS"] = "200"
     assert "001 submitted, not in the queue" in slurm("status").stdout
     path = slurm.folder("lost") / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1.0}))

@@ -20,8 +20,7 @@ from magi_attention.launch.spec import HEAD, LaunchSpec
 
 IS_QUEUE = True
 SECRETS = "secrets.env"  # in the run's folder
-# sbatch takes a backslash before any character; it blanks these two words in a line wherever they stand.
-_SPECIAL = re.compile(r"[^A-Za-z0-9=/_.,:@+-]|(?<=h)e(?=tjob)|(?<=p)a(?=ckjob)", re.IGNORECASE)
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9=/_.,:@%+-]*")
 
 
 def up(spec: LaunchSpec, session: str) -> LaunchPlan:
@@ -37,7 +36,7 @@ def directives(spec: LaunchSpec, target: Target) -> list[str]:
     """Options of sbatch as they stand behind #SBATCH. Those of the user are words of sbatch already."""
     own, gpus = spec.slurm, spec.gpus_per_node(spec.slurm.gpus_per_node)
     found = [f"--job-name={job_name(target)}", f"--nodes={spec.nodes}", "--ntasks-per-node=1"]
-    found += [f"--time={own.time}", f"--output={target.folder.replace('%', '%%')}/output.log"]
+    found += [f"--time={own.time}", f"--output={_file_name(target.folder)}/output.log"]
     if own.exclusive:
         found.append("--exclusive")
     if gpus:
@@ -50,7 +49,16 @@ def directives(spec: LaunchSpec, target: Target) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    return _SPECIAL.sub(r"\\\g<0>", word)
+    """A word as sbatch reads it back."""
+    if _PLAIN_WORD.fullmatch(word):
+        return word
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _file_name(path: str) -> str:
+    """A path as Slurm's daemon reads it: it fills in what stands behind %, unless there is a backslash in it."""
+    return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 
 
 def srun_argv(spec: LaunchSpec, target: Target) -> list[str]:
