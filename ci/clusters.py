@@ -30,7 +30,7 @@ SCRIPT = "tests/launch/rank_script.py"
 TRAIN = "examples/llama/train.py"
 PATIENCE_S = 180  # for whatever is waited for; a machine may be busy
 SECRET = "it's s3cr3ts3cr3t"
-ODD = "it's $(touch pwned) 50%j \"q\" a\\b #1"  # name of a folder
+ODD = 'it\'s $(touch pwned) 50%j "q" a\\b #1'  # name of a folder
 SLURM = """\
 ClusterName=magi
 SlurmctldHost={host}(127.0.0.1)
@@ -227,7 +227,7 @@ def slurm_of_two_nodes(folder: Path) -> Iterator[dict[str, str]]:
         try:
             wait_for("Slurm with two idle nodes", lambda: output_of(*asked, **variables) == "2 idle")
         except Failed as error:
-            logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in folder.glob("*.log"))
+            logs = "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in folder.glob("*.log"))
             raise Failed(f"{error}\n{logs}") from None
         yield variables
 

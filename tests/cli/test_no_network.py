@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one machine meet where no name resolves and nothing but loopback is there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magi_attention.cli.common import torchrun
+from magi_attention.testing.waiting import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = ("unshare", "--net", "--uts", "sh", "-c")
+BEGIN = "ip link set lo up && hostname nowhere.example"
+
+
+def test_torchrun_of_one_machine():
+    if (
+        not all(map(shutil.which, ("unshare", "ip", "hostname")))
+        or subprocess.run([*ALONE, BEGIN], capture_output=True).returncode
+    ):
+        pytest.skip("a network of its own needs root, unshare and ip")
+    script = str(ROOT / "tests" / "launch" / "rank_script.py")
+    line = f"{BEGIN} && exec {shlex.join([sys.executable, *torchrun(2), script, 'hello'])}"
+    done = subprocess.run(
+        [*ALONE, line], capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(w for w in done.stdout.splitlines() if w) == [f"rank {rank} of 2 says hello [] " for rank in range(2)]
