@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magi up`, `run`, `status`, `logs` and `down` with the daemons of a cluster, where tests have stand-ins for them.
 
-    ci/clusters                 both
+    ci/clusters                 all of them
     ci/clusters slurm           one of them
     ci/clusters --keep          leaves the folder with configuration and logs
 
-Everything lies in a folder of its own and listens at 127.0.0.1. Slurm has two nodes whose names do not resolve. What is
-checked prints a line; exit code 1 if a line says no.
+Everything lies in a folder of its own and listens at 127.0.0.1. Slurm has two nodes whose names do not resolve. Containers
+of docker have an empty image and see this machine's programs. What is checked prints a line; exit code 1 if a line says
+no. Where dockerd does not start, a line says that docker was not tried.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +61,10 @@ PartitionName=all Nodes=first,second Default=YES MaxTime=INFINITE State=UP
 
 class Failed(Exception):
     """What is told in place of a check's name."""
+
+
+class NotHere(Exception):
+    """Why something cannot be tried on this machine."""
 
 
 class Checks:
@@ -295,7 +301,54 @@ def try_ssh(folder: Path, check: Checks) -> None:
         check(told and "/no/such/python" in done.stderr, "ssh: a Python that is not there is named", done.stderr)
 
 
-ENGINES = {"slurm": try_slurm, "ssh": try_ssh}
+# ---- docker ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dockerd_with_an_image(folder: Path) -> Iterator[dict[str, str]]:
+    """The variable by which docker finds its daemon, which has the image ``empty``."""
+    folder.mkdir()
+    variables = {"DOCKER_HOST": f"unix://{folder}/docker.sock"}
+    own = [f"--{name}={folder}/{name}" for name in ("data-root", "exec-root", "pidfile")]
+    argv = [shutil.which("dockerd") or "", *own, f"--host={variables['DOCKER_HOST']}", "--storage-driver=vfs"]
+    if not argv[0]:
+        raise NotHere("dockerd is not installed")
+    with daemon(*argv, log=folder / "dockerd.log") as process:
+
+        def is_decided() -> bool:
+            return process.poll() is not None or bool(output_of("docker", "info", "--format", "{{.ID}}", **variables))
+
+        wait_for("dockerd", is_decided)
+        if process.poll() is not None:
+            last = (folder / "dockerd.log").read_text(errors="replace").strip().rpartition("\n")[2]
+            raise NotHere(f"dockerd does not start here: {last}")
+        with tarfile.open(folder / "empty.tar", "w"):
+            pass
+        output_of("docker", "import", str(folder / "empty.tar"), "empty", **variables)
+        yield variables
+
+
+def try_docker(folder: Path, check: Checks) -> None:
+    # The shortest name: a socket's path has at most 107 characters, and that of containerd is longer than ours.
+    with dockerd_with_an_image(folder / "d") as variables:
+        print(f"     docker {output_of('docker', 'version', '--format', '{{.Server.Version}}', **variables)}")
+        magi = Magi(folder / "a, home", **variables)
+        paths = {"/usr", "/bin", "/lib", "/lib64", sys.prefix, sys.base_prefix, str(ROOT)}
+        mounts = [word for path in sorted(paths) if Path(path).exists() for word in ("--mount", f"{path}:{path}:ro")]
+        mounts += ["--mount", f"{magi.home}:{magi.home}"]
+        try_session(magi, check, "docker", "--engine", "docker", "--image", "empty", "--gpus", "none", *mounts)
+        left = output_of("docker", "ps", "--all", "--quiet", **variables)
+        left += output_of("docker", "network", "ls", "--quiet", "--filter", "name=magi", **variables)
+        check(left == "", "docker: down leaves no container and no network", left)
+        done = magi("run", SCRIPT, "--engine", "docker", "--image", "no/such:image", "--gpus", "none", "--", "hello")
+        check(
+            done.returncode == 2 and "no/such" in done.stderr,
+            "docker: an image that is not there is named",
+            done.stderr,
+        )
+
+
+ENGINES = {"slurm": try_slurm, "ssh": try_ssh, "docker": try_docker}
 
 
 def main() -> int:
@@ -312,6 +365,8 @@ def main() -> int:
         for name in options.engines or ENGINES:
             try:
                 ENGINES[name](folder, check)
+            except NotHere as reason:
+                print(f"     {name} was not tried: {reason}")
             except (Failed, OSError, subprocess.SubprocessError) as error:
                 check(False, name, error)
     finally:

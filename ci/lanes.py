@@ -91,7 +91,7 @@ LANES = {
         environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
     ),
     "clusters": Lane(
-        "the launcher with a real Slurm of two nodes and a real sshd on this machine",
+        "the launcher with a real Slurm of two nodes, sshd and dockerd on this machine",
         (("ci/clusters",),),
         lock="test",
         prepare=(OURS,),
