@@ -5,9 +5,9 @@
     ci/clusters slurm           one of them
     ci/clusters --keep          leaves the folder with configuration and logs
 
-Everything lies in a folder of its own and listens at 127.0.0.1. Slurm has two nodes whose names do not resolve. Containers
-of docker have an empty image and see this machine's programs. What is checked prints a line; exit code 1 if a line says
-no. Where dockerd does not start, a line says that docker was not tried.
+Everything lies in a folder of its own and listens at 127.0.0.1. Slurm has two nodes whose names do not resolve.
+Containers of docker have an empty image and see this machine's programs. What is checked prints a line; exit code 1 if
+a line says no. Where dockerd does not start, a line says that docker was not tried.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import sys
 import time
@@ -60,7 +61,9 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=int, help="seconds for all nodes to arrive")
     group.add_argument("--no-preflight", action="store_true", help="no doctor on the nodes when the session is made")
     group.add_argument("--grace", type=int, help="seconds that ranks get to stop before they are killed")
-    group.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the ranks")
+    group.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="for the ranks; without a value the one here"
+    )
     group.add_argument("--python", help="interpreter on the nodes")
     group.add_argument("--workdir", help="working folder on the nodes")
     group.add_argument("--max-restarts", type=int, help="by torchrun, of all ranks; 0 without it")
@@ -114,9 +117,9 @@ def spec_from(args: argparse.Namespace) -> LaunchSpec:
     pairs = dict(spec.environment)
     for word in args.env:
         name, equals, value = word.partition("=")
-        if not equals:
-            raise UsageError(f"--env is {word!r}; write NAME=VALUE.")
-        pairs[name] = value
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env is {word!r}; write NAME=VALUE, or the name alone of a variable that is set here.")
+        pairs[name] = value if equals else os.environ[name]
     return check_spec(with_hosts(dataclasses.replace(spec, environment=pairs), Path.cwd()))
 
 
@@ -189,6 +192,8 @@ def _launch_in(made: session.Session, args: argparse.Namespace, command: list[st
             print(f"  {line}", file=sys.stderr)
     log = current.folder / "output.log"
     say(f"the whole log, with torchrun's report: {log}" if outcome.exit_code else f"logs: {current.folder}")
+    if outcome.output_error:
+        raise outcome.output_error
     return 130 if outcome.is_stopped else 1 if outcome.exit_code else 0
 
 

@@ -104,7 +104,9 @@ def run(made: Session, command: Sequence[str], report: Report, show: bool = True
                 current.data["job"] = answer
                 session.end_run(current, session.SUBMITTED, None, "")
                 return current, Outcome(0, f"Submitted: {answer}")
-            outcome = _supervise(plan, current, spec.grace_s, Terminal() if show else lambda line: None)
+            terminal = Terminal() if show else None
+            outcome = _supervise(plan, current, spec.grace_s, terminal or (lambda line: None))
+            outcome.output_error = terminal and terminal.error
         except LaunchError as error:
             session.end_run(current, session.FAILED, None, str(error))
             raise
@@ -127,20 +129,20 @@ def _image(spec: LaunchSpec) -> dict[str, str] | None:
 
 
 class Terminal:
-    """Standard output for the lines of a run. Once it cannot be written any more the run goes on, for the log has it
-    all; who writes to it next is told."""
+    """Standard output for the lines of a run. Once it is full or its reader is gone, which ``error`` tells, the run
+    goes on without it: the log has it all."""
 
     def __init__(self) -> None:
-        self._is_broken = False
+        self.error: OSError | None = None
 
     def __call__(self, line: bytes) -> None:
-        if self._is_broken or sys.stdout is None:
+        if self.error or sys.stdout is None:
             return
         try:
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
-        except (OSError, ValueError):  # full, or its reader is gone
-            self._is_broken = True
+        except OSError as error:
+            self.error = error
 
 
 def _supervise(plan: LaunchPlan, current: Run, grace_s: float, show: Callable[[bytes], None]) -> Outcome:

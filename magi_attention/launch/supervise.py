@@ -30,13 +30,15 @@ _PREFIX = re.compile(rb"\[(rank|node) \d+\]:")
 @dataclass
 class Outcome:
     """How a plan ended: ``exit_code`` 0 or that of the first node that failed, and a sentence. ``last_words`` are the
-    last lines of the rank that failed first, where one is known."""
+    last lines of the rank that failed first, where one is known. ``output_error`` is what kept its lines from standard
+    output, from some line on."""
 
     exit_code: int
     reason: str
     is_stopped: bool = False
     is_clean: bool = True  # every node ended by itself; else something may be left of it
     last_words: tuple[str, ...] = ()
+    output_error: OSError | None = None
 
 
 @dataclass

@@ -111,6 +111,20 @@ def test_options_of_queues(spec, capsys):
     assert json.loads(capsys.readouterr().out)["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3630
 
 
+def test_a_variable_by_its_name(spec, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("API_KEY", "s3cr3t")
+    monkeypatch.setenv("PLAIN", "a=b")
+    out = tmp_path / "out"
+    words = ["--env", "API_KEY", "--env", "PLAIN", "--env", "EMPTY=", "--output", str(out)]
+    assert main(["render", "slurm", "--spec", spec, *words]) == 0
+    assert (out / "secrets.env").read_text() == "export API_KEY=s3cr3t\n"
+    script = (out / "job.sbatch").read_text()
+    assert "export PLAIN=a=b\n" in script and "export EMPTY=''\n" in script
+    capsys.readouterr()
+    assert main(["render", "slurm", "--spec", spec, "--env", "NOT_SET_ANYWHERE"]) == 2
+    assert "the name alone of a variable that is set here" in capsys.readouterr().err
+
+
 def test_rendered_secrets_go_to_a_file_of_their_own(spec, tmp_path, capsys):
     out = tmp_path / "out"
     for target, file in (("slurm", "secrets.env"), ("jobset", "secrets.json")):

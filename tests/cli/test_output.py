@@ -54,10 +54,11 @@ def test_a_closed_pipe(words, buffered, tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
-def test_a_run_goes_on(tmp_path):
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_run_goes_on(buffered, tmp_path):
     """Its ranks end by themselves, and its log is whole."""
     with FULL.open("w") as full:
-        done = magi(["run", SCRIPT, "--name", "one", "--no-preflight", "--", "hello"], tmp_path, full)
+        done = magi(["run", SCRIPT, "--name", "one", "--no-preflight", "--", "hello"], tmp_path, full, buffered)
     check(done, "the output cannot be written")
     log = (tmp_path / "sessions" / "one" / "runs" / "001" / "output.log").read_text()
     assert "[rank 0]: rank 0 of 1 says hello" in log and "[rank 0]: rank 0 on stderr" in log

@@ -90,6 +90,24 @@ def test_the_address_that_slurm_knows(answer, head, tmp_path):
     assert record(tmp_path, ["bash", "job.sbatch"], SLURM_JOB_NODELIST="n[1-2]")[1]["MAGI_RUN_HEAD"] == head
 
 
+@pytest.mark.parametrize(
+    ("folder", "word"),
+    [
+        ("/a/b", "--output=/a/b/output.log"),
+        ("/a b", '"--output=/a b/output.log"'),
+        ("/50%j", "--output=/50%%j/output.log"),  # the daemon would fill in the job's number
+        ("/it's #1", '"--output=/it\'s #1/output.log"'),
+        ('/a"b', '"--output=/a\\"b/output.log"'),
+        # with a backslash the daemon fills in nothing and takes one of two backslashes, and sbatch one of two before it
+        ("/a\\b%j", '"--output=/a\\\\\\\\b%j/output.log"'),
+    ],
+)
+def test_words_behind_sbatch(folder, word):
+    """As Slurm 22.05 was seen to read them; ci/clusters tries it anew."""
+    lines = slurm.script(spec_of("slurm"), dataclasses.replace(TARGET, folder=folder)).splitlines()
+    assert f"#SBATCH {word}" in lines
+
+
 def test_two_jobs_have_two_tokens(tmp_path):
     program(tmp_path, "srun")
     text = slurm.script(spec_of("slurm-bare"), dataclasses.replace(TARGET, folder=str(tmp_path)))
