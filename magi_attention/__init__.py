@@ -13,11 +13,13 @@ from typing import Any
 
 from magi_attention.compat import paths
 from magi_attention.env import general, registry
+from magi_attention.native import install
 from magi_attention.version import __version__
 
 logging.getLogger("magi_attention").setLevel(general.log_level())
 registry.check_unknown()
 paths.install()  # of programs written for the published package
+install.warn_of_placeholder()
 git_version = __version__
 
 # Resolved on first use, so that `import magi_attention` costs little and `magi_attention.config` alone needs no torch.

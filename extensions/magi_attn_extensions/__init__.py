@@ -4,6 +4,7 @@
 ``magi_attn_extensions.MSA`` has block-sparse attention over a context-parallel group; it is imported by its own name.
 """
 
+from magi_attn_extensions import _found  # noqa: F401
 from magi_attn_extensions._version import __version__
 from magi_attn_extensions.dsa_interface import dsa_attn_func
 from magi_attn_extensions.fa2_interface_with_sink import (

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from magi_attention.env import launch as env
+from magi_attention.native import install
 
 ROOT = Path(__file__).resolve().parents[2]  # what Python imports the package from
 
@@ -56,7 +57,7 @@ def make_folder(name: str | Path, option: str) -> Path:
 
 def need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("The pictures need matplotlib; install it with `pip install 'magi_attention[report]'`.")
+        raise UsageError(f"The pictures need matplotlib; run `{install.needs('report')}`.")
 
 
 def show_table(title: str, rows: list[list[str]]) -> None:

@@ -23,7 +23,7 @@ NODES, RANKS_PER_NODE = 2, 2  # of the multinode suite where nothing else is ask
 def command_test(args: argparse.Namespace) -> int:
     source_file("tests")
     if importlib.util.find_spec("pytest") is None:
-        raise UsageError("pytest is not installed; `pip install 'magi_attention[dev]'` brings it.")
+        raise UsageError("pytest is not installed; run `pip install pytest pytest-xdist hypothesis`.")
     if args.suite == "multinode" or launch.launch_options_given(args):
         return launch_suite(args)
     if args.suite == "gpu" and not args.dry_run:

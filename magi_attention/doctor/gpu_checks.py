@@ -7,6 +7,7 @@ import re
 
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
+from magi_attention.native import install
 from magi_attention.native.families import capability_of, describe_capabilities, family_of, was_run
 
 # CUDA major version -> the oldest driver branch that runs it
@@ -84,7 +85,7 @@ def check_gpus(system: System) -> Finding:
             )
         if not native[family.library][0]:
             build = f"python -m magi_attention.native.build --arch {family.name}"
-            remedy = f"pip install 'magi_attention[{family.name}]', or in a checkout {build}"
+            remedy = f"{install.ours(f'{install.MAIN}[{family.name}]')}, or in a checkout {build}"
             evidence = f"{names}; the kernels for {arch} are not installed, PyTorch's are slower"
             return Finding("gpu", WARNING, evidence, remedy)
     if new := sorted({g.arch for g in gpus if not was_run(capability_of(g.arch))}):

@@ -102,7 +102,7 @@ def group_findings(data: dict[str, Any]) -> list[Finding]:
         check_all_reduce(data),
         check_pairs(data),
         check_clock_skew(data),
-        check_equal(data, "versions", "same", ERROR, "pip install the same {name} on every node, or use one image"),
+        check_equal(data, "versions", "same", ERROR, "install the same {name} on every node, or use one image"),
         check_equal(data, "environment", "envs", WARNING, "--env {name}=... sets it on every node"),
         check_equal(data, "mtu", "mtu", WARNING, "ip link set {name} mtu ... to the same value on every node"),
     ]

@@ -9,11 +9,27 @@ from pathlib import Path
 
 from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
 from magi_attention.doctor.system import System
+from magi_attention.native import install
 from magi_attention.version import __version__
 
 _WATCHED = ("libcudart", "libnccl", "libnvshmem_host", "libcudnn")
 _NODE_TRANSPORT = "MAGI_ATTENTION_NODE_TRANSPORT"
 _PINNED = re.compile(r"^(nvidia-(?:nccl|nvshmem)-cu\d+)\s*\(?==\s*([\w.]+)")
+
+
+def check_package(system: System) -> Finding:
+    """What is installed under our name is this package, and not the empty one of the public index."""
+    copies = system.copies(install.MAIN)
+    for version, folder, is_empty in copies:
+        if is_empty or version == install.PLACEHOLDER:
+            evidence = f"{install.MAIN} {version} in {folder} is the empty package of the public index"
+            remedy = f"pip uninstall --yes {install.MAIN}; {install.ours()}"
+            return Finding("pkg", ERROR, f"{evidence}, imported in place of this one where it comes first", remedy)
+    for version, folder, _ in copies:
+        if version != __version__:
+            evidence = f"{install.MAIN} {version} is installed in {folder}, and this is {__version__}"
+            return Finding("pkg", WARNING, evidence, install.ours(again=True))
+    return Finding("pkg", OK, f"{install.MAIN} {__version__}" + ("" if copies else ", not installed: a checkout"))
 
 
 def check_abi(system: System) -> Finding:
@@ -22,11 +38,11 @@ def check_abi(system: System) -> Finding:
     broken = {name: why for name, (is_there, why) in native.items() if is_there and why}
     if broken:
         name, why = next(iter(broken.items()))
-        return Finding("abi", ERROR, why, f"pip install --force-reinstall 'magi_attention=={__version__}'")
+        return Finding("abi", ERROR, why, install.ours(again=True))
     wheels = system.packages("magi-attention-")
     if other := {name: version for name, version in wheels.items() if version != __version__}:
         name, version = next(iter(other.items()))
-        remedy = f"pip install '{name}=={__version__}'"
+        remedy = install.ours(name)
         return Finding("abi", ERROR, f"{name} is {version}, magi_attention is {__version__}", remedy)
     there = [name for name, (is_there, _) in native.items() if is_there]
     absent = [name for name in native if name not in there]
@@ -41,12 +57,12 @@ def check_pins(system: System) -> Finding:
         return Finding("pins", SKIPPED, "torch pins no NCCL or NVSHMEM (a CPU build, or one that brings its own)")
     seen = []
     for pin in pins:
-        name, wanted = pin[1], pin[2]
-        have = system.version(name)
+        package, wanted = pin[1], pin[2]
+        have = system.version(package)
         if have != wanted:
-            what = f"{name} is {have}" if have else f"{name} is not installed"
-            return Finding("pins", WARNING, f"{what}, torch wants {wanted}", f"pip install '{name}=={wanted}'")
-        seen.append(f"{name} {have}")
+            what = f"{package} is {have}" if have else f"{package} is not installed"
+            return Finding("pins", WARNING, f"{what}, torch wants {wanted}", f"pip install '{package}=={wanted}'")
+        seen.append(f"{package} {have}")
     return Finding("pins", OK, ", ".join(seen))
 
 
@@ -91,6 +107,11 @@ def _listing(packages: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
 
 
+def _host_half(comm: dict[str, str]) -> str:
+    """The package of NVSHMEM that goes with our collectives."""
+    return f"nvidia-nvshmem-cu{next(iter(comm)).rpartition('-cu')[2]}"
+
+
 def check_nvshmem(system: System) -> Finding:
     """The host half of NVSHMEM is for the CUDA of torch, and goes with the device half inside our library."""
     packages, comm = system.packages("nvidia-nvshmem-cu"), system.packages("magi-attention-comm")
@@ -108,10 +129,10 @@ def check_nvshmem(system: System) -> Finding:
         )
     if not packages:
         if comm:
-            remedy = f"pip install 'magi_attention[nvshmem]=={__version__}'"
+            remedy = f"pip install {_host_half(comm)}"
             return Finding("nvs", ERROR, f"{_listing(comm)} needs NVSHMEM's host library, which is missing", remedy)
         if system.environ.get(_NODE_TRANSPORT) == "nvshmem":
-            remedy = f"pip install 'magi_attention[nvshmem]=={__version__}'"
+            remedy = f"pip install nvidia-nvshmem-cu13; {install.ours('magi_attention[nvshmem]')}"
             return Finding("nvs", ERROR, f"{_NODE_TRANSPORT}=nvshmem, and there is no NVSHMEM here", remedy)
         return Finding("nvs", SKIPPED, "no NVSHMEM here; rows cross between nodes by all-to-all-v")
     cuda = system.torch_cuda()
@@ -125,5 +146,5 @@ def check_nvshmem(system: System) -> Finding:
         return Finding("nvs", OK, f"{_listing(packages)}; {rest}")
     halves, why = system.nvshmem_halves()
     if why:
-        return Finding("nvs", ERROR, why, f"pip install 'magi_attention[nvshmem]=={__version__}'")
+        return Finding("nvs", ERROR, why, f"pip install --upgrade {_host_half(comm)}")
     return Finding("nvs", OK, f"{_listing(packages)}; {_listing(comm)} ({halves})")

@@ -27,6 +27,7 @@ CHECKS = (
     Check(
         "torch", "torch is there, new enough, and built for GPUs where there are some", STATIC, gpu_checks.check_torch
     ),
+    Check("pkg", "what is installed under the name of this package", STATIC, library_checks.check_package),
     Check("abi", "libraries of this package load and fit", STATIC, library_checks.check_abi),
     Check("pins", "NCCL and NVSHMEM have the versions that torch wants", STATIC, library_checks.check_pins),
     Check("nvs", "NVSHMEM's halves", STATIC, library_checks.check_nvshmem),

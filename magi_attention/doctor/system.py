@@ -100,6 +100,18 @@ class System:
         except metadata.PackageNotFoundError:
             return None
 
+    def copies(self, package: str) -> list[tuple[str, str, bool]]:
+        """(version, folder, is it empty) of each installed distribution of that name, the one that counts first.
+
+        Empty: it brings the package's ``__init__.py`` and no other module. Editable ones bring none and are not.
+        """
+        found = []
+        for distribution in metadata.distributions(name=package):
+            modules = {str(f) for f in distribution.files or () if str(f).endswith(".py")}
+            is_empty = modules == {f"{package}/__init__.py"}
+            found.append((distribution.version, str(distribution.locate_file("")), is_empty))
+        return found
+
     def requirements(self, package: str) -> list[str]:
         """Its Requires-Dist lines."""
         try:

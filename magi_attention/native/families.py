@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from magi_attention.native import install as pip
+
 Capability = tuple[int, int]
 
 
@@ -129,7 +131,7 @@ def was_run(capability: Capability) -> bool:
 def gpu_table() -> str:
     """The table of docs/gpus.md."""
     lines = [
-        "| GPUs | compute capability | runs by default | also there | `pip install` | what was run |",
+        "| GPUs | compute capability | runs by default | also there | to install | what was run |",
         "|---|---|---|---|---|---|",
     ]
     for row in GPU_ROWS:
@@ -142,10 +144,12 @@ def gpu_table() -> str:
 
 def install_table() -> str:
     """The table of README.md and docs/install.md: what each GPU installs."""
-    lines = ["| your GPU | command |", "|---|---|", "| none, or none of these | `pip install magi_attention` |"]
+    lines = ["| your GPU | command |", "|---|---|", f"| none, or none of these | `{pip.table_line('')}` |"]
     for install in dict.fromkeys(row.install for row in GPU_ROWS):
         gpus = "; ".join(row.gpus for row in GPU_ROWS if row.install == install)
-        lines.append(f"| {gpus} | `pip install 'magi_attention[{install}]'` |")
+        of_others = [extra for extra in install.split(",") if extra in pip.NEEDS]
+        first = f"`{pip.needs(*of_others)}`, then " if of_others else ""
+        lines.append(f"| {gpus} | {first}`{pip.table_line(install)}` |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
-from magi_attention.native import abi, families, info, wheels
+from magi_attention.native import abi, families, info, install, wheels
 from magi_attention.native.comm import abi as comm_abi
 from magi_attention.native.intact import why_damaged
 from magi_attention.native.toolchain import COMM, GIN, HOST, HOST_MODULE, LIB, PLANNER, library_file
@@ -64,7 +64,7 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
     remedy = _remedy(name.partition("_")[0])
     if not path.is_file():
         extra = {PLANNER: "", COMM: "nvshmem", GIN: ""}.get(name, name.rpartition("_")[2])
-        wheel = f"run `pip install 'magi_attention[{extra}]'`, or " if extra and folder == LIB else ""
+        wheel = f"run `{install.ours(f'{install.MAIN}[{extra}]')}`, or " if extra and folder == LIB else ""
         raise UnsupportedError(f"{path.name} is not built for this installation (no {path}); {wheel}{remedy}.")
     _refuse_damaged(path, remedy)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.native import abi
+from magi_attention.native import abi, install
 from magi_attention.native.info import BuildInfo, read_info
 from magi_attention.version import __version__
 
@@ -66,17 +66,17 @@ def choose(file: str, path: Sequence[str] | None = None, driver: tuple[int, ...]
 def why_unfit(library: Path, record: BuildInfo | None, driver: tuple[int, ...] = ()) -> str | None:
     """Why a library out of a wheel is not used, as a sentence with the remedy; None if it fits."""
     if record is None or not record.distribution:
-        return f"{library} has no record of a wheel; install its wheel again with `pip install --force-reinstall`."
+        return f"{library} has no record of a wheel; build and install its wheel again."
     if (record.version, record.abi) != (__version__, abi.ABI_VERSION):
         return (
             f"{library} is of version {record.version} (ABI {record.abi}), and magi_attention is {__version__} (ABI "
-            f"{abi.ABI_VERSION}); run `pip install '{record.distribution}=={__version__}'`."
+            f"{abi.ABI_VERSION}); run `{install.ours(record.distribution)}`."
         )
     least = tuple(map(int, record.min_driver.split("."))) if record.min_driver else ()
     if driver and driver < least:
         have, need = ".".join(map(str, driver)), record.min_driver
         older = re.sub(r"cu\d+$", "cu12", record.distribution)
-        instead = f", or run `pip install '{older}=={__version__}'`" if older != record.distribution else ""
+        instead = f", or run `{install.ours(older)}`" if older != record.distribution else ""
         return f"{library} needs an NVIDIA driver of {need} or newer, and this is {have}; update the driver{instead}."
     return None
 

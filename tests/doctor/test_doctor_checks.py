@@ -32,6 +32,7 @@ class Machine(System):
         self.commands = {}
         self.variables = {}
         self.installed = {"torch": "2.11.0"}
+        self.ours = []
         self.pins = []
         self.native = {"planner": (True, None), "ffa_sm90": (True, None)}
         self.capability_bits, self.halves = 0, ("device half 3.4.5, host half 3.4.5", None)
@@ -71,6 +72,9 @@ class Machine(System):
 
     def version(self, package):
         return self.installed.get(package)
+
+    def copies(self, package):
+        return self.ours
 
     def requirements(self, package):
         return self.pins
@@ -142,14 +146,14 @@ CASES = [
         {"gpus": smi(cap="8.9"), "native": {"planner": (True, None), "ffa_sm80": (False, "not built")}},
         WARNING,
         "kernels for sm89 are not installed",
-        "pip install 'magi_attention[sm80]', or in a checkout python -m magi_attention.native.build --arch sm80",
+        "'magi_attention[sm80]==1.1.1', or in a checkout python -m magi_attention.native.build --arch sm80",
     ),
     (
         gpu_checks.check_gpus,
         {"native": {"ffa_sm90": (False, "not built")}},
         WARNING,
         "kernels for sm90 are not installed",
-        "pip install 'magi_attention[sm90]'",
+        "--find-links dist 'magi_attention[sm90]==",
     ),
     (gpu_checks.check_gpus, {"gpus": smi(mig="Enabled")}, WARNING, "MIG is on for GPU 0, 1", "nvidia-smi -mig 0"),
     (
@@ -180,6 +184,17 @@ CASES = [
         "nvidia-fabricmanager",
     ),
     (gpu_checks.check_peers, {}, WARNING, "tells nothing", "nvidia-smi topo"),
+    (library_checks.check_package, {}, OK, f"magi_attention {__version__}, not installed", ""),
+    (library_checks.check_package, {"ours": [(__version__, "/site", False)]}, OK, f"magi_attention {__version__}", ""),
+    (
+        library_checks.check_package,
+        {"ours": [(__version__, "/site", False), ("0.0.1", "/user", True)]},
+        ERROR,
+        "magi_attention 0.0.1 in /user is the empty package",
+        f"pip uninstall --yes magi_attention; pip install --no-index --find-links dist magi_attention=={__version__}",
+    ),
+    (library_checks.check_package, {"ours": [("0.0.2", "/site", True)]}, ERROR, "0.0.2 in /site", "pip uninstall"),
+    (library_checks.check_package, {"ours": [("1.0.5", "/site", False)]}, WARNING, "1.0.5 is installed", "--no-index"),
     (library_checks.check_abi, {}, OK, "planner, ffa_sm90 load", ""),
     (library_checks.check_abi, {"native": {"planner": (False, "no")}}, OK, "planner not built", ""),
     (
@@ -187,14 +202,14 @@ CASES = [
         {"native": {"planner": (True, "libmagi_planner.so has ABI version 2, this package needs 3")}},
         ERROR,
         "ABI version 2",
-        f"pip install --force-reinstall 'magi_attention=={__version__}'",
+        f"pip install --no-index --find-links dist --no-deps --force-reinstall magi_attention=={__version__}",
     ),
     (
         library_checks.check_abi,
         {"installed": {"magi-attention-kernels-sm90-cu13": "0.1"}},
         ERROR,
         "magi-attention-kernels-sm90-cu13 is 0.1",
-        f"pip install 'magi-attention-kernels-sm90-cu13=={__version__}'",
+        f"pip install --no-index --find-links dist magi-attention-kernels-sm90-cu13=={__version__}",
     ),
     (
         library_checks.check_pins,
@@ -236,7 +251,7 @@ CASES = [
         {"variables": {"MAGI_ATTENTION_NODE_TRANSPORT": "nvshmem"}},
         ERROR,
         "MAGI_ATTENTION_NODE_TRANSPORT=nvshmem, and there is no NVSHMEM here",
-        "pip install 'magi_attention[nvshmem]",
+        "pip install nvidia-nvshmem-cu13; pip install --no-index --find-links dist 'magi_attention[nvshmem]==",
     ),
     (
         library_checks.check_nvshmem,
@@ -253,14 +268,14 @@ CASES = [
         },
         ERROR,
         "host half is 3.3.20",
-        "pip install 'magi_attention[nvshmem]",
+        "pip install --upgrade nvidia-nvshmem-cu13",
     ),
     (
         library_checks.check_nvshmem,
         {"installed": {"magi-attention-comm-cu13": "1.1.1"}},
         ERROR,
         "needs NVSHMEM's host library",
-        "pip install 'magi_attention[nvshmem]",
+        "pip install nvidia-nvshmem-cu13",
     ),
     (
         library_checks.check_nvshmem,

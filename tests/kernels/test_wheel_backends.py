@@ -195,7 +195,7 @@ def test_without_the_wheel_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cudnn_flex, "find_spec", lambda name: None)
     cudnn_flex._module.cache_clear()
     try:
-        assert "pip install 'magi_attention[cudnn-flex]'" in CudnnFlexBackend().why_not(GOOD)
+        assert "pip install 'nvidia-cudnn-frontend[cutedsl]>=" in CudnnFlexBackend().why_not(GOOD)
     finally:
         cudnn_flex._module.cache_clear()
 
@@ -273,6 +273,6 @@ def test_without_flash_attn_4_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fa4_wheel, "find_spec", lambda name: None)
     fa4_wheel.is_installed.cache_clear()
     try:
-        assert "pip install 'magi_attention[fa4]'" in Fa4Backend().why_not(GOOD)
+        assert "pip install 'flash-attn-4[cu13]==" in Fa4Backend().why_not(GOOD)
     finally:
         fa4_wheel.is_installed.cache_clear()

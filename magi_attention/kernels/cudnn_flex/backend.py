@@ -19,10 +19,11 @@ from magi_attention.common.slices import SliceTable, trim
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints
 from magi_attention.kernels.types import AttnOptions, Problem
 from magi_attention.kernels.wheel_backend import DTYPES, QKV, WheelBackend
+from magi_attention.native import install
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _WIDE = ((192, 128), (256, 256))  # head dims above 128
-_HINT = "run `pip install 'magi_attention[cudnn-flex]'`"
+_HINT = f"run `{install.needs('cudnn-flex')}`"
 
 
 @lru_cache(maxsize=1)

@@ -12,8 +12,9 @@ import torch
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.fa4.blocks import BlockSize
+from magi_attention.native import install
 
-HINT = "run `pip install 'magi_attention[fa4]'`"
+HINT = f"run `{install.needs('fa4')}`"
 _FORWARD = ("softmax_scale", "softcap", "pack_gqa", "mask_mod", "block_sparse_tensors", "return_lse", "aux_tensors")
 _BACKWARD = ("softmax_scale", "softcap", "mask_mod", "block_sparse_tensors", "aux_tensors")
 

@@ -37,7 +37,10 @@ def host_library() -> Path:
     folder = find_nvshmem()
     path = folder / "lib" / _HOST if folder else None
     if path is None or not path.is_file():
-        raise UnsupportedError(f"NVSHMEM's {_HOST} is not installed; run `pip install 'magi_attention[nvshmem]'`.")
+        raise UnsupportedError(
+            f"NVSHMEM's {_HOST} is not installed; run `pip install nvidia-nvshmem-cu13`, or the package of your CUDA "
+            "version."
+        )
     return path
 
 
