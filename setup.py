@@ -3,8 +3,10 @@
 
 The work is done by ``magi_attention.native.build``, which needs neither torch nor a GPU. Without a compiler the
 package installs all the same, as pure Python, and one line says what was left out and why; with one, sources that do
-not compile fail the installation. Switches:
-MAGI_ATTENTION_SKIP_CUDA_BUILD=1 builds nothing, MAGI_ATTENTION_PREBUILD_FFA=0 leaves out the attention kernels.
+not compile fail the installation. Attention kernels are compiled for the GPUs of this machine; without one they are
+left to their first use on a GPU. pip shows with -v what is said here. Switches:
+MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY=90 compiles kernels for Hopper whatever GPU is here,
+MAGI_ATTENTION_PREBUILD_FFA=0 none, MAGI_ATTENTION_SKIP_CUDA_BUILD=1 builds nothing.
 """
 
 import shutil
@@ -19,6 +21,11 @@ from setuptools.dist import Distribution
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
+DOWNLOADS = (
+    "pip downloads what is missing of torch, numpy, rich and tomli, and for the build of ninja and pybind11. torch "
+    "with CUDA is 2.7 GB; `pip install torch --index-url https://download.pytorch.org/whl/cpu` first takes its CPU "
+    "build, 0.2 GB."
+)
 sys.path.insert(0, str(ROOT))  # an isolated build starts without the source folder
 
 from magi_attention.env import build as env  # noqa: E402
@@ -44,10 +51,15 @@ def build_native() -> None:
         ("planner", (toolchain.require_cxx,)),
         ("host", (toolchain.require_cxx, toolchain.require_pybind11, toolchain.require_python_headers)),
     ]
-    if env.is_prebuild_ffa():
+    if not env.is_prebuild_ffa():
+        say("attention kernels were not built, because MAGI_ATTENTION_PREBUILD_FFA=0.")
+    elif toolchain.find_nvcc() is None or _families():
         wanted.append(("ffa", (toolchain.require_nvcc,)))
     else:
-        say("attention kernels were not built, because MAGI_ATTENTION_PREBUILD_FFA=0.")
+        say(
+            "attention kernels were not built, because no GPU that has some is here. On a GPU each is compiled when a "
+            "call first needs it, by nvcc and ninja. MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY=90 builds Hopper's now."
+        )
     for name, requirements in wanted:
         try:
             for require in (*requirements, toolchain.require_ninja):
@@ -62,6 +74,13 @@ def build_native() -> None:
         except BuildError as error:
             say(str(error))  # with all that the compiler said; the reason at the end is what pip shows last
             raise CompileError(_why_failed(name)) from None
+
+
+def _families() -> list:
+    try:
+        return build.asked_families()
+    except BuildError as error:
+        raise CompileError(str(error)) from None
 
 
 def _why_failed(name: str) -> str:
@@ -93,6 +112,8 @@ class BuildNative(Command):
     def finalize_options(self) -> None: ...
 
     def run(self) -> None:
+        if self.editable_mode:
+            say(DOWNLOADS)
         build_native()
 
     def get_source_files(self) -> list[str]:

@@ -221,9 +221,16 @@ def _write_record(job: Job, folder: Path, release: info.Release) -> Path:
 
 
 def chosen_families() -> list[Family]:
-    """The GPU families whose kernels are built where nothing else is asked for.
+    """The GPU families whose kernels are built where nothing else is asked for: ``asked_families``, else Hopper.
 
-    Those of MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY; else those of the GPUs that nvidia-smi lists; else Hopper's.
+    Raises:
+        BuildError: as of ``asked_families``.
+    """
+    return asked_families() or [families.SM90]
+
+
+def asked_families() -> list[Family]:
+    """Those of MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY; else those of the GPUs that nvidia-smi lists, if any.
 
     Raises:
         BuildError: the variable names a GPU for which there are no kernels, or no GPU at all.
@@ -241,7 +248,7 @@ def chosen_families() -> list[Family]:
                 f"MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY is {asked!r}, and there are no kernels for {name!r}; give a "
                 f"comma list out of {families.describe_capabilities()}, with or without the points."
             )
-    return list(found) or [families.SM90]
+    return list(found)
 
 
 def _capabilities_here() -> list[str]:

@@ -38,15 +38,46 @@ def checkout(tmp_path) -> Path:
 def install(checkout: Path, **environment: str) -> subprocess.CompletedProcess:
     """What `pip install -e .` asks of setuptools. No host library is built."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MAGI_ATTENTION_")}
+    own = {"PATH": f"{checkout.parent / 'bin'}{os.pathsep}{kept['PATH']}", "CUDA_HOME": str(checkout.parent / "cuda")}
     return subprocess.run(
         [sys.executable, "setup.py", "-q", "editable_wheel", "-d", "dist"], cwd=checkout,
-        env={**kept, "CXX": "no-such-compiler", "CUDA_HOME": str(checkout.parent / "cuda"), **environment},
+        env={**kept, "CXX": "no-such-compiler", **own, **environment},
         capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
 
 
-def test_a_kernel_that_does_not_compile_fails_the_install(checkout):
+def put_smi(checkout: Path, capability: str) -> None:
+    """An nvidia-smi that lists one GPU, or fails where there is none."""
+    program = checkout.parent / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize("capability", ["", "7.5"])
+def test_without_a_gpu_no_kernel_is_compiled(checkout, capability):
+    put_smi(checkout, capability)
     done = install(checkout)
+    assert done.returncode == 0 and "this nvcc compiles nothing" not in done.stderr, done.stderr
+    (notice,) = (line for line in done.stderr.splitlines() if "attention kernels were not built" in line)
+    assert "no GPU" in notice and "when a call first needs it" in notice
+    assert "MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY=90" in notice and "pip downloads" in done.stderr
+
+
+def test_with_a_gpu_its_kernels_are_compiled(checkout):
+    put_smi(checkout, "9.0")
+    done = install(checkout)
+    assert done.returncode != 0 and "this nvcc compiles nothing" in done.stderr
+
+
+def test_a_gpu_without_kernels_that_is_asked_for_is_a_sentence(checkout):
+    done = install(checkout, MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY="75")
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode != 0 and "no kernels for '75'" in sentence and "Traceback" not in done.stderr
+
+
+def test_a_kernel_that_does_not_compile_fails_the_install(checkout):
+    done = install(checkout, MAGI_ATTENTION_BUILD_COMPUTE_CAPABILITY="90")
     assert done.returncode != 0 and not list(checkout.glob("dist/*.whl")), done.stderr
     assert "this nvcc compiles nothing" in done.stderr and "Traceback" not in done.stderr
     (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
