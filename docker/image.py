@@ -9,7 +9,8 @@ torch in place of NVIDIA's image, which is large and made for GPUs. On it both t
 docker/look.py looks at them. A Docker daemon must run; none is started.
 
 --if-changed is for CI: it leaves everything out, and says why, where no input changed since the last success, no daemon
-answers, or less than what it takes is left of --within.
+answers, or less than what it takes is left of --within. In the last two cases build/image/left_out.txt says that images
+were not tried and when they last were, for .ci/run to end with.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ import matrix  # noqa: E402
 import build  # noqa: E402
 
 WORK = ROOT / "build" / "image"
-DONE = WORK / "done.json"  # what the last success was of
+DONE = WORK / "done.json"  # what the last success was of, and when
+LEFT_OUT = WORK / "left_out.txt"  # that the latest call tried nothing, though there was something to try
 NEEDS_S = 600  # seconds that two cores take with everything to be made
 TAG = "magi_attention-ci"
 PACKAGES = ("torch", "numpy", "rich")  # what of NVIDIA's image the stand-in has, too
-# What an image is made of, and what is tried in it; a change in any of them calls for a new image.
+# What an image is made of, and what is tried in it; a change in any of them calls for a new image. Tests hold the list
+# to what docker/Dockerfile copies, and .github/workflows/image.yml to the list.
 INPUTS = (
-    *("docker/", "ci/image", "ci/matrix", "ci/constraints.txt", "pyproject.toml", "examples/llama/", "wheels/build.py"),
+    *("benchmarks/", "ci/", "docker/", "examples/", "pyproject.toml", "tests/", "wheels/"),
     *("magi_attention/cli/", "magi_attention/doctor/", "magi_attention/launch/", "magi_attention/native/"),
 )
 
@@ -184,10 +187,37 @@ def make_images(docker: str, base: str, dist: Path, data: dict) -> dict[str, str
     return arguments
 
 
-def reason_to_leave_out(docker: str, key: str, within: float) -> str:
-    """Why CI would do nothing here; "" if there is something to do."""
-    if DONE.exists() and json.loads(DONE.read_text()).get("key") == key:
-        return "no input changed since the last success"
+def is_done(key: str) -> bool:
+    """Were these very inputs tried with success?"""
+    return DONE.exists() and json.loads(DONE.read_text()).get("key") == key
+
+
+def last_success() -> str:
+    """When images were last good on this machine, and of which commit."""
+    row = json.loads(DONE.read_text()) if DONE.exists() else {}
+    if "when" not in row:
+        return "they never were on this machine" if not row else "they once were, of other inputs"
+    return f"they last were on {row['when']}, of {row['revision']}, whose inputs were others"
+
+
+def write_done(key: str) -> None:
+    """Notes a success."""
+    DONE.parent.mkdir(parents=True, exist_ok=True)
+    row = {"key": key, "when": time.strftime("%Y-%m-%d %H:%M"), "revision": build.revision()[0][:18]}
+    DONE.write_text(json.dumps(row) + "\n")
+    LEFT_OUT.unlink(missing_ok=True)
+
+
+def tell_left_out(reason: str) -> None:
+    """Says in capitals that nothing was tried, here and in the file for the end of .ci/run."""
+    words = f"IMAGES WERE NOT TRIED: {reason}; {last_success()}."
+    LEFT_OUT.parent.mkdir(parents=True, exist_ok=True)
+    LEFT_OUT.write_text(words + "\n")
+    say(words)
+
+
+def reason_to_leave_out(docker: str, within: float) -> str:
+    """Why CI cannot try images here; "" if it can."""
     if not docker:
         return "no docker client finds a daemon"
     if within < NEEDS_S:
@@ -209,9 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
         lint()
         return 0
     started, key, docker = time.monotonic(), inputs_key(), find_client(options.docker)
-    reason = reason_to_leave_out(docker, key, options.within)
-    if options.if_changed and reason:
-        say(f"left out: {reason}.")
+    LEFT_OUT.unlink(missing_ok=True)
+    if options.if_changed and is_done(key):
+        say(f"left out: no input changed since the last success ({last_success().partition(', whose')[0]}).")
+        return 0
+    if options.if_changed and (reason := reason_to_leave_out(docker, options.within)):
+        tell_left_out(reason)
         return 0
     if not docker:
         raise SystemExit("No docker client finds a daemon; start dockerd, or name the client with --docker.")
@@ -228,8 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     seen |= {"seconds": round(time.monotonic() - started), "key": key}
     options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text(json.dumps(seen, indent=1) + "\n")
-    DONE.parent.mkdir(parents=True, exist_ok=True)
-    DONE.write_text(json.dumps({"key": key}) + "\n")
+    write_done(key)
     say(f"all good in {seen['seconds']} s: {options.report}")
     return 0
 

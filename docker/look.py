@@ -23,6 +23,7 @@ USER = "65532"
 RIGHTS = (*container_flags(Container(gpus="none")), "--network", "host")
 LABEL = "org.opencontainers.image."
 FLAGSHIP = ["magi", "run", "--name", "look", "--ranks", "2", "--steps", "3", "--seq-len", "1024"]
+BENCH = ["magi", "bench", "kernel", "--name", "look", "--masks", "causal", "--sizes", "128", "--repeats", "2"]
 # Two nodes as two containers, started by the launcher out here; both use the network of the host.
 NODES = """engine = "docker"
 nodes = 2
@@ -148,10 +149,12 @@ def run_two_nodes(docker: str, image: str) -> str:
 def look_at_runs(docker: str, image: str) -> dict:
     """The flagship, two nodes, the doctor, and a plan as a user that the image does not know."""
     doctor = json.loads(inside(docker, image, ["magi", "doctor", "--json"]))
+    bench = inside(docker, image, BENCH)
     stranger = inside(docker, image, ["magi", "explain", "--docs", "3000,200", "--cp", "4"], "--user", "12345:12345")
     return {
         "magi run": last_line(inside(docker, image, FLAGSHIP), "Largest relative loss difference"),
         "two nodes": last_line(run_two_nodes(docker, image), "4 ranks: step 2/2"),
+        "magi bench": last_line(bench, "Page:"),
         "magi explain as 12345": stranger.strip().splitlines()[-1],
         "magi doctor": doctor,
     }

@@ -26,7 +26,7 @@ def checkout(tmp_path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "inst")
     for name in ("magi_attention", "csrc"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy / name)
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -85,6 +85,32 @@ def test_a_kernel_that_does_not_compile_fails_the_install(checkout):
     done = install(checkout, MAGI_ATTENTION_PREBUILD_FFA="0")
     assert done.returncode == 0 and "because MAGI_ATTENTION_PREBUILD_FFA=0" in done.stderr, done.stderr
     assert list(checkout.glob("dist/*.whl")) and "this nvcc" not in done.stderr
+
+
+def test_an_sdist_holds_what_a_build_reads(checkout, tmp_path):
+    """A wheel that is made of it has every native source, as one that is made of the checkout."""
+    generated = checkout / "csrc" / "ffa" / "sm90" / "inst" / "left_over.cu"
+    generated.parent.mkdir(parents=True)
+    generated.touch()
+    environment = {**os.environ, "MAGI_ATTENTION_SKIP_CUDA_BUILD": "1"}
+
+    def setup(folder: Path, *words: str) -> None:
+        command = [sys.executable, "setup.py", "-q", *words]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stderr
+
+    setup(checkout, "sdist", "--dist-dir", "out")
+    (archive,) = (checkout / "out").glob("magi_attention-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    want = {path.relative_to(checkout).as_posix() for path in toolchain.source_files(checkout / "csrc")}
+    have = {path.relative_to(unpacked).as_posix() for path in (unpacked / "csrc").rglob("*") if path.is_file()}
+    assert want and have == want
+    setup(unpacked, "build_py", "--build-lib", "built")
+    built = unpacked / "built" / "magi_attention"
+    assert want == {path.relative_to(built).as_posix() for path in (built / "csrc").rglob("*") if path.is_file()}
 
 
 def test_type_checkers_find_the_annotations(checkout):

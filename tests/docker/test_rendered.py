@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from magi_attention.launch.engines.node_command import DOCTOR, container_flags
 from magi_attention.launch.spec import Container
+from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -120,25 +123,114 @@ def test_compose_gives_the_same_rights():
     assert "privileged" not in services
 
 
+def is_sent(name: str) -> bool:
+    """Does the ignore file let a path of the checkout through? The last line that fits it or a folder above decides."""
+    places, is_out = [name, *map(str, PurePosixPath(name).parents)][:-1], False
+    for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines():
+        pattern = line.lstrip("!")
+        if not line or line.startswith("#"):
+            continue
+        if pattern.startswith("**/"):
+            fits = any(fnmatch.fnmatch(PurePosixPath(place).name, pattern[3:]) for place in places)
+        else:
+            fits = any(place.count("/") == pattern.count("/") and fnmatch.fnmatch(place, pattern) for place in places)
+        is_out = not line.startswith("!") if fits else is_out
+    return not is_out
+
+
+def copied(stage: str) -> dict[str, str]:
+    """Source in the checkout -> place in the image, of the COPY lines of a stage."""
+    found = {}
+    for line in re.findall(r"^COPY (.+)$", stages()[stage], re.MULTILINE):
+        *sources, target = (word for word in line.split() if not word.startswith("--"))
+        for source in sources:
+            found[source] = target + (PurePosixPath(source).name if target.endswith("/") else "")
+    return found
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    return [name for name in listed if name and (ROOT / name).is_file()] or pytest.skip("needs a checkout with git")
+
+
+def files_in(*names: str) -> dict[str, str]:
+    """File of the checkout -> place below /workspace/magi, of the folder that these stages fill."""
+    found = {}
+    for source, target in (pair for name in names for pair in copied(name).items()):
+        for file in filter(is_sent, tracked()):
+            if file == source or file.startswith(f"{source}/"):
+                found[file] = (target + file[len(source) :]).removeprefix("/workspace/magi/")
+    return found
+
+
 def test_what_is_sent_is_what_is_copied():
     """The ignore file lets through every path that the Dockerfile takes from the checkout, and not the package."""
-    sent = re.findall(r"^!(\S+)", (DOCKER / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    copied = re.findall(r"^COPY (?:--\S+ )?(\S+) ", DOCKERFILE, re.MULTILINE) + re.findall(
-        r"bind,source=([^,]+)", DOCKERFILE
+    sources = [*copied("runtime"), *copied("test"), *re.findall(r"bind,source=([^,]+)", DOCKERFILE)]
+    files = tracked()
+    for source in sources:
+        assert any(is_sent(f) for f in files if f == source or f.startswith(f"{source}/")), source
+    assert not any(is_sent(f) for f in files if f.startswith(("magi_attention/", "csrc/", "docs/", ".git")))
+    assert is_sent("dist/a.whl") and is_sent("build/dist/a.whl") and not is_sent("build/wheels/x")
+    assert not is_sent("tests/__pycache__/a.pyc")
+
+
+def test_folders_are_in_the_image_whole():
+    """All that git knows of them, pictures of results apart: pages, subfolders and records, too."""
+    names = ("benchmarks", "examples", "tests", "ci")
+    want = {n for n in tracked() if n.startswith(tuple(f"{name}/" for name in names))}
+    lacking = want - set(files_in("runtime", "test"))
+    assert all(n.startswith("benchmarks/results/") and n.endswith(".png") for n in lacking), sorted(lacking)
+
+
+def test_magi_bench_runs_on_what_the_runtime_image_has(tmp_path):
+    for source, target in files_in("runtime").items():
+        if target.startswith(("benchmarks/", "examples/", "ci/")):
+            (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / source, tmp_path / target)
+    command = [sys.executable, "-m", "magi_attention.cli", *look.BENCH[1:], "--heads", "2,1", "--head-dim", "16"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MAGI_SOURCES": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
     )
-    assert {path.split("/")[0] for path in copied} - {"${DIST}"} <= set(sent) and "dist" in sent
-    assert "magi_attention" not in sent
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert look.last_line(done.stdout, "Page:") and list(tmp_path.rglob("*.html"))
 
 
-def test_ci_leaves_it_out_for_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(image, "DONE", tmp_path / "done.json")
+def test_what_is_copied_calls_for_a_new_image():
+    """In CI, by the inputs of ci/image, and in the workflow, by its paths."""
+    sources = [*copied("runtime"), *copied("test"), *re.findall(r"bind,source=([^,]+)", DOCKERFILE)]
+    for source in sources:
+        assert f"{source}/".startswith(image.INPUTS) or source in image.INPUTS, source
+    text = (ROOT / ".github" / "workflows" / "image.yml").read_text()
+    paths = set(re.findall(r'^      - "(.+)"$', text.partition("paths:")[2].partition("pull_request")[0], re.MULTILINE))
+    assert paths == {".github/workflows/image.yml", *(f"{n}**" if n.endswith("/") else n for n in image.INPUTS)}
+
+
+def test_ci_leaves_it_out_for_a_reason():
     need = image.NEEDS_S
-    assert image.reason_to_leave_out("docker", "key", need + 1) == ""
-    assert "daemon" in image.reason_to_leave_out("", "key", need + 1)
-    assert f"takes up to {need}" in image.reason_to_leave_out("docker", "key", need - 1)
-    image.DONE.write_text('{"key": "key"}')
-    assert "no input changed" in image.reason_to_leave_out("docker", "key", need + 1)
-    assert image.reason_to_leave_out("docker", "another", need + 1) == ""
+    assert image.reason_to_leave_out("docker", need + 1) == ""
+    assert "daemon" in image.reason_to_leave_out("", need + 1)
+    assert f"takes up to {need}" in image.reason_to_leave_out("docker", need - 1)
+
+
+def test_what_was_not_tried_is_said_loudly(tmp_path, monkeypatch, capsys):
+    """Also when images were last good, and no more once they are."""
+    monkeypatch.setattr(image, "DONE", tmp_path / "work" / "done.json")
+    monkeypatch.setattr(image, "LEFT_OUT", tmp_path / "work" / "left_out.txt")
+    monkeypatch.setattr(image, "find_client", lambda asked: "")
+    monkeypatch.setattr(image, "inputs_key", lambda: "key")
+    assert image.main(["--if-changed"]) == 0
+    said = image.LEFT_OUT.read_text()
+    assert said.startswith("IMAGES WERE NOT TRIED: no docker client finds a daemon; they never were")
+    assert said in capsys.readouterr().out
+    image.write_done("other")
+    assert not image.LEFT_OUT.exists()
+    assert image.main(["--if-changed"]) == 0
+    assert re.search(r"they last were on \d{4}-\d\d-\d\d \d\d:\d\d, of [0-9a-f]{12}", image.LEFT_OUT.read_text())
+    image.write_done("key")
+    assert image.main(["--if-changed"]) == 0 and not image.LEFT_OUT.exists()
+    assert "no input changed" in capsys.readouterr().out
+    assert "build/image/left_out.txt" in (ROOT / ".ci" / "run").read_text()
 
 
 def tool(name: str) -> str:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What wheels of a release are built and tried with can be installed together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from magi_attention.testing.waiting import DEADLINE_S
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "wheels"), str(ROOT / "ci")]
+
+import index  # noqa: E402
+import matrix  # noqa: E402
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Version by name of the lines NAME==VERSION, of a lock with hashes as well."""
+    lines = re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.]+)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+def test_the_triton_beside_torch_is_torchs():
+    """torch pins it, and the resolved lock of the tests holds what the pinned torch asks for."""
+    tools, lock = pins(ROOT / "wheels" / "fa4_tools.txt"), pins(ROOT / "ci" / "lock" / "test.txt")
+    assert tools["torch"] == lock["torch"] == matrix.load()["torch"]["development"]
+    assert tools["triton"] == lock["triton"]
+
+
+def put(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """A wheel without modules."""
+    folder.mkdir(exist_ok=True)
+    info, tag = f"{name}-{version}.dist-info", "py3-none-any"
+    more = f"Requires-Dist: {requires}\n" if requires else ""
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+def test_the_main_wheel_is_tried_beside_torch(tmp_path):
+    """What cibuildwheel runs before the test, under the constraints of the build, with PyTorch's index as it is: it has
+    torch and an older setuptools than the one of the constraints."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    constraints = ROOT / settings["environment"]["PIP_CONSTRAINT"].removeprefix("/project/")
+    wanted = pins(constraints)["setuptools"]
+    put(tmp_path / "torchs", "torch", "2.13.0", "setuptools>=77.0.3")
+    put(tmp_path / "torchs", "setuptools", "78.1.0")
+    put(tmp_path / "public", "setuptools", wanted)
+    for name in ("torchs", "public"):
+        index.write(tmp_path / name, tmp_path / f"{name}_index")
+    made = subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip("This Python makes no environment with pip.")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
+    own = {"PIP_INDEX_URL": (tmp_path / "public_index").as_uri(), "PIP_CONFIG_FILE": os.devnull}
+    environment = {**kept, **own, "PIP_CONSTRAINT": str(constraints)}
+    for line in settings["before-test"]:
+        words = shlex.split(re.sub(r"https://download\.pytorch\.org\S*", (tmp_path / "torchs_index").as_uri(), line))
+        command = [str(tmp_path / "venv" / "bin" / words[0]), *words[1:]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+    site = [path.name for path in (tmp_path / "venv").glob("lib/python*/site-packages/*.dist-info")]
+    assert {"torch-2.13.0.dist-info", f"setuptools-{wanted}.dist-info"} <= set(site)
