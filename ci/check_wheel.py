@@ -72,6 +72,18 @@ def exported(library: Path) -> set[str]:
     return {row[7].partition("@")[0] for row in rows if row[6] != "ABS"}
 
 
+def build_paths(content: bytes) -> list[str]:
+    """Absolute paths of the machine that built a library: of sources, and of folders given to the device linker.
+
+    NVIDIA's own sources lie under /dvs, and the linker's folders in the toolkit say nothing about who built.
+    """
+    files = re.findall(rb"(?<![\w.$:/+-])(/(?:[\w.+~-]+/)+[\w.+-]+\.(?:cuh|cu|cpp|cc|hpp|h|inl))\b", content)
+    files = [f for f in files if not f.startswith((b"/dvs/", b"/usr/"))]
+    given = (path for words in re.findall(rb"-L (/[^\s\0]+)", content) for path in words.split(b","))
+    folders = [p for p in given if not re.search(rb"/targets/[\w-]+/lib(/stubs)?$", p)]
+    return sorted({path.decode(errors="replace") for path in (*files, *folders)})
+
+
 def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) -> list[str]:
     """What is wrong with one .so, as sentences without its name."""
     found = []
@@ -88,6 +100,8 @@ def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) 
     newest = max(map(matrix.version, asked), default=())
     if newest > matrix.version(data["platform"]["glibc"]):
         found.append(f"needs glibc {'.'.join(map(str, newest))}, and the tag says {data['platform']['glibc']}")
+    if paths := build_paths(library.read_bytes()):
+        found.append(f"holds {', '.join(paths[:3])} of the machine that built it; map or leave out such paths")
     wanted, have = set(filter(None, wheel.target.split(","))), gpu_targets(library)
     if have != wanted:
         found.append(f"has GPU code for {sorted(have) or 'none'}, and its name says {sorted(wanted) or 'none'}")

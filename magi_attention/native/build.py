@@ -132,7 +132,7 @@ def gin_job(csrc: Path) -> Job:
     sources = _exchange_sources(csrc, "gin.cu")
     link = [nvcc, "-shared", "-cudart", "static", *code]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
-    compile_command = [nvcc, *plain, *code, "-DMAGI_COMM_GIN"]
+    compile_command = [nvcc, *plain, *code, *_without_paths(csrc, nccl=nccl), "-DMAGI_COMM_GIN"]
     include = [*_include(csrc), nccl / "include"]
     return Job(GIN, sources, compile_command, link, include, (target,), (), is_guarded=False)
 
@@ -142,6 +142,12 @@ def _exchange_flags() -> tuple[str, list[str], list[str]]:
     target = toolchain.plain_target(families.SM90.name)
     code = [f"-gencode=arch={target.replace('sm', 'compute')},code={target}"]
     return target, code, [flag for flag in toolchain.nvcc_flags("sm90") if not flag.startswith("-gencode")]
+
+
+def _without_paths(csrc: Path, **packages: Path) -> list[str]:
+    """Flags by which messages of headers, which name their file, hold no folder of the machine that builds."""
+    folders = {"csrc": csrc, **packages}
+    return [w for name, folder in folders.items() for w in ("-Xcompiler", f"-ffile-prefix-map={folder}={name}")]
 
 
 def _exchange_sources(csrc: Path, network: str) -> list[Path]:
@@ -157,9 +163,9 @@ def comm_job(csrc: Path) -> Job:
     # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
     link = [nvcc, "-shared", "-cudart", "static", *code]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
-    half = [f"-L{nvshmem / 'lib'}", "-lnvshmem_device"]
+    half = [str(nvshmem / "lib" / "libnvshmem_device.a")]  # by its path: -L would stand in the linked device code
     include = [*_include(csrc), nvshmem / "include"]
-    compile_command = [nvcc, *plain, *code, "-rdc=true"]
+    compile_command = [nvcc, *plain, *code, *_without_paths(csrc, nvshmem=nvshmem), "-rdc=true"]
     return Job(COMM, sources, compile_command, link, include, (target,), (), half, is_guarded=False)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.native import abi, info
+from magi_attention.native import abi, build, info
 from magi_attention.testing.waiting import DEADLINE_S
 from magi_attention.version import __version__ as V
 
@@ -166,6 +166,33 @@ def test_doctored_symbols(tmp_path, targets, name):
     body = library(tmp_path, extra=f"int {name}(void) {{ return 1; }}")
     (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: body}))
     assert f"exports {name};" in found
+
+
+def test_paths_of_the_machine_that_builds(tmp_path, targets):
+    """A header that names its file puts its folder into the library, unless the builds' own flags map it."""
+    package = tmp_path / "site-packages" / "nvshmem"
+    package.mkdir(parents=True)
+    (package / "api.h").write_text('extern "C" __attribute__((visibility("hidden"))) const char* where = __FILE__;')
+    extra, include = '}\n#include "api.h"\nextern "C" {', f"-I{package}"
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: library(tmp_path, extra=extra, flags=(include,))}))
+    assert "api.h of the machine that built it" in found
+    flags = [word for word in build._without_paths(tmp_path / "csrc", nvshmem=package) if word != "-Xcompiler"]
+    body = library(tmp_path, extra=extra, flags=(include, *flags))
+    assert check_wheel.check(wheel(tmp_path, {INSIDE: body})) == [] and b"nvshmem/api.h" in body
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (b"-arch sm_90 -l nvshmem_device -L /home/me/nvshmem/lib,/usr/local/cuda/bin/../targets/x86_64-linux/lib", 1),
+        (b"\0/home/me/cuda-13.0/targets/x86_64-linux/lib/stubs\0 -L /home/me/cuda/targets/x86_64-linux/lib", 0),
+        (b"\0/dvs/p4/build/sw/rel/main/init_device.cu\0/usr/include/c++/12/vector.h\0", 0),
+        (b"\0/work/magi/csrc/comm/nvshmem.cu\0", 1),
+        (b"\0csrc/comm/nvshmem.cu\0 a/b.h x=/y.h https://example.org/a.h \0/sys/bus/pci/devices/\0", 0),
+    ],
+)
+def test_what_counts_as_such_a_path(words, want):
+    assert len(check_wheel.build_paths(words)) == want
 
 
 def test_doctored_glibc(tmp_path, targets, monkeypatch):
