@@ -4,8 +4,9 @@
     python ci/check_workflows.py
 
 An action is pinned by its commit, with the version in a comment. Foreign code gets no rights: no pull_request_target,
-no secrets, permission to read and no more, but for jobs that sign and publish a tag. A machine of ours runs a pull
-request only when a label is applied. Every job has a time limit. A step is one command of ci/ or ./magi.
+no secrets, permission to read and no more, but for jobs that sign and publish a tag. Of these, one that has an identity
+or writes releases and pages runs no code of the repository. A machine of ours runs a pull request only when a label is
+applied. Every job has a time limit. A step is one command of ci/ or ./magi; where none of these may be, of PUBLISHERS.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".github" / "workflows"
 TRIGGERS = {"push", "pull_request", "schedule", "workflow_call", "workflow_dispatch"}
-SIGNING = {"id-token": "write", "attestations": "write"}  # all that a job may have beyond reading
+# All that a job may have beyond reading. What is pushed as a package is built by code of the repository.
+SIGNING = {"id-token": "write", "attestations": "write", "contents": "write", "pages": "write", "packages": "write"}
+WITH_OUR_CODE = {"packages": "write"}
+PUBLISHERS = (["cosign", "sign"], ["gh", "release", "create"])
 
 
 def triggers(workflow: dict) -> dict:
@@ -50,9 +54,11 @@ def uses_problems(text: str, pins: dict[str, str]) -> list[str]:
     return found
 
 
-def step_problems(step: dict, where: str) -> list[str]:
-    """About one step."""
+def step_problems(step: dict, where: str, is_trusted: bool = False) -> list[str]:
+    """About one step. ``is_trusted``: of a job that has more rights than code of the repository may have."""
     found = []
+    if is_trusted and str(step.get("uses", "")).startswith(("actions/checkout@", "./")):
+        found.append(f"{where}: takes code of the repository into a job that signs or writes; split the job.")
     if str(step.get("uses", "")).startswith("actions/checkout@"):
         options = step.get("with") or {}
         if options.get("persist-credentials") is not False:
@@ -66,6 +72,10 @@ def step_problems(step: dict, where: str) -> list[str]:
     if re.search(r"[\n;|&<>`]|\$\(", run.strip()):
         return [*found, f"{where}: more than one command; move it into a script of ci/."]
     words = shlex.split(run)
+    if is_trusted:
+        if not any(words[: len(program)] == program for program in PUBLISHERS):
+            found.append(f"{where}: {run.strip()!r} runs in a job that signs or writes; only PUBLISHERS may.")
+        return found
     script = words[1] if words[0] == "python3" and len(words) > 1 else words[0]
     if script != "./magi" and not re.fullmatch(r"ci/[\w.]+", script):
         found.append(f"{where}: {run.strip()!r} is no script of ci/ and not ./magi; move it there.")
@@ -78,7 +88,10 @@ def job_problems(name: str, job: dict, events: dict) -> list[str]:
     """About one job."""
     found = []
     extra = job.get("permissions") or {}
-    if not isinstance(extra, dict) or not extra.items() <= SIGNING.items():
+    if isinstance(extra, dict):
+        extra = {right: level for right, level in extra.items() if level != "read"}
+    is_known = isinstance(extra, dict) and extra.items() <= SIGNING.items()
+    if not is_known:
         found.append(f"{name}: permissions go beyond reading and signing; take them away.")
     elif extra and set(events) - {"push", "workflow_dispatch"}:
         found.append(f"{name}: signs where other events than a tag start it; move it to the release workflow.")
@@ -95,7 +108,7 @@ def job_problems(name: str, job: dict, events: dict) -> list[str]:
         if events["pull_request"].get("types") != ["labeled"] or "github.event.label.name ==" not in job.get("if", ""):
             found.append(f"{name}: any pull request runs on a machine of ours; set types: [labeled] and an if.")
     for number, step in enumerate(job.get("steps", []), 1):
-        found += step_problems(step, f"{name}, step {number}")
+        found += step_problems(step, f"{name}, step {number}", is_known and extra not in ({}, WITH_OUR_CODE))
     return found
 
 

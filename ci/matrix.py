@@ -7,7 +7,7 @@
     python ci/matrix.py --output                 the same as the output `wheels` of a step of a workflow
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
     python ci/matrix.py --image                  variables of docker/bake.hcl; fails without the digest of the base
-    python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version
+    python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version, or no index
 
 A GPU family is built as soon as csrc/ffa holds its folder. Standard library only.
 """
@@ -103,7 +103,7 @@ def problems(data: dict) -> list[str]:
             found.append(f"cuda.{cuda}.image is not named by the platform and CUDA.")
     found += image_problems(data)
     if {name for name, row in data["packages"].items() if row["max_mb"] > 100}:
-        found.append("A wheel over 100 MB is not taken by PyPI.")
+        found.append("A wheel over 100 MB is more than package indexes take.")
     return found
 
 
@@ -227,8 +227,16 @@ def print_image(data: dict) -> int:
 
 
 def check_tag(ref: str, root: Path = ROOT) -> int:
-    """1 and a sentence if ``ref`` is a tag of another version; branches pass, since they publish nothing."""
+    """1 and a sentence if ``ref`` is a tag of another version, or pages and errors of a release would not name its
+    index; branches pass, since they publish nothing."""
     have = package_version(root)
+    text = (root / "magi_attention" / "native" / "install.py").read_text()
+    if ref.startswith("refs/tags/") and not re.search(r'^RELEASE_INDEX = "https://', text, re.MULTILINE):
+        print(
+            "RELEASE_INDEX in magi_attention/native/install.py is empty, so errors and pages of the release would send "
+            "people to a folder dist; fill in the address of the pages and run docs/make_tables.py.", file=sys.stderr,
+        )  # fmt: skip
+        return 1
     if ref.startswith("refs/tags/") and ref != f"refs/tags/v{have}":
         print(f"{ref} is not the tag of version {have}; correct magi_attention/version.py or the tag.", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What a release builds and attests. The values come from ci/matrix.json, through the environment:
+# What a release builds, attests and pushes (ci/publish_image). The values come from ci/matrix.json, through the environment:
 #
-#   env $(python3 ci/matrix.py --image) docker buildx bake --file docker/bake.hcl --push
+#   env REPOSITORY=REGISTRY/NAME $(python3 ci/matrix.py --image) docker buildx bake --file docker/bake.hcl --push
 #
 # Attestations need a builder of the docker-container driver; sbom lists every package of base and image, provenance in
 # mode max holds the build arguments, so no secret may ever be one.

@@ -2,11 +2,13 @@
 """Writes the pages of a package index (PEP 503) for a folder of wheels.
 
     python wheels/index.py DIST [--out DIR] [--url URL]
+    ci/release_index [--repository OWNER/NAME] [--out DIR]     the wheels of all releases, by the program gh
 
 The result is static files for any web server, or for `pip install --index-url file://...`: one page of projects, and
 one page per project with a link for each file, its SHA-256 and the Pythons it asks for. The metadata of each wheel
 lies beside it (PEP 658), so that an installer need not fetch wheels to resolve. Wheels are copied beside the pages, or
-with --url linked to where they are, such as a release. Pages of equal wheels are equal.
+with --url linked to where they are, such as a release. Pages of equal wheels are equal. An index that is the only one a
+pip line names cannot give a package of somebody else: the public index has one of our name.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ import argparse
 import email
 import hashlib
 import html
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -60,9 +66,14 @@ def page(title: str, links: list[tuple[str, str, dict[str, str]]]) -> str:
 
 def write(dist: Path, out: Path, url: str = "") -> dict[str, list[str]]:
     """Writes the index of ``dist`` into ``out``; returns the files of each project."""
+    return write_all([(dist, url)], out)
+
+
+def write_all(places: list[tuple[Path, str]], out: Path) -> dict[str, list[str]]:
+    """One index of several folders, each with the address where its wheels are, or "" to copy them."""
     projects: dict[str, list[str]] = {}
     pages: dict[str, list[tuple[str, str, dict[str, str]]]] = {}
-    for wheel in sorted(dist.glob("*.whl")):
+    for wheel, url in ((wheel, url) for dist, url in places for wheel in sorted(dist.glob("*.whl"))):
         data = metadata(wheel)
         fields = email.message_from_bytes(data)
         project = normal(fields["Name"])
@@ -80,7 +91,8 @@ def write(dist: Path, out: Path, url: str = "") -> dict[str, list[str]]:
         pages.setdefault(project, []).append((wheel.name, address, attributes))
         projects.setdefault(project, []).append(wheel.name)
     if not projects:
-        raise SystemExit(f"There is no wheel in {dist}; build some with ci/build_wheels.")
+        where = ", ".join(str(dist) for dist, _ in places) or "any release"
+        raise SystemExit(f"There is no wheel in {where}; build some with ci/build_wheels.")
     for project, links in pages.items():
         (out / project / "index.html").write_text(page(f"Links for {project}", links))
     root = [(project, f"{project}/", {}) for project in sorted(projects)]
@@ -88,14 +100,43 @@ def write(dist: Path, out: Path, url: str = "") -> dict[str, list[str]]:
     return projects
 
 
+def run(command: list[str]) -> str:
+    """Standard output of a program; its words and an exit where it fails or is not here."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SystemExit(f"{command[0]} is not here; it is the forge's program that reads releases.") from None
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def of_releases(repository: str, folder: Path) -> list[tuple[Path, str]]:
+    """Downloads the wheels of every release that is out; returns their folders and where they are."""
+    listed = run(["gh", "release", "list", "--repo", repository, "--limit", "1000", "--json", "tagName,isDraft"])
+    server, places = os.environ.get("GITHUB_SERVER_URL", "https://github.com"), []
+    for tag in sorted(row["tagName"] for row in json.loads(listed) if not row["isDraft"]):
+        place = folder / tag
+        run(["gh", "release", "download", tag, "--repo", repository, "--pattern", "*.whl", "--dir", str(place)])
+        places.append((place, f"{server}/{repository}/releases/download/{tag}"))
+    return places
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="wheels/index.py", description=__doc__.splitlines()[0])
-    parser.add_argument("dist", type=Path, help="folder of wheels")
+    parser.add_argument("dist", type=Path, nargs="?", help="folder of wheels")
+    parser.add_argument("--repository", help="in place of a folder: all releases of OWNER/NAME")
     parser.add_argument("--out", type=Path, default=Path("index"), help="folder of the pages")
     parser.add_argument("--url", default="", help="where the wheels are, if not beside the pages")
     options = parser.parse_args(arguments)
-    for project, files in write(options.dist, options.out, options.url).items():
-        print(f"{project}: {len(files)} files")
+    if (options.dist is None) == (options.repository is None):
+        parser.error("name a folder of wheels, or a repository with releases.")
+    with tempfile.TemporaryDirectory(prefix="magi_index_") as folder:
+        places = [(options.dist, options.url)]
+        if options.repository is not None:
+            places = of_releases(options.repository, Path(folder))
+        for project, files in write_all(places, options.out).items():
+            print(f"{project}: {len(files)} files")
     return 0
 
 

@@ -148,11 +148,23 @@ def test_the_project_of_kernels_refuses_what_it_cannot_build(tmp_path):
         assert words in said(MAGI_WHEEL_ARCH="sm90", CUDA_HOME=str(tmp_path), MAGI_WHEEL_CUDA=asked)
 
 
-def test_tags_must_fit_the_version(capsys):
-    assert matrix.main(["--tag", f"refs/tags/v{__version__}"]) == 0
-    assert matrix.main(["--tag", "refs/heads/main"]) == 0
-    assert matrix.main(["--tag", "refs/tags/v0.0.1"]) == 1
+def test_tags_must_fit_the_version(tmp_path, capsys):
+    """And pages and errors must name the index of the release, as they do not before the first."""
+    package = tmp_path / "magi_attention"
+    (package / "native").mkdir(parents=True)
+    shutil.copy(ROOT / "magi_attention" / "version.py", package)
+    source = (ROOT / "magi_attention" / "native" / "install.py").read_text()
+    line = 'RELEASE_INDEX = "https://example.org/"'
+    text, count = re.subn('^RELEASE_INDEX = ".*?"', line, source, flags=re.MULTILINE)
+    assert count == 1
+    (package / "native" / "install.py").write_text(text)
+    assert matrix.check_tag(f"refs/tags/v{__version__}", tmp_path) == 0
+    assert matrix.check_tag("refs/tags/v0.0.1", tmp_path) == 1
     assert f"is not the tag of version {__version__}" in capsys.readouterr().err
+    (package / "native" / "install.py").write_text(text.replace("https://example.org/", ""))
+    assert matrix.check_tag(f"refs/tags/v{__version__}", tmp_path) == 1
+    assert "RELEASE_INDEX" in capsys.readouterr().err
+    assert matrix.main(["--tag", "refs/heads/main"]) == 0 == matrix.check_tag("refs/heads/main", tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")

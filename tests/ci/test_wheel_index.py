@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -78,3 +79,39 @@ def test_pip_installs_from_it(tmp_path):
         pytest.skip("This Python has no pip.")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "Magi_Index_Test-1.0.dist-info").is_dir()
+
+
+GH = """#!{python}
+import json, pathlib, shutil, sys
+words, home = sys.argv[1:], pathlib.Path(__file__).parent
+if words[:2] == ["release", "list"]:
+    print(json.dumps([{{"tagName": tag, "isDraft": tag == "v3"}} for tag in ("v2", "v1", "v3")]))
+else:
+    assert words[:2] == ["release", "download"] and words[words.index("--repo") + 1] == "some/name", words
+    out = pathlib.Path(words[words.index("--dir") + 1])
+    out.mkdir(parents=True)
+    for wheel in (home / words[2]).glob(words[words.index("--pattern") + 1]):
+        shutil.copy(wheel, out)
+"""
+
+
+def test_the_index_of_all_releases(tmp_path):
+    """Old versions stay, each linked to its release; a draft is left out. gh is a stand-in."""
+    home = tmp_path / "bin"
+    for tag, name in (("v1", "first"), ("v2", "second"), ("v3", "draft")):
+        (home / tag).mkdir(parents=True)
+        put(home / tag, name)
+    (home / "gh").write_text(GH.format(python=sys.executable))
+    (home / "gh").chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB_")}
+    own = {"PATH": f"{home}{os.pathsep}{kept['PATH']}", "GITHUB_REPOSITORY": "some/name", "MAGI_PYTHON": sys.executable}
+    command = [str(ROOT / "ci" / "release_index"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env={**kept, **own}, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["first", "index.html", "second"]
+    for tag, name in (("v1", "first"), ("v2", "second")):
+        text = (tmp_path / "out" / name / "index.html").read_text()
+        assert f'href="https://github.com/some/name/releases/download/{tag}/{name}-1.0-py3-none-any.whl#sha256=' in text
+    del own["GITHUB_REPOSITORY"]
+    done = subprocess.run(command, env={**kept, **own}, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode != 0 and "OWNER/NAME" in done.stderr

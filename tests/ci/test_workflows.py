@@ -74,8 +74,9 @@ def test_the_workflows_here(capsys):
         ("ci/lane lint --dry-run", "ci/lane $(x)", "more than one command"),
         ("run: ci/lane lint --dry-run", "run: |\n          ci/lane lint\n          pip list", "more than one command"),
         ("ci/lane lint --dry-run", "ci/no_such_script", "ci/no_such_script is not here"),
-        ("    timeout-minutes: 5\n", SIGNS, "other events than a tag"),
-        ("    timeout-minutes: 5\n", SIGNS.replace("id-token", "contents"), "beyond reading and signing"),
+        ("    timeout-minutes: 5\n", SIGNS.replace("id-token", "packages"), "other events than a tag"),
+        ("    timeout-minutes: 5\n", SIGNS.replace("id-token", "actions"), "beyond reading and signing"),
+        ("    timeout-minutes: 5\n", SIGNS.replace("write", "admin"), "beyond reading and signing"),
     ],
 )  # fmt: skip
 def test_each_rule_can_fail(old, new, words):
@@ -85,8 +86,32 @@ def test_each_rule_can_fail(old, new, words):
     assert words in problem
 
 
+def of_a_tag(right: str, steps: str = "") -> str:
+    """A workflow whose one job has a right and is started by a tag."""
+    text = GOOD.replace("  pull_request:", "  push:")
+    text = text.replace("    timeout-minutes: 5\n", SIGNS.replace("id-token", right))
+    return text[: text.index("      - uses")] + steps if steps else text
+
+
+@pytest.mark.parametrize("right", ["id-token", "contents", "pages", "attestations"])
+def test_what_signs_or_writes_runs_no_code_of_ours(right):
+    is_pushed = "    if: github.event_name == 'push'\n    steps:"
+    found = cw.problems(of_a_tag(right).replace("    steps:", is_pushed))
+    assert len(found) == 2 and "takes code of the repository" in found[0] and "only PUBLISHERS may" in found[1]
+    for command in ('cosign sign --yes "${IMAGE}"', 'gh release create "${TAG}" dist/*.whl'):
+        assert cw.problems(of_a_tag(right, f"      - run: {command}\n").replace("    steps:", is_pushed)) == []
+    for command in ("gh release delete v1", "cosign", "gh api x"):
+        (problem,) = cw.problems(of_a_tag(right, f"      - run: {command}\n").replace("    steps:", is_pushed))
+        assert "only PUBLISHERS may" in problem
+
+
+def test_what_pushes_packages_may_run_ours():
+    is_pushed = "    if: github.event_name == 'push'\n    steps:"
+    assert cw.problems(of_a_tag("packages").replace("    steps:", is_pushed)) == []
+
+
 def test_signing_needs_a_tag():
-    tagged = GOOD.replace("  pull_request:", "  push:").replace("    timeout-minutes: 5\n", SIGNS)
+    tagged = of_a_tag("id-token", '      - run: cosign sign --yes "${IMAGE}"\n')
     assert ["signs also in a rehearsal" in p for p in cw.problems(tagged)] == [True]
     assert cw.problems(tagged.replace(SIGNS, SIGNS + "    if: github.event_name == 'push'\n")) == []
 
@@ -118,21 +143,31 @@ def test_what_is_published_was_checked_and_signed_first():
     assert cw.triggers(release)["push"] == {"tags": ["v*"]}
     order = {name: job.get("needs") for name, job in jobs.items()}
     assert order == {
-        "tag": None, "build": "tag", "attest": "build", "publish-kernels": "attest", "publish-main": "publish-kernels",
+        "tag": None, "build": "tag", "attest": "build", "release": "attest", "index": "release", "pages": "index",
+        "image": "attest", "sign-image": "image",
     }  # fmt: skip
     assert jobs["build"] == {"needs": "tag", "uses": "./.github/workflows/wheels.yml"}  # which gets no right to sign
     assert "workflow_call" in cw.triggers(yaml.safe_load(TEXTS["wheels"]))
     signed = jobs["attest"]["steps"][-1]
     assert signed["uses"].startswith("actions/attest-build-provenance@")
     assert signed["with"] == {"subject-path": "dist/*.whl"}
-    kinds = {wheel.kind for wheel in matrix.wheels(matrix.load())}
-    names = ("attest", "publish-kernels", "publish-main")
-    patterns = {name: jobs[name]["steps"][0]["with"]["pattern"] for name in names}
-    covered = {name: {k for k in kinds if k in re.split(r"[{},-]", pattern)} for name, pattern in patterns.items()}
-    assert covered == {"attest": kinds, "publish-kernels": kinds - {"main"}, "publish-main": {"main"}}
-    for name in ("publish-kernels", "publish-main"):
-        assert jobs[name]["environment"] == "pypi" and jobs[name]["permissions"] == {"id-token": "write"}
-        step = jobs[name]["steps"][-1]
-        assert step["uses"].startswith("pypa/gh-action-pypi-publish@") and step["with"]["attestations"] is True
     artifact = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]["steps"][-1]["with"]["name"]
     assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}"
+    # Every kind of wheel is signed, released and in the image; nothing goes to the public index.
+    kinds = {wheel.kind for wheel in matrix.wheels(matrix.load())}
+    for name in ("attest", "release", "image"):
+        (download,) = (step for step in jobs[name]["steps"] if "download-artifact" in step.get("uses", ""))
+        assert {k for k in kinds if k in re.split(r"[{},-]", download["with"]["pattern"])} == kinds
+        assert download["with"]["path"] == "dist"
+    assert jobs["release"]["steps"][-1]["run"].endswith(" dist/*.whl") and "pypi" not in TEXTS["release"].lower()
+    rights = {name: {r for r, level in (job.get("permissions") or {}).items() if level == "write"}
+              for name, job in jobs.items()}  # fmt: skip
+    assert {name: right for name, right in rights.items() if right} == {
+        "attest": {"id-token", "attestations"}, "release": {"contents"}, "pages": {"id-token", "pages"},
+        "image": {"packages"}, "sign-image": {"id-token", "packages"},
+    }  # fmt: skip
+    # What is signed is what was pushed, by digest.
+    assert set(jobs["image"]["outputs"]) == {"runtime", "test"}
+    sign = jobs["sign-image"]["steps"][-1]
+    assert sign["run"] == 'cosign sign --yes "${RUNTIME}" "${TEST}"'
+    assert sign["env"] == {name.upper(): f"${{{{ needs.image.outputs.{name} }}}}" for name in ("runtime", "test")}
