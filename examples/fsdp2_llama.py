@@ -226,7 +226,7 @@ def arguments() -> argparse.Namespace:
     add("--config", choices=CONFIGS, default="tiny")
     add("--cp", type=int, help="ranks that share a sequence; all of them without it")
     add("--attention", choices=("magi", "sdpa"), default="magi")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("cpu", "cuda"), help="GPUs if there are any; the CPU for --config tiny alone")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters in forward and backward")
     add("--data", help="text file or folder; the standard library's sources without it")
     add("--steps", type=int, default=20)
@@ -239,7 +239,23 @@ def arguments() -> argparse.Namespace:
     add("--save-every", type=int, default=0, help="steps between checkpoints; none without it")
     add("--resume", help="folder of a checkpoint")
     add("--plot", nargs="+", metavar="CURVE", help="only draw these curves")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.plot:
+        args.device = choose_device(args)
+    return args
+
+
+def choose_device(args: argparse.Namespace) -> str:
+    """As asked for, else what is here; a sentence before anything is made where that cannot be meant."""
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise SystemExit("--device cuda, but torch sees no GPU; `magi doctor` says why. --device cpu takes none.")
+    if args.device is None and args.config != "tiny" and not has_gpu:
+        raise SystemExit(
+            f"There is no GPU, and --config {args.config} takes some 15 GB of memory on the CPU and minutes a step. "
+            "Give --config tiny, or --device cpu if you mean it."
+        )
+    return args.device or ("cuda" if has_gpu else "cpu")
 
 
 def main() -> None:

@@ -21,6 +21,28 @@ def pytest_report_header() -> str | None:
     return f"no checkout: the tests of {', '.join(collect_ignore)} are left out, those that read csrc are skipped"
 
 
+class FailedNames:
+    """Says the name of a test when it fails, and why in a line; pytest itself tells at the very end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if not report.failed or terminal is None:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        lines = str(crash.message if crash else report.longrepr or "").strip().splitlines()
+        where = "" if report.when == "call" else f" ({report.when})"
+        terminal.ensure_newline()
+        terminal.write_line(f"FAILED {report.nodeid}{where}: {lines[0][:160] if lines else 'no words'}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of xdist has no terminal; the process that gives out tests has
+        config.pluginmanager.register(FailedNames(config), "magi_failed_names")
+
+
 @pytest.fixture(scope="session")
 def compile_folder(tmp_path_factory) -> Path:
     """Where ``compiled_or_skip`` puts libraries, one for all processes of a run of pytest."""

@@ -24,7 +24,14 @@ import torch.nn.functional as F
 from data import Batch, DataError, packed_batches
 from model import Llama, ModelConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, Plan, attend, make_plan, sum_gradients
@@ -118,6 +125,8 @@ def train(trainer: Trainer) -> tuple[list[float], float, Plan]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     losses, started = [], time.perf_counter()
     is_live = trainer.rank == 0 and console.is_terminal
@@ -126,11 +135,14 @@ def train(trainer: Trainer) -> tuple[list[float], float, Plan]:
         for number in range(args.steps):
             loss, plan = trainer.step(number)
             losses.append(loss)
-            rate = args.seq_len * len(losses) / (time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            rate = args.seq_len * len(losses) / seconds
             status = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
             progress.update(task, advance=1, status=status)
             if trainer.rank == 0 and not is_live and (number % 5 == 0 or number == args.steps - 1):
-                console.print(f"{title}: step {number + 1}/{args.steps}  {status}")
+                to_do = args.steps - number - 1
+                left = f"  about {seconds * to_do / len(losses):.0f} s left" if to_do else ""
+                console.print(f"{title}: step {number + 1}/{args.steps}  {status}{left}")
     return losses, time.perf_counter() - started, plan
 
 

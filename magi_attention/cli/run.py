@@ -93,8 +93,9 @@ def command_run(args: argparse.Namespace) -> int:
         return 0
     where = "GPUs with NCCL" if device == "cuda" else "processes on the CPU with gloo"
     make_folder(folder, "--name")
-    print(f"Training over {ranks} {where}; then the same steps in one process.", flush=True)
-    for phase, command, threads in phases:
+    texts = {"training": f"training over {ranks} {where}", "replay": "the same steps in one process, to compare losses"}
+    for number, (phase, command, threads) in enumerate(phases, 1):
+        print(f"Part {number} of {len(phases)}: {texts[phase]}.", flush=True)
         log = folder / f"{phase}.log"
         code = run_child([sys.executable, *command], child_environment(threads) | LINE_PREFIX, log)
         if code != 0:

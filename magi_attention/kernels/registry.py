@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import torch.distributed as dist
+
 from magi_attention.errors import ContractError, NoBackendError
 from magi_attention.kernels.cudnn_flex.backend import CudnnFlexBackend
 from magi_attention.kernels.fa4.backend import Fa4Backend
@@ -62,7 +64,7 @@ class Registry:
         ``prefer`` is a name or None. "ffa", which is the default, gives way to a backend that is ahead of it on the
         GPU (``preference``), unless the user asked for it. If the preferred backend cannot run: ``NoBackendError``
         when the user asked for it by name (``explicit``), else the first backend in order that can, and one log line
-        per reason on logger ``magi_attention.kernels``.
+        per reason on logger ``magi_attention.kernels``. On the CPU, where "ffa" never runs, only rank 0 says so.
         """
         if prefer is not None and prefer not in self.names:
             raise ContractError(f"Unknown kernel backend {prefer!r}; use one of {', '.join(self.names)}.")
@@ -86,7 +88,12 @@ class Registry:
         if prefer is None:
             return usable[0], f"Backend '{usable[0].name}' is the first that can run."
         reason = f"Backend '{usable[0].name}' runs in place of '{prefer}': {refusals[prefer]}"
-        _warn_once(reason)
+        if problem.device_type == "cpu" and prefer == "ffa":
+            # Nothing is amiss there, so all ranks together say it once.
+            if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+                _warn_once(f"Attention runs on the CPU, by PyTorch's kernels ('{usable[0].name}').")
+        else:
+            _warn_once(reason)
         return usable[0], reason
 
     def taking_delta(self, backend: Backend, problem: Callable[[], Problem]) -> Backend:

@@ -267,6 +267,7 @@ def test_a_first_start(checkout, settings, index):
     chosen = [line for line in done.stderr.splitlines() if f"torch {CPU} of {pytorch.url}: Downloading" in line]
     assert len(chosen) == 1 and re.search(r"torch-.*\.whl \([\d.]+ (bytes|kB)\)", chosen[0]), done.stderr
     assert re.search(r"environment ready after \d+ s; \d+ MB were downloaded", done.stderr)
+    assert "part 1 of 2" in done.stderr and "part 2 of 2: `magi" in done.stderr
     loaded = [path for path in pytorch.asked if path.endswith(".whl")]
     assert loaded == [f"/torch/torch-{PINNED}%2Bcpu-py3-none-any.whl"]
     pytorch.asked.clear()
@@ -280,8 +281,8 @@ def test_a_first_start(checkout, settings, index):
     assert changed.stdout == done.stdout and not pytorch.asked
 
 
-def lines_of(launcher, is_live: bool, lines, settings, chosen="", columns=200) -> list[str]:
-    """What the display writes for lines of pip's."""
+def lines_of(launcher, is_live: bool, lines, settings, chosen="", columns=200, installed=None) -> list[str]:
+    """What the display writes for lines of pip's, one a second."""
     written: list[str] = []
 
     class Stderr:
@@ -291,7 +292,7 @@ def lines_of(launcher, is_live: bool, lines, settings, chosen="", columns=200) -
 
     settings.setenv("COLUMNS", str(columns))
     settings.setattr(launcher.sys, "stderr", Stderr)
-    display = launcher.Display(0, chosen)
+    display = launcher.Display(0, chosen, installed or (lambda: 0))
     for line in lines:
         display.take(line)
         display.refresh()
@@ -323,7 +324,44 @@ def test_slow_arrival_is_told_by_time(launcher, settings):
     settings.setattr(launcher.time, "time", lambda: float(next(clock)))
     slow = [ARRIVING[2], *(f"Progress {part * 10**5} of {200 * 10**6}" for part in range(60))]
     said = lines_of(launcher, False, slow, settings)
-    assert 10 < len(said) < 60 and said[-1].endswith("of 200 MB have arrived\n")
+    assert 10 < len(said) < 60 and "of 200 MB have arrived, about " in said[-1]
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_time_left_is_that_of_the_pace_so_far(launcher, settings, is_live):
+    """A file of 200 MB at 1 MB/s, then 40 packages, one every 2 s, where 7 were there before."""
+    now = [0.0]
+    settings.setattr(launcher.time, "time", lambda: now[0])
+    arriving = [ARRIVING[2], *(f"Progress {part * 10**6} of {200 * 10**6}" for part in range(201))]
+    names = ", ".join(f"package{number}" for number in range(40))
+    installing = [f"Installing collected packages: {names}", *["still busy"] * 80]
+    there = [7]
+
+    def lines():
+        for line in arriving:
+            yield line
+            now[0] += 1
+        began = now[0]
+        for line in installing:
+            there[0] = 7 + int(now[0] - began) // 2
+            yield line
+            now[0] += 1
+
+    said = lines_of(launcher, is_live, lines(), settings, installed=lambda: there[0])
+    found = [
+        tuple(map(int, match.groups()))
+        for match in (re.search(r"(\d+) of (200 MB|40 packages).*?, about (\d+) s left", text) for text in said)
+        for match in [match and re.match(r"(\d+) of (\d+).*about (\d+)", match[0])]
+        if match
+    ]
+    loads, packages = [row for row in found if row[1] == 200], [row for row in found if row[1] == 40]
+    assert len(loads) >= 9 and all(left == 200 - done for done, _, left in loads)
+    assert len(packages) >= 5
+    assert all(abs(left - 2 * (40 - done)) <= 40 / done + 1 for done, _, left in packages), packages
+
+
+def test_no_time_is_guessed_at_the_start(launcher, settings):
+    assert not any("left" in text for text in lines_of(launcher, True, ARRIVING[:5], settings))
 
 
 def test_a_bar_on_a_terminal(launcher, settings):

@@ -65,3 +65,21 @@ def test_curves_are_drawn(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--plot", str(tmp_path / "curve.json")]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=DEADLINE_S)
     assert (tmp_path / "loss_curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--config", "1b"], "takes some 15 GB of memory on the CPU"),
+        (["--config", "1b", "--device", "cuda"], "torch sees no GPU"),
+        (["--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_what_wants_a_gpu_says_so_first(tmp_path, words, sentence):
+    """Before the model is made or a process group is."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "no.such.host.invalid"}
+    command = [sys.executable, str(SCRIPT), *words, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from magi_attention.errors import ContractError, NoBackendError
-from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, SdpaBackend, default_registry
+from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, SdpaBackend, default_registry, registry
+from magi_attention.testing.waiting import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,25 @@ def test_default_preference_falls_back_with_one_log_line(caplog):
             backend, reason = registry.select(problem(), "tuesday_only", explicit=False)
             assert backend.name == "sdpa_ol" and "It is Tuesday." in reason
     assert [r.getMessage() for r in caplog.records] == [reason]
+
+
+QUIET = "Attention runs on the CPU, by PyTorch's kernels ('sdpa_ol')."
+
+
+def test_a_cpu_is_no_fallback_that_anyone_would_mend(caplog):
+    registry._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="magi_attention.kernels"):
+        for _ in range(3):
+            _, reason = default_registry().select(problem(), "ffa")
+    assert [r.getMessage() for r in caplog.records] == [QUIET] and "in place of 'ffa'" in reason
+
+
+def test_all_ranks_say_it_once():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / "03_context_parallel.py"), "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(QUIET) == 1 and "in place of" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_ol"])
