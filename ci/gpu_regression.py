@@ -125,6 +125,7 @@ def _range_ops_command(settings: dict, out: Path) -> list[str]:
 
 def _on_ranks(settings: dict, script: str, out: Path) -> list[str]:
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings["world"])]
+    ranks += ["--local-addr", "127.0.0.1"]
     return [sys.executable, *ranks, str(ROOT / "benchmarks" / script), "--out", str(out)]
 
 

@@ -168,6 +168,7 @@ def places(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Path], 
 def command_of(program: Program, place: Path, home: Path, processes: int) -> list[str]:
     start = [str(ROOT / "ci" / "strangers_start.py"), program.replaced, str(place / program.path)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    torchrun += ["--local-addr", "127.0.0.1"]
     return [sys.executable, *(torchrun if processes > 1 else []), *start,
             *(word.replace("{home}", str(home)) for word in program.arguments)]  # fmt: skip
 

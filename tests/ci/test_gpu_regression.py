@@ -264,7 +264,7 @@ def test_committed_results_of_several_gpus_are_baselines_of_themselves():
         line = gr.command(baseline.benchmark, direction, settings, Path("x"))
         assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(baseline.world)]
         parse = context_parallel.make_parser().parse_args
-        options, usual = vars(parse(line[7:])), vars(parse([]))  # options that came later are as they are by default
+        options, usual = vars(parse(line[9:])), vars(parse([]))  # options that came later are as they are by default
         assert {k: v for k, v in options.items() if k != "out"} == {
             k: settings.get(k, v) for k, v in usual.items() if k != "out"
         }
@@ -282,7 +282,7 @@ def test_every_option_of_several_gpus_is_given_again():
     for key in usual.keys() - chosen.keys():
         chosen[key] = True if usual[key] is False else usual[key] + 2
     assert set(chosen) == set(usual) and all(chosen[key] != usual[key] for key in usual)
-    given = vars(parse(gr._several_command({**chosen, "world": 4}, Path("x"))[7:]))
+    given = vars(parse(gr._several_command({**chosen, "world": 4}, Path("x"))[9:]))
     assert {k: v for k, v in given.items() if k != "out"} == chosen
 
 

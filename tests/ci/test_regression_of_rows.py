@@ -34,7 +34,7 @@ def test_committed_results_of_rows_are_baselines_of_themselves():
         else:
             ranks = str(baseline.world)
             assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-            options = vars(group_collectives.make_parser().parse_args(line[7:])) | {"world": baseline.world}
+            options = vars(group_collectives.make_parser().parse_args(line[9:])) | {"world": baseline.world}
         assert {k: v for k, v in options.items() if k != "out"} == settings
 
 

@@ -33,3 +33,12 @@ def test_torchrun_of_one_machine():
     )
     assert done.returncode == 0, done.stderr
     assert sorted(w for w in done.stdout.splitlines() if w) == [f"rank {rank} of 2 says hello [] " for rank in range(2)]
+
+
+def test_every_start_of_ranks_on_this_machine_does_so():
+    names = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    files = [name for name in names if not name.startswith("tests/") and (ROOT / name).is_file()]
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in files}
+    starts = {name for name, text in texts.items() if '"--standalone"' in text}
+    assert starts or not files
+    assert {name for name in starts if '"--local-addr"' not in texts[name]} == set()
