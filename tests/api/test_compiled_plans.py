@@ -49,10 +49,10 @@ def differences(run, rank: int, *args, total: int = TOTAL) -> float:
         torch.manual_seed(total)
         x, sink = torch.randn(total, 32, requires_grad=True), torch.randn(2, 2, requires_grad=True)
         w = torch.tensor(1.0 + rank, requires_grad=True)
-        whole, partial, *others = f(x, w, sink, *args)
-        (whole.cos().sum() + (partial * (1 + rank)).sum()).backward()
+        whole, partial, lse, *others = f(x, w, sink, *args)
+        (whole.cos().sum() + (partial * (1 + rank)).sum() + lse.sin().sum()).backward()
         assert not any(y.requires_grad for y in others)
-        found.append([whole.detach(), partial.detach(), *others, x.grad, w.grad, sink.grad])
+        found.append([whole.detach(), partial.detach(), lse.detach(), *others, x.grad, w.grad, sink.grad])
     for a, b in zip(*found):
         assert a.shape == b.shape and a.dtype == b.dtype
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(*found))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.cli.common import torchrun
+from magi_attention.cli import common
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def test_torchrun_of_one_machine():
     ):
         pytest.skip("a network of its own needs root, unshare and ip")
     script = str(ROOT / "tests" / "launch" / "rank_script.py")
-    line = f"{BEGIN} && exec {shlex.join([sys.executable, *torchrun(2), script, 'hello'])}"
+    line = f"{BEGIN} && exec {shlex.join([sys.executable, *common.torchrun(2), script, 'hello'])}"
     done = subprocess.run(
         [*ALONE, line], capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -36,9 +36,8 @@ def test_torchrun_of_one_machine():
 
 
 def test_every_start_of_ranks_on_this_machine_does_so():
-    names = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    files = [name for name in names if not name.startswith("tests/") and (ROOT / name).is_file()]
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in files}
-    starts = {name for name, text in texts.items() if '"--standalone"' in text}
-    assert starts or not files
-    assert {name for name in starts if '"--local-addr"' not in texts[name]} == set()
+    folders = (Path(common.__file__).parents[1], ROOT / "benchmarks", ROOT / "ci")
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    starts = [path for path, text in texts.items() if '"--standalone"' in text]
+    assert starts and [path for path in starts if '"--local-addr"' not in texts[path]] == []

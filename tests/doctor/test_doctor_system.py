@@ -70,9 +70,12 @@ def test_an_import_names_the_empty_package(tmp_path):
             command, env=environment, cwd=tmp_path.parent, capture_output=True, text=True, timeout=DEADLINE_S
         )
 
-    done = run("import magi_attention.errors", ROOT, tmp_path)
+    home = Path(toolchain.PACKAGE).parent
+    done = run("import magi_attention.errors", home, tmp_path)
     assert done.returncode == 0 and f"magi_attention 0.0.1 in {tmp_path} is an empty package" in done.stderr
     assert "pip uninstall magi_attention" in done.stderr
-    assert "empty package" not in run("import magi_attention.errors", ROOT).stderr
+    assert "empty package" not in run("import magi_attention.errors", home).stderr
+    if not (ROOT / "extensions").is_dir():
+        return  # an image has no extensions
     done = run("import magi_attn_extensions", tmp_path, ROOT / "extensions", options=("-S",))  # no editable install
     assert done.returncode == 1 and "it is the empty package 0.0.1 of the public index" in done.stderr
