@@ -76,6 +76,13 @@ LANES = {
         prepare=(OURS,),
         environment={"MAGI_HOME": "build/launch", "MAGI_ATTENTION_PREBUILD_FFA": "0"},
     ),
+    "integrations": Lane(
+        "all tests with the packages of the frameworks, those for the night, too",
+        (("ci/integrations", "tests/integrations"),),
+        lock="test",
+        prepare=(OURS,),
+        environment={"MAGI_ATTENTION_PREBUILD_FFA": "0"},
+    ),
     "transformers-457": Lane(
         "the tests of transformers with the oldest release that is taken",
         (("ci/transformers_457",),),

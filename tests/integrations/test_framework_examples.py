@@ -78,6 +78,7 @@ def start_all(name: str, cp_sizes: list[str], *options: str) -> list[list[float]
         return list(pool.map(lambda command: start(command, ROOT, *options)[0], given))
 
 
+@pytest.mark.nightly
 def test_dit_video():
     """The other mask computes something else, so the option reaches the plan."""
     one, two = start_all("dit_video.py", ["2"])
@@ -87,6 +88,7 @@ def test_dit_video():
     assert abs(other[0] - one[0]) > 1e-5
 
 
+@pytest.mark.nightly
 def test_grpo_log_probs():
     pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
     one, two = start_all("grpo_log_probs.py", ["2"])
@@ -96,7 +98,7 @@ def test_grpo_log_probs():
     np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["hf_trainer.py", "trl_sft.py"])
+@pytest.mark.parametrize("name", ["hf_trainer.py", pytest.param("trl_sft.py", marks=pytest.mark.nightly)])
 def test_trainers(name):
     pytest.importorskip("trl", reason="needs transformers and trl; ci/integrations installs them")
     one, two = start_all(name, ["2"])
@@ -111,6 +113,7 @@ def test_the_page_of_transformers_shows_the_loop():
     assert any(block.text.startswith("import argparse") and program.endswith(block.text) for block in blocks(page))
 
 
+@pytest.mark.nightly
 def test_wrong_sizes_are_sentences():
     with pytest.raises(AssertionError, match="--packs is 3; give a multiple of the 2 replicas."):
         start(line("dit_video.py", 2), ROOT, "--cp-size", "1", "--packs", "3")
@@ -121,12 +124,14 @@ def check_titan(losses: list[float], said: str, steps: int) -> None:
     assert len(losses) == steps and losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.nightly
 def test_torchtitan_configs_on_cpus(tmp_path):
     pytest.importorskip("torchtitan", reason="needs torchtitan; ci/integrations installs it")
     options = ("--training.steps", "4", "--dump_folder", str(tmp_path), *FOR_OLD_TORCH)
     check_titan(*start(line(TITAN, 2), EXAMPLES, *options), 4)
 
 
+@pytest.mark.nightly
 def test_the_page_of_torchtitan(tmp_path):
     """The command is the page's own. torchtitan is told of CPUs where the interpreter starts."""
     pytest.importorskip("torchtitan", reason="needs torchtitan; ci/integrations installs it")

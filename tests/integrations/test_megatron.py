@@ -39,6 +39,7 @@ def test_one_process_is_as_a_dense_mask(one, tmp_path):
     compare(one, launch(tmp_path, {"tp": 1, "cp": 1, "dense": True}, 1, SCRIPT))
 
 
+@pytest.mark.nightly
 def test_context_parallel_ranks(one, tmp_path):
     got = launch(tmp_path, {"tp": 1, "cp": 2}, 2, SCRIPT)
     compare(got, one)
@@ -46,6 +47,7 @@ def test_context_parallel_ranks(one, tmp_path):
         assert np.allclose(got[case]["top"], one[case]["top"], rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_ranks(one, tmp_path):
     got = launch(tmp_path, {"tp": 2, "cp": 1}, 2, SCRIPT)
     compare(got, one, with_norms=False)  # parameters are halves there

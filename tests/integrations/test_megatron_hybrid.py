@@ -95,6 +95,7 @@ def run_a_mamba_pattern(rank: int, world: int) -> list[str]:
     return said
 
 
+@pytest.mark.nightly
 def test_mamba_layers_stay_for_one_rank():
     (one,) = run_processes(1, run_a_mamba_pattern)
     assert one[0] == "(1, 12, 16), True" and "give total_tokens to PackedSeqParams" in one[1]

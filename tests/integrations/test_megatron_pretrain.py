@@ -59,17 +59,19 @@ def test_losses_fall(one):
     assert len(one) == 8 and one[-1] < 0.9 * one[0]
 
 
-@pytest.mark.parametrize("cp_size", (2, 1))
+@pytest.mark.parametrize("cp_size", (2, pytest.param(1, marks=pytest.mark.nightly)))
 def test_two_ranks_train_as_one_process(one, cp_size):
     words = shlex.split(launch_lines()[2])[3:]  # context-parallel without more
     np.testing.assert_allclose(losses(run(2, *words, *(() if cp_size == 2 else ("--cp-size", "1")))), one, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_replicas_of_ranks_train_as_one_process(one):
     np.testing.assert_allclose(losses(run(4, EXAMPLE, "--cp-size", "2")), one, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("processes", "options", "sentence"),
     [
@@ -88,6 +90,7 @@ def test_the_page_has_the_launch_lines():
     assert set(lines) == {2, 8} and set(lines.values()) <= set(commands(PAGE))
 
 
+@pytest.mark.nightly
 def test_the_code_of_the_page_runs_as_it_stands(tmp_path):
     (code,) = (block.text for block in blocks(PAGE) if block.language == "python")
     assert not setup(PAGE)

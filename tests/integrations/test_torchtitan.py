@@ -40,10 +40,10 @@ def dense(tmp_path_factory) -> dict:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cp": 2, "checkpointing": "selective"},
         {"cp": 2, "checkpointing": "full", "compile": True},
-        {"cp": 2, "tp": 2, "checkpointing": "selective"},
-        {"cp": 2, "dp": 2},
+        pytest.param({"cp": 2, "checkpointing": "selective"}, marks=pytest.mark.nightly),
+        pytest.param({"cp": 2, "tp": 2, "checkpointing": "selective"}, marks=pytest.mark.nightly),
+        pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.nightly),
         pytest.param({"cp": 2, "typechecking": True}, marks=needs_new_torch),
     ],
     ids=str,

@@ -114,6 +114,7 @@ def test_the_mean_loss_of_a_training_that_logs_seldom(trained):
     assert one == pytest.approx(two, rel=1e-6) and one > 0
 
 
+@pytest.mark.nightly
 def test_replicas_of_groups(trained):
     """Two groups of two ranks, beside two groups of one."""
     assert_same_steps(trained("groups of one", 2), trained("groups of two", 4), 8)
@@ -138,6 +139,7 @@ def test_compiled(trained):
     assert_same_steps(trained("three steps", 2), trained("compiled", 2), 3)
 
 
+@pytest.mark.nightly
 def test_started_by_accelerate(trained, tmp_path):
     (got,) = launch(tmp_path, [TRAINED["three steps"][1]], 2, by=ACCELERATE)["cases"]
     assert got["log"][:3] == trained("three steps", 2)["log"][:3]

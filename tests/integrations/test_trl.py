@@ -10,7 +10,13 @@ pytest.importorskip("trl", reason="needs trl; ci/integrations installs it")
 from launching import assert_same_steps, launch, launch_both  # noqa: E402
 
 
-@pytest.mark.parametrize("arguments", ({}, {"gradient_checkpointing": False, "gradient_accumulation_steps": 2}))
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"gradient_checkpointing": False, "gradient_accumulation_steps": 2},
+    ),
+)
 def test_packed_documents(tmp_path, arguments):
     settings = {"model": "llama", "arguments": {"max_steps": 10, **arguments}}
     one, two = launch_both(tmp_path, settings, script="train_trl.py")
