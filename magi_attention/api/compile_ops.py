@@ -26,9 +26,10 @@ _OPTIONS = (
     "float? softmax_scale, float softcap, bool return_max_logits, float dropout_p, SymInt dropout_seed"
 )
 _FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+# Graphs that torch.compile keeps on disk call an op by position, so what is new in it comes last and has a default.
 _BWD = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor k_tail, Tensor v_tail, "
+    f"{_OPTIONS}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # Ranks exchange rows in an op, and tables of a plan are made at its first use: no CUDA graph of torch.compile has it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -81,8 +82,8 @@ def _(
 
 @torch.library.custom_op("magi_attention::dist_attn_bwd", mutates_args=(), schema=_BWD, tags=_TAGS)
 def dist_attn_bwd(
-    dout, dlse, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale,
-    softcap, return_max_logits, dropout_p, dropout_seed,
+    dout, q, k, v, out, lse, k_tail, v_tail, sink, handle, group, policy, tail_rows, precision, softmax_scale,
+    softcap, return_max_logits, dropout_p, dropout_seed, dlse=None,
 ):  # fmt: skip
     """``(dq, dk, dv, dsink or empty)`` in the dtypes of q, k, v and sink."""
     runtime = runtime_of(handle, group, policy)
@@ -98,7 +99,7 @@ def dist_attn_bwd(
 
 
 @dist_attn_bwd.register_fake
-def _(dout, dlse, q, k, v, out, lse, k_tail, v_tail, sink, *_options):
+def _(dout, q, k, v, out, lse, k_tail, v_tail, sink, *_options):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     return *grads, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
@@ -116,7 +117,7 @@ def _grad(ctx, dout, dlse, *_):
     *saved, sink = ctx.saved_tensors  # under checkpointing they can be read once
     if dout is None:
         dout = torch.zeros_like(saved[3])
-    dq, dk, dv, dsink = dist_attn_bwd(dout, dlse, *saved, sink, *ctx.options)
+    dq, dk, dv, dsink = dist_attn_bwd(dout, *saved, sink, *ctx.options, dlse)
     return dq, dk, dv, None if sink is None else dsink, *[None] * 11
 
 

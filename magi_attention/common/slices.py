@@ -270,14 +270,14 @@ def row_bounds(row: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]
 
 def to_dense(slices: NDArray[np.int64], total_q: int, total_k: int) -> NDArray[np.bool_]:
     """Boolean mask ``(total_q, total_k)``, True where attention is allowed; the ground truth of tests."""
-    mask = np.zeros((total_q, total_k), dtype=bool)
+    mask, all_columns = np.zeros((total_q, total_k), dtype=bool), np.arange(total_k)
     for row in slices:
         block = mask[row[Q0] : row[Q1], row[K0] : row[K1]]
         if row[TYPE] == 0:
             block[:] = True
             continue
         start, end = row_bounds(row)
-        columns = np.arange(row[K0], row[K1])
+        columns = all_columns[row[K0] : row[K1]]
         block |= (columns >= start[:, None]) & (columns < end[:, None])
     return mask
 

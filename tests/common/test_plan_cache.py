@@ -137,8 +137,8 @@ def test_what_was_made_for_a_mask_goes_with_it():
 
 
 def test_copies_begin_empty():
-    mask = Mask.varlen([0, 5, 9, 32])
-    slices = mask.slices
+    slices = SliceTable(Mask.varlen([0, 5, 9, 32]).slices.array)
+    mask = Mask(slices, 32, 32)
     tensors = slices.tensors()
     assert len(slices.digest) == 16 and slices.area and len(slices.cache) == 3
     assert slices.cache.host_bytes == slices.array.nbytes + sum(x.nbytes for x in tensors)

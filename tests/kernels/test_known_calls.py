@@ -140,7 +140,8 @@ def test_how_arguments_are_passed(case):
         flex_flash_attn_func(q, k, v, a, b, 9, 9, c)
     assert caught[0].filename == __file__
     assert list(inspect.signature(flex_flash_attn_func).parameters)[:4] == ["q", "k", "v", "q_ranges"]
-    assert flex_flash_attn_func.__name__ == "flex_flash_attn_func" and "Slices should be" in flex_flash_attn_func.__doc__
+    assert flex_flash_attn_func.__name__ == "flex_flash_attn_func"
+    assert "Slices should be" in flex_flash_attn_func.__doc__
 
 
 class Subclass(torch.Tensor):

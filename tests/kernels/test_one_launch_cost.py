@@ -11,9 +11,11 @@ import torch
 from ffa_simulator import backend
 
 from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.comm.transport.consistency import Use
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.first_use import BACKWARD, FORWARD, judge
 from magi_attention.functional.one_launch.base import LAUNCHES, PreparedFused, _layout
 from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
@@ -55,7 +57,9 @@ def layer_in_one_launch(monkeypatch):
     one.part, one.cache, one._wire, one._transport = None, PlanCache(), None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
-    prepared = Prepared("", ffa, ffa, PreparedFused(one, ffa), False, None, *[AttnOptions(0.25)] * 4)
+    use = Use("call", lambda stage: {}, judge, FORWARD)
+    fused = PreparedFused(one, ffa)
+    prepared = Prepared(use, use.of(BACKWARD), ffa, ffa, fused, False, None, *[AttnOptions(0.25)] * 4)
 
     def prepare(q, k, v, *rest) -> Prepared:
         one.cache.get(LAUNCHES, _layout(q, k, v), lambda: launches)

@@ -19,6 +19,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.kernels.ffa.launch_cache import TorchHooks
 from magi_attention.native import abi, build, loader, toolchain
+from magi_attention.native.intact import sealed
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def test_loader_errors_say_what_to_do(built, tmp_path, monkeypatch):
         loader.load_host(tmp_path / "empty")
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / built.path.name).write_bytes(b"no module")
+    (broken / built.path.name).write_bytes(sealed(b"\x7fELF but of no machine"))
     with pytest.raises(UnsupportedError, match="cannot be loaded.*--only host"):
         loader.load_host(broken)
     for name in ("ABI_VERSION", "HOST_VERSION"):

@@ -122,7 +122,7 @@ def agree_by_messages(transport: Messages, known: KnownUses, use: Use, seed: str
     is_known = use.name in known
     tokens = transport.gather_tokens(use.token(is_known, seed))
     if any(token != tokens[0] for token in tokens):
-        record = use.record() | ({"seed": seed} if seed else {})
+        record = use.record() | ({"dropout": seed} if seed else {})
         records = transport.all_gather_object(record)
         failures = [f"rank {r} failed: {told[_FAILURE]}" for r, told in enumerate(records) if _FAILURE in told]
         if failures:

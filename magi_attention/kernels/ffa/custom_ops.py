@@ -152,15 +152,15 @@ def _(
     "magi_attention::flex_bwd",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
-        "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer) "
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
+        "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer, Tensor? dlse=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def flex_bwd(
-    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
-    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe, sink_layout: str,
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str, dlse: Maybe = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink. ``dlse``
     (Tq, Hq): the gradient of lse, or None."""
@@ -188,9 +188,9 @@ def flex_bwd(
 
 @flex_bwd.register_fake
 def _(
-    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe,
-    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe, sink_layout: str,
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str, dlse: Maybe = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
@@ -210,7 +210,7 @@ def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[tor
     tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(tensors[3])
-    dq, dk, dv, dsink = flex_bwd(dout, dlse, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer)
+    dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer, dlse)
     sink = tensors[-1]
     return dq, dk, dv, None, None, None, None if sink is None else dsink, *[None] * 8
 

@@ -68,15 +68,15 @@ def _(
 @torch.library.custom_op(
     "magi_attention::index_bwd", mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor? dlse, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}) "
+        f"(Tensor dout, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}, Tensor? dlse=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )  # fmt: skip
 def index_bwd(
-    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
     lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
     k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
-    sm_margin: int,
+    sm_margin: int, dlse: Maybe = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink.
 
@@ -98,10 +98,10 @@ def index_bwd(
 
 @index_bwd.register_fake
 def _(
-    dout: torch.Tensor, dlse: Maybe, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
     lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
     k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
-    sm_margin: int,
+    sm_margin: int, dlse: Maybe = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
@@ -122,7 +122,7 @@ def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[tor
     lists = rows, counts, *ctx.blocks, k_start, k_end
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsink = index_bwd(dout, dlse, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options)
+    dq, dk, dv, dsink = index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options, dlse)
     return dq, dk, None if v is None else dv, *[None] * 7, None if sink is None else dsink, *[None] * 7
 
 
