@@ -7,6 +7,7 @@ import json
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ def new_folder(root: Path) -> Path:
     return folder
 
 
-def results_of(junit: Path) -> dict[str, Any]:
-    """Counts over all tests and by file, reasons of skips with their counts, and the failures."""
+def results_of(junits: Sequence[Path]) -> dict[str, Any]:
+    """Counts over all tests and by file, reasons of skips with their counts, and the failures. Files may be missing,
+    where pytest ended before it wrote any."""
     counts: Counter[str] = Counter()
     files: dict[str, Counter[str]] = {}
     reasons: Counter[str] = Counter()
     failures = []
-    for case in ET.parse(junit).getroot().iter("testcase"):
+    cases = [case for junit in junits if junit.is_file() for case in ET.parse(junit).getroot().iter("testcase")]
+    for case in cases:
         parts = [child for child in case if child.tag in ("failure", "error", "skipped")]
         outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}[parts[0].tag] if parts else "passed"
         file = (case.get("classname") or "").replace(".", "/")
@@ -46,9 +49,9 @@ def results_of(junit: Path) -> dict[str, Any]:
     }
 
 
-def write_report(folder: Path, junit: Path, status: int) -> Path:
-    """``report.json`` in ``folder``. ``junit`` may be missing, where pytest ended before it wrote any."""
-    results = results_of(junit) if junit.is_file() else {"counts": {}, "files": {}, "skipped": {}, "failures": []}
+def write_report(folder: Path, junits: Sequence[Path], status: int) -> Path:
+    """``report.json`` in ``folder``, of the tests in ``junits``."""
+    results = results_of(junits)
     path = folder / "report.json"
     path.write_text(json.dumps({"status": status, "tests": results, "machine": collected()}, indent=1) + "\n")
     return path

@@ -16,7 +16,9 @@ from magi_attention.cli.common import UsageError, child_environment, num_cores, 
 
 # suite -> marker expression of pytest
 SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode"}
+BESIDE_OTHERS, ALONE = "gpu and not whole_gpu", "gpu and whole_gpu"
 WORKERS_PER_GPU = 8
+NO_TESTS = 5  # pytest's exit code where nothing was collected
 NODES, RANKS_PER_NODE = 2, 2  # of the multinode suite where nothing else is asked for
 
 
@@ -28,22 +30,21 @@ def command_test(args: argparse.Namespace) -> int:
         return launch_suite(args)
     if args.suite == "gpu" and not args.dry_run:
         need_gpu()
-    extra = list(args.pytest_arguments)
-    if args.suite:
-        extra = ["-m", SUITES[args.suite], *extra]
+    extra, is_on_gpus = list(args.pytest_arguments), args.suite == "gpu"
     workers = []
     if importlib.util.find_spec("xdist") and not any(a.startswith(("-n", "--numprocesses")) for a in extra):
         # Who has none left takes from others.
-        workers = ["-n", str(num_workers(args.suite == "gpu")), "--dist", "worksteal"]
-    command = [sys.executable, "-m", "pytest", *workers, *extra]
+        workers = ["-n", str(num_workers(is_on_gpus)), "--dist", "worksteal"]
+    pytest = [sys.executable, "-m", "pytest"]
+    commands = [[*pytest, *workers, *(["-m", SUITES[args.suite]] if args.suite else []), *extra]]
+    if is_on_gpus:
+        commands = [[*pytest, *workers, "-m", BESIDE_OTHERS, *extra], [*pytest, "-m", ALONE, *extra]]
     if args.dry_run:
-        print(shlex.join(command))
+        print(*map(shlex.join, commands), sep="\n")
         return 0
     started = time.perf_counter()
     os.chdir(sources())
-    if args.suite == "gpu":
-        return run_gpu_suite(command)
-    code = run_child(command, child_environment(1))
+    code = run_gpu_suite(commands) if is_on_gpus else run_child(commands[0], child_environment(1))
     print(f"The tests took {time.perf_counter() - started:.0f} s.")
     return code
 
@@ -57,12 +58,16 @@ def num_workers(is_on_gpus: bool) -> int:
     return max(1, min(WORKERS_PER_GPU * torch.cuda.device_count(), num_cores() - 1))
 
 
-def run_gpu_suite(command: list[str]) -> int:
-    """The tests, and a report of them beside the machine's."""
+def run_gpu_suite(commands: list[list[str]]) -> int:
+    """The tests, those that share a GPU and then those that need all of it; and one report beside the machine's."""
     folder = suite_report.new_folder(Path("runs"))
-    junit = folder / "junit.xml"
-    code = run_child([*command, f"--junitxml={junit}"], child_environment(1))
-    print(suite_report.summary(suite_report.write_report(folder, junit, code)))
+    files, codes = [], []
+    for number, command in enumerate(commands):
+        files.append(folder / f"junit{number}.xml")
+        codes.append(run_child([*command, f"--junitxml={files[-1]}"], child_environment(1)))
+    ran = [code for code in codes if code != NO_TESTS] or [NO_TESTS]
+    code = max(ran)
+    print(suite_report.summary(suite_report.write_report(folder, files, code)))
     return code
 
 

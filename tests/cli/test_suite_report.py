@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_what_ran_and_how_it_went(tmp_path):
     junit = tmp_path / "junit.xml"
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "test_gpu_things.py"]
     status = subprocess.run(command, cwd=tmp_path, capture_output=True).returncode
-    path = suite_report.write_report(tmp_path, junit, status)
+    path = suite_report.write_report(tmp_path, [junit, tmp_path / "none.xml"], status)
     report = json.loads(path.read_text())
     assert report["status"] == 1 and report["tests"]["counts"] == {"passed": 1, "failed": 2, "skipped": 1}
     assert report["tests"]["skipped"] == {"needs another GPU": 1}
@@ -41,14 +42,32 @@ def test_what_ran_and_how_it_went(tmp_path):
 
 
 def test_pytest_that_ends_early_leaves_a_report_too(tmp_path):
-    path = suite_report.write_report(tmp_path, tmp_path / "junit.xml", 4)
+    path = suite_report.write_report(tmp_path, [tmp_path / "junit.xml"], 4)
     assert json.loads(path.read_text())["status"] == 4 and "No test ran" in suite_report.summary(path)
 
 
-@pytest.mark.parametrize("status", (0, 1))
-def test_the_suite_ends_as_pytest_does(status, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("codes", "status"), [((0, 0), 0), ((0, 1), 1), ((1, 0), 1), ((5, 0), 0), ((0, 5), 0), ((5, 1), 1), ((5, 5), 5)]
+)
+def test_the_suite_ends_as_pytest_does(codes, status, monkeypatch, tmp_path, capsys):
+    """5: nothing was collected, as of one of the two parts where files are named."""
     monkeypatch.chdir(tmp_path)
-    seen = []
-    monkeypatch.setattr(suites, "run_child", lambda command, _: seen.append(command) or status)
-    assert suites.run_gpu_suite(["pytest", "-m", "gpu"]) == status
-    assert seen[0][-1].startswith("--junitxml=runs/gpu-suite-") and "The report is runs/" in capsys.readouterr().out
+    seen, left = [], list(codes)
+    monkeypatch.setattr(suites, "run_child", lambda command, _: seen.append(command) or left.pop(0))
+    assert suites.run_gpu_suite([["pytest", "-m", "a"], ["pytest", "-m", "b"]]) == status
+    assert [command[2] for command in seen] == ["a", "b"]
+    assert all(command[-1].startswith("--junitxml=runs/gpu-suite-") for command in seen)
+    assert "The report is runs/" in capsys.readouterr().out
+
+
+def test_each_gpu_test_is_in_one_part():
+    """Those that start ranks, or measure, run alone."""
+    parts = []
+    for marks in (suites.BESIDE_OTHERS, suites.ALONE, suites.SUITES["gpu"]):
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", marks, "tests/gpu"]
+        said = subprocess.run(command, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True).stdout
+        parts.append({line for line in said.splitlines() if "::" in line})
+    beside, alone, everything = parts
+    assert beside and alone and not beside & alone and beside | alone == everything
+    assert all("::" in name and "one_launch" not in name for name in beside)
+    assert any("test_ffa_large" in name for name in alone)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs that several processes of pytest-xdist share.
+"""GPUs that several processes of pytest-xdist share, each of which takes one of them for its tests.
 
-Each process takes one of the GPUs for its tests. A test with the marker ``whole_gpu`` runs while no other one does: it
-measures a time, or needs most of the memory. So do all tests that start ranks, whose kernels wait for one another.
+A test with the marker ``whole_gpu`` measures a time, or needs most of the memory; `magi test --suite gpu` runs those
+after all others, one at a time. So do all tests that start ranks, whose kernels wait for one another.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 
@@ -18,6 +17,7 @@ _STARTS_RANKS = ("run_processes", "places", "over_nvshmem")
 _MUCH = 1 << 30  # bytes that torch keeps in reserve
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(hasattr(getattr(item, "module", None), name) for name in _STARTS_RANKS):
@@ -32,13 +32,8 @@ def _own_gpu() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _share_of_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    is_alone = request.node.get_closest_marker("whole_gpu") is not None
-    with open(tmp_path_factory.getbasetemp().parent / "gpu.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        yield
-        if torch.cuda.is_available() and torch.cuda.memory_reserved() > _MUCH:
-            torch.cuda.empty_cache()
+def _leave_memory() -> Iterator[None]:
+    yield
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available()
+    if is_shared and torch.cuda.memory_reserved() > _MUCH:
+        torch.cuda.empty_cache()
