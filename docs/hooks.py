@@ -22,6 +22,7 @@ OUTSIDE = {
     "README.md": "index.md",
 }
 PICTURES = "benchmarks/results"  # its .png files
+SECTIONS = "docs/sections"  # a page for each section of the nav, with a row for each of its pages
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!--.*?-->\n?", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -93,12 +94,13 @@ def as_markdown(text: str, page: str) -> str:
     return outside_fences(with_site_links(_COMMENT.sub("", text), page), with_list_breaks)
 
 
-def descriptions(index: str) -> dict[str, str]:
-    """Page -> what docs/index.md says of it."""
+def descriptions(text: str, folder: str = SECTIONS) -> dict[str, str]:
+    """Page of the site -> what the table of a section in ``folder`` says of it, in the table's order."""
     found = {}
-    for cells in _ROW.finditer(index):
+    for cells in _ROW.finditer(text):
         for _, _, target in _LINK.findall(cells[1]):
-            found[target] = _LINK.sub(lambda link: link[2], cells[2])
+            page = in_site(os.path.normpath(f"{folder}/{target}"))
+            found[page] = _LINK.sub(lambda link: link[2], cells[2])
     return found
 
 
@@ -140,6 +142,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if page.file.src_uri.startswith("log/"):
+        page.meta["search"] = {"exclude": True}
     return as_markdown(markdown, page.file.src_uri)
 
 
@@ -155,18 +159,27 @@ def on_nav(nav: Any, config: Any, files: Any) -> Any:
 
 def on_post_build(config: Any) -> None:
     site, nav = Path(config.site_dir), config.extra["nav"]
-    said = descriptions((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
-    said = {in_site(os.path.normpath(f"docs/{target}")): words for target, words in said.items()}
+    said: dict[str, str] = {}
+    for section in sorted((ROOT / SECTIONS).glob("*.md")):
+        said |= descriptions(section.read_text(encoding="utf-8"))
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
     for section in nav.items:
-        lines += [f"## {section.title}", ""]
-        for page in section.children:
-            words = said.get(page.file.src_uri)
-            lines.append(f"- [{page.title}]({page.file.src_uri})" + (f": {words}" if words else ""))
-        lines.append("")
+        if section.is_section:
+            lines += [f"## {section.title}", "", *_lines_of(section, said), ""]
     (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
     for page in nav.pages:
         text = _REFERENCE.sub(lambda match: reference_text(*match.groups()), page.markdown)
         path = site / page.file.src_uri
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def _lines_of(section: Any, said: dict[str, str]) -> list[str]:
+    """A line for each page of a section and of the groups in it, but for the section's own page."""
+    lines = []
+    for item in section.children:
+        if item.is_section:
+            lines += _lines_of(item, said)
+        elif item.file.src_uri in said:
+            lines.append(f"- [{item.title}]({item.file.src_uri}): {said[item.file.src_uri]}")
+    return lines

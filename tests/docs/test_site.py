@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site: its navigation holds each page once, as docs/index.md lists them; its reference has every public name; and
+"""The site: its navigation holds each page once, as docs/sections list them; its reference has every public name; and
 what docs/hooks.py does to a page. ``ci/site`` builds it, without a warning."""
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import hooks  # noqa: E402
 
-NAV = {
-    title: pages
-    for section in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    for title, pages in section.items()
-}
-INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 PUBLIC = ("magi_attention.api", "magi_attention.functional")
 FAILURES = ROOT / "docs" / "guides" / "failures.md"
@@ -33,18 +28,46 @@ FAILURES = ROOT / "docs" / "guides" / "failures.md"
 # ---- navigation ------------------------------------------------------------------------------------------
 
 
+def pages_of(item: object) -> list[str]:
+    """Pages of a part of the navigation, in their order."""
+    if isinstance(item, str):
+        return [item]
+    parts = item.values() if isinstance(item, dict) else item
+    return [page for part in parts for page in pages_of(part)]
+
+
+SECTIONS = {pages_of(section)[0]: section for section in NAV if pages_of(section) != ["index.md"]}
+
+
 def test_every_page_is_in_the_navigation_once():
-    listed = [page for pages in NAV.values() for page in pages]
     own = [page.relative_to(ROOT / "docs").as_posix() for page in OWN if page.parent != LOG]
     outside = [hooks.in_site(source) for source in hooks.OUTSIDE if source != "README.md"]
-    assert sorted(listed) == sorted(own + outside)
+    assert sorted(pages_of(NAV)) == sorted(own + outside)
 
 
-@pytest.mark.parametrize("section", NAV)
-def test_the_index_lists_the_pages_of_a_section_in_their_order(section):
-    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", INDEX, re.MULTILINE | re.DOTALL)[1]
-    rows = [hooks.in_site(f"docs/{target}".replace("docs/../", "")) for target in hooks.descriptions(text)]
-    assert rows == [page for page in NAV[section] if page != "index.md"]
+def test_the_first_page_leads_to_the_few_sections():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert pages_of(NAV)[0] == "index.md" and len(SECTIONS) <= 7
+    assert list(hooks.descriptions(text.partition("## Where to go")[2], "docs")) == list(SECTIONS)
+
+
+@pytest.mark.parametrize("page", SECTIONS)
+def test_the_page_of_a_section_lists_its_pages_in_their_order(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [page, *hooks.descriptions(text)] == pages_of(SECTIONS[page])
+    groups = [group for part in SECTIONS[page].values() for item in part if isinstance(item, dict) for group in item]
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [group for group in groups if group != "Overview"]
+
+
+def test_the_search_finds_no_log():
+    class Page:
+        def __init__(self, path: str) -> None:
+            self.meta, self.file = {}, type("File", (), {"src_uri": path})
+
+    for path, is_found in (("log/sparse.md", False), ("masks.md", True)):
+        page = Page(path)
+        hooks.on_page_markdown("# A", page, None, None)
+        assert ("search" not in page.meta) == is_found
 
 
 def test_every_public_name_is_in_the_reference_once():
