@@ -30,6 +30,13 @@ _ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
 _ROW = re.compile(r"^\| (.*\]\(.*) \| (.*) \|$", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: (\S+)\n((?: +.+\n)*)", re.MULTILINE)
 
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_BODY_ROW = re.compile(r"<tr>(?:(?!<th).)*?</tr>", re.DOTALL)
+_HEAD_CELL = re.compile(r"<th[^>e]*>(.*?)</th>", re.DOTALL)
+_CELL = re.compile(r"<td[^>]*>(.*?)</td>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>|\"")
+LONG_CELL = 48  # characters of a cell that no phone shows beside others
+
 
 # ---- text -----------------------------------------------------------------------------------------------
 
@@ -94,6 +101,26 @@ def as_markdown(text: str, page: str) -> str:
     return outside_fences(with_site_links(_COMMENT.sub("", text), page), with_list_breaks)
 
 
+def with_narrow_tables(html: str) -> str:
+    """Tables in a box, which scrolls by itself where they are wider than the page. Tables of sentences are "words": their
+    cells say which column they are of, because on a phone they stand below one another."""
+
+    def boxed(match: re.Match) -> str:
+        table = match[0]
+        names = [_TAG.sub("", name) for name in _HEAD_CELL.findall(table)]
+        cells = [_TAG.sub("", cell) for cell in _CELL.findall(table)]
+        is_words = len(names) < 6 and max(map(len, cells), default=0) > LONG_CELL
+        rows = _BODY_ROW.sub(lambda row: _labelled(row[0], names), table) if is_words else table
+        return f'<div class="table{" words" if is_words else ""}">{rows}</div>'
+
+    return _TABLE.sub(boxed, html.replace("<thead>\n<tr>\n<th></th>\n<th></th>\n</tr>\n</thead>\n", ""))
+
+
+def _labelled(row: str, names: list[str]) -> str:
+    left = iter(names)
+    return re.sub(r"<td", lambda _: f'<td data-name="{next(left, "")}"', row)
+
+
 def descriptions(text: str, folder: str = SECTIONS) -> dict[str, str]:
     """Page of the site -> what the table of a section in ``folder`` says of it, in the table's order."""
     found = {}
@@ -148,8 +175,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Tables scroll by themselves where they are wider than the page."""
-    return html.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    return with_narrow_tables(html)
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> Any:

@@ -130,3 +130,22 @@ def test_lists_are_set_apart():
 def test_a_page_as_the_site_has_it():
     text = "# A\n<!-- before the code:\nx = 1\n-->\n```python\ny = x\n```\n"
     assert hooks.as_markdown(text, "a.md") == "# A\n```python\ny = x\n```\n"
+
+
+def table(head: list[str], *rows: list[str]) -> str:
+    cells = ["".join(f"<td>{cell}</td>\n" for cell in row) for row in rows]
+    head_row = "<tr>\n" + "".join(f"<th>{name}</th>\n" for name in head) + "</tr>\n"
+    body = "".join(f"<tr>\n{row}</tr>\n" for row in cells)
+    return f"<table>\n<thead>\n{head_row}</thead>\n<tbody>\n{body}</tbody>\n</table>"
+
+
+def test_cells_of_sentences_say_their_column():
+    long = "a sentence that is longer than what a phone can show beside other cells"
+    html = hooks.with_narrow_tables(table(["what", "a <code>b</code>"], ["x", long], ["y", "z"]))
+    assert html.startswith('<div class="table words">')
+    assert re.findall(r'<td data-name="(.*?)">(.*?)</td>', html) == [
+        ("what", "x"), ("a b", long), ("what", "y"), ("a b", "z"),
+    ]  # fmt: skip
+    numbers = table(["ranks", "GB"], ["8", "2.70"])
+    assert hooks.with_narrow_tables(numbers) == f'<div class="table">{numbers}</div>'
+    assert "<thead>" not in hooks.with_narrow_tables(table(["", ""], ["x", long]))
