@@ -14,11 +14,11 @@ from pathlib import Path
 
 from magi_attention.cli import launch, output
 from magi_attention.cli.bench import add_bench
-from magi_attention.cli.common import UsageError
+from magi_attention.cli.common import UsageError, token_count
 from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
-from magi_attention.cli.explain import FOLDER, command_explain
+from magi_attention.cli.explain import FOLDER, HEADS, command_explain
 from magi_attention.cli.masks import add_mask_options
 from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
@@ -105,12 +105,12 @@ def _add_explain(commands) -> None:
     explain = commands.add_parser("explain", help="plan a mask for any number of ranks, in tables and on a page")
     explain.set_defaults(function=command_explain)
     add_mask_options(explain)
-    explain.add_argument("--tokens", type=int, help="length of the sequence")
+    explain.add_argument("--tokens", type=token_count, help="length of the sequence, such as 131072, 128K or 1M")
     explain.add_argument("--mask-file", help="slices (.json) or a dense mask (.npy, .png); see docs/masks.md")
     explain.add_argument("--cp", type=int, default=8, help="number of ranks")
     explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: for the dispatch, and bytes by link")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
-    explain.add_argument("--chunk-size", type=int, help="tokens per chunk; chosen without it")
+    explain.add_argument("--chunk-size", type=token_count, help="tokens per chunk; chosen without it")
     explain.add_argument(
         "--dispatch", choices=("locality", "min-heap", "sequential"), default="locality",
         help="how chunks are given to ranks: DispatchConfig's LocalityDispatchAlg, and so on",
@@ -119,9 +119,8 @@ def _add_explain(commands) -> None:
         "--query-moves", choices=("never", "auto", "always"), default="never",
         help="may queries travel to the keys, where that is cheaper?",
     )  # fmt: skip
-    explain.add_argument("--heads-q", type=int, default=64)
-    explain.add_argument("--heads-kv", type=int, default=8)
-    explain.add_argument("--head-dim", type=int, default=128)
+    for name, value in HEADS.items():
+        explain.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of the model; {value} without it")
     explain.add_argument("--budget", action="store_true", help="measure planning here, beside a step's attention")
     explain.add_argument("--layers", type=int, help="with --budget: attention layers of the model; 32 without it")
     explain.add_argument("--rates", metavar="FILE", help="plan and predict by a file of `magi tune`")
@@ -151,8 +150,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--data", help="text file or folder; the standard library's sources without it")
     run.add_argument("--ranks", type=int, help="4 on the CPU; all GPUs up to 4 where there are two or more")
     run.add_argument("--steps", type=int, default=30)
-    run.add_argument("--seq-len", type=int, default=8192, help="tokens (bytes) per step")
-    run.add_argument("--max-document", type=int, default=2048, help="tokens of the longest document")
+    run.add_argument("--seq-len", type=token_count, default=8192, help="tokens (bytes) per step")
+    run.add_argument("--max-document", type=token_count, default=2048, help="tokens of the longest document")
     run.add_argument("--name", help="folder under runs/, or session of a launch; by the time without")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--degree", type=int, default=1, help="overlap stages")

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -18,6 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]  # what Python imports the package fr
 
 class UsageError(Exception):
     """The request was wrong; the text is a sentence that says what to do."""
+
+
+def token_count(text: str) -> int:
+    """A number of tokens as an option of the command line: 8192, 8K or 1M, where K is 1,024 and M 1,048,576."""
+    found = re.fullmatch(r"([+-]?\d+)([KM]?)", text.strip(), re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; give 8192, 8K (8,192) or 1M (1,048,576)")
+    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2].upper()]
 
 
 def num_cores() -> int:

@@ -13,6 +13,7 @@ from magi_attention.cli.masks import build_mask, check_options
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out
+HEADS = {"heads_q": 64, "heads_kv": 8, "head_dim": 128}  # where none are given: those of a model of 70B
 SLIDER_DEGREES = range(5)  # that the page has, besides --degree
 _WORTH_SAYING = 0.95  # of the bytes
 
@@ -203,12 +204,25 @@ def about_node_transport() -> str:
     return f"{asked}: here that is {otherwise}. {' '.join(reasons)}"
 
 
+def assume_heads(args: argparse.Namespace) -> str:
+    """Fills in the heads that were not given; a sentence that names them all, and those that were assumed."""
+    assumed = [name for name in HEADS if getattr(args, name) is None]
+    for name in assumed:
+        setattr(args, name, HEADS[name])
+    text = f"Heads: {args.heads_q} for queries, {args.heads_kv} for K and V, head dim {args.head_dim}."
+    if not assumed:
+        return text
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in assumed)
+    return f"{text} Assumed: give those of your model by {options}, for its bytes and times."
+
+
 def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.meta.explain import explain
     from magi_attention.report import describe
 
     check_options(args)
     check_budget_options(args)
+    about_heads = assume_heads(args)
     args.plan_rates = rates_of(args) if args.rates else None
     mask = build_mask(args)
     out = make_folder(args.out or FOLDER, "--out") if args.pictures and not args.json else None
@@ -224,6 +238,8 @@ def command_explain(args: argparse.Namespace) -> int:
         print(json.dumps({**numbers, "seconds": round(seconds, 4), **more}))
         return 0
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
+    print(describe.about_rows(plan, numbers))
+    print(f"{about_heads}\n")
     show_table("Ranks", describe.rank_table(plan, numbers))
     heads = f"{args.heads_kv} K/V heads of {args.head_dim}, 2 bytes an element"
     show_table(f"Communication, K and V ({heads})", describe.volume_table(plan, numbers))
@@ -241,7 +257,7 @@ def command_explain(args: argparse.Namespace) -> int:
     if out is not None:
         from magi_attention.report.plan_page import plan_page
 
-        lead = f"{mask.name} mask of {mask.total_q:,} tokens; {args.heads_q} query heads, {heads}."
+        lead = f"{mask.name} mask of {mask.total_q:,} tokens. {about_heads}"
         text = plan_page(slider_settings(mask, plan, args), lead)
         (out / "report.html").write_text(text, encoding="utf-8")
         print(f"Page: {out / 'report.html'}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from magi_attention.cli.common import UsageError
+from magi_attention.cli.common import UsageError, token_count
 from magi_attention.errors import MagiError
 from magi_attention.launch.textfile import read_text
 
@@ -25,12 +25,12 @@ _MASK_OF = {
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """A kind of mask and document lengths."""
     parser.add_argument("--mask", choices=MASKS, help="inside every document; causal without it")
-    parser.add_argument("--docs", help="document lengths, such as 1000,4000,3192")
+    parser.add_argument("--docs", help="document lengths, such as 1000,4000,3192 or 30K,2K")
     parser.add_argument("--doc-file", help="text file of document lengths")
-    parser.add_argument("--window", type=int, help="sliding-window: tokens before the query")
-    parser.add_argument("--global-prefix", type=int, help="sliding-window: tokens all can see; 0 without it")
-    parser.add_argument("--block", type=int, help=f"block-causal: tokens per block; {BLOCK} without it")
-    parser.add_argument("--prefix", type=int, help="prefix-lm: tokens of the prefix; 0 without it")
+    parser.add_argument("--window", type=token_count, help="sliding-window: tokens before the query")
+    parser.add_argument("--global-prefix", type=token_count, help="sliding-window: tokens all can see; 0 without it")
+    parser.add_argument("--block", type=token_count, help=f"block-causal: tokens per block; {BLOCK} without it")
+    parser.add_argument("--prefix", type=token_count, help="prefix-lm: tokens of the prefix; 0 without it")
 
 
 def read_mask(path: Path):
@@ -131,8 +131,8 @@ def document_lengths(args: argparse.Namespace) -> list[int]:
             raise UsageError("Say how long the sequence is: --tokens, --docs, --doc-file or --mask-file.")
         return [args.tokens]
     try:
-        lengths = [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
+        lengths = [token_count(word) for word in text.replace(",", " ").split()]
+    except argparse.ArgumentTypeError as error:
         raise UsageError(f"The document lengths must be whole numbers, comma or space between: {error}.") from None
     if not lengths or min(lengths) < 1:
         raise UsageError("Give at least one document, and each with at least one token.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from magi_attention.cli.budget import rates_of
-from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table
+from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table, token_count
 from magi_attention.cli.masks import add_mask_options, build_mask, check_options, document_lengths
 
 FOLDER = "runs/simulate"  # default of --out
@@ -21,11 +21,10 @@ LARGEST = 4096  # GPUs
 
 
 def size(text: str) -> int:
-    """A number such as 8192 or 8K."""
-    number, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
-    if not number.isdecimal() or not int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give 8192, 8K, ...")
-    return int(number) * factor
+    """A number from 1 on, such as 8192 or 8K."""
+    if (number := token_count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 1; give 8192, 8K, ...")
+    return number
 
 
 def sizes(text: str) -> list[int]:

@@ -57,11 +57,27 @@ def overview_table(plan: Plan, numbers: dict) -> Table:
         ["chunks", f"{plan.num_chunks:,} of {plan.chunk_size:,} tokens"],
         ["imbalance, max/mean", f"{numbers['imbalance']:.4f}"],
         ["the same for a contiguous split", f"{numbers['imbalance_contiguous']:.4f}"],
-        ["rows fetched by all ranks", f"{sum(numbers['rows_received']):,}"],
-        ["at least, while queries stay", "not counted" if least is None else f"{least:,}"],
+        ["rows of K and V fetched, all ranks", f"{sum(numbers['rows_received']):,}"],
+        ["fewest rows at this balance", "not counted" if least is None else f"{least:,}"],
         ["overlap stages", f"{plan.num_stages}" + (" (degree 0: no overlap)" if plan.degree == 0 else "")],
         ["fingerprint", plan.fingerprint],
     ]
+
+
+def about_rows(plan: Plan, numbers: dict) -> str:
+    """What the two figures of rows mean, in sentences, and the heads by which bytes are counted."""
+    fetched, least = sum(numbers["rows_received"]), numbers["least_rows"]
+    text = (
+        f"A row is K and V of one token: {plan.num_heads_kv} heads of {plan.head_dim}, "
+        f"{readable_bytes(numbers['row_bytes'])}. A rank fetches the rows that its queries see and that it does not hold: "
+        f"{fetched:,} in one forward, of all ranks. "
+    )
+    if least is None:
+        return text + "How few it could be is not counted for a mask of this size."
+    return text + (
+        f"No plan fetches fewer than {least:,} whose heaviest rank has as little to compute and whose queries stay where "
+        "they are. That is a lower bound: the best plan may need more."
+    )
 
 
 def rank_table(plan: Plan, numbers: dict) -> Table:

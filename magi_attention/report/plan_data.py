@@ -19,7 +19,7 @@ from magi_attention.config.rates import MachineRates
 from magi_attention.meta.cost import CostModel, contiguous_areas, stage_areas, stage_rows, timeline
 from magi_attention.meta.explain import explain
 from magi_attention.meta.plan import Plan
-from magi_attention.report.describe import overview_table, plan_facts, rank_table, volume_table
+from magi_attention.report.describe import about_rows, overview_table, plan_facts, rank_table, volume_table
 
 # What the page of a large plan goes without, the first one first: keys of a setting, and what they say.
 _OPTIONAL = (
@@ -150,7 +150,7 @@ def _setting_data(setting: Setting) -> dict[str, Any]:
         "tables": [
             ["Ranks", rank_table(plan, numbers)],
             ["Communication", volume_table(plan, numbers)],
-            ["Plan", overview_table(plan, numbers)],
+            ["Plan", overview_table(plan, numbers), about_rows(plan, numbers)],
         ],
         "notes": _moves_note(numbers),
         "do_queries_move": numbers["do_queries_move"],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from magi_attention.cli import main
+from magi_attention.cli.common import token_count
 from magi_attention.cli.masks import read_mask
 from magi_attention.common.slices import to_dense
 from magi_attention.config.rates import MachineRates, keep_rates
@@ -254,3 +256,78 @@ def test_sources_beside_another_place(tmp_path, monkeypatch):
     else:
         with pytest.raises(UsageError, match="needs the repository"):
             source_file("examples", "llama", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("8192", 8192), ("8K", 8192), ("8k", 8192), ("1M", 1_048_576), (" 3m", 3 * 2**20), ("-1", -1)]
+)
+def test_numbers_of_tokens_take_suffixes(text, tokens):
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "1G", "1.5K", "1e6", "1 K", "1KK", "4_096", "0x10"])
+def test_what_is_no_number_of_tokens_is_told(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="no number of tokens"):
+        token_count(text)
+
+
+def test_suffixes_in_every_option_of_tokens(capsys):
+    words = ["--cp", "4", "--json"]
+    assert (
+        main(
+            [
+                "explain",
+                "--docs",
+                "2K,1024,1k",
+                "--chunk-size",
+                "1K",
+                "--mask",
+                "sliding-window",
+                "--window",
+                "1K",
+                *words,
+            ]
+        )
+        == 0
+    )
+    short = json.loads(capsys.readouterr().out)
+    assert (
+        main(
+            [
+                "explain",
+                "--docs",
+                "2048,1024,1024",
+                "--chunk-size",
+                "1024",
+                "--mask",
+                "sliding-window",
+                "--window",
+                "1024",
+                *words,
+            ]
+        )
+        == 0
+    )
+    long = json.loads(capsys.readouterr().out)
+    assert {**short, "seconds": 0} == {**long, "seconds": 0}
+
+
+def test_explain_says_what_rows_are_and_which_heads_it_assumes(tmp_path, capsys):
+    """The two figures of rows are those of the plan, and heads that were given are not called assumed."""
+    words = ["explain", "--docs", "300,1000,748", "--cp", "4"]
+    assert main([*words, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert main([*words, "--heads-q", "32", "--out", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"does not hold: {sum(numbers['rows_received']):,} in one forward" in printed
+    assert (
+        f"No plan fetches fewer than {numbers['least_rows']:,} " in printed
+        and "A row is K and V of one token" in printed
+    )
+    assert (
+        "Heads: 32 for queries, 8 for K and V, head dim 128. Assumed: give those of your model by --heads-kv, --head-dim,"
+        in printed
+    )
+    assert "A row is K and V of one token" in (tmp_path / "report.html").read_text()
+    assert main([*words, "--heads-q", "4", "--heads-kv", "2", "--head-dim", "64", "--no-pictures"]) == 0
+    assert "Assumed" not in capsys.readouterr().out

@@ -60,9 +60,10 @@ function fillFacts(facts) {
 
 function fillTables(tables) {
   byId("tables").replaceChildren();
-  for (const [title, rows] of tables) {
+  for (const [title, rows, text] of tables) {
     const section = element("section", "", byId("tables"));
     element("h2", title, section);
+    if (text) element("p", text, section);
     const scroll = element("div", "", section);
     scroll.className = "scroll";
     const table = element("table", "", scroll);
