@@ -102,8 +102,8 @@ def as_markdown(text: str, page: str) -> str:
 
 
 def with_narrow_tables(html: str) -> str:
-    """Tables in a box, which scrolls by itself where they are wider than the page. Tables of sentences are "words": their
-    cells say which column they are of, because on a phone they stand below one another."""
+    """Tables in a box, which scrolls by itself where they are wider than the page. Tables of sentences are "words":
+    their cells say which column they are of, because on a phone they stand below one another."""
 
     def boxed(match: re.Match) -> str:
         table = match[0]

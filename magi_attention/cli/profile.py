@@ -31,7 +31,8 @@ def add_profile(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--read", metavar="FOLDER", help="make the page of traces that are there, and run nothing")
     parser.add_argument("--json", action="store_true", help="with --read: print summary.json in place of the table")
     parser.add_argument("--ranks", type=int, help="of the example; 2 on the CPU, all GPUs up to 4")
-    parser.add_argument("--seq-len", type=token_count, default=_EXAMPLE["seq_len"], help="of the example: tokens of a step")
+    tokens = "of the example: tokens of a step"
+    parser.add_argument("--seq-len", type=token_count, default=_EXAMPLE["seq_len"], help=tokens)
     parser.add_argument("--degree", type=int, default=_EXAMPLE["degree"], help="of the example: overlap stages")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the example")
     parser.add_argument("--session", help="launch it in this session")

@@ -14,7 +14,6 @@ from magi_attention.cli.common import (
     UsageError,
     child_environment,
     make_folder,
-    need_matplotlib,
     num_cores,
     run_child,
     source_file,
@@ -66,7 +65,6 @@ def example_options_given(args: argparse.Namespace) -> list[str]:
 def command_run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     train = source_file("examples", "llama", "train.py")
-    need_matplotlib()
     for name in ("steps", "seq_len", "max_document"):
         if getattr(args, name) < 2:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 2.")

@@ -69,14 +69,14 @@ def about_rows(plan: Plan, numbers: dict) -> str:
     fetched, least = sum(numbers["rows_received"]), numbers["least_rows"]
     text = (
         f"A row is K and V of one token: {plan.num_heads_kv} heads of {plan.head_dim}, "
-        f"{readable_bytes(numbers['row_bytes'])}. A rank fetches the rows that its queries see and that it does not hold: "
-        f"{fetched:,} in one forward, of all ranks. "
+        f"{readable_bytes(numbers['row_bytes'])}. A rank fetches the rows that its queries see and that it does not "
+        f"hold: {fetched:,} in one forward, of all ranks. "
     )
     if least is None:
         return text + "How few it could be is not counted for a mask of this size."
     return text + (
-        f"No plan fetches fewer than {least:,} whose heaviest rank has as little to compute and whose queries stay where "
-        "they are. That is a lower bound: the best plan may need more."
+        f"No plan fetches fewer than {least:,} whose heaviest rank has as little to compute and whose queries stay "
+        "where they are. That is a lower bound: the best plan may need more."
     )
 
 

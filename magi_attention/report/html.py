@@ -11,7 +11,7 @@ from html import escape
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; background: #f6f7f9; margin: 0 }
 main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.5rem 4rem }
-h1 { font-size: 1.7rem; margin: 0 0 .3rem } h2 { font-size: 1.15rem; margin: 0 0 .3rem }
+h1 { font-size: 1.7rem; margin: 0 0 .3rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 0 0 .3rem }
 .lead { color: #57606a; margin: 0 0 1.5rem }
 .facts { display: flex; flex-wrap: wrap; gap: .8rem; margin: 0 0 1.5rem; padding: 0; list-style: none }
 .facts li { background: #fff; border: 1px solid #d9dee3; border-radius: 8px; padding: .6rem 1rem }

@@ -36,6 +36,7 @@ class Setting:
 
     plan: Plan
     degree: str
+    element_bytes: int = 2  # by which bytes are counted
 
     @property
     def place(self) -> tuple[int, bool, int]:
@@ -137,7 +138,7 @@ def _reduced(data: dict[str, Any], room: int) -> dict[str, Any]:
 
 def _setting_data(setting: Setting) -> dict[str, Any]:
     plan = setting.plan
-    numbers = explain(plan)
+    numbers = explain(plan, element_bytes=setting.element_bytes)
     sent = [plan.comm_matrix(stage).sum(axis=1) for stage in range(plan.num_stages)]
     return {
         "cp": plan.cp_size,

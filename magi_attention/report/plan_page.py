@@ -6,29 +6,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from magi_attention.meta.plan import Plan
+from magi_attention.report.colours import as_script
 from magi_attention.report.html import STYLE
 from magi_attention.report.plan_data import Setting, as_json, page_data
 
 MOST_BYTES = 1_800_000  # of data on a page
 MOST_NOTEBOOK_BYTES = 300_000  # in a notebook, which keeps the output of every cell
 _WEB = Path(__file__).with_name("web")
-_SCRIPTS = ("plan.js", "colours.js", "mask.js", "charts.js", "page.js")
+_SCRIPTS = ("plan.js", "colours.js", "mask.js", "charts.js", "run.js", "page.js")
 
 
-def plan_page(settings: Sequence[Setting], lead: str, limit: int = MOST_BYTES) -> str:
-    """The page of one mask under several settings; the first one is shown first.
+def plan_page(
+    settings: Sequence[Setting], lead: str, limit: int = MOST_BYTES, title: str = "Plan explained", run: Any = None
+) -> str:
+    """The page of one mask under several settings; the first one is shown first. ``run`` is what ``report.run`` says of
+    a training run, ready for JSON; the page shows it above the plan.
 
     What does not fit ``limit`` bytes of data is left out, and the page says so.
     """
     # No "<" of the data may end the script that holds it.
-    data = as_json(page_data(settings, limit)).replace("<", "\\u003c")
+    data = as_json({**page_data(settings, limit), "run": run}).replace("<", "\\u003c")
     parts = {
         "style": STYLE + _resource("page.css"),
+        "title": escape(title),
         "lead": escape(lead),
         "plan": data,
-        "script": "\n".join(map(_resource, _SCRIPTS)),
+        "script": "\n".join([as_script(), *map(_resource, _SCRIPTS)]),
     }
     text = _resource("page.html")
     for name, part in parts.items():

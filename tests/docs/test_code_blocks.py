@@ -2,8 +2,8 @@
 """Python blocks of the README and of the pages run, on two ranks over gloo.
 
 The blocks of a page share one namespace, in their order, and a folder to write to. What a reader would have, such as
-tokens, is made by a comment of the page that begins with "before the code:". Pages that say so run on a GPU. The code of
-the first page is a program, which its own command starts.
+tokens, is made by a comment of the page that begins with "before the code:". Pages that say so run on a GPU. The code
+of the first page is a program, which its own command starts.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,9 @@ def test_flagship_on_own_text(tmp_path, monkeypatch, capfd):
     assert len(losses) == 3 and losses[-1] < losses[0]
     assert max(abs(a - b) / b for a, b in zip(losses, replayed)) <= 1e-4
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png") == 5 and "http" not in page.replace("http-equiv", "")
+    assert "http" not in page.replace("http-equiv", "")
+    data = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    assert [values for _, values in data["run"]["curves"]] == [losses, replayed] and len(data["run"]["times"]) == 2
+    assert any(end > start for start, end in [times["compute"][:2] for times in data["run"]["times"]])
 
     assert main(["run", *small, "--name", "t"]) == 2 and "already holds a run" in capfd.readouterr().err

@@ -268,7 +268,7 @@ def test_narrow_windows_need_no_sideways_scrolling(tmp_path):
     assert sorted(ask(tmp_path, outer, "return null;")) == [[400, 400], [1280, 1280]]
 
 
-@pytest.mark.parametrize(("limit", "lacks"), [(1 << 20, 0), (7_200, 1), (5_800, 2), (3_000, 3)])
+@pytest.mark.parametrize(("limit", "lacks"), [(1 << 20, 0), (7_200, 1), (6_000, 2), (3_000, 3)])
 def test_pages_without_details_work(limit, lacks, tmp_path):
     """Such as of a plan that is too large."""
     settings = settings_of(Mask.causal(16384), (16,), (4,), 64)

@@ -98,9 +98,10 @@ function trafficChart(setting) {
   return drawing(height, [...parts, ...rankNames(setting.cp, height - 6)]);
 }
 
-// Predicted times. A rank has a lane for communication and, below it, one for computation.
-function timeChart(setting) {
-  const ends = setting.times.map(({ arrive, compute }) => Math.max(...arrive, ...compute, 0));
+// Predicted or measured times. A rank has a lane for communication and, below it, one for computation. Predicted rows of a
+// stage travel from the arrival of those before; measured ones have a start of their own, in `starts`.
+function timeChart(setting, times) {
+  const ends = times.map(({ arrive, compute }) => Math.max(...arrive, ...compute, 0));
   const ranks = [...ends.keys()].sort((a, b) => ends[b] - ends[a] || a - b).slice(0, FEW).sort((a, b) => a - b);
   const most = Math.max(...ends, 1e-9);
   const x = (at) => SIDE + (at / most) * (WIDTH - SIDE - 4);
@@ -108,15 +109,15 @@ function timeChart(setting) {
   const parts = [];
   ranks.forEach((rank, row) => {
     const y = 4 + row * 26;
-    const { arrive, compute } = setting.times[rank];
+    const { arrive, compute, starts } = times[rank];
     parts.push(label(SIDE - 5, y + 15, `rank ${rank}`, "end"));
     const bar = (start, end, stage, lane, what) => {
       if (end <= start) return;
-      const fill = css(setting.degree === 0 && lane ? EIGHT[7] : stageColour(stage, stages));
+      const fill = css(stageColour(setting.degree === 0 && lane ? HOST : stage, stages));
       const tip = `Rank ${rank} ${what} from ${time(start)} to ${time(end)}, for ${time(end - start)}.`;
       parts.push(rect(x(start), y + lane, x(end) - x(start), 10, fill, tip, lane ? 1 : 0.6));
     };
-    arrive.forEach((end, stage) => bar(stage ? arrive[stage - 1] : 0, end, stage, 0, `receives stage ${stage}`));
+    arrive.forEach((end, stage) => bar(starts ? starts[stage] : stage ? arrive[stage - 1] : 0, end, stage, 0, `receives stage ${stage}`));
     for (let i = 0; i < compute.length; i += 2) {
       const what = setting.degree === 0 ? "computes everything" : `computes ${stageName(i / 2 - 1)}`;
       bar(compute[i], compute[i + 1], i / 2 - 1, 11, what);
@@ -145,7 +146,7 @@ function paintMatrix(canvas, setting) {
   rows.forEach((count, i) => {
     const [x, y] = [(i % setting.cp) * cell, Math.floor(i / setting.cp) * cell];
     const share = count / most;
-    pen.fillStyle = count ? css(EIGHT[0].map((part) => Math.round(235 + (part - 235) * share ** 0.7))) : "#fff";
+    pen.fillStyle = count ? css(LAST_STAGE.map((part) => Math.round(235 + (part - 235) * share ** 0.7))) : "#fff";
     pen.fillRect(x, y, cell, cell);
     if (!count || setting.cp > 8) return;
     pen.fillStyle = share > 0.4 ? "#fff" : "#000";

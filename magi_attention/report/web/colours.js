@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Colours of ranks, chunks and stages as [red, green, blue].
+// Colours of ranks, chunks and stages as [red, green, blue]; report/colours.py has the values.
 "use strict";
 
-// The palette of Okabe and Ito, which people with any common colour blindness can tell apart; grey is our eighth.
-const EIGHT = [
-  [0, 114, 178], [230, 159, 0], [0, 158, 115], [213, 94, 0],
-  [86, 180, 233], [204, 121, 167], [200, 190, 40], [110, 118, 128],
-];
 const NOT_CHOSEN = [222, 226, 230];
 const UNKNOWN = [160, 166, 172];
 
@@ -18,14 +13,16 @@ function fromHsl(hue, saturation, light) {
   });
 }
 
-// Eight colours that were chosen, or any number of hues by steps of the golden ratio, at three lightnesses in turn.
 function colour(index, count) {
   if (count <= EIGHT.length) return EIGHT[index];
-  return fromHsl((index * 0.618034) % 1, 0.6, [0.42, 0.62, 0.52][index % 3]);
+  return fromHsl((index * GOLDEN) % 1, SATURATION, LIGHTS[index % LIGHTS.length]);
 }
 
+// Shades from the first stage to the last; a single one has the shade between.
 function stageColour(stage, stages) {
-  return colour(stage + 1, stages + 1);
+  if (stage < 0) return HOST_COLOUR;
+  const share = stages > 1 ? stage / (stages - 1) : 0.5;
+  return FIRST_STAGE.map((part, i) => Math.round(part + (LAST_STAGE[i] - part) * share));
 }
 
 function css(rgb) {

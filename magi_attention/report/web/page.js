@@ -41,7 +41,7 @@ function show(setting) {
   if (state.chosen !== null && state.chosen >= setting.cp) state.chosen = null;
   byId("chosen").max = setting.cp - 1;
   byId("chosen").value = state.chosen === null ? "" : state.chosen;
-  fillFacts(setting.facts);
+  fillFacts([...(PLAN.run ? PLAN.run.facts : []), ...setting.facts]);
   fillTables(setting.tables);
   fillNotes(setting);
   drawCharts(setting);
@@ -51,8 +51,9 @@ function show(setting) {
 
 function fillFacts(facts) {
   byId("facts").replaceChildren();
-  for (const [value, name] of facts) {
+  for (const [value, name, kind] of facts) {
     const item = element("li", "", byId("facts"));
+    if (kind) item.className = kind;
     element("b", value, item);
     element("span", name, item);
   }
@@ -86,10 +87,11 @@ function drawCharts(setting) {
   byId("traffic-charts").hidden = setting.cp === 1;
   if (!setting.areas) return;
   const stages = setting.received[0].length;
+  drawRun(PLAN.run, setting);
   WIDTH = byId("work").clientWidth;
   byId("work").innerHTML = workChart(setting);
   byId("work-legend").innerHTML = legend([...stageEntries(stages), ["#000", "without balancing"]]);
-  byId("time").innerHTML = timeChart(setting);
+  byId("time").innerHTML = timeChart(setting, setting.times);
   byId("time-text").textContent =
     `Upper bar: rows arrive. Lower bar: ${setting.degree ? "computation" : "one kernel call, when all rows are there"}. ` + PLAN.machine +
     (setting.cp > FEW ? ` Shown are the ${FEW} ranks that finish last.` : "");
@@ -101,7 +103,7 @@ function drawCharts(setting) {
 
 function listenToCharts() {
   for (const name of ["pointerover", "click"])
-    byId("charts").addEventListener(name, (event) => {
+    document.querySelector("main").addEventListener(name, (event) => {
       const tip = event.target.dataset && event.target.dataset.tip;
       if (tip) event.target.closest("section").querySelector(".tip").textContent = tip;
     });
