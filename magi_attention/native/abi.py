@@ -167,6 +167,16 @@ class ScheduleShape(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("heads_kv", "group", "num_sms", "num_ctas", "block_m")]
 
 
+class Pairs(ctypes.Structure):
+    """``magi_pairs``."""
+
+    _fields_ = [
+        ("num_pairs", c_int64),
+        *((name, c_int32) for name in ("num_queries", "num_keys", "world", "reserved")),
+        *((name, c_void_p) for name in ("query", "key", "area", "query_cost", "query_owner", "key_cost", "key_owner")),
+    ]
+
+
 LIST_SPLITS = 4  # parts of the query heads of a kv head in a work list
 
 
@@ -328,6 +338,8 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_tile_transpose_host": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_tile_strips_host": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, I64_PTR)),
     "magi_vertex_cover": (c_int32, (c_int32, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)),
+    "magi_balance_pairs": (c_int32, (c_void_p, c_int64, c_int64, c_void_p)),
+    "magi_improve_pairs": (c_int32, (c_void_p, c_int64, c_void_p)),
     "magi_simulate_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
     "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
     "magi_bwd_work_list": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, I64_PTR)),

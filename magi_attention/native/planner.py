@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows move, by the planner library."""
+"""Which rows move and who computes which pairs, by the planner library."""
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from magi_attention.native import abi
 from magi_attention.native.loader import check, load
 from magi_attention.native.toolchain import PLANNER
 
@@ -30,3 +36,53 @@ def vertex_cover(
     )  # fmt: skip
     check(library, status, "Choosing the rows that move")
     return chosen[0].astype(bool), chosen[1].astype(bool)
+
+
+@dataclass(frozen=True, eq=False)
+class PairGraph:
+    """Pairs of a query chunk and a key chunk, each once, ascending by ``query`` and then by ``key``, and ``world`` ranks.
+
+    All int64: ``query``, ``key`` and ``area`` (pairs,), ``query_cost`` and ``query_owner`` (query chunks,),
+    ``key_cost`` and ``key_owner`` (key chunks,). Costs are those of sending a chunk to one rank. Costs and areas are
+    from 0 on, 2**60 in all.
+    """
+
+    query: NDArray[np.int64]
+    key: NDArray[np.int64]
+    area: NDArray[np.int64]
+    query_cost: NDArray[np.int64]
+    query_owner: NDArray[np.int64]
+    key_cost: NDArray[np.int64]
+    key_owner: NDArray[np.int64]
+    world: int
+
+    def balanced(self, rank: NDArray[np.int64], most: float, most_steps: int) -> NDArray[np.int64]:
+        """``rank`` (pairs,), -1 for none, after up to ``most_steps`` times the rank with most area has handed over what
+        costs least for its area, until none has more than ``most`` or nothing helps.
+
+        Raises:
+            ContractError: pairs out of order, or chunks or ranks that there are not. UnsupportedError: the library is
+                not built.
+        """
+        return self._hand_over(
+            rank, lambda call, *ends: call.magi_balance_pairs(ends[0], _floor(most), most_steps, ends[1])
+        )
+
+    def improved(self, rank: NDArray[np.int64], most: float) -> NDArray[np.int64]:
+        """``rank`` after ranks have handed over what saves most, none to a rank that would have more than ``most``
+        then, until nothing does. Errors as of ``balanced``."""
+        return self._hand_over(rank, lambda call, *ends: call.magi_improve_pairs(ends[0], _floor(most), ends[1]))
+
+    def _hand_over(self, rank: NDArray[np.int64], change: Callable[..., int]) -> NDArray[np.int64]:
+        names = ("query", "key", "area", "query_cost", "query_owner", "key_cost", "key_owner")
+        arrays = [np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in names]
+        sizes = len(self.query), len(self.query_cost), len(self.key_cost), self.world, 0
+        pairs = abi.Pairs(*sizes, *(array.ctypes.data for array in arrays))
+        out = np.array(rank, dtype=np.int64)
+        library = load(PLANNER)
+        check(library, change(library, ctypes.addressof(pairs), out.ctypes.data), "Handing pairs to other ranks")
+        return out
+
+
+def _floor(most: float) -> int:
+    return int(min(max(most, -1), 2**62))

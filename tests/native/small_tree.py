@@ -24,6 +24,8 @@ magi_status magi_tile_transpose_host(const int32_t*, int64_t, int32_t*) { return
 magi_status magi_tile_strips_host(const int32_t*, int64_t, int32_t, int32_t*, int64_t*) { return MAGI_OK; }
 magi_status magi_vertex_cover(int32_t, int32_t, const int64_t*, const int64_t*, int64_t, const int32_t*,
                               const int32_t*, uint8_t*, uint8_t*) { return MAGI_OK; }
+magi_status magi_balance_pairs(const magi_pairs*, int64_t, int64_t, int64_t*) { return MAGI_OK; }
+magi_status magi_improve_pairs(const magi_pairs*, int64_t, int64_t*) { return MAGI_OK; }
 magi_status magi_simulate_starts(const double*, int64_t, int32_t, double*) { return MAGI_OK; }
 magi_status magi_group_tiles(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*) { return MAGI_OK; }
 magi_status magi_bwd_work_list(const int32_t*, const magi_schedule_shape*, int32_t*, int64_t, int64_t*) {

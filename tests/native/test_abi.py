@@ -36,6 +36,7 @@ STRUCTS = {
     "magi_partial": abi.Partial,
     "magi_list_entry": abi.ListEntry,
     "magi_schedule_shape": abi.ScheduleShape,
+    "magi_pairs": abi.Pairs,
     "magi_symm_put_params": abi.SymmPutParams,
     "magi_symm_unpack_params": abi.SymmUnpackParams,
     "magi_symm_recv_reduce_params": abi.SymmRecvReduceParams,

@@ -380,6 +380,32 @@ MAGI_EXPORT magi_status magi_vertex_cover(int32_t num_left, int32_t num_right,
                                           const int32_t* right, uint8_t* left_chosen,
                                           uint8_t* right_chosen);
 
+/* Pairs of a query chunk and a key chunk that see each other, each once, ascending by query chunk
+ * and then by key chunk. A rank that computes a pair is sent what it does not own of the two, each
+ * chunk once for all of its pairs. Costs and areas are >= 0, in all at most 2^44 and 2^60. */
+typedef struct {
+  int64_t num_pairs;
+  int32_t num_queries, num_keys; /* chunks */
+  int32_t world;                 /* ranks */
+  int32_t reserved;
+  const int64_t* query; /* (num_pairs,): chunk */
+  const int64_t* key;
+  const int64_t* area;
+  const int64_t* query_cost; /* (num_queries,): of sending a chunk to one rank */
+  const int64_t* query_owner;
+  const int64_t* key_cost; /* (num_keys,) */
+  const int64_t* key_owner;
+} magi_pairs;
+
+/* Pairs go to other ranks, each alone or all that a rank has with one chunk. rank (num_pairs,): who
+ * computes each, -1 for nobody yet, which stays. Balance takes, up to most_steps times, from the
+ * rank with most area what costs least for its area, until none has more than `most` or nothing
+ * helps. Improve hands over what saves most, while no rank that gets something has more than `most`
+ * then, until nothing does. */
+MAGI_EXPORT magi_status magi_balance_pairs(const magi_pairs* pairs, int64_t most,
+                                           int64_t most_steps, int64_t* rank);
+MAGI_EXPORT magi_status magi_improve_pairs(const magi_pairs* pairs, int64_t most, int64_t* rank);
+
 /* Libraries of portable kernels only: whether GPUs whose CTAs may have 163 KB of shared memory or
  * more run the tiles of those that have 99 KB. For tests and comparisons; plans of the backward
  * made before belong to the other tiles. */

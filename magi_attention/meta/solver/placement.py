@@ -2,14 +2,13 @@
 """Which rank computes which pair of chunks, and what has to travel for it.
 
 Any rank may compute what the queries of one chunk see of the keys of another. It needs these queries and keys, and is
-sent those that it does not own, each chunk once for all of its pairs. ``Placement`` keeps count of that. It hands pairs
-on until no rank has too much, and then looks for ways to send less.
+sent those that it does not own, each chunk once for all of its pairs. ``Placement`` keeps count of that. The planner
+library hands pairs on until no rank has too much, and then looks for ways to send less.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from magi_attention.common.intervals import merge_intervals
 from magi_attention.common.slices import K0, K1, Q0, Q1, areas
 from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.rank_plan import cut_by_windows
+from magi_attention.native.planner import PairGraph
 
 _MOST_STEPS = 32  # of balancing, for each rank
 Ints = NDArray[np.int64]
@@ -105,21 +105,6 @@ class _Sent:
         price: Ints = self.price[chunks] * (self.users[chunks] == 0)
         return price
 
-    def leaving(self, chunks: Ints, rank: int) -> Ints:
-        """(chunks,): what less, if one pair of a chunk leaves ``rank``."""
-        price: Ints = self.price[chunks, rank] * (self.users[chunks, rank] == 1)
-        return price
-
-
-class _Batch(NamedTuple):
-    """Groups of pairs of one rank that could go together: group g is ``pairs[begin[g] : begin[g + 1]]``; its ``area``
-    and, by rank that it could go to, the change of cost (groups, ranks)."""
-
-    pairs: Ints
-    begin: Ints
-    area: Ints
-    price: Ints
-
 
 class Placement:
     """Pairs at ranks. ``rank`` (pairs,): -1 for one that has none yet; ``loads`` (ranks,): areas."""
@@ -129,6 +114,10 @@ class Placement:
         self._sides = _Sent(pairs.queries, world), _Sent(pairs.keys, world)
         self.rank = np.full(len(pairs.area), -1, dtype=np.int64)
         self.loads = np.zeros(world, dtype=np.int64)
+        queries, keys = pairs.queries, pairs.keys
+        self._graph = PairGraph(
+            queries.of, keys.of, pairs.area, queries.cost, queries.owner, keys.cost, keys.owner, world
+        )  # fmt: skip
         if rank is not None:
             self.move(np.arange(len(pairs.area)), rank)
 
@@ -162,57 +151,18 @@ class Placement:
         return first.entering(first.of[pairs]) + second.entering(second.of[pairs])
 
     def balance(self, most: float) -> None:
-        """Takes from the heaviest rank what costs least for its area, until none is above ``most`` or nothing helps."""
-        for _ in range(_MOST_STEPS * self.world):
-            rank = int(self.loads.argmax())
-            # Where nobody has the room, the heavier of the two has less than before, so this ends.
-            rooms = (most, self.loads[rank] - 1)
-            if self.loads[rank] <= most or not any(self._hand_over(rank, room, must=True) for room in rooms):
-                break
+        """Takes from the heaviest rank what costs least for its area, until none is above ``most`` or nothing helps.
+        ``UnsupportedError`` without the planner library."""
+        self._set(self._graph.balanced(self.rank, most, _MOST_STEPS * self.world))
 
     def improve(self, most: float) -> None:
-        """Hands over what makes less travel, while no rank gets above ``most``, until nothing does."""
-        has_changed = True
-        while has_changed:
-            has_changed = False
-            for rank in range(self.world):
-                while self._hand_over(rank, most, must=False):
-                    has_changed = True
+        """Hands over what makes less travel, while no rank gets above ``most``, until nothing does.
+        ``UnsupportedError`` without the planner library."""
+        self._set(self._graph.improved(self.rank, most))
 
-    def _hand_over(self, rank: int, room: float, must: bool) -> bool:
-        """One pair of ``rank``, or all of its pairs with one chunk, to another rank that stays within ``room``: what
-        costs least for its area, or without ``must`` what saves most. False if nothing fits, or saves."""
-        batches = self._batches(rank)
-        area = np.concatenate([batch.area for batch in batches])[:, None]
-        price = np.concatenate([batch.price for batch in batches])
-        fits = self.loads + area <= room
-        fits[:, rank] = False
-        value = np.where(fits & (area > 0), price / np.maximum(area, 1) if must else price, np.inf)
-        if not value.size or value.min() == np.inf or not (must or value.min() < 0):
-            return False
-        group, to = divmod(int(value.argmin()), self.world)
-        for batch in batches:
-            if group < len(batch.area):
-                break
-            group -= len(batch.area)
-        self.move(batch.pairs[slice(*np.append(batch.begin, len(batch.pairs))[group : group + 2])], to)
-        return True
-
-    def _batches(self, rank: int) -> list[_Batch]:
-        """Single pairs of ``rank``, those that share a query chunk, and those that share a key chunk."""
-        pairs = np.flatnonzero(self.rank == rank)
-        area, chunks = self.area[pairs], [side.of[pairs] for side in self._sides]
-        change = [side.entering(of) - side.leaving(of, rank)[:, None] for side, of in zip(self._sides, chunks)]
-        found = [_Batch(pairs, np.arange(len(pairs)), area, change[0] + change[1])]
-        for side, of, other in zip(self._sides, chunks, change[::-1]):
-            order = np.argsort(of, kind="stable")
-            shared, begin = np.unique(of[order], return_index=True)
-            if not len(begin):
-                continue
-            # No two of them share the other chunk as well, so what they save and cost there adds up.
-            price = np.add.reduceat(other[order], begin) + side.entering(shared) - side.price[shared, rank][:, None]
-            found.append(_Batch(pairs[order], begin, np.add.reduceat(area[order], begin), price))
-        return found
+    def _set(self, rank: Ints) -> None:
+        changed = np.flatnonzero(rank != self.rank)
+        self.move(changed, rank[changed])
 
 
 __all__ = ["Cells", "Pairs", "Placement", "Side", "union_rows"]
