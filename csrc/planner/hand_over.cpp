@@ -136,13 +136,13 @@ class Placement {
         loads_(world_, 0),
         row_(world_) {
     // Pairs come by query chunk; the other order is by key chunk.
-    std::vector<int32_t> by_query(area_.size());
-    std::iota(by_query.begin(), by_query.end(), 0);
-    std::vector<int32_t> by_key = by_query;
-    std::stable_sort(by_key.begin(), by_key.end(),
-                     [this](int32_t a, int32_t b) { return sides_[1].of(a) < sides_[1].of(b); });
-    order_[0] = std::move(by_query);
-    order_[1] = std::move(by_key);
+    order_[0].resize(area_.size());
+    std::iota(order_[0].begin(), order_[0].end(), 0);
+    order_[1].resize(area_.size());
+    std::vector<int32_t> next(size_t(pairs.num_keys) + 1, 0);
+    for (const int32_t pair : order_[0]) ++next[sides_[1].of(pair) + 1];
+    std::partial_sum(next.begin(), next.end(), next.begin());
+    for (const int32_t pair : order_[0]) order_[1][size_t(next[sides_[1].of(pair)]++)] = pair;
     for (int s = 0; s < 2; ++s) {
       const size_t chunks = size_t(s == 0 ? pairs.num_queries : pairs.num_keys);
       bound_[s].assign(chunks * world_, UNKNOWN);
@@ -281,6 +281,8 @@ class Placement {
   void try_groups(int shared, size_t rank, Fits& fits, bool must, Choice& best) {
     const Side &side = sides_[shared], &other = sides_[1 - shared];
     const std::vector<int32_t>&held = held_[shared][rank], &order = order_[shared];
+    const size_t world = world_;  // in locals of their own, so that sums over ranks are vectorised
+    int64_t* const row = row_.data();
     for (size_t begin = 0, end; begin < held.size(); begin = end) {
       const size_t chunk = side.of(order[size_t(held[begin])]);
       int64_t area = 0, saved = side.price(chunk, rank);
@@ -294,19 +296,21 @@ class Placement {
       }
       const Word* ranks = area > 0 && end - begin > 1 ? fits(area) : nullptr;
       uint64_t& bound = bound_[shared][chunk * world_ + rank];
-      if (!ranks || value_of(int64_t(bound - fallen) - saved, area, must) >= best.value) continue;
-      std::copy_n(side.entering(chunk), world_, row_.begin());
+      if (!ranks) continue;
+      const int64_t least = std::max(int64_t(bound - fallen), int64_t(0));
+      if (value_of(least - saved, area, must) >= best.value) continue;
+      std::copy_n(side.entering(chunk), world, row);
       for (size_t i = begin; i < end; ++i) {
         const int64_t* more = other.entering(other.of(order[size_t(held[i])]));
-        for (size_t r = 0; r < world_; ++r) row_[r] += more[r];
+        for (size_t r = 0; r < world; ++r) row[r] += more[r];
       }
-      size_t to = world_;
-      for (size_t r = 0; r < world_; ++r)
-        if ((ranks[r / 64] >> (r % 64) & 1) && (to == world_ || row_[r] < row_[to])) to = r;
-      const double value = value_of(row_[to] - saved, area, must);
+      size_t to = world;
+      for (size_t r = 0; r < world; ++r)
+        if ((ranks[r / 64] >> (r % 64) & 1) && (to == world || row[r] < row[to])) to = r;
+      const double value = value_of(row[to] - saved, area, must);
       if (value < best.value) best = {value, shared, begin, end, to};
-      row_[rank] = std::numeric_limits<int64_t>::max();  // where they are already
-      bound = uint64_t(*std::min_element(row_.begin(), row_.end())) + fallen;
+      row[rank] = std::numeric_limits<int64_t>::max();  // where they are already
+      bound = uint64_t(*std::min_element(row, row + world)) + fallen;
     }
   }
 
@@ -319,9 +323,10 @@ class Placement {
   // each rank the places of those that it holds, ascending.
   std::vector<int32_t> order_[2], place_[2];
   std::vector<std::vector<int32_t>> held_[2];
-  // Of each side (chunks, world): no rank needs less to be sent for all pairs of a rank with a
-  // chunk than this less what `fallen` is by now, summed over the chunk and the other ones of these
-  // pairs. So most of them need not be looked at again when little has changed.
+  // By shared side (chunks, world): what has to be sent at least to a rank that gets all pairs of
+  // another with a chunk, as found at one time, plus the sum of what `Side::fallen` was then for
+  // the chunk and for the other chunks of these pairs. It may have become less since by what that
+  // sum has grown. So most groups need not be priced for every rank again when little has changed.
   static constexpr uint64_t UNKNOWN = uint64_t(0) - (uint64_t(1) << 62);
   std::vector<uint64_t> bound_[2];
   std::vector<int64_t> row_;

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +39,11 @@ def vertex_cover(
 
 @dataclass(frozen=True, eq=False)
 class PairGraph:
-    """Pairs of a query chunk and a key chunk, each once, ascending by ``query`` and then by ``key``, and ``world`` ranks.
+    """Pairs of a query chunk and a key chunk, each once, ascending by ``query`` and then ``key``, at ``world`` ranks.
 
     All int64: ``query``, ``key`` and ``area`` (pairs,), ``query_cost`` and ``query_owner`` (query chunks,),
     ``key_cost`` and ``key_owner`` (key chunks,). Costs are those of sending a chunk to one rank. Costs and areas are
-    from 0 on, 2**60 in all.
+    from 0 on, in all at most 2**44 and 2**60.
     """
 
     query: NDArray[np.int64]
@@ -64,25 +63,25 @@ class PairGraph:
             ContractError: pairs out of order, or chunks or ranks that there are not. UnsupportedError: the library is
                 not built.
         """
-        return self._hand_over(
-            rank, lambda call, *ends: call.magi_balance_pairs(ends[0], _floor(most), most_steps, ends[1])
-        )
+        return self._hand_over("magi_balance_pairs", rank, _floor(most), most_steps)
 
     def improved(self, rank: NDArray[np.int64], most: float) -> NDArray[np.int64]:
         """``rank`` after ranks have handed over what saves most, none to a rank that would have more than ``most``
         then, until nothing does. Errors as of ``balanced``."""
-        return self._hand_over(rank, lambda call, *ends: call.magi_improve_pairs(ends[0], _floor(most), ends[1]))
+        return self._hand_over("magi_improve_pairs", rank, _floor(most))
 
-    def _hand_over(self, rank: NDArray[np.int64], change: Callable[..., int]) -> NDArray[np.int64]:
+    def _hand_over(self, function: str, rank: NDArray[np.int64], *limits: int) -> NDArray[np.int64]:
         names = ("query", "key", "area", "query_cost", "query_owner", "key_cost", "key_owner")
         arrays = [np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in names]
         sizes = len(self.query), len(self.query_cost), len(self.key_cost), self.world, 0
         pairs = abi.Pairs(*sizes, *(array.ctypes.data for array in arrays))
         out = np.array(rank, dtype=np.int64)
         library = load(PLANNER)
-        check(library, change(library, ctypes.addressof(pairs), out.ctypes.data), "Handing pairs to other ranks")
+        status = getattr(library, function)(ctypes.addressof(pairs), *limits, out.ctypes.data)
+        check(library, status, "Handing pairs to other ranks")
         return out
 
 
 def _floor(most: float) -> int:
+    """As an int64: areas and loads are whole, and far from its end."""
     return int(min(max(most, -1), 2**62))

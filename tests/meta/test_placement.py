@@ -9,19 +9,21 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from magi_attention.api import Mask, make_plan
+from magi_attention.errors import ContractError
 from magi_attention.meta.moves import query_moves_of
 from magi_attention.meta.solver.placement import Pairs, Placement, Side
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST, place
+from magi_attention.native.planner import PairGraph
 from magi_attention.testing.libraries import planner_or_skip
 
 
-def random_pairs(rng, world: int) -> Pairs:
-    rows, columns = int(rng.integers(1, 12)), int(rng.integers(1, 12))
+def random_pairs(rng, world: int, size: int = 12, cost: int = 50, least: int = 1, area: int = 100) -> Pairs:
+    rows, columns = int(rng.integers(1, size)), int(rng.integers(1, size))
     query, key = np.nonzero(rng.random((rows, columns)) < 0.6)
     sides = [
-        Side(of, rng.integers(0, 50, n), rng.integers(0, world, n)) for of, n in ((query, rows), (key, columns))
+        Side(of, rng.integers(0, cost, n), rng.integers(0, world, n)) for of, n in ((query, rows), (key, columns))
     ]  # fmt: skip
-    return Pairs(*sides, rng.integers(1, 100, len(query)), np.arange(len(query)))
+    return Pairs(*sides, rng.integers(least, area, len(query)), np.arange(len(query)))
 
 
 def count(pairs: Pairs, rank) -> tuple[int, list[int]]:
@@ -35,6 +37,7 @@ def count(pairs: Pairs, rank) -> tuple[int, list[int]]:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from((1, 2, 5, 8)))
 def test_placements(seed, world):
+    planner_or_skip()
     note(f"seed {seed}")
     rng = np.random.default_rng(seed)
     pairs = random_pairs(rng, world)
@@ -65,6 +68,91 @@ def test_placements(seed, world):
             moved[pair] = rank
             other, loads = count(pairs, moved)
             assert other >= cost or max(loads) > most
+
+
+def hand_over(pairs: Pairs, world: int, rank, giver: int, room: float, must: bool):
+    """The best of all that ``giver`` can hand over, by trying each; the first of equal ones. None if there is none."""
+    mine = np.flatnonzero(rank == giver)
+    groups = [[pair] for pair in mine]
+    for side in (pairs.queries, pairs.keys):
+        groups += [[pair for pair in mine if side.of[pair] == chunk] for chunk in np.unique(side.of[mine])]
+    before, best, found = count(pairs, rank)[0], np.inf if must else 0, None
+    for group in groups:
+        area = int(pairs.area[group].sum())
+        for to in set(range(world)) - {giver} if area else ():
+            moved = rank.copy()
+            moved[group] = to
+            cost, loads = count(pairs, moved)
+            value = (cost - before) / (area if must else 1)
+            if loads[to] <= room and value < best:
+                best, found = value, moved
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from((2, 3, 5)))
+def test_what_is_handed_over_is_the_best_of_all(seed, world):
+    """Each step, against all that the rank could do: areas of 0 and many equal costs too."""
+    planner_or_skip()
+    note(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    few = dict(cost=int(rng.choice([2, 4, 50])), least=0, area=int(rng.choice([2, 4, 100])))
+    pairs = random_pairs(rng, world, size=7, **few)
+    placement = Placement(pairs, world, rng.integers(-1 if rng.random() < 0.2 else 0, world, len(pairs.area)))
+    rank, aim = placement.rank.copy(), float(rng.choice([1.02, 1.3])) * pairs.area.sum() / world
+    for _ in range(32 * world):
+        loads = count(pairs, rank)[1]
+        giver = int(np.argmax(loads))
+        tries = (hand_over(pairs, world, rank, giver, room, True) for room in (aim, loads[giver] - 1))
+        moved = next((found for found in tries if found is not None), None)
+        if loads[giver] <= aim or moved is None:
+            break
+        rank = moved
+    placement.balance(aim)
+    assert placement.rank.tolist() == rank.tolist()
+    most, has_changed = max(aim, placement.heaviest), True
+    while has_changed:
+        has_changed = False
+        for giver in range(world):
+            while (moved := hand_over(pairs, world, rank, giver, most, False)) is not None:
+                rank, has_changed = moved, True
+    placement.improve(most)
+    assert placement.rank.tolist() == rank.tolist()
+    cost, loads = count(pairs, rank)
+    assert (placement.cost(), placement.loads.tolist()) == (cost, loads[:world])
+
+
+@pytest.mark.parametrize("world", [64, 65, 130])
+def test_any_number_of_ranks_shares_what_one_has(world):
+    """One rank has all that it takes to compute everything; as many pairs as ranks, each of a chunk of its own."""
+    planner_or_skip()
+    each = np.arange(world)
+    sides = [Side(each, np.ones(world, dtype=np.int64), np.zeros(world, dtype=np.int64)) for _ in range(2)]
+    placement = Placement(Pairs(*sides, np.full(world, 7), each), world, np.zeros(world, dtype=np.int64))
+    placement.balance(7)
+    assert sorted(placement.rank.tolist()) == each.tolist() and placement.cost() == 2 * (world - 1)
+    placement.improve(7 * world)
+    assert placement.rank.tolist() == [0] * world and placement.cost() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "rank"),
+    [
+        (dict(query=[1, 0]), [0, 0]), (dict(key=[0, 0]), [0, 0]), (dict(query=[0, 2]), [0, 0]),
+        (dict(key=[-1, 1]), [0, 0]), (dict(area=[1, -1]), [0, 0]), (dict(area=[1, 2**60]), [0, 0]),
+        (dict(query_cost=[-1, 1]), [0, 0]), (dict(key_cost=[2**44, 1]), [0, 0]), (dict(query_owner=[0, 2]), [0, 0]),
+        (dict(key_owner=[-1, 0]), [0, 0]), (dict(world=0), [0, 0]), ({}, [0, 2]), ({}, [-2, 0]),
+    ],
+)  # fmt: skip
+def test_pairs_that_are_none(change, rank):
+    planner_or_skip()
+    right = dict(query=[0, 0], key=[0, 1], area=[1, 1], query_cost=[1, 1], query_owner=[0, 1])
+    right |= dict(key_cost=[1, 1], key_owner=[0, 1], world=2)
+    made = {name: value if name == "world" else np.array(value) for name, value in (right | change).items()}
+    graph = PairGraph(**made)
+    for call in (lambda: graph.balanced(np.array(rank), 1.5, 9), lambda: graph.improved(np.array(rank), 1.5)):
+        with pytest.raises(ContractError, match="Handing pairs to other ranks"):
+            call()
 
 
 def test_full_attention_goes_to_a_grid_of_ranks():
