@@ -122,6 +122,25 @@ def test_what_is_handed_over_is_the_best_of_all(seed, world):
     assert (placement.cost(), placement.loads.tolist()) == (cost, loads[:world])
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from((4, 9, 70)))
+def test_many_steps_are_as_many_calls(seed, world):
+    """What is kept from one step to the next is right: a call for each step has to find all of it anew."""
+    planner_or_skip()
+    note(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    pairs = random_pairs(rng, world, size=40, cost=int(rng.choice([3, 50, 1000])), area=int(rng.choice([3, 100])))
+    placement = Placement(pairs, world, pairs.queries.at // 3)  # a third of the ranks has all
+    rank, aim = placement.rank.copy(), 1.02 * pairs.area.sum() / world
+    graph = placement.graph
+    for _ in range(32 * world):
+        before, rank = rank, graph.balanced(rank, aim, 1)
+        if (before == rank).all():
+            break
+    placement.balance(aim)
+    assert placement.rank.tolist() == rank.tolist()
+
+
 @pytest.mark.parametrize("world", [64, 65, 130])
 def test_any_number_of_ranks_shares_what_one_has(world):
     """One rank has all that it takes to compute everything; as many pairs as ranks, each of a chunk of its own."""

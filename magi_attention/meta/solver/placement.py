@@ -108,7 +108,8 @@ class _Sent:
 
 
 class Placement:
-    """Pairs at ranks. ``rank`` (pairs,): -1 for one that has none yet; ``loads`` (ranks,): areas."""
+    """Pairs at ranks. ``rank`` (pairs,): -1 for one that has none yet; ``loads`` (ranks,): areas; ``graph``: the pairs
+    as the planner library takes them."""
 
     def __init__(self, pairs: Pairs, world: int, rank: Ints | None = None) -> None:
         self.area, self.world = pairs.area, world
@@ -116,7 +117,7 @@ class Placement:
         self.rank = np.full(len(pairs.area), -1, dtype=np.int64)
         self.loads = np.zeros(world, dtype=np.int64)
         queries, keys = pairs.queries, pairs.keys
-        self._graph = PairGraph(
+        self.graph = PairGraph(
             queries.of, keys.of, pairs.area, queries.cost, queries.owner, keys.cost, keys.owner, world
         )  # fmt: skip
         if rank is not None:
@@ -154,12 +155,12 @@ class Placement:
     def balance(self, most: float) -> None:
         """Takes from the heaviest rank what costs least for its area, until none is above ``most`` or nothing helps.
         ``UnsupportedError`` without the planner library."""
-        self._set(self._graph.balanced(self.rank, most, _MOST_STEPS * self.world))
+        self._set(self.graph.balanced(self.rank, most, _MOST_STEPS * self.world))
 
     def improve(self, most: float) -> None:
         """Hands over what makes less travel, while no rank gets above ``most``, until nothing does.
         ``UnsupportedError`` without the planner library."""
-        self._set(self._graph.improved(self.rank, most))
+        self._set(self.graph.improved(self.rank, most))
 
     def _set(self, rank: Ints) -> None:
         changed = np.flatnonzero(rank != self.rank)
