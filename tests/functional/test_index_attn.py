@@ -186,12 +186,12 @@ def test_ops_are_registered_soundly(has_v):
         torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))
         out, lse, _ = index_fwd(q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True)
         dlse = torch.ones_like(lse) if top else None
-        back = [None if x is None else x.detach() for x in (torch.ones_like(out), dlse, q, k, v)]
+        back = [None if x is None else x.detach() for x in (torch.ones_like(out), q, k, v)]
         back += [width, out.detach(), lse.detach()]
         extra = None if extra is None else extra.detach()
         torch.library.opcheck(
             index_bwd,
-            (*back, *mask[1:], extra, "sh", 0.3, 0.0, False, 0),
+            (*back, *mask[1:], extra, "sh", 0.3, 0.0, False, 0, dlse),
             test_utils=("test_schema", "test_faketensor"),
         )
     out = index_fwd(q, k, v, *mask, None, "sh", 0.3, 0.0, False, 0, False, True)[0]

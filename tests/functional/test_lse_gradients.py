@@ -33,7 +33,7 @@ F64, NEG_INF = torch.float64, float("-inf")
 
 
 def slope(lse: torch.Tensor) -> torch.Tensor:
-    """Of the z-loss ``sum(lse ** 2)``: infinite for a row that sees nothing."""
+    """The gradient of the z-loss ``sum(lse ** 2)``: infinite for a row that sees nothing."""
     return 2 * lse
 
 

@@ -21,7 +21,7 @@ from magi_attention.testing.spawn import run_processes
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, found {GPUS}")]
 
-# Of two ranks these send messages of the same sizes.
+# Two ranks send messages of the same sizes by either of these.
 KNOWN = [0, 2, 64], [0, 2, 6, 35, 64]
 
 

@@ -128,10 +128,10 @@ def test_custom_op_registration_is_sound():
         torch.library.opcheck(torch_ops.flex_fwd, args)
         out, lse, _ = torch_ops.flex_fwd(*args)
         back = [x.detach() for x in (case.dout, q, k, v, out, lse)]
-        back.insert(1, torch.randn_like(back[-1]) if top else None)
+        dlse = torch.randn_like(back[-1]) if top else None
         plain_sink = None if sink is None else sink.detach()
         torch.library.opcheck(
-            torch_ops.flex_bwd, (*back, *mask, plain_sink, "sh", 0.3, 0.0, False, 0, ""),
+            torch_ops.flex_bwd, (*back, *mask, plain_sink, "sh", 0.3, 0.0, False, 0, "", dlse),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 

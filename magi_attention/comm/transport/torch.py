@@ -231,7 +231,7 @@ class TorchTransport(TransportBase):
         return self._board is None or (use in self._known and not self._board.is_down)
 
     def agree(self, use: Use, x: torch.Tensor, seed: str = "", is_checked: bool = False) -> None:
-        """Of tensors on a GPU it speaks through the store, so no GPU has to answer, unless ``is_checked``."""
+        """It speaks through the store for tensors on a GPU, so no GPU has to answer, unless ``is_checked``."""
         check = self._check
         if check is None:
             return

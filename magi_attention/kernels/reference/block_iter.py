@@ -3,7 +3,7 @@
 
 Query blocks and key blocks lie on fixed grids. The walk over the slices is vectorised and costs one array
 row per (slice, tile). A tile is *full* if one unmasked piece covers it; its mask is the union of its pieces.
-Of slices that overlap, ``counts`` tells how many allow a pair.
+Where slices overlap, ``counts`` tells how many allow a pair.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _python(spec: LaunchSpec) -> str:
 
 
 def _workdir(spec: LaunchSpec) -> str:
-    """Of the shell on a host; that of a container is docker's business."""
+    """The shell on a host has it; a container's is docker's business."""
     return "" if spec.container.image else spec.workdir
 
 
