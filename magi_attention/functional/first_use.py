@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from magi_attention.comm.transport.base import Transport
-from magi_attention.comm.transport.consistency import Record, Use
+from magi_attention.comm.transport.consistency import CALLS, Record, Use
 from magi_attention.common.slices import areas
 from magi_attention.errors import ContractError
 from magi_attention.kernels.dropout import Dropout
@@ -127,6 +127,9 @@ def judge(records: Sequence[Record]) -> str:
             "Make the plan (or key) from the same mask and configuration on every rank: all ranks of a "
             "context-parallel group need the same batch, so seed and shard the data loader by data-parallel rank."
         )
+    elif differing == [CALLS]:
+        shown, what = differing, "have called differently since they last compared plans"
+        remedy = "Results since then are wrong. All ranks need the same batches in the same order."
     else:
         shown, what = differing, f"call attention with different {' and '.join(differing)}"
         remedy = "Call it with the same heads, dtype, scale and settings (environment) on every rank."

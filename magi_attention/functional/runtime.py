@@ -266,7 +266,8 @@ class AttnRuntime:
             use = use_of_call(self.plan, self._settings, q, k, v, sink, scale, softcap, return_max_logits, dropout)
         else:
             use = prepared.use
-        ensure_call(use, self.transport, q, dropout, self.policy.check)
+        if not self.is_local or not self.transport.knows(use.name):  # a rank may call alone where no row travels
+            ensure_call(use, self.transport, q, dropout, self.policy.check)
         if prepared is None:
             prepared = self._prepare(q, k, v, sink, needs_backward, scale, softcap, return_max_logits, dropout, use)
             if len(self._prepared) >= _MAX_PREPARED:

@@ -276,3 +276,18 @@ def test_any_two_masks_that_differ_are_told_apart(seed: int) -> None:
     is_same = np.array_equal(masks[0].to_dense(), masks[1].to_dense())
     told = FakeWorld(3).run(threaded, plans)
     assert all((text == "done") == is_same for text in told) and len(set(told)) == 1, told
+
+
+def alone(rank: int, world: int) -> None:
+    """Each rank holds a document of its own, so a known plan moves no row, and one rank may call it alone."""
+    plan = plan_of([0, 21, 42, 63], config=api.DistAttnConfig(api.DispatchConfig(chunk_size=21)))
+    assert not plan.comm_matrix().sum()
+    x = torch.ones(plan.shard_sizes[rank], 1, 8, dtype=torch.float64)
+    api.attend(x, x, x, plan)
+    for _ in range(rank):
+        assert torch.equal(api.attend(x, x, x, plan)[0], x)
+    attention(plan_of(), None)
+
+
+def test_a_rank_may_call_alone_where_nothing_travels() -> None:
+    run_processes(WORLD, alone)

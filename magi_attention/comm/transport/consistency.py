@@ -22,7 +22,7 @@ Keys of the store, below the failure board's prefix of the group's life and epoc
 ``use/differ``    the sentence of the last difference
 ``use/read``      how many ranks have read such a sentence
 ``calls/<n>``     sum of the checksums of interval n, and 2**48 for every rank that has added its own
-``calls/by/<r>``  rank r's last interval, checksum and call
+``calls/by/<r>``  rank r's last interval, and its checksum
 
 A comparison costs each rank one ``set`` and at least two ``add``; the last to arrive also reads the records.
 
@@ -60,7 +60,8 @@ _DIFFER = 1 << 32
 _INTERVAL = 32
 _ONE_RANK = 1 << 48
 _DECLINED = 0
-_FAILURE, _CALLS = "failure", "calls before"
+_FAILURE = "failure"
+CALLS = "calls before"  # the label of what ranks have called up to a comparison
 
 Record = dict[str, str]
 Judge = Callable[[Sequence[Record]], str]
@@ -94,7 +95,7 @@ class Use:
         return self.make_record(self.stage)
 
     @cached_property
-    def bytes(self) -> bytes:
+    def encoded(self) -> bytes:
         return self.name.encode()
 
     @cached_property
@@ -177,7 +178,7 @@ class ConsistencyCheck:
         """
         board, store, stage, judge = self._board, self._board.store, use.stage, use.judge
         self._number += 1
-        record = use.record() | {_CALLS: f"{self._num_calls} (checksum {self._checksum:08x})"}
+        record = use.record() | {CALLS: f"{self._num_calls} (checksum {self._checksum:08x})"}
         store.set(board.key(f"use/{self._rank}"), json.dumps([self._number, record]))
         count, goal = board.key("use/count"), self._number * (self._world + 1)
         found = store.add(count, 1)
@@ -201,7 +202,7 @@ class ConsistencyCheck:
             PlanMismatchError: on the last rank to come to an interval, if the ranks have called differently. Others
                 raise when they come to their next one.
         """
-        self._checksum = zlib.crc32(use.bytes, self._checksum)
+        self._checksum = zlib.crc32(use.encoded, self._checksum)
         self._num_calls += 1
         if self._num_calls % _INTERVAL == 0 and self._can_follow:
             try:
@@ -215,7 +216,7 @@ class ConsistencyCheck:
     def _compare_calls(self, use: Use) -> None:
         board, store, interval = self._board, self._board.store, self._num_calls // _INTERVAL
         key = board.key(f"calls/{interval}")
-        store.set(board.key(f"calls/by/{self._rank}"), json.dumps([interval, self._checksum, use.stage, use.record()]))
+        store.set(board.key(f"calls/by/{self._rank}"), json.dumps([interval, self._checksum]))
         failure = board.peer_failure()
         if failure is not None and failure.is_mismatch:
             board.is_down = True
@@ -227,15 +228,15 @@ class ConsistencyCheck:
         if total % _ONE_RANK == self._world * self._checksum:
             return
         told = [json.loads(text) for text in self._texts(range(self._world), "calls/by")]
-        odd = [r for r, (number, checksum, *_) in enumerate(told) if (number, checksum) != (interval, self._checksum)]
-        records = [record for *_, record in told]
-        now = use.judge(records) if any(record != records[0] for record in records) else ""
+        # Ranks at a later interval have written over what they told of this one.
+        odd = [r for r, (number, checksum) in enumerate(told) if number == interval and checksum != self._checksum]
+        who = board.names(odd) if odd else "another rank"
         text = (
-            f"The ranks of this group have called differently within their last {_INTERVAL} calls: {board.names(odd)} "
-            f"used other plans, or called in another order, than {board.name(self._rank)}. Results since then are "
-            "wrong. All ranks of a context-parallel group need the same batches in the same order, so seed and shard "
-            f"the data loader by data-parallel rank. {now}"
-        ).rstrip()
+            f"The ranks of this group have called differently within their last {_INTERVAL} calls: {who} used other "
+            f"plans, or called in another order, than {board.name(self._rank)}. Results since then are wrong. All "
+            "ranks of a context-parallel group need the same batches in the same order, so seed and shard the data "
+            "loader by data-parallel rank."
+        )
         board.report(text, "differs")
         raise PlanMismatchError(text)
 

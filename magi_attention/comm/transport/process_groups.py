@@ -63,12 +63,12 @@ def check_alive(group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that the group's own operations may take: the longest, where it has a backend for each device."""
-    times = []
-    for device in group._device_types:
-        options = group._get_backend(device).options
-        times.append(options._timeout.total_seconds())
-    return max(times)
+    """Seconds that the group's own operations may take: the longest, where it has a backend for each device. Backends
+    that tell of none (MPI) have torch's default."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    options = [backend.options for backend in backends if hasattr(backend, "options")]
+    times = [limits._timeout.total_seconds() for limits in options]
+    return max(times, default=dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 def attached(group: dist.ProcessGroup) -> dict:
