@@ -88,8 +88,8 @@ def _load(name: str, folder: Path) -> ctypes.CDLL:
 def _refuse_damaged(path: Path, remedy: str) -> None:
     if damage := why_damaged(path):
         raise UnsupportedError(
-            f"{path} {damage}, as after a full disk or a loss of power; install the package again "
-            f"(`pip install --force-reinstall`), or {remedy}."
+            f"{path} {damage}, as after a full disk or a loss of power; install what it belongs to again (for this "
+            f"package `{install.ours(again=True)}`), or {remedy}."
         )
 
 
