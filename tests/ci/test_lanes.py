@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_lint_is_part_of_the_one_entry():
 @pytest.mark.parametrize("name", ["lint", "type"])
 def test_here_means_this_python_and_no_install(name):
     """And `magi dev` runs it so."""
-    expected = [" ".join(lanes.fill(step, sys.executable)) for step in lanes.LANES[name].steps]
+    expected = [shlex.join(lanes.fill(step, sys.executable)) for step in lanes.LANES[name].steps]
     assert lane(name, "--here", "--dry-run").stdout.splitlines() == [f"$ {line}" for line in expected]
     command = [sys.executable, "-m", "magi_attention.cli", "dev", name, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

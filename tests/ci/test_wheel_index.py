@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -81,11 +82,10 @@ def test_pip_installs_from_it(tmp_path):
     assert (tmp_path / "site" / "Magi_Index_Test-1.0.dist-info").is_dir()
 
 
-GH = """#!{python}
-import json, pathlib, shutil, sys
+GH = """import json, pathlib, shutil, sys
 words, home = sys.argv[1:], pathlib.Path(__file__).parent
 if words[:2] == ["release", "list"]:
-    print(json.dumps([{{"tagName": tag, "isDraft": tag == "v3"}} for tag in ("v2", "v1", "v3")]))
+    print(json.dumps([{"tagName": tag, "isDraft": tag == "v3"} for tag in ("v2", "v1", "v3")]))
 else:
     assert words[:2] == ["release", "download"] and words[words.index("--repo") + 1] == "some/name", words
     out = pathlib.Path(words[words.index("--dir") + 1])
@@ -101,7 +101,9 @@ def test_the_index_of_all_releases(tmp_path):
     for tag, name in (("v1", "first"), ("v2", "second"), ("v3", "draft")):
         (home / tag).mkdir(parents=True)
         put(home / tag, name)
-    (home / "gh").write_text(GH.format(python=sys.executable))
+    (home / "gh.py").write_text(GH)
+    words = shlex.join([sys.executable, str(home / "gh.py")])  # a path with a space cannot stand behind #!
+    (home / "gh").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     (home / "gh").chmod(0o755)
     kept = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB_")}
     own = {"PATH": f"{home}{os.pathsep}{kept['PATH']}", "GITHUB_REPOSITORY": "some/name", "MAGI_PYTHON": sys.executable}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -67,7 +68,8 @@ def test_the_main_wheel_is_tried_beside_torch(tmp_path):
         pytest.skip("This Python makes no environment with pip.")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
     own = {"PIP_INDEX_URL": (tmp_path / "public_index").as_uri(), "PIP_CONFIG_FILE": os.devnull}
-    environment = {**kept, **own, "PIP_CONSTRAINT": str(constraints)}
+    shutil.copy(constraints, tmp_path / "constraints.txt")  # pip takes a path with a space for two
+    environment = {**kept, **own, "PIP_CONSTRAINT": str(tmp_path / "constraints.txt")}
     for line in settings["before-test"]:
         words = shlex.split(re.sub(r"https://download\.pytorch\.org\S*", (tmp_path / "torchs_index").as_uri(), line))
         command = [str(tmp_path / "venv" / "bin" / words[0]), *words[1:]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_a_run_goes_on(buffered, tmp_path):
 
 def test_no_output_at_all(tmp_path):
     """Nobody asked for any, as with `>&-`."""
-    line = f"{sys.executable} -m magi_attention.cli version >&-"
+    line = f"{shlex.quote(sys.executable)} -m magi_attention.cli version >&-"
     done = subprocess.run(
         ["sh", "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )

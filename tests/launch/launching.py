@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,3 +87,13 @@ def processes_with(variable: str) -> dict[int, str]:
         if variable.encode() in environment and words:
             found[int(folder.name)] = words
     return found
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    """A program ``name`` in Python for a PATH that starts with ``folder``. ``__file__`` in ``text`` is its path."""
+    folder.mkdir(exist_ok=True)
+    script = folder / f".{name}.py"
+    script.write_text(text.replace("__file__", repr(str(folder / name))))
+    words = shlex.join([sys.executable, str(script)])  # a path with a space cannot stand behind #!
+    (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    (folder / name).chmod(0o755)

@@ -12,18 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, SCRIPT, wait_for_end
+from launching import ROOT, SCRIPT, stand_in, wait_for_end
 
 from magi_attention.launch.service import free_port
 from magi_attention.testing.waiting import wait_until
-
-
-def stand_in(folder: Path, name: str, text: str) -> None:
-    """A program ``name`` for a PATH that starts with ``folder``."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!{sys.executable}\n{text}")
-    (folder / name).chmod(0o755)
-
 
 # ---- ssh ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from launching import stand_in
 
 from magi_attention.cli import doctor, main
 
@@ -20,10 +21,7 @@ PROGRAMS = {"sbatch": "print(123)", "squeue": "", "kubectl": "print('yes')", "sc
 def queues(tmp_path, monkeypatch):
     """A home, and programs of both queues that do nothing."""
     for name, text in PROGRAMS.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!{sys.executable}\n{text}\n")
-        path.chmod(0o755)
+        stand_in(tmp_path / "bin", name, text)
     (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("MAGI_HOME", str(tmp_path / "home"))
