@@ -147,7 +147,8 @@ def _exchange_flags() -> tuple[str, list[str], list[str]]:
 def _without_paths(csrc: Path, **packages: Path) -> list[str]:
     """Flags by which messages of headers, which name their file, hold no folder of the machine that builds."""
     folders = {"csrc": csrc, **packages}
-    return [w for name, folder in folders.items() for w in ("-Xcompiler", f"-ffile-prefix-map={folder}={name}")]
+    # nvcc hands the word on to a shell, so it has quotes of its own for a folder with a space.
+    return [w for name, folder in folders.items() for w in ("-Xcompiler", f'"-ffile-prefix-map={folder}={name}"')]
 
 
 def _exchange_sources(csrc: Path, network: str) -> list[Path]:

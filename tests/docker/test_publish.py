@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,16 +21,15 @@ sys.path[:0] = [str(ROOT / "docker"), str(ROOT / "ci")]
 import matrix  # noqa: E402
 import publish  # noqa: E402
 
-DOCKER = """#!{python}
-import json, os, sys
+DOCKER = """import json, os, sys
 place = sys.argv[sys.argv.index("--metadata-file") + 1]
 with open(os.environ["SEEN"], "w") as file:
-    json.dump({{"words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}}, file)
+    json.dump({"words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}, file)
 if os.environ.get("FAILS"):
     sys.exit(3)
 with open(place, "w") as file:
-    digits = {{"runtime": "a", "test": "b"}}
-    json.dump({{name: {{"containerimage.digest": "sha256:" + d * 64}} for name, d in digits.items()}}, file)
+    digits = {"runtime": "a", "test": "b"}
+    json.dump({name: {"containerimage.digest": "sha256:" + d * 64} for name, d in digits.items()}, file)
 """
 
 
@@ -38,7 +38,10 @@ def world(tmp_path) -> dict[str, str]:
     """An environment with that docker and the variables of a workflow."""
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
-    docker.write_text(DOCKER.format(python=sys.executable))
+    script = tmp_path / "docker.py"
+    script.write_text(DOCKER)
+    words = shlex.join([sys.executable, str(script)])  # a path with a space cannot stand behind #!
+    docker.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     docker.chmod(0o755)
     path = f"{docker.parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "SEEN": str(tmp_path / "seen.json"), "GITHUB_OUTPUT": str(tmp_path / "output")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -86,8 +87,9 @@ def plans_of(name: str) -> list[LaunchPlan]:
 def rendered(name: str) -> str:
     """Every plan of the case, with what differs from machine to machine replaced."""
     text = "\n".join(plan.text() for plan in plans_of(name))
-    text = text.replace(sys.executable, "PYTHON").replace(str(ROOT), "CHECKOUT")
-    text = re.sub(r"PYTHONPATH=\S+", "PYTHONPATH=CHECKOUT", text)
+    for path, word in ((sys.executable, "PYTHON"), (str(ROOT), "CHECKOUT")):  # quoted, where it has a space
+        text = text.replace(shlex.quote(path), word).replace(path, word)
+    text = re.sub(r"PYTHONPATH=('[^']*'|\S+)", "PYTHONPATH=CHECKOUT", text)
     text = re.sub(r"OMP_NUM_THREADS=\d+ ", "", text)
     return text.replace(f"--user {os.getuid()}:{os.getgid()}", "--user UID:GID")
 
