@@ -135,7 +135,7 @@ def revision() -> tuple[str, str]:
 
 def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str, str]:
     """What a build sees: the commit's time and name, and nothing of this machine that could end up inside."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON", "NVCC_"))}
     name, seconds = revision()
     out = {
         **kept,
@@ -149,7 +149,7 @@ def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str
     }
     if is_portable:
         linker = source / "wheels" / "portable_cxx"
-        out |= {"CXX": str(linker), "NVCC_APPEND_FLAGS": f"-ccbin {linker}"}
+        out |= {"CXX": str(linker), "NVCC_CCBIN": str(linker)}  # a path may have a space
     return out
 
 
