@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("nemo_automodel", reason="needs nemo-automodel; ci/integrations installs it")
 
-from launching import launch  # noqa: E402
+from starting import launch  # noqa: E402
 
 
 def test_its_own_integration_on_two_ranks(tmp_path):

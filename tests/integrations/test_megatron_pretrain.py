@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core; ci/integrations installs it")
 
-from launching import TORCHRUN  # noqa: E402
+from starting import TORCHRUN  # noqa: E402
 
 from magi_attention.testing.waiting import DEADLINE_S  # noqa: E402
 

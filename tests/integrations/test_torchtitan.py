@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torchtitan", reason="needs torchtitan; ci/integrations installs it")
 
-from launching import assert_same_steps, launch  # noqa: E402
+from starting import assert_same_steps, launch  # noqa: E402
 from titan_parts import DenseAttention  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402

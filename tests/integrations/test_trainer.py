@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers; ci/integrations 
 pytest.importorskip("trl", reason="needs trl; ci/integrations installs it")
 
 import transformers  # noqa: E402
-from launching import assert_same_steps, launch  # noqa: E402
+from starting import assert_same_steps, launch  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 from use_trainer import documents, padded  # noqa: E402
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
 
 import transformers  # noqa: E402
-from launching import ACCELERATE, assert_same_steps, launch  # noqa: E402
+from starting import ACCELERATE, assert_same_steps, launch  # noqa: E402
 from tiny_models import CONFIGS, make_documents, make_model  # noqa: E402
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainingArguments  # noqa: E402
 

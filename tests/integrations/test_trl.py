@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl; ci/integrations installs it")
 
-from launching import assert_same_steps, launch, launch_both  # noqa: E402
+from starting import assert_same_steps, launch, launch_both  # noqa: E402
 
 
 @pytest.mark.parametrize(

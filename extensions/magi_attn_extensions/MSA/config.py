@@ -27,8 +27,8 @@ class MsaConfig:
     ``topk_blocks`` blocks are selected, the first ``init_blocks`` of the document and the query's own and the
     ``local_blocks`` - 1 before it always. ``softmax_scale`` None is ``D ** -0.5``. ``score_in_fp32`` False forms scores
     in the dtype of ``index_q``. ``high_precision_reduce`` sends keys and values and sums their gradients over the ranks
-    in float32, not in their dtype. Without effect: ``indexer_softmax_scale``, as a positive factor does not change
-    which scores are best; ``deterministic``, as results are the same bits on every run.
+    in float32, not in their dtype. With ``deterministic`` gradients are the same bits on every run. Without effect:
+    ``indexer_softmax_scale``, as a positive factor does not change which scores are best.
 
     ``UnsupportedError`` for ``kl_loss_coeff`` and ``lse_loss_coeff`` other than 0: the indexer learns nothing here.
     """

@@ -99,5 +99,8 @@ def calc_msa(inputs: MsaV1Inputs, key: MagiMsaKey) -> MsaOutput:
         k, v = k.float(), v.float()
     k, v = (api.undispatch(x, key.runtime_key, is_partial_grad=True) for x in (k, v))
     lists = api.prepare_indices(chosen, k.shape[0], k_block_size=BLOCK, k_start=first, k_end=end)
-    out, _ = api.index_attn_func(q.to(k.dtype), k, v, lists, softmax_scale=key.config.softmax_scale)
+    asked = key.config
+    out, _ = api.index_attn_func(
+        q.to(k.dtype), k, v, lists, softmax_scale=asked.softmax_scale, deterministic=asked.deterministic
+    )
     return MsaOutput(out.to(inputs.q.dtype))
