@@ -25,6 +25,11 @@ def places(*worlds: int, shared: tuple[int, ...] = (2,)) -> list:
     return [pytest.param(n, "nccl", id=f"{n} GPUs") for n in worlds if n <= GPUS]
 
 
+def in_a_process(main: Callable[..., Any], *args: Any) -> Any:
+    """What ``main(*args)`` gives in a process of its own, which has an NCCL group of one rank."""
+    return run_processes(1, main, *args, timeout_s=100.0, backend="nccl")[0]
+
+
 def over_nvshmem(main: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
     """What ``run_processes`` gives with a GPU for each rank; skips where GPUs or NVSHMEM are missing."""
     if torch.cuda.device_count() < world:

@@ -15,6 +15,7 @@ from forward_oracle import make_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from long_kernels import beside_long_kernels
+from places import in_a_process
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
     differentiate,
@@ -31,7 +32,6 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
-from magi_attention.testing.spawn import run_processes
 
 WAYS = {
     "told": (BwdSchedule(80, 0, by_document=True), False),
@@ -145,4 +145,4 @@ def nobody_waits(rank: int, world: int, way: str) -> bool:
 
 @each_way
 def test_nobody_waits_for_ever(way):
-    assert run_processes(1, nobody_waits, way, timeout_s=100, backend="nccl") == [True]
+    assert in_a_process(nobody_waits, way)

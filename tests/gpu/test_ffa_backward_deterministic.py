@@ -18,6 +18,7 @@ from graph_capture import capture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from long_kernels import beside_long_kernels
+from places import in_a_process
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
     differentiate,
@@ -33,7 +34,6 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
-from magi_attention.testing.spawn import run_processes
 
 
 def scattered(total: int) -> np.ndarray:
@@ -130,7 +130,7 @@ def two_in_turns_at_a_time(rank: int, world: int) -> bool:
 @pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_in_turns_at_a_time), ids=lambda f: f.__name__)
 def test_nobody_waits_for_ever(work):
     """In a process of its own: where turns once went in a circle, nothing but its end helped."""
-    assert run_processes(1, work, timeout_s=100, backend="nccl") == [True]
+    assert in_a_process(work)
 
 
 @pytest.mark.parametrize("margin", (1, 40, 131))

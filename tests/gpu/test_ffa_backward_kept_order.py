@@ -15,6 +15,7 @@ import torch
 from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth
 from forward_oracle import Inputs, make_inputs
 from long_kernels import beside_long_kernels
+from places import in_a_process
 from test_ffa_backward import (  # noqa: F401
     DEVICE,
     explicit_backend_in_poisoned_memory,
@@ -32,7 +33,6 @@ from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
-from magi_attention.testing.spawn import run_processes
 
 MANY = (1337, (96, 24))  # on 132 multiprocessors two units for each, so that tiles may be split
 WAYS = {
@@ -172,4 +172,4 @@ def made_every_time(rank: int, world: int, way: str) -> bool:
 @pytest.mark.parametrize("way", ("turns, 64", "turns, 80", "first stores, 64"))
 def test_made_every_time_beside_other_work(way):
     """In a process of its own: where turns once went in a circle, nothing but its end helped."""
-    assert run_processes(1, made_every_time, way, timeout_s=100, backend="nccl") == [True]
+    assert in_a_process(made_every_time, way)
