@@ -15,7 +15,8 @@ from magi_attention.cli import launch, suite_report
 from magi_attention.cli.common import UsageError, child_environment, num_cores, run_child, source_file, sources
 
 # suite -> marker expression of pytest
-SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode"}
+SUITES = {"cpu": "not gpu and not multinode", "gpu": "gpu", "multinode": "multinode", "nightly": "nightly"}
+BY_DAY = "not nightly"
 BESIDE_OTHERS, ALONE = "gpu and not whole_gpu", "gpu and whole_gpu"
 WORKERS_PER_GPU = 8
 NO_TESTS = 5  # pytest's exit code where nothing was collected
@@ -36,7 +37,10 @@ def command_test(args: argparse.Namespace) -> int:
         # Who has none left takes from others.
         workers = ["-n", str(num_workers(is_on_gpus)), "--dist", "worksteal"]
     pytest = [sys.executable, "-m", "pytest"]
-    commands = [[*pytest, *workers, *(["-m", SUITES[args.suite]] if args.suite else []), *extra]]
+    marks = SUITES.get(args.suite, BY_DAY)
+    if not args.suite and any(a.startswith("-m") or "::" in a for a in extra):
+        marks = ""  # the caller names tests, or marks
+    commands = [[*pytest, *workers, *(["-m", marks] if marks else []), *extra]]
     if is_on_gpus:
         commands = [[*pytest, *workers, "-m", BESIDE_OTHERS, *extra], [*pytest, "-m", ALONE, *extra]]
     if args.dry_run:

@@ -38,7 +38,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "runs" / "mine"
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONG = pytest.param("train", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("name", [LONG if name == "train" else name for name in RUNS])
 def test_each_writes_records_charts_and_a_page(name, folder, capfd):
     pytest.importorskip("matplotlib")
     planner_if_possible()

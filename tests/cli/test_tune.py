@@ -44,6 +44,7 @@ def test_a_link_that_makes_no_sense_still_has_rates():
     assert tune.fit_link([(1000, 0.1), (4000, 1.0)]) == (0.0, 4000.0)
 
 
+@pytest.mark.nightly
 def test_measuring_on_two_ranks(own_file, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["tune"]) == 0

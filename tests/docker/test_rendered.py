@@ -182,6 +182,7 @@ def test_folders_are_in_the_image_whole():
     assert all(n.startswith("benchmarks/results/") and n.endswith(".png") for n in lacking), sorted(lacking)
 
 
+@pytest.mark.nightly
 def test_magi_bench_runs_on_what_the_runtime_image_has(tmp_path):
     for source, target in files_in("runtime").items():
         if target.startswith(("benchmarks/", "examples/", "ci/")):

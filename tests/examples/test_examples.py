@@ -39,6 +39,7 @@ def test_example(path):
     assert done.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_flagship_on_own_text(tmp_path, monkeypatch, capfd):
     text = tmp_path / "text"
     text.mkdir()

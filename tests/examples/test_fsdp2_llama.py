@@ -48,11 +48,13 @@ def test_ranks_train_as_one_process_and_as_sdpa(tmp_path):
     assert one["losses"][0] > one["losses"][-1]
 
 
+@pytest.mark.nightly
 def test_replicas_of_groups(tmp_path):
     plain, grouped = side_by_side((tmp_path / "a", 2, "--cp", "1"), (tmp_path / "b", 4, "--cp", "2"))
     assert near(plain, grouped)
 
 
+@pytest.mark.nightly
 def test_resuming_gives_the_same_bits(tmp_path):
     straight = run(tmp_path, 2, "--save-every", "3")
     resumed = run(tmp_path / "again", 2, "--resume", str(tmp_path / "step-3"))

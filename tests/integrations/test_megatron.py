@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core; ci/integrations installs it")
 
-from starting import launch  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from starting import launch  # noqa: E402
 
 from magi_attention.errors import ContractError, UnsupportedError  # noqa: E402
 from magi_attention.integrations.megatron import CoreAttention  # noqa: E402

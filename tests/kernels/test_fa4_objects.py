@@ -159,6 +159,7 @@ def test_kernels_are_compiled_ahead_once(wheel, tmp_path):
     assert {p.read_text().split()[-1] for p in folder.glob("fwd-sm_100f-152-*")} == {"152"}, "another GPU was asked"
 
 
+@pytest.mark.nightly
 def test_two_runs_at_once_do_not_disturb_each_other(wheel, tmp_path):
     out, failed = tmp_path / "out", []
 

@@ -228,6 +228,7 @@ def sources_without_kernels(csrc: Path) -> Path:
     return csrc
 
 
+@pytest.mark.nightly
 def test_a_part_of_the_manifest_with_the_real_compiler(tmp_path, monkeypatch, caplog):
     for require in (toolchain.require_nvcc, toolchain.require_ninja):
         try:

@@ -57,6 +57,7 @@ def script(tmp_path, monkeypatch):
     return str(path)
 
 
+@pytest.mark.nightly
 def test_two_ranks(script, tmp_path, capfd):
     out = tmp_path / "out"
     options = ["--out", str(out), "--skip", "1", "--steps", str(STEPS), "--ranks-per-node", "2", "--no-preflight"]
