@@ -113,3 +113,14 @@ def test_size_limits_can_fail(tmp_path):
     waivers = {"magi_attention/long_file.py": "a table", "magi_attention/gone.py": "split long ago"}
     failures, _ = check_sizes.check(tmp_path, waivers)
     assert len(failures) == 2 and "gone.py" in failures[1]
+
+
+def test_helpers_of_tests_have_names_of_their_own():
+    """pytest puts each folder of tests on the path, so of two files with one name an import finds the first alone."""
+    tests = Path(__file__).resolve().parents[1]
+    folders: dict[str, list[str]] = {}
+    for file in tests.rglob("*.py"):
+        if file.name not in ("conftest.py", "__init__.py"):
+            folders.setdefault(file.name, []).append(str(file.parent.relative_to(tests)))
+    assert len(folders) > 100
+    assert not {name: found for name, found in folders.items() if len(found) > 1}
