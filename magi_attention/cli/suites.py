@@ -37,9 +37,8 @@ def command_test(args: argparse.Namespace) -> int:
         # Who has none left takes from others.
         workers = ["-n", str(num_workers(is_on_gpus)), "--dist", "worksteal"]
     pytest = [sys.executable, "-m", "pytest"]
-    marks = SUITES.get(args.suite, BY_DAY)
-    if not args.suite and any(a.startswith("-m") or "::" in a for a in extra):
-        marks = ""  # the caller names tests, or marks
+    chooses = any(a.startswith("-m") or "::" in a for a in extra)  # the caller, who names marks or tests
+    marks = SUITES[args.suite] if args.suite else "" if chooses else BY_DAY
     commands = [[*pytest, *workers, *(["-m", marks] if marks else []), *extra]]
     if is_on_gpus:
         commands = [[*pytest, *workers, "-m", BESIDE_OTHERS, *extra], [*pytest, "-m", ALONE, *extra]]

@@ -79,6 +79,26 @@ def test_over_ranks_it_is_dense_attention(case, monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_deterministic_reaches_the_kernels(deterministic, monkeypatch):
+    """On a CPU the bits repeat either way, so what the kernels are asked for is looked at."""
+    asked, attend = [], api.index_attn_func
+
+    def seen(*args, **options):
+        asked.append(options["deterministic"])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(api, "index_attn_func", seen)
+    tensors = draw(300, 5)
+
+    def rank(transport):
+        key = MSA.make_magi_msa_key([0, 300], transport, config=MSA.MsaConfig(deterministic=deterministic))
+        return MSA.calc_msa(MSA.MsaV1Inputs(*(MSA.dispatch(x, key) for x in tensors)), key)
+
+    FakeWorld(1).run(rank)
+    assert asked == [deterministic]
+
+
 def test_the_layout_is_that_of_the_dense_key_and_positions_are_of_documents():
     bounds, total = [0, 130, 650, 901], 901
     x = torch.arange(total)
