@@ -13,10 +13,17 @@ from pathlib import Path
 FOREVER_S = 3600  # the test ends the ranks long before
 mode, *rest = sys.argv[1:]
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-print(f"rank {rank} of {world} says {mode} {rest} {os.environ.get('GREETING', '')}", flush=True)
+
+
+def say(line: str) -> None:
+    """In one write, because ranks share a pipe; ``print`` without a buffer writes the end of a line on its own."""
+    os.write(1, f"{line}\n".encode())
+
+
+say(f"rank {rank} of {world} says {mode} {rest} {os.environ.get('GREETING', '')}")
 for name in rest:
     if name in os.environ:
-        print(f"{name} is {os.environ[name]}", flush=True)
+        say(f"{name} is {os.environ[name]}")
 print(f"rank {rank} on stderr", file=sys.stderr, flush=True)
 if mode == "crash" and rank == rest[0]:
     sys.exit(7)
