@@ -138,7 +138,7 @@ def test_a_mask_that_the_host_does_not_know_takes_the_steps_of_the_last_one_of_i
 
 def test_backwards_are_right_with_the_steps_of_another_mask(monkeypatch):
     """The ranges of every other mask are late."""
-    monkeypatch.setattr(schedule_module, "_stores_of", lambda case: schedule_module._Stores(10**6))
+    monkeypatch.setattr(schedule_module, "_first_writer_limits", lambda case: schedule_module._FirstWriterLimits(10**6))
     ffa, simulator = public_backend(monkeypatch)
     modes = []
     for seed in range(8):

@@ -91,8 +91,8 @@ struct BwdRowParams {
   // An earlier call of the plan has made order, semaphore targets, contributions_of_block,
   // direct_dq_store and summed.
   int32_t order_is_made;
-  int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each work tile
-                   // of an L2 group by each table, in ticks
+  int32_t* order;  // flags of the plan, the cost of each tile by order index, the expected start of
+                   // each work tile of an L2 group by each table, in ticks
   int2* contributions_of_block;  // how many there are, and a number that grows with the time at
                                  // which the last one is expected
   int32_t first_writer;  // as in BwdKernelParams: semaphore targets are counted and not given out

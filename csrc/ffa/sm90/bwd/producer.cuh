@@ -70,8 +70,8 @@ __device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p,
   if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
 }
 
-// Where a lane is among the steps: in the ring of stages and, in order, of the places of what the
-// lanes that add are told, in one register.
+// Where a lane is among the steps, in one register: its place in the ring of stages and, with
+// semaphores, in dq_queue.
 template <typename C>
 struct StepRing {
   Ring<C::kStages> ring;
