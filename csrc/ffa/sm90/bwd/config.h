@@ -138,22 +138,21 @@ struct BwdConfig {
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 
-// The layout of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head,
-// each in the order in which an accumulator lies in the registers of a warpgroup, so that whole
-// lines are added.
+// The layout of dq_accum, in float32: blocks of queries x 64 columns of one head, each in the order
+// in which an accumulator lies in the registers of a warpgroup, so that whole lines are added.
 constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;    // tiles, see bwd/schedule/semaphore_targets.cuh
 constexpr int kMaxTimed = 1024;  // tiles
 constexpr int kTicks = 32;       // of expected time: one block
-// In deterministic order: from so few query heads of a work tile on all work tiles walk backwards,
-// if so many tiles for each of them are in work at the same time.
+// In deterministic order all work tiles descend if they have at most so many query heads, and so
+// many tiles for each of these are in work at the same time.
 constexpr int kFewHeads = 4, kManyTiles = 8;
 constexpr int kLargeL2Groups =
     2;  // query heads of a work tile up to which L2 groups are twice as large, then
-constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a listed tile that is split by heads
-constexpr int kMaxHeadSplits = 128;  // among which the query heads of a tile are shared out
+constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a work list's tile, split by heads
+constexpr int kMaxHeadSplits = 128;                  // of the query heads of a tile
 constexpr int kTailParts =
-    8;  // at most, of a work tile of the last round, or that the caller splits
+    8;  // at most, of a work tile of the last wave, or that the caller splits
 constexpr int kMaxPartials =
     2048;  // more than there are work tiles whose parts leave dk and dv in the workspace
 constexpr int kMaxWorkList = 512;  // tiles of kv heads

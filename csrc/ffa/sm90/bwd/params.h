@@ -16,8 +16,8 @@ namespace magi {
 // With a work list: what is through, so that the last kernel can begin with what is complete. See
 // bwd/rows/completion.cuh.
 struct BwdCompletion {
-  int32_t* left;  // (tile, kv head, part): work tiles that are not through; whole ones and sides of
-                  // a cut count for all parts
+  int32_t* left;  // (tile, kv head, part): work tiles that are not complete; whole ones and those
+                  // split along the queries count for all parts
   int32_t* prepared;  // (block of queries, kv head): query heads that are prepared
 };
 

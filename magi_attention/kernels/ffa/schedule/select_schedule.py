@@ -79,9 +79,9 @@ class BwdSchedule(NamedTuple):
     """``block_m`` queries each; ``num_head_splits``: 0 for as few parts of the heads as the library chooses.
 
     ``first_writer``: the first writer to a block of dq stores, so that nothing is cleared. ``by_document``: work tiles
-    are taken up one document after the other. ``split``: tiles whose query heads are shared out, in deterministic
-    order. ``direct_dq_store``: the main kernel writes dq of blocks with a single contribution, if that is in 16 bits
-    and not accumulated.
+    are taken up one document after the other. ``split``: tiles whose query heads are split, in deterministic order.
+    ``direct_dq_store``: the main kernel writes dq of blocks with a single contribution, if that is in 16 bits and not
+    accumulated.
     """
 
     block_m: int

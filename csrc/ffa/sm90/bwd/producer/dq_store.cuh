@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds dq where that leaves by way of shared memory: in order (bwd/schedule/semaphore_targets.cuh)
-// or after the first writer, by two lanes or one; or, where steps are wide, as it comes. The first
-// of these lanes also asks for the keys of each work tile.
+// Stores dq that passes through shared memory: in semaphore order
+// (bwd/schedule/semaphore_targets.cuh) or after the first writer, by two lanes or one; or, in
+// m-blocks of 80 or 128, as it comes. The first of these lanes also asks for the keys of each work
+// tile.
 #pragma once
 
 #include "ffa/sm90/tma.cuh"

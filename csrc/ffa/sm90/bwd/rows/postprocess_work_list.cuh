@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last kernel of the backward where work tiles are listed: it rounds the dq accumulator, and
-// adds up dk and dv of split work tiles, each when it is complete (bwd/rows/completion.cuh).
+// The last kernel of the backward with a work list: it rounds dq_accum, and combines dk and dv of
+// split work tiles, each when it is complete (bwd/rows/completion.cuh).
 #pragma once
 
 #include <climits>
